@@ -1,0 +1,25 @@
+"""groupwise: group-relative policy optimization, whole.
+
+Importing this package loads nothing heavy: a submodule is imported when it is first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_SUBMODULES = ("core", "errors", "plots", "rundir", "stats")
+
+__all__ = ["__version__", *_SUBMODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"groupwise.{name}")
+    raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,66 @@
+"""The maths of groupwise: every formula once, tensors in, tensors out, nothing but torch.
+
+Letters: P prompts, G samples per prompt, B = P·G, T completion tokens, V vocabulary, D hidden width. Masks are true
+for what counts. Inputs may be float32, bfloat16 or float64; reductions are done in float32 (float64 where given).
+"""
+
+from groupwise.core.advantages import GroupStatistics, group_advantages, group_index, group_statistics
+from groupwise.core.filters import KeptSets, check_sampling, filter_logits, keep_sampling_mask
+from groupwise.core.gae import gae, value_loss
+from groupwise.core.kl import full_kl, full_kl_from_hidden, kl_estimate
+from groupwise.core.logps import logps_from_logits, selective_logps
+from groupwise.core.losses import (
+    LOSSES,
+    Loss,
+    Settings,
+    Tokens,
+    TokenTerm,
+    aggregate,
+    aggregation_weights,
+    log_ratio,
+    policy_loss,
+)
+from groupwise.core.masks import (
+    completion_mask,
+    high_entropy_mask,
+    off_policy_sequence_mask,
+    truncated,
+    validity,
+    validity_reasons,
+)
+from groupwise.core.preference import KINDS, preference_loss
+
+__all__ = [
+    "KINDS",
+    "LOSSES",
+    "GroupStatistics",
+    "KeptSets",
+    "Loss",
+    "Settings",
+    "TokenTerm",
+    "Tokens",
+    "aggregate",
+    "aggregation_weights",
+    "check_sampling",
+    "completion_mask",
+    "filter_logits",
+    "full_kl",
+    "full_kl_from_hidden",
+    "gae",
+    "group_advantages",
+    "group_index",
+    "group_statistics",
+    "high_entropy_mask",
+    "keep_sampling_mask",
+    "kl_estimate",
+    "log_ratio",
+    "logps_from_logits",
+    "off_policy_sequence_mask",
+    "policy_loss",
+    "preference_loss",
+    "selective_logps",
+    "truncated",
+    "validity",
+    "validity_reasons",
+    "value_loss",
+]

@@ -1,0 +1,205 @@
+"""Group-relative advantages: how much better a sample is than its siblings.
+
+``A_i = (r_i − mean(group)) / (std(group) + eps)``: DeepSeekMath's formula, as in the second and fifth documents. It
+deviates where the literal formula misleads: a reward that is NaN was not scored and takes no part, a lone sample has
+nobody to be compared with and gets 0, and a group of equal rewards gets exactly 0 rather than amplified round-off.
+
+Rewards are a handful of numbers, so the work is done in float64 on the CPU: the result is the same on every device
+and does not depend on the order in which a GPU adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.core._checks import check_at_least, shape_of
+from groupwise.errors import InputError, check_choice
+
+SCALES = ("group", "batch", "none")
+BASELINES = ("mean", "leave_one_out", "none")
+COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """What a batch's groups look like; N groups in the order of their labels. Rewards that are NaN are left out."""
+
+    index: Tensor  # (B,) the group of each sample, 0..N-1
+    count: Tensor  # (N,) scored samples
+    mean: Tensor  # (N,) NaN where nothing was scored
+    std: Tensor  # (N,) 0 for fewer than two scored samples
+    equal: Tensor  # (N,) bool: no spread, so nothing to compare (a group of one and an unscored group included)
+
+
+def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor, int]:
+    """The group number of each of ``size`` samples, and how many groups there are.
+
+    ``groups`` is an int G (consecutive samples belong together, G at a time) or one label per sample in any order:
+    a tensor of integers, or a sequence of anything that can be hashed, such as strings.
+    """
+    if isinstance(groups, bool):
+        raise InputError("groups must be an int or one label per sample, got a bool")
+    if isinstance(groups, int):
+        if groups < 1:
+            raise InputError(f"the group size must be at least 1, got {groups}")
+        if size % groups:
+            raise InputError(f"{size} rewards do not divide into groups of {groups}")
+        return torch.arange(size) // groups, size // groups
+    if isinstance(groups, Tensor):
+        if groups.shape != (size,):
+            raise InputError(f"groups has shape {shape_of(groups)}; expected one label per reward, ({size},)")
+        if groups.is_floating_point() or groups.is_complex():
+            raise InputError(f"group labels must be integers, got {groups.dtype}")
+        labels, index = torch.unique(groups.detach().cpu(), return_inverse=True)
+        return index, len(labels)
+    if len(groups) != size:
+        raise InputError(f"{len(groups)} group labels were given for {size} rewards")
+    numbers: dict[Any, int] = {}
+    return torch.tensor([numbers.setdefault(label, len(numbers)) for label in groups], dtype=torch.long), len(numbers)
+
+
+def group_statistics(
+    rewards: Tensor, groups: int | Tensor | Sequence[Any], *, unbiased: bool = True
+) -> GroupStatistics:
+    """Count, mean and standard deviation of each group's scored rewards ``(B,)``, in float64 on the CPU."""
+    values = _rewards(rewards, columns=False)
+    index, number = group_index(groups, len(values))
+    return _statistics(values, index, number, unbiased, _round_off(rewards.dtype))
+
+
+def group_advantages(
+    rewards: Tensor,
+    groups: int | Tensor | Sequence[Any],
+    *,
+    scale: str = "group",
+    eps: float = 1e-4,
+    unbiased: bool = True,
+    baseline: str = "mean",
+    weights: Tensor | Sequence[float] | None = None,
+    combine: str = "sum_then_normalize",
+) -> Tensor:
+    """The advantage of each sample ``(B,)``, from its reward and those of its group.
+
+    rewards: ``(B,)``, or ``(B, K)`` for K reward functions. NaN means 'not scored'.
+    groups: an int G for consecutive groups of G, or one label per sample in any order (groups of any size).
+    scale: divide by the ``"group"``'s standard deviation, by the whole ``"batch"``'s, or by ``"none"``.
+    eps: added to the standard deviation.
+    unbiased: divide the squared deviations by n − 1 rather than n (the fifth document uses n).
+    baseline: what is subtracted: the group's ``"mean"``, the mean of the others (``"leave_one_out"``) or ``"none"``.
+        With ``"none"`` a group of equal rewards, and a lone sample, still teach; without spread there is nothing to
+        divide by, so their rewards stay as they are.
+    weights: one weight per reward function, 1 each if not given.
+    combine: with several reward functions, ``"sum_then_normalize"`` the weighted sum, or ``"normalize_then_sum"``
+        each by itself and then, as GDPO does, divide the weighted sum by its standard deviation over the batch
+        (unless ``scale="none"``). A function that did not score a sample contributes nothing to it.
+    """
+    check_choice("scale", scale, SCALES)
+    check_choice("baseline", baseline, BASELINES)
+    check_choice("combine", combine, COMBINATIONS)
+    check_at_least("eps", eps, 0.0)
+    table = _rewards(rewards, columns=True)  # (B, K)
+    index, number = group_index(groups, len(table))
+    factors = _weights(weights, table.shape[1])
+    scored = ~table.isnan().all(dim=1)
+    round_off = _round_off(rewards.dtype)
+
+    def normalise(values: Tensor) -> Tensor:
+        return _normalise(values, index, number, scale, baseline, eps, unbiased, round_off)
+
+    if combine == "sum_then_normalize":
+        total = (table * factors).nansum(dim=1)
+        advantages = normalise(torch.where(scored, total, torch.nan))
+    else:
+        advantages = sum(
+            (factor * normalise(column) for factor, column in zip(factors, table.unbind(1), strict=True)),
+            start=torch.zeros(len(table), dtype=torch.float64),
+        )
+        spread = advantages[scored]
+        if scale != "none" and len(spread) > 1 and bool(spread.std() > 0):
+            advantages = advantages / (spread.std(unbiased=unbiased) + eps)
+    dtype = rewards.dtype if rewards.dtype in (torch.float32, torch.float64) else torch.float32
+    return advantages.to(device=rewards.device, dtype=dtype)
+
+
+def _normalise(
+    values: Tensor,
+    index: Tensor,
+    number: int,
+    scale: str,
+    baseline: str,
+    eps: float,
+    unbiased: bool,
+    round_off: float,
+) -> Tensor:
+    groups = _statistics(values, index, number, unbiased, round_off)
+    equal = groups.equal[index]
+    if baseline == "none":
+        advantages = values
+    else:
+        advantages = values - groups.mean[index]
+        if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
+            advantages = advantages * (groups.count.double() / (groups.count - 1).clamp(min=1))[index]
+        advantages = torch.where(equal, 0.0, advantages)
+    if scale == "group":
+        advantages = torch.where(equal, advantages, advantages / (groups.std[index] + eps))
+    elif scale == "batch":
+        whole = _statistics(values, torch.zeros_like(index), 1, unbiased, round_off)
+        advantages = advantages if bool(whole.equal) else advantages / (whole.std + eps)
+    return torch.where(values.isnan(), 0.0, advantages)
+
+
+def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, round_off: float) -> GroupStatistics:
+    scored = ~values.isnan()
+    known, where = values[scored], index[scored]
+    count = torch.bincount(where, minlength=number)
+
+    def total(x: Tensor) -> Tensor:
+        return torch.zeros(number, dtype=torch.float64).index_add(0, where, x)
+
+    def extreme(x: Tensor, reduce: str) -> Tensor:
+        return torch.zeros(number, dtype=torch.float64).scatter_reduce(0, where, x, reduce, include_self=False)
+
+    mean = total(known) / count  # 0 / 0 = NaN: nothing was scored
+    squares = total((known - mean[where]) ** 2)
+    std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
+    largest = extreme(known.abs(), "amax")
+    equal = extreme(known, "amax") - extreme(known, "amin") <= round_off * largest
+    return GroupStatistics(index, count, mean, torch.where(equal, 0.0, std), equal)
+
+
+def _round_off(dtype: torch.dtype) -> float:
+    """Rewards of one group that differ by less than this share of their size are equal but for round-off.
+
+    Two units in the last place: what summing a few reward functions in another order leaves behind.
+    """
+    return 2 * torch.finfo(dtype).eps if dtype in (torch.float32, torch.float64) else 0.0
+
+
+def _rewards(rewards: Tensor, columns: bool) -> Tensor:
+    if not isinstance(rewards, Tensor):
+        raise InputError(f"rewards must be a tensor, got {type(rewards).__name__}")
+    if rewards.dim() not in ((1, 2) if columns else (1,)) or not rewards.numel():
+        expected = "(B,) or (B, K)" if columns else "(B,)"
+        raise InputError(f"rewards has shape {shape_of(rewards)}; expected {expected} with at least one sample")
+    values = rewards.detach().to(device="cpu", dtype=torch.float64)
+    infinite = values.isinf()
+    if bool(infinite.any()):
+        where = infinite.nonzero()[0].tolist()
+        raise InputError(f"the reward at {where} is {values[tuple(where)].item()}; use NaN for 'not scored'")
+    return values.unsqueeze(1) if columns and values.dim() == 1 else values
+
+
+def _weights(weights: Tensor | Sequence[float] | None, number: int) -> Tensor:
+    if weights is None:
+        return torch.ones(number, dtype=torch.float64)
+    factors = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if factors.shape != (number,):
+        raise InputError(f"weights has shape {shape_of(factors)}; expected one weight per reward function, ({number},)")
+    if not bool(factors.isfinite().all()):
+        raise InputError(f"reward weights must be finite, got {factors.tolist()}")
+    return factors

@@ -1,0 +1,166 @@
+"""Temperature, top-k, top-p and min-p, and log-probs over the set of tokens that survived them.
+
+The order matters, because each filter sees what the one before it left. ``"transformers"``: temperature, top-k,
+top-p, min-p. ``"vllm"``: temperature, min-p, top-k, top-p. ``"document"`` (the second document, after mlx-lm): top-k,
+min-p, top-p on probabilities that are not renormalised in between, and temperature last. The three keep different
+sets. Where the document's literal code would leave nothing (top-p after a top-k that holds little mass), the most
+likely tokens stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from groupwise.core._checks import check_above, shape_of, working
+from groupwise.errors import InputError, check_choice
+
+ORDERS = {
+    "transformers": ("temperature", "top_k", "top_p", "min_p"),
+    "vllm": ("temperature", "min_p", "top_k", "top_p"),
+    "document": ("top_k", "min_p", "top_p", "temperature"),
+}
+
+
+def filter_logits(
+    logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    min_p: float | None = None,
+    min_tokens_to_keep: int = 1,
+    order: str = "transformers",
+) -> Tensor:
+    """Logits ``(…, V)`` divided by the temperature, −inf where a filter removed a token.
+
+    top_k: keep the k most likely, and all that tie with the last of them; None, 0 or k ≥ V: no filter.
+    top_p: keep the smallest set of the most likely that holds more than this mass; 1: no filter.
+    min_p: keep what is at least this share as likely as the most likely; None or 0: no filter.
+    A row that is −inf throughout comes back as it is.
+    """
+    check_choice("order", order, ORDERS)
+    check_sampling(temperature, top_k, top_p, min_p, min_tokens_to_keep)
+    if logits.dim() < 1 or not logits.shape[-1]:
+        raise InputError(f"logits has shape {shape_of(logits)}; expected (…, V) with V at least 1")
+    scores = working(logits)
+    total = scores.logsumexp(-1, keepdim=True) if order == "document" else None
+    keep = min(min_tokens_to_keep, logits.shape[-1])
+    for step in ORDERS[order]:
+        if step == "temperature" and temperature != 1.0:
+            scores = scores / temperature
+        elif step == "top_k" and top_k:
+            scores = _top_k(scores, max(top_k, keep))
+        elif step == "top_p" and top_p < 1.0:
+            scores = _top_p(scores, top_p, keep, total)
+        elif step == "min_p" and min_p:
+            scores = _min_p(scores, min_p, keep)
+    return scores
+
+
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float, min_p: float | None, min_tokens_to_keep: int = 1
+) -> None:
+    """Raise unless these are settings that one can sample with."""
+    check_above("temperature", temperature, 0.0)
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
+        raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
+    if top_p is None or not 0 < top_p <= 1:
+        raise InputError(f"top_p must be in (0, 1], got {top_p!r}")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise InputError(f"min_p must be in [0, 1] or None, got {min_p!r}")
+    if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
+        raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")
+
+
+def _top_k(scores: Tensor, k: int) -> Tensor:
+    if k >= scores.shape[-1]:
+        return scores
+    last = scores.topk(k, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < last, -math.inf)
+
+
+def _top_p(scores: Tensor, top_p: float, keep: int, log_total: Tensor | None) -> Tensor:
+    ascending, order = scores.sort(dim=-1)
+    if log_total is None:
+        log_total = ascending.logsumexp(-1, keepdim=True)
+    mass = (ascending - log_total).exp().cumsum(-1)
+    remove = mass <= 1 - top_p
+    remove[..., -keep:] = False
+    return scores.masked_fill(remove.scatter(-1, order, remove), -math.inf)
+
+
+def _min_p(scores: Tensor, min_p: float, keep: int) -> Tensor:
+    best = scores.topk(keep, dim=-1)
+    remove = scores < best.values[..., :1] + math.log(min_p)
+    return scores.masked_fill(remove.scatter(-1, best.indices, False), -math.inf)
+
+
+# --- the kept set ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class KeptSets:
+    """The tokens that survived the filters at each of N positions, ragged.
+
+    Position i kept ``ids[offsets[i]:offsets[i + 1]]``. An empty set means that nothing was filtered there.
+    """
+
+    ids: Tensor  # (M,) int32
+    offsets: Tensor  # (N + 1,) int64
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 1 or self.offsets.dim() != 1 or not len(self.offsets):
+            raise InputError(
+                f"kept sets need ids (M,) and offsets (N + 1,), got {shape_of(self.ids)} and {shape_of(self.offsets)}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @classmethod
+    def from_logits(cls, filtered: Tensor) -> KeptSets:
+        """The sets that `filter_logits` left, for logits ``(…, V)``, positions in row-major order."""
+        rows = filtered.detach().reshape(-1, filtered.shape[-1])
+        kept = rows > -math.inf
+        kept &= ~kept.all(-1, keepdim=True)
+        offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
+        offsets[1:] = kept.sum(-1).cumsum(0)
+        return cls(kept.nonzero()[:, 1].to(torch.int32), offsets)
+
+    def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
+        """Which tokens positions start..stop kept, as booleans ``(stop − start, V)``."""
+        offsets = self.offsets[start : stop + 1]
+        counts = offsets.diff()
+        first, last = int(offsets[0]), int(offsets[-1])
+        row = torch.repeat_interleave(
+            torch.arange(stop - start, device=self.ids.device), counts, output_size=last - first
+        )
+        kept = (counts == 0).unsqueeze(1).repeat(1, vocabulary)
+        kept[row, self.ids[first:last].long()] = True
+        return kept
+
+
+def kept_mask(kept: Tensor) -> Tensor:
+    """A mask ``(…, V)`` as booleans; as in `KeptSets`, a row that is empty means that nothing was filtered there."""
+    mask = kept != 0
+    return mask | ~mask.any(-1, keepdim=True)
+
+
+def keep_sampling_mask(logits: Tensor, kept: Tensor | KeptSets) -> Tensor:
+    """Log-probs ``(…, V)`` renormalised over the kept set, −inf outside it (DeepSeek-V3.2's 'keep sampling mask').
+
+    The policy that is trained is then the one that was sampled from. ``logits`` already have the temperature applied;
+    ``kept`` is a mask ``(…, V)`` or `KeptSets` with one set per position. For hidden states, see `selective_logps`.
+    """
+    if isinstance(kept, KeptSets):
+        positions = logits.shape[:-1].numel()
+        if len(kept) != positions:
+            raise InputError(f"{len(kept)} kept sets were given for {positions} positions")
+        kept = kept.mask(0, positions, logits.shape[-1]).view(logits.shape)
+    elif kept.shape != logits.shape:
+        raise InputError(f"kept has shape {shape_of(kept)} but logits has {shape_of(logits)}; they must be equal")
+    return working(logits).masked_fill(~kept_mask(kept), -math.inf).log_softmax(-1)

@@ -1,0 +1,154 @@
+"""The distance from the policy to a reference, per token.
+
+``kl_estimate`` needs the log-probs of the sampled tokens alone (Schulman's k1, k2, k3, and DeepSeek-V3.2's unbiased
+one); ``full_kl`` sums over the vocabulary and is exact. The first document calls 'unbiased' the exact KL times the
+mean over the vocabulary of π_θ/π_ref, which is neither unbiased nor V3.2's: it is here as an option of ``full_kl``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from groupwise.core._checks import check_at_least, check_mask, check_same_shape, shape_of, working
+from groupwise.core.logps import head_logits, rows_per_chunk
+from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
+from groupwise.errors import InputError, check_choice
+
+ESTIMATORS = ("k1", "k2", "k3", "unbiased")
+FACTORS = ("none", "document")
+DOCUMENT_EPS = 1e-8
+
+
+def kl_estimate(
+    logps: Tensor,
+    ref_logps: Tensor,
+    *,
+    estimator: str = "k3",
+    old_logps: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """An estimate of KL(π_θ ‖ π_ref) at each sampled token ``(B, T)``; 0 outside ``mask`` where one is given.
+
+    With d = log π_ref − log π_θ: ``k1`` = −d, ``k2`` = d²/2, ``k3`` = e^d − d − 1. ``unbiased`` is DeepSeek-V3.2's:
+    k3 · π_θ/π_old with the ratio differentiable, so that value and gradient are right for samples of an older
+    policy; without ``old_logps`` the samples are the policy's own, and the ratio is 1 but for its gradient.
+    Differences are held within ±20, as in `losses`.
+    """
+    check_choice("estimator", estimator, ESTIMATORS)
+    check_same_shape(logps=logps, ref_logps=ref_logps, old_logps=old_logps)
+    present = torch.ones_like(logps, dtype=torch.bool) if mask is None else check_mask("mask", mask, logps.shape)
+    d = torch.where(present, working(ref_logps) - working(logps), 0.0)
+    if estimator == "k1":
+        return -d
+    if estimator == "k2":
+        return d.square() / 2
+    d = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    k3 = torch.expm1(d) - d
+    if estimator == "k3":
+        return k3
+    return k3 * log_ratio(logps, logps.detach() if old_logps is None else old_logps, present).exp()
+
+
+def full_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    factor: str = "none",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """The exact KL(π_θ ‖ π_ref) ``(…)`` of whole distributions, from logits ``(…, V)``.
+
+    Worked through ``chunk_size`` rows at a time, forward and backward, so that no softmax of the whole batch is ever
+    held. ``factor="document"`` is the first document's: × mean over the vocabulary of π_θ/(π_ref + 1e-8).
+    """
+    check_same_shape(logits=logits, ref_logits=ref_logits)
+    return _in_chunks(
+        lambda policy, reference: _kl_of_rows(working(policy), working(reference), factor),
+        logits,
+        ref_logits,
+        vocabulary=logits.shape[-1],
+        mask=mask,
+        factor=factor,
+        chunk_size=chunk_size,
+    )
+
+
+def full_kl_from_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    ref_hidden: Tensor,
+    ref_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ref_bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    factor: str = "none",
+    chunk_size: int | None = None,
+) -> Tensor:
+    """`full_kl` of two models' heads, straight from hidden states ``(…, D)``: no (…, V) tensor is ever held whole."""
+    if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
+        raise InputError(
+            f"hidden {shape_of(hidden)} and ref_hidden {shape_of(ref_hidden)} must agree up to their last dimension, "
+            f"weight {shape_of(weight)} and ref_weight {shape_of(ref_weight)} in the vocabulary"
+        )
+
+    def rows(policy: Tensor, reference: Tensor) -> Tensor:
+        return _kl_of_rows(
+            head_logits(policy, weight, bias, scale, softcap, temperature),
+            head_logits(reference, ref_weight, ref_bias, scale, softcap, temperature),
+            factor,
+        )
+
+    return _in_chunks(
+        rows, hidden, ref_hidden, vocabulary=weight.shape[0], mask=mask, factor=factor, chunk_size=chunk_size
+    )
+
+
+def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
+    logp, ref_logp = logits.log_softmax(-1), ref_logits.log_softmax(-1)
+    prob = logp.exp()
+    # A token that neither could produce (−inf in both) has probability 0 and contributes 0, not 0 · (−inf + inf).
+    difference = torch.where(prob > 0, logp - ref_logp, 0.0)
+    kl = (prob * difference).sum(-1)
+    if factor == "document":
+        kl = kl * (prob / (ref_logp.exp() + DOCUMENT_EPS)).mean(-1)
+    return kl
+
+
+def _in_chunks(
+    rows: Callable[[Tensor, Tensor], Tensor],
+    policy: Tensor,
+    reference: Tensor,
+    *,
+    vocabulary: int,
+    mask: Tensor | None,
+    factor: str,
+    chunk_size: int | None,
+) -> Tensor:
+    """Apply ``rows`` to the unmasked rows, a chunk at a time, recomputing each chunk in the backward pass."""
+    check_choice("factor", factor, FACTORS)
+    if chunk_size is not None:
+        check_at_least("chunk_size", chunk_size, 1)
+    shape = policy.shape[:-1]
+    flat, ref_flat = policy.reshape(-1, policy.shape[-1]), reference.reshape(-1, reference.shape[-1]).detach()
+    where = None
+    if mask is not None:
+        where = check_mask("mask", mask, shape).reshape(-1).nonzero().squeeze(1)
+        flat, ref_flat = flat[where], ref_flat[where]
+    size = chunk_size or rows_per_chunk(vocabulary, flat.device)
+    parts = [
+        checkpoint(rows, flat[start : start + size], ref_flat[start : start + size], use_reentrant=False)
+        for start in range(0, len(flat), size)
+    ]
+    result = torch.cat(parts) if parts else working(flat).sum(-1)
+    if where is not None:
+        result = result.new_zeros(shape.numel()).index_put((where,), result)
+    return result.view(shape)

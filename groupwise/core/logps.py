@@ -1,0 +1,235 @@
+"""Log-probs of chosen tokens straight from hidden states, without ever holding logits for all positions.
+
+``log softmax(head(hidden))[id]`` needs (N, V) numbers if written plainly: 12 GiB in float32 for a batch of 65,536
+tokens and a vocabulary of 49,152, and as much again for the gradient. Here the head is applied a chunk of rows at a
+time, in the forward pass and, once more, in the backward pass; only one number per row is kept in between. The result
+is the plain computation's, not an approximation.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from groupwise.core._checks import check_above, check_at_least, shape_of, working
+from groupwise.core.filters import KeptSets, kept_mask
+from groupwise.errors import InputError
+
+CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+
+
+def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
+    """The plain way, for small vocabularies and for control: logits ``(…, V)``, ids ``(…)`` → log-probs ``(…)``.
+
+    With ``with_entropy`` a pair: the log-probs and the entropies.
+    """
+    check_above("temperature", temperature, 0.0)
+    if logits.shape[:-1] != ids.shape:
+        raise InputError(f"ids has shape {shape_of(ids)}; expected logits' {shape_of(logits)} without the last")
+    logps = (working(logits) / temperature).log_softmax(-1)
+    chosen = logps.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+    if not with_entropy:
+        return chosen
+    prob = logps.exp()
+    return chosen, -(prob * torch.where(prob > 0, logps, 0.0)).sum(-1)
+
+
+def selective_logps(
+    hidden: Tensor,
+    weight: Tensor,
+    ids: Tensor,
+    *,
+    bias: Tensor | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    temperature: float = 1.0,
+    kept: Tensor | KeptSets | None = None,
+    with_entropy: bool = False,
+    chunk_size: int | None = None,
+) -> Any:
+    """Log-probs ``(…)`` of ``ids`` ``(…)`` under a head applied to ``hidden`` ``(…, D)``.
+
+    With ``with_entropy`` a pair: the log-probs and the entropies. Both are differentiable.
+
+    logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap) / temperature, without the tanh if no softcap.
+    weight: ``(V, D)``; it is used in hidden's type, and its gradient, summed in float32, comes in its own. Under
+    autocast both are used in autocast's type.
+    kept: the tokens over which to normalise, `KeptSets` with one set per position or a mask ``(…, V)``. A chosen
+    token outside its set has probability 0: its log-prob is −inf and it has no gradient.
+    chunk_size: rows at a time; by default as many as a chunk of logits of 32 MiB (256 MiB on a GPU) holds.
+    """
+    vocabulary, width = _check_head(hidden, weight, ids, bias)
+    _check_scaling(softcap, scale, temperature)
+    if chunk_size is not None:
+        check_at_least("chunk_size", chunk_size, 1)
+    rows = ids.numel()
+    if isinstance(kept, KeptSets):
+        if len(kept) != rows:
+            raise InputError(f"{len(kept)} kept sets were given for {rows} positions")
+    elif kept is not None:
+        if kept.shape != (*ids.shape, vocabulary):
+            raise InputError(f"kept has shape {shape_of(kept)}; expected ids' {shape_of(ids)} and the vocabulary")
+        kept = kept_mask(kept).reshape(rows, vocabulary)
+    settings = _Head(
+        scale, softcap, temperature, kept, with_entropy, chunk_size or rows_per_chunk(vocabulary, hidden.device)
+    )
+    flat = hidden.reshape(rows, width)
+    if torch.is_autocast_enabled(hidden.device.type):
+        flat = flat.to(torch.get_autocast_dtype(hidden.device.type))
+    with torch.autocast(hidden.device.type, enabled=False):
+        logps, entropy = _SelectiveLogps.apply(  # type: ignore[no-untyped-call]
+            flat, weight, bias, ids.reshape(rows).long(), settings
+        )
+    if with_entropy:
+        return logps.view(ids.shape), entropy.view(ids.shape)
+    return logps.view(ids.shape)
+
+
+def head_logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
+) -> Tensor:
+    """A head's logits ``(N, V)`` as the sampler sees them, in float32 (float64 where that was given)."""
+    logits = working(hidden @ weight.to(hidden.dtype).T)
+    if bias is not None:
+        logits = logits + bias
+    if scale != 1.0:
+        logits = logits * scale
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if temperature == 1.0 else logits / temperature
+
+
+def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
+    """How many rows of float32 logits make a chunk."""
+    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+
+
+class _Head(NamedTuple):
+    scale: float
+    softcap: float | None
+    temperature: float
+    kept: Tensor | KeptSets | None
+    with_entropy: bool
+    chunk: int
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
+        """This chunk's logits, −inf outside the kept sets, and the mask of what was removed."""
+        logits = head_logits(hidden, weight, bias, self.scale, self.softcap, self.temperature)
+        stop = start + len(hidden)
+        if self.kept is None:
+            return logits, None
+        kept = self.kept
+        kept = kept.mask(start, stop, logits.shape[1]) if isinstance(kept, KeptSets) else kept[start:stop]
+        return logits.masked_fill_(~kept, -math.inf), ~kept
+
+
+class _SelectiveLogps(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor | None]:
+        used = weight.to(hidden.dtype)
+        dtype = working(hidden[:0]).dtype
+        logps, normaliser = hidden.new_empty(len(ids), dtype=dtype), hidden.new_empty(len(ids), dtype=dtype)
+        entropy = hidden.new_empty(len(ids), dtype=dtype) if head.with_entropy else None
+        for start in range(0, len(ids), head.chunk):
+            part = slice(start, start + head.chunk)
+            logits, removed = head.logits(hidden[part], used, bias, start)
+            normaliser[part] = logits.logsumexp(-1)
+            logps[part] = logits.gather(1, ids[part, None]).squeeze(1) - normaliser[part]
+            if entropy is not None:
+                logits -= normaliser[part, None]
+                prob = logits.exp()
+                if removed is not None:
+                    logits.masked_fill_(removed, 0.0)
+                entropy[part] = -(prob.mul_(logits)).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, ids, logps, normaliser, entropy)
+        ctx.head = head
+        ctx.set_materialize_grads(False)
+        return logps, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        # A backward pass called inside autocast must not run these products in another type than the forward pass.
+        with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
+            return _backward(ctx, grad_logps, grad_entropy)
+
+
+def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    hidden, weight, bias, ids, logps, normaliser, entropy = ctx.saved_tensors
+    head: _Head = ctx.head
+    used = weight.to(hidden.dtype)
+    grad_logps = torch.zeros_like(logps) if grad_logps is None else torch.where(logps > -math.inf, grad_logps, 0.0)
+    needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+    grad_hidden = torch.empty_like(hidden) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if needs_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if needs_bias else None
+    for start in range(0, len(ids), head.chunk):
+        part = slice(start, start + head.chunk)
+        logits, removed = head.logits(hidden[part], used, bias, start)
+        curve = None
+        if head.softcap is not None:  # d(softcap · tanh(x / softcap)) = 1 − tanh², and tanh is in the logits
+            curve = 1 - (logits * (head.temperature / head.softcap)).square()
+        log_prob = logits.sub_(normaliser[part, None])
+        grad = log_prob.exp()  # the probabilities, turned into the gradient in place
+        if entropy is not None and grad_entropy is not None:
+            # d log p[id] = 1[id] − p  and  dH = −p (log p + H)
+            if removed is not None:
+                log_prob.masked_fill_(removed, 0.0)
+            log_prob += entropy[part, None]
+            log_prob *= grad_entropy[part, None]
+            log_prob += grad_logps[part, None]
+            grad *= -log_prob
+        else:
+            grad *= -grad_logps[part, None]
+        grad.scatter_add_(1, ids[part, None], grad_logps[part, None])
+        if curve is not None:
+            grad *= curve if removed is None else curve.masked_fill_(removed, 0.0)
+        grad *= head.scale / head.temperature
+        if grad_bias is not None:
+            grad_bias += grad.sum(0)
+        small = grad.to(hidden.dtype)
+        if grad_hidden is not None:
+            torch.mm(small, used, out=grad_hidden[part])
+        if grad_weight is not None:
+            if small.dtype == grad_weight.dtype:
+                grad_weight.addmm_(small.T, hidden[part])
+            else:
+                grad_weight += small.T @ hidden[part]
+    if grad_weight is not None:
+        grad_weight = grad_weight.to(weight.dtype)
+    if grad_bias is not None:
+        grad_bias = grad_bias.to(bias.dtype)
+    return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
+        raise InputError(
+            f"hidden has shape {shape_of(hidden)} and weight {shape_of(weight)}; expected (…, D) and (V, D)"
+        )
+    vocabulary, width = weight.shape
+    if ids.shape != hidden.shape[:-1]:
+        raise InputError(f"ids has shape {shape_of(ids)}; expected hidden's {shape_of(hidden)} without the last")
+    if bias is not None and bias.shape != (vocabulary,):
+        raise InputError(f"bias has shape {shape_of(bias)}; expected the vocabulary, ({vocabulary},)")
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise InputError(f"ids must be integers, got {ids.dtype}")
+    if ids.device.type == "cpu" and ids.numel():  # on a GPU this would wait for the device; its kernels check there
+        low, high = ids.aminmax()
+        if low < 0 or high >= vocabulary:
+            outside = int(low) if low < 0 else int(high)
+            raise InputError(f"id {outside} is outside the vocabulary of {vocabulary}")
+    return vocabulary, width
+
+
+def _check_scaling(softcap: float | None, scale: float, temperature: float) -> None:
+    check_above("temperature", temperature, 0.0)
+    check_above("scale", scale, 0.0)
+    if softcap is not None:
+        check_above("softcap", softcap, 0.0)

@@ -1,0 +1,384 @@
+"""The policy objective, from three small pieces: a ratio, a loss per token, and a weight per token.
+
+``loss = Σ_t weight_t · mask_t · token_loss(ratio_t, A_t)``. A named loss (`LOSSES`) is a choice of token loss and
+aggregation, nothing more; GRPO, Dr. GRPO, DAPO and the fifth document's per-episode objective differ in the weights
+alone. Where this deviates from the literal formulas: log-ratios are held within ±20, so that a token no model would
+have produced gives a large finite number rather than inf · 0 = NaN in the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.core._checks import check_above, check_at_least, check_mask, check_same_shape, shape_of, working
+from groupwise.errors import InputError, check_choice
+
+MAX_LOG_RATIO = 20.0
+VESPO_LOG_FLOOR = math.log(1e-8)
+RATIOS = ("token", "sequence")
+AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "local_token_mean", "constant")
+DENOMINATORS = ("completion_mask", "policy_mask")
+
+
+# --- the ratio -------------------------------------------------------------------------------------------------------
+
+
+def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "token") -> Tensor:
+    """log(π_θ / π_old): per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO). 0 where masked."""
+    check_choice("ratio", level, RATIOS)
+    check_same_shape(logps=logps, old_logps=old_logps)
+    mask = check_mask("mask", mask, logps.shape)
+    difference = torch.where(mask, working(logps) - working(old_logps), 0.0)
+    if level == "sequence":
+        difference = difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+# --- the loss per token ----------------------------------------------------------------------------------------------
+
+
+class Tokens(NamedTuple):
+    """What a token loss may look at. Positions that may not teach hold 0 everywhere."""
+
+    log_ratio: Tensor  # (B, T), or (B, 1) with a sequence ratio
+    logps: Tensor  # (B, T)
+    advantages: Tensor  # (B, T)
+    token_log_ratio: Tensor  # (B, T) whatever the level
+
+
+class TokenTerm(NamedTuple):
+    """A loss per token, and which tokens were clipped from below and from above (None: this loss does not clip)."""
+
+    values: Tensor  # (B, T)
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The numbers that token losses read. ``clip_high`` is an absolute ceiling for CISPO, 1 + clip_high elsewhere."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05)
+    vespo_positive: tuple[float, float] = (2.0, 3.0)
+    vespo_negative: tuple[float, float] = (3.0, 2.0)
+
+
+TokenLoss = Callable[[Tokens, Settings], TokenTerm]
+
+
+def clipped_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    """PPO's −min(r·A, clip(r)·A). ``dual_clip`` bounds r·A from below where A < 0 (Ye et al., 2020)."""
+    ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
+    low, high = 1 - settings.clip_low, 1 + settings.clip_high
+    unclipped = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
+    values = -torch.min(unclipped * advantages, ratio.clamp(low, high) * advantages)
+    return TokenTerm(values, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
+
+
+def reinforce_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    """−A·log π: the policy gradient itself, as the first document writes it."""
+    return TokenTerm(-tokens.advantages * tokens.logps)
+
+
+def cispo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    """MiniMax-M1: the ratio is capped and detached, so that every token keeps its gradient."""
+    ratio = tokens.log_ratio.detach().exp()
+    values = -ratio.clamp(max=settings.clip_high) * tokens.advantages * tokens.logps
+    return TokenTerm(values, None, (ratio > settings.clip_high).expand_as(values))
+
+
+def sapo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    """SAPO: a sigmoid gate around r = 1 in place of the clip, steeper for negative advantages."""
+    positive, negative = settings.sapo_temperatures
+    slope = _by_sign(tokens.advantages > 0, positive, negative, tokens.log_ratio)
+    gate = torch.sigmoid(slope * torch.expm1(tokens.log_ratio)) * 4 / slope
+    return TokenTerm(-gate * tokens.advantages)
+
+
+def vespo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    """VESPO: −φ(w)·A·log π, with w the whole sequence's ratio and φ(w) = w^k · e^{λ(1−w)}, detached."""
+    with torch.no_grad():
+        log_w = tokens.token_log_ratio.sum(-1, keepdim=True).clamp(VESPO_LOG_FLOOR, MAX_LOG_RATIO)
+        gains = tokens.advantages >= 0
+        k = _by_sign(gains, settings.vespo_positive[0], settings.vespo_negative[0], log_w)
+        rate = _by_sign(gains, settings.vespo_positive[1], settings.vespo_negative[1], log_w)
+        phi = torch.exp(rate + k * log_w - rate * log_w.exp())
+    return TokenTerm(-phi * tokens.advantages * tokens.logps)
+
+
+def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
+    """Two numbers chosen by a mask, in the type of ``like`` (torch.where on plain numbers would round to float32)."""
+    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(otherwise))
+
+
+# --- the weight per token --------------------------------------------------------------------------------------------
+
+
+def aggregation_weights(
+    mask: Tensor,
+    how: str,
+    *,
+    max_length: int | None = None,
+    total_tokens: int | Tensor | None = None,
+    total_sequences: int | Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weight ``(B, T)`` that each token has in the loss, so that a loss is ``(weights * values).sum()``.
+
+    ``"sequence_mean"``: 1/|o_i| per token, mean over sequences (GRPO; the fifth document's 1/T_i and 1/G).
+    ``"sequence_sum"``: sum over a sequence's tokens, mean over sequences (LUSPO; the first document).
+    ``"token_mean"``: one over the number of tokens of the whole mini-batch (DAPO).
+    ``"local_token_mean"``: one over the number of tokens given here (BNPO), times the share that these sequences
+    have in ``total_sequences``: it depends on how a batch is split, by definition.
+    ``"constant"``: one over sequences × ``max_length`` (Dr. GRPO).
+
+    ``total_tokens`` and ``total_sequences`` are those of the whole mini-batch where ``mask`` is only a part of it;
+    weights, and so losses and statistics, of the parts then add up to the whole's.
+    """
+    check_choice("aggregation", how, AGGREGATIONS)
+    if mask.dim() != 2:
+        raise InputError(f"mask has shape {shape_of(mask)}; expected (B, T)")
+    present = check_mask("mask", mask, mask.shape).to(dtype)
+    sequences = _total("total_sequences", total_sequences, len(mask))
+    if how == "sequence_mean":
+        return present / present.sum(-1, keepdim=True).clamp(min=1) / sequences
+    if how == "sequence_sum":
+        return present / sequences
+    if how == "token_mean":
+        return present / _total("total_tokens", total_tokens, present.sum().clamp(min=1))
+    if how == "local_token_mean":
+        share = 1.0 if total_sequences is None else len(mask) / sequences
+        return present / present.sum().clamp(min=1) * share
+    if max_length is None:
+        raise InputError("the aggregation 'constant' (loss 'dr_grpo') needs max_length: the longest completion allowed")
+    check_at_least("max_length", max_length, 1)
+    return present / (sequences * max_length)
+
+
+def aggregate(
+    values: Tensor,
+    mask: Tensor,
+    how: str,
+    *,
+    max_length: int | None = None,
+    total_tokens: int | Tensor | None = None,
+    total_sequences: int | Tensor | None = None,
+) -> Tensor:
+    """Per-token values ``(B, T)`` as one number, by `aggregation_weights`. Masked values, even NaN, do not count."""
+    values = working(values)
+    weights = aggregation_weights(
+        mask,
+        how,
+        max_length=max_length,
+        total_tokens=total_tokens,
+        total_sequences=total_sequences,
+        dtype=values.dtype,
+    )
+    check_same_shape(mask=mask, values=values)
+    return (torch.where(mask != 0, values, 0.0) * weights).sum()
+
+
+def _total(name: str, given: int | Tensor | None, otherwise: int | Tensor) -> int | Tensor:
+    if given is None:
+        return otherwise
+    if isinstance(given, Tensor):
+        return given.clamp(min=1)
+    check_at_least(name, given, 0)
+    return max(given, 1)
+
+
+# --- the named losses ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss as a record of choices.
+
+    ``ratios`` are the levels it is defined for, its own first. ``ceiling`` is given where ``clip_high`` means an
+    absolute ceiling on the ratio rather than a distance from 1, and is then its default.
+    """
+
+    token_loss: TokenLoss
+    aggregation: str
+    ratios: tuple[str, ...] = RATIOS
+    ceiling: float | None = None
+
+
+LOSSES: dict[str, Loss] = {
+    "grpo": Loss(clipped_loss, "sequence_mean"),
+    "bnpo": Loss(clipped_loss, "local_token_mean"),
+    "dr_grpo": Loss(clipped_loss, "constant"),
+    "dapo": Loss(clipped_loss, "token_mean"),
+    "gspo": Loss(clipped_loss, "sequence_mean", ("sequence",)),
+    "luspo": Loss(clipped_loss, "sequence_sum", ("sequence", "token")),
+    "cispo": Loss(cispo_loss, "token_mean", ceiling=5.0),
+    "sapo": Loss(sapo_loss, "sequence_mean"),
+    "vespo": Loss(vespo_loss, "token_mean", ("token",)),
+    "reinforce": Loss(reinforce_loss, "sequence_sum"),
+}
+
+
+def policy_loss(
+    logps: Tensor,
+    old_logps: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    loss: str | Loss = "dapo",
+    ratio: str | None = None,
+    clip_low: float = 0.2,
+    clip_high: float | None = None,
+    dual_clip: float | None = None,
+    max_length: int | None = None,
+    total_tokens: int | Tensor | None = None,
+    total_sequences: int | Tensor | None = None,
+    policy_mask: Tensor | None = None,
+    denominator: str = "completion_mask",
+    sapo_temperatures: tuple[float, float] = (1.0, 1.05),
+    vespo_positive: tuple[float, float] = (2.0, 3.0),
+    vespo_negative: tuple[float, float] = (3.0, 2.0),
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to minimise, and the statistics people watch.
+
+    logps, old_logps: ``(B, T)`` under the policy and under the one that sampled; None for the latter means the batch
+        is used once, so that the ratio is 1 and only its gradient counts.
+    advantages: ``(B,)`` or ``(B, T)``. mask: ``(B, T)``, the completion mask, which defines every denominator.
+    loss: a name in `LOSSES`, or a `Loss` of your own.
+    ratio: ``"token"`` or ``"sequence"``; not given, the loss's own (sequence for gspo and luspo, else token).
+    clip_low, clip_high: the ratio is held in [1 − low, 1 + high]; high is low if not given. For ``cispo``, clip_high
+        is an absolute ceiling on the ratio, 5 if not given.
+    dual_clip: a ceiling (above 1) on the ratio where the advantage is negative.
+    max_length: the constant that ``dr_grpo`` divides by.
+    total_tokens, total_sequences: the whole mini-batch's, where this is a part of it. See `aggregation_weights`.
+    policy_mask: what may teach, ``(B,)``, ``(B, 1)`` or ``(B, T)``: off-policy, validity and entropy masks multiplied
+        together, or importance weights. It multiplies the loss per token and leaves every denominator alone, unless
+        denominator is ``"policy_mask"``, the first document's division by what it keeps.
+    sapo_temperatures: for positive and negative advantages. vespo_positive, vespo_negative: (k, λ) for each sign.
+
+    The statistics are detached scalars: ``clip_fraction_low`` and ``clip_fraction_high``, ``ratio`` (its mean) and
+    ``approx_kl`` (the k3 estimate of KL(π_old ‖ π_θ)). Each is a mean over tokens, or over sequences with a sequence
+    ratio; with totals given, those of the parts of a batch add up to the batch's.
+    """
+    record = _record(loss)
+    level = record.ratios[0] if ratio is None else ratio
+    check_choice("ratio", level, RATIOS)
+    if level not in record.ratios:
+        raise InputError(f"loss {loss!r} has no {level} ratio; leave ratio out or use {record.ratios[0]!r}")
+    if clip_high is None:
+        clip_high = clip_low if record.ceiling is None else record.ceiling
+    settings = Settings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
+    _check_settings(settings, record)
+    check_choice("denominator", denominator, DENOMINATORS)
+    if logps.dim() != 2:
+        raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
+    if old_logps is None:
+        old_logps = logps.detach()
+    check_same_shape(logps=logps, old_logps=old_logps)
+    mask = check_mask("mask", mask, logps.shape)
+    teaching = _policy_weights(policy_mask, mask, working(logps).dtype)  # (B, T)
+    active = mask if teaching is None else mask & (teaching != 0)
+
+    token_log_ratio = log_ratio(logps, old_logps, mask)
+    level_log_ratio = token_log_ratio if level == "token" else log_ratio(logps, old_logps, mask, level)
+    # Whatever may not teach is taken out before the exponential, so that not even an overflow there is felt.
+    speaks = active if level == "token" else active.any(-1, keepdim=True)
+    tokens = Tokens(
+        log_ratio=torch.where(speaks, level_log_ratio, 0.0),
+        logps=torch.where(active, working(logps), 0.0),
+        advantages=torch.where(active, _advantages(advantages, logps), 0.0),
+        token_log_ratio=token_log_ratio.detach(),
+    )
+    term = record.token_loss(tokens, settings)
+    counted = mask if denominator == "completion_mask" else active
+    if denominator == "policy_mask" and total_sequences is None:
+        total_sequences = active.any(-1).sum()
+    weights = aggregation_weights(
+        counted,
+        record.aggregation,
+        max_length=max_length,
+        total_tokens=total_tokens,
+        total_sequences=total_sequences,
+        dtype=term.values.dtype,
+    )
+    if teaching is not None:
+        weights = weights * teaching
+    value = (torch.where(active, term.values, 0.0) * weights).sum()
+    means = aggregation_weights(
+        mask,
+        "token_mean" if level == "token" else "sequence_mean",
+        total_tokens=total_tokens,
+        total_sequences=total_sequences if denominator == "completion_mask" else None,
+        dtype=term.values.dtype,
+    )
+    return value, _statistics(term, level_log_ratio.detach(), token_log_ratio.detach(), means)
+
+
+@torch.no_grad()
+def _statistics(term: TokenTerm, log_ratios: Tensor, token_log_ratios: Tensor, means: Tensor) -> dict[str, Tensor]:
+    def mean(x: Tensor | None) -> Tensor:
+        return means.new_zeros(()) if x is None else (x.to(means.dtype) * means).sum()
+
+    return {
+        "clip_fraction_low": mean(term.clipped_low),
+        "clip_fraction_high": mean(term.clipped_high),
+        "ratio": mean(log_ratios.exp()),
+        "approx_kl": mean(torch.expm1(token_log_ratios) - token_log_ratios),
+    }
+
+
+def _record(loss: str | Loss) -> Loss:
+    if isinstance(loss, Loss):
+        return loss
+    check_choice("loss", loss, LOSSES)
+    return LOSSES[loss]
+
+
+def _check_settings(settings: Settings, record: Loss) -> None:
+    check_at_least("clip_low", settings.clip_low, 0.0)
+    check_at_least("clip_high", settings.clip_high, 0.0)
+    if record.ceiling is not None and settings.clip_high < 1:
+        warnings.warn(
+            f"clip_high is an absolute ceiling on the ratio for this loss: {settings.clip_high:g} shrinks even "
+            f"on-policy tokens (did you mean {1 + settings.clip_high:g}?)",
+            stacklevel=3,
+        )
+    if settings.dual_clip is not None:
+        check_above("dual_clip", settings.dual_clip, 1.0)
+    for name in ("sapo_temperatures", "vespo_positive", "vespo_negative"):
+        pair = getattr(settings, name)
+        if len(pair) != 2:
+            raise InputError(f"{name} must be two numbers, got {pair!r}")
+        for number in pair:
+            check_above(name, number, 0.0)
+
+
+def _advantages(advantages: Tensor, logps: Tensor) -> Tensor:
+    if advantages.shape == logps.shape[:1]:
+        advantages = advantages.unsqueeze(1)
+    elif advantages.shape != logps.shape:
+        rows, length = logps.shape
+        raise InputError(f"advantages has shape {shape_of(advantages)}; expected ({rows},) or ({rows}, {length})")
+    return advantages.detach().to(working(logps).dtype).expand(logps.shape)
+
+
+def _policy_weights(policy_mask: Tensor | None, mask: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if policy_mask is None:
+        return None
+    rows, length = mask.shape
+    if policy_mask.shape == (rows,):
+        policy_mask = policy_mask.unsqueeze(1)
+    elif policy_mask.shape not in ((rows, 1), (rows, length)):
+        raise InputError(
+            f"policy_mask has shape {shape_of(policy_mask)}; expected ({rows},), ({rows}, 1) or ({rows}, {length})"
+        )
+    return torch.where(mask, policy_mask.detach().to(dtype), 0.0)

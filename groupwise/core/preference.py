@@ -1,0 +1,251 @@
+"""Learning from pairs: DPO and its relatives, as the fourth document adds them to GRPO.
+
+``L = −log σ(β · ((log π_θ(y_w) − log π_ref(y_w)) − (log π_θ(y_l) − log π_ref(y_l))))`` and the other kinds that
+TRL 1.16's DPO offers and that need no further model. The log-probs are sums over a completion's tokens; ``ipo`` and
+``sigmoid_norm`` divide by its length, as the peer does.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from groupwise.core._checks import check_above, check_at_least, check_same_shape, shape_of, working
+from groupwise.errors import InputError, check_choice
+
+
+class Pairs(NamedTuple):
+    """N pairs, all ``(N,)``: log-ratios to the reference, and what some kinds need beside them."""
+
+    chosen: Tensor  # log π_θ(y_w) − log π_ref(y_w)
+    rejected: Tensor
+    policy_chosen: Tensor
+    policy_rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_lengths: Tensor | None
+    rejected_lengths: Tensor | None
+    beta: float
+    label_smoothing: float
+    discopop_tau: float
+
+    @property
+    def logits(self) -> Tensor:
+        """β times the margin: what DPO's sigmoid sees."""
+        return self.beta * (self.chosen - self.rejected)
+
+    def per_token(self, kind: str) -> tuple[Tensor, Tensor]:
+        """The two log-ratios as means over their tokens."""
+        if self.chosen_lengths is None or self.rejected_lengths is None:
+            raise InputError(f"the kind {kind!r} needs chosen_lengths and rejected_lengths, in tokens")
+        return self.chosen / self.chosen_lengths.clamp(min=1), self.rejected / self.rejected_lengths.clamp(min=1)
+
+
+def _sigmoid(p: Pairs) -> Tensor:
+    return -logsigmoid(p.logits)
+
+
+def _hinge(p: Pairs) -> Tensor:
+    return torch.relu(1 - p.logits)
+
+
+def _ipo(p: Pairs) -> Tensor:
+    chosen, rejected = p.per_token("ipo")
+    return (chosen - rejected - 1 / (2 * p.beta)).square()
+
+
+def _sigmoid_norm(p: Pairs) -> Tensor:
+    chosen, rejected = p.per_token("sigmoid_norm")
+    return -logsigmoid(p.beta * (chosen - rejected))
+
+
+def _exo_pair(p: Pairs) -> Tensor:
+    if p.label_smoothing == 0:
+        raise InputError("the kind 'exo_pair' needs label_smoothing above 0 (the EXO paper recommends 1e-3)")
+    win, lose = logsigmoid(p.logits), logsigmoid(-p.logits)
+    return win.exp() * (win - math.log1p(-p.label_smoothing)) + lose.exp() * (lose - math.log(p.label_smoothing))
+
+
+def _nca_pair(p: Pairs) -> Tensor:
+    chosen, rejected = p.beta * p.chosen, p.beta * p.rejected
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def _robust(p: Pairs) -> Tensor:
+    if p.label_smoothing >= 0.5:
+        raise InputError(
+            f"the kind 'robust' needs label_smoothing, the share of flipped labels, below 0.5, got {p.label_smoothing}"
+        )
+    flip = p.label_smoothing
+    return (-(1 - flip) * logsigmoid(p.logits) + flip * logsigmoid(-p.logits)) / (1 - 2 * flip)
+
+
+def _bco_pair(p: Pairs) -> Tensor:
+    return -logsigmoid(p.beta * p.chosen) - logsigmoid(-p.beta * p.rejected)
+
+
+def _sppo_hard(p: Pairs) -> Tensor:
+    target = 0.5 / p.beta
+    return (p.chosen - target).square() + (p.rejected + target).square()
+
+
+def _aot(p: Pairs) -> Tensor:
+    policy, reference = p.policy_chosen - p.policy_rejected, p.ref_chosen - p.ref_rejected
+    return _smoothed(p, policy.sort().values - reference.sort().values)
+
+
+def _aot_unpaired(p: Pairs) -> Tensor:
+    return _smoothed(p, p.chosen.sort().values - p.rejected.sort().values)
+
+
+def _smoothed(p: Pairs, delta: Tensor) -> Tensor:
+    flip = p.label_smoothing
+    return -(1 - flip) * logsigmoid(p.beta * delta) - flip * logsigmoid(-p.beta * delta)
+
+
+def _apo_zero(p: Pairs) -> Tensor:
+    return 1 - torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
+
+
+def _apo_down(p: Pairs) -> Tensor:
+    return torch.sigmoid(p.beta * p.chosen) + 1 - torch.sigmoid(p.logits)
+
+
+def _discopop(p: Pairs) -> Tensor:
+    gate = torch.sigmoid(p.logits / p.discopop_tau)
+    return -logsigmoid(p.logits) * (1 - gate) + torch.exp(-p.logits) * gate
+
+
+def _sft(p: Pairs) -> Tensor:
+    """The mean negative log-prob of a token of the chosen answers, shared out so that the mean over pairs is it."""
+    if p.chosen_lengths is None:
+        raise InputError("the kind 'sft' needs chosen_lengths, in tokens")
+    return -p.policy_chosen * len(p.chosen) / p.chosen_lengths.sum().clamp(min=1)
+
+
+KINDS: dict[str, Callable[[Pairs], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+    "exo_pair": _exo_pair,
+    "nca_pair": _nca_pair,
+    "robust": _robust,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "discopop": _discopop,
+    "sft": _sft,
+    "sigmoid_norm": _sigmoid_norm,
+}
+SMOOTHED_KINDS = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})
+BATCH_KINDS = frozenset({"aot", "aot_unpaired", "sft"})
+
+
+def preference_loss(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    kind: str | Sequence[str] = "sigmoid",
+    weights: Sequence[float] | None = None,
+    label_smoothing: float = 0.0,
+    chosen_lengths: Tensor | None = None,
+    rejected_lengths: Tensor | None = None,
+    discopop_tau: float = 0.05,
+    total_pairs: int | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss to minimise over N pairs, and its statistics.
+
+    The four tensors ``(N,)`` are log-probs of whole answers, summed over tokens. kind: a name in `KINDS`, or several,
+    whose losses are added with ``weights`` (1 each if not given). label_smoothing: the share of flipped labels in
+    ``robust`` and ``aot``, ε in ``exo_pair``; the others ignore it, as the peer's do. lengths: tokens per answer, for
+    ``ipo``, ``sigmoid_norm`` and ``sft``.
+    total_pairs: those of the whole mini-batch, where this is a part of it: losses and statistics of the parts then
+    add up to the whole's, except for the kinds that look across pairs (``aot``, ``aot_unpaired``, ``sft``).
+
+    Statistics, detached: ``accuracy`` (the share of pairs with the margin on the right side), ``margin``,
+    ``chosen_reward`` and ``rejected_reward`` (β times the log-ratio).
+    """
+    names = [kind] if isinstance(kind, str) else list(kind)
+    factors = [1.0] * len(names) if weights is None else list(weights)
+    _check(names, factors, weights, beta, label_smoothing, discopop_tau, total_pairs)
+    check_same_shape(
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        ref_chosen=ref_chosen,
+        ref_rejected=ref_rejected,
+        chosen_lengths=chosen_lengths,
+        rejected_lengths=rejected_lengths,
+    )
+    if policy_chosen.dim() != 1 or not len(policy_chosen):
+        raise InputError(f"policy_chosen has shape {shape_of(policy_chosen)}; expected (N,) with at least one pair")
+    chosen, rejected = working(policy_chosen), working(policy_rejected)
+    ref_chosen, ref_rejected = working(ref_chosen.detach()), working(ref_rejected.detach())
+    pairs = Pairs(
+        chosen - ref_chosen,
+        rejected - ref_rejected,
+        chosen,
+        rejected,
+        ref_chosen,
+        ref_rejected,
+        chosen_lengths,
+        rejected_lengths,
+        beta,
+        label_smoothing,
+        discopop_tau,
+    )
+    number = len(chosen) if total_pairs is None else max(total_pairs, 1)
+    loss = chosen.new_zeros(())
+    for name, factor in zip(names, factors, strict=True):
+        loss = loss + factor * KINDS[name](pairs).sum() / number
+    with torch.no_grad():
+        chosen_reward, rejected_reward = beta * pairs.chosen, beta * pairs.rejected
+        margin = chosen_reward - rejected_reward
+        statistics = {
+            "accuracy": (margin > 0).to(margin.dtype).sum() / number,
+            "margin": margin.sum() / number,
+            "chosen_reward": chosen_reward.sum() / number,
+            "rejected_reward": rejected_reward.sum() / number,
+        }
+    return loss, statistics
+
+
+def _check(
+    names: list[str],
+    factors: list[float],
+    weights: Sequence[float] | None,
+    beta: float,
+    label_smoothing: float,
+    discopop_tau: float,
+    total_pairs: int | None,
+) -> None:
+    if not names:
+        raise InputError("give at least one kind of preference loss")
+    for name in names:
+        check_choice("kind of preference loss", name, KINDS)
+    if len(factors) != len(names):
+        raise InputError(f"{len(factors)} weights {weights!r} were given for {len(names)} kinds {names}")
+    for factor in factors:
+        if not math.isfinite(factor):
+            raise InputError(f"weights must be finite, got {weights!r}")
+    check_above("beta", beta, 0.0)
+    check_above("discopop_tau", discopop_tau, 0.0)
+    if not 0 <= label_smoothing < 1:
+        raise InputError(f"label_smoothing must be in [0, 1), got {label_smoothing!r}")
+    if label_smoothing and not SMOOTHED_KINDS.intersection(names):
+        warnings.warn(
+            f"label_smoothing has no effect on {names}; for labels that may be flipped use kind='robust'", stacklevel=3
+        )
+    if total_pairs is not None:
+        check_at_least("total_pairs", total_pairs, 0)

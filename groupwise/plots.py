@@ -1,0 +1,101 @@
+"""Learning curves with intervals, as picture files. Needs matplotlib (the extra ``plot``); no display is used."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from groupwise.errors import InputError, MissingExtraError
+from groupwise.rundir.files import write_bytes
+from groupwise.stats import Statistic, bootstrap_interval
+
+# Okabe and Ito's palette, told apart with any colour vision, without its yellow, which is too faint for a line.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", "--", "-.", ":")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Several runs of one thing: ``values`` (runs, points) at ``x`` (points)."""
+
+    x: ArrayLike
+    values: ArrayLike
+
+
+def plot_curves(
+    path: str | Path,
+    curves: Mapping[str, Curve],
+    *,
+    title: str = "",
+    x_label: str = "step",
+    y_label: str = "",
+    statistic: Statistic = np.mean,
+    level: float = 0.95,
+    goal: float | None = None,
+    goal_label: str = "",
+) -> None:
+    """Draw each curve's mean (or other statistic) over its runs, with a band for its bootstrap interval.
+
+    A single run is drawn without a band. ``goal`` draws a level to reach. The picture's kind follows the file's
+    ending: png, svg or pdf.
+    """
+    path = Path(path)
+    if not curves:
+        raise InputError("there is no curve to draw")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise InputError(f"a picture's name must end in .png, .svg or .pdf, got {path.name!r}")
+    figure = new_figure()
+    axes = figure.add_subplot()
+    for number, (name, curve) in enumerate(curves.items()):
+        x, values = _points(name, curve)
+        band = bootstrap_interval(values, statistic=statistic, level=level)
+        colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
+        runs = f" ({len(values)} runs)" if len(values) > 1 else ""
+        axes.plot(x, band.estimate, dash, color=colour, linewidth=2, label=f"{name}{runs}")
+        if len(values) > 1:
+            axes.fill_between(x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
+    if goal is not None:
+        axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=goal_label or f"goal: {goal:g}")
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.legend(frameon=False, fontsize=9)
+    save_figure(figure, path)
+
+
+def new_figure(width: float = 7.0, height: float = 4.2) -> Any:
+    """An empty figure, outside pyplot's global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise MissingExtraError("drawing a picture", "matplotlib", "plot") from error
+    return Figure(figsize=(width, height), layout="constrained", dpi=150)
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Write a figure in the house style, whole or not at all."""
+    path = Path(path)
+    for axes in figure.axes:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="0.9", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.margins(x=0.01)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=path.suffix[1:], facecolor="white")
+    write_bytes(path, buffer.getvalue())
+
+
+def _points(name: str, curve: Curve) -> tuple[Any, Any]:
+    x, values = np.asarray(curve.x, dtype=np.float64), np.asarray(curve.values, dtype=np.float64)
+    if values.ndim == 1:
+        values = values[None, :]
+    if x.ndim != 1 or values.ndim != 2 or values.shape[1] != len(x):
+        raise InputError(
+            f"curve {name!r} needs x (points,) and values (runs, points), got {x.shape} and {values.shape}"
+        )
+    return x, values

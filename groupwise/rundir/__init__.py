@@ -1,0 +1,30 @@
+"""What every training loop needs of a run folder: one owner, files that are whole or absent, and metrics that last."""
+
+from groupwise.rundir.files import (
+    atomic_folder,
+    read_json,
+    remove_leftovers,
+    verify_manifest,
+    write_bytes,
+    write_json,
+    write_manifest,
+    write_safetensors,
+)
+from groupwise.rundir.metrics import MetricsRecorder, metric_column, read_metrics
+from groupwise.rundir.run import RunDir, new_run_path
+
+__all__ = [
+    "MetricsRecorder",
+    "RunDir",
+    "atomic_folder",
+    "metric_column",
+    "new_run_path",
+    "read_json",
+    "read_metrics",
+    "remove_leftovers",
+    "verify_manifest",
+    "write_bytes",
+    "write_json",
+    "write_manifest",
+    "write_safetensors",
+]

@@ -1,0 +1,128 @@
+"""Metrics as lines of JSON, one object a row, each written out at once.
+
+A killed process loses nothing that was recorded; a line it was in the middle of is dropped on the next start. JSON has
+no NaN, so NaN and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and come back as floats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from groupwise.errors import InputError, RunDirError
+from groupwise.rundir.files import write_bytes
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class MetricsRecorder:
+    """Appends rows to a metrics file. Steps may repeat (training and evaluation of one step) but not go back."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        rows, length = _parse(self.path)
+        self.last_step: int | None = rows[-1]["step"] if rows else None
+        self._open()
+        self._file.truncate(length)
+
+    def _open(self) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as error:
+            raise RunDirError(f"{self.path} cannot be opened: {error.strerror}") from error
+
+    def record(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one row. Values are numbers (also tensors and arrays of one number), booleans, strings or None."""
+        if self.last_step is not None and step < self.last_step:
+            raise InputError(f"step {step} comes after step {self.last_step} in {self.path}; rewind it first")
+        if "step" in values:
+            raise InputError("'step' is the row's own column; give the metric another name")
+        row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
+        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        self.last_step = int(step)
+
+    def _append(self, line: bytes) -> None:
+        length = self._file.seek(0, os.SEEK_END)
+        try:
+            written = self._file.write(line)
+            reason = "the disk is full" if written != len(line) else ""
+        except OSError as error:
+            reason = error.strerror or str(error)
+        if reason:
+            self._file.truncate(length)
+            raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
+
+    def rewind(self, step: int) -> int:
+        """Forget the rows after ``step``, as a run does that resumes from there; how many there were."""
+        rows, _ = _parse(self.path)
+        kept = [line for line, row in zip(_lines(self.path), rows, strict=False) if row["step"] <= step]
+        self._file.close()
+        write_bytes(self.path, b"".join(kept))
+        self._open()
+        self.last_step = max((row["step"] for row in rows if row["step"] <= step), default=None)
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsRecorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a metrics file. A last line that is not finished yet is left out; other damage is an error."""
+    if not Path(path).exists():
+        raise RunDirError(f"{path} does not exist")
+    return _parse(Path(path))[0]
+
+
+def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[Any]]:
+    """The steps at which a metric was recorded, and its values."""
+    found = [(row["step"], row[name]) for row in rows if name in row]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The rows, and how many bytes of the file they fill."""
+    rows, length = [], 0
+    for number, line in enumerate(_lines(path), start=1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            row = json.loads(line)
+            row["step"] = int(row["step"])
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunDirError(f"{path}, line {number} is damaged: {error}. Mend or remove that line") from error
+        rows.append(
+            {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+        )
+        length += len(line)
+    return rows, length
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _plain(name: str, value: Any) -> Any:
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError) as error:
+            raise InputError(f"the metric {name!r} must be one number, got {value!r}") from error
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise InputError(f"the metric {name!r} must be a number, a string or None, got {type(value).__name__}")

@@ -1,0 +1,156 @@
+"""A run folder: one process writes to it at a time, and nothing in it is written over by accident.
+
+Use it so::
+
+    with RunDir.create("runs/quiz") as run:
+        run.write_json("config.json", config)
+        run.metrics.record(1, {"reward": 0.4})
+        with run.folder("checkpoint-1") as folder:
+            write_safetensors(folder / "model.safetensors", weights)
+
+The lock belongs to the process, so a killed one leaves no lock behind.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from groupwise import __version__
+from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, verify_manifest, write_json
+from groupwise.rundir.metrics import MetricsRecorder
+
+MARKER = "run.json"
+FORMAT = 1
+LOCK = ".lock"
+HOLDER = ".holder.json"
+METRICS = "metrics.jsonl"
+
+
+def new_run_path(root: str | Path, name: str) -> Path:
+    """A folder below ``root`` that does not exist yet: date, time and ``name``, with a number if that is taken."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise InputError(f"a run's name may hold letters, digits, '.', '_' and '-', got {name!r}")
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
+    path, number = Path(root) / stem, 1
+    while path.exists():
+        number += 1
+        path = Path(root) / f"{stem}-{number}"
+    return path
+
+
+class RunDir:
+    """An open run folder, locked until `close`. Make one with `create`, or go on with one by `resume`."""
+
+    def __init__(self, path: Path, lock: FileLock) -> None:
+        self.path = path
+        self._lock = lock
+        self.metrics = MetricsRecorder(path / METRICS)
+
+    @classmethod
+    def create(cls, path: str | Path) -> RunDir:
+        """Start a run in a folder that is new or empty."""
+        path = Path(path)
+        if path.exists() and not path.is_dir():
+            raise RunDirError(f"{path} is a file, not a folder; choose another place for the run")
+        if (path / MARKER).exists():
+            raise RunDirError(f"{path} already holds a run: resume it, or choose another folder")
+        if path.exists() and any(entry.name not in (LOCK, HOLDER) for entry in path.iterdir()):
+            raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunDirError(f"{path} cannot be made: {error.strerror}") from error
+        lock = _acquire(path)
+        try:
+            write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _now()})
+            return cls(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def resume(cls, path: str | Path) -> RunDir:
+        """Go on in a folder that holds a run; what a killed process left half-written is removed."""
+        path = Path(path)
+        if not (path / MARKER).exists():
+            raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
+        lock = _acquire(path)
+        try:
+            marker = read_json(path / MARKER)
+            if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+                raise RunDirError(f"{path / MARKER} is not of format {FORMAT}, the one this groupwise writes")
+            remove_leftovers(path)
+            return cls(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    def write_json(self, name: str, value: Any) -> None:
+        write_json(self.path / name, value)
+
+    @contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
+        """A folder of this run that appears, with its manifest, when it is filled. See `atomic_folder`."""
+        with atomic_folder(self.path / name) as unfinished:
+            yield unfinished
+
+    def finished(self, pattern: str = "checkpoint-*") -> list[Path]:
+        """The folders that match ``pattern`` and are whole, oldest step first; damaged ones are left out."""
+        whole = []
+        for path in self.path.glob(pattern):
+            try:
+                verify_manifest(path)
+            except CheckpointError:
+                continue
+            whole.append(path)
+        return sorted(whole, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+
+    def close(self) -> None:
+        self.metrics.close()
+        (self.path / HOLDER).unlink(missing_ok=True)
+        self._lock.release()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _acquire(path: Path) -> FileLock:
+    lock = FileLock(path / LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise RunDirError(
+            f"{path} is in use by {_holder(path)}: wait for it, stop it, or choose another folder"
+        ) from None
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be locked: {error.strerror}") from error
+    write_json(path / HOLDER, {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()})
+    return lock
+
+
+def _holder(path: Path) -> str:
+    try:
+        facts = read_json(path / HOLDER)
+        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
+    except (CheckpointError, KeyError, TypeError):
+        return "another process"
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S%z")

@@ -1,0 +1,22 @@
+"""What every test gets: one thread, a fixed seed, and no network."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("groupwise", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+settings.load_profile("groupwise")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_torch() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)

@@ -1,0 +1,204 @@
+"""Group-relative advantages: hand-computed cases, properties, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.core import group_advantages, group_index, group_statistics
+from groupwise.errors import GroupwiseError, InputError
+
+NAN = math.nan
+
+
+def tensor(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def close(ours, *expected):
+    torch.testing.assert_close(ours, tensor(*expected), rtol=1e-12, atol=1e-12)
+
+
+def test_by_hand():
+    # Rewards 1, 0, 0, 0: mean 1/4, squared deviations 9/16 + 3/16 = 3/4, variance 1/4, std 1/2.
+    close(group_advantages(tensor(1, 0, 0, 0), 4, eps=0), 1.5, -0.5, -0.5, -0.5)
+    close(group_advantages(tensor(1, 0, 0, 0), 4), 0.75 / 0.5001, *[-0.25 / 0.5001] * 3)
+    close(group_advantages(tensor(1, 0, 0, 0), 4, scale="none"), 0.75, -0.25, -0.25, -0.25)
+    # Population: variance 3/16.
+    std = math.sqrt(3) / 4
+    close(group_advantages(tensor(1, 0, 0, 0), 4, unbiased=False, eps=0), 0.75 / std, *[-0.25 / std] * 3)
+    # Leave one out: 1 − 0 and 0 − 1/3.
+    close(group_advantages(tensor(1, 0, 0, 0), 4, baseline="leave_one_out", scale="none"), 1, *[-1 / 3] * 3)
+
+
+def test_batch_scale_by_hand():
+    # All four rewards 0, 2, 4, 6: variance (9 + 1 + 1 + 9) / 3 = 20/3.
+    std = math.sqrt(20 / 3)
+    close(group_advantages(tensor(0, 2, 4, 6), 2, scale="batch", eps=0), -1 / std, 1 / std, -1 / std, 1 / std)
+
+
+def test_labels_in_any_order_and_groups_of_any_size():
+    rewards = tensor(1, 5, 3, 9, 2, 7)
+    labels = torch.tensor([7, -2, 7, 40, 7, -2])
+    ours = group_advantages(rewards, labels, scale="none")
+    close(ours, -1, -1, 1, 0, 0, 1)
+    assert torch.equal(ours, group_advantages(rewards, ["a", "b", "a", "lone", "a", "b"], scale="none"))
+
+
+def test_not_scored():
+    # The mean and std of 1 and 3 alone; the unscored sample gets 0.
+    close(group_advantages(tensor(1, NAN, 3), 3, eps=0), -1 / math.sqrt(2), 0, 1 / math.sqrt(2))
+    close(group_advantages(tensor(NAN, NAN, 4, 6), 2, scale="none"), 0, 0, -1, 1)
+    close(group_advantages(tensor(NAN, 2, 4, 6), 2, scale="none"), 0, 0, -1, 1)  # one scored sample: nobody to compare
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_nothing_to_compare_is_exactly_zero(scale, baseline, dtype):
+    equal = torch.tensor([0.1] * 7 + [0.3], dtype=dtype)  # a group of seven equal rewards, and a lone sample
+    ours = group_advantages(equal, torch.tensor([0] * 7 + [1]), scale=scale, baseline=baseline)
+    assert torch.equal(ours, torch.zeros_like(ours))
+
+
+def test_round_off_is_not_a_difference():
+    """0.1 + 0.2 and 0.3 are the same reward; float64 tells them apart in the last place."""
+    assert 0.1 + 0.2 != 0.3
+    assert torch.equal(group_advantages(tensor(0.1 + 0.2, 0.3), 2), tensor(0, 0))
+    both = torch.tensor([[0.1, 0.2], [0.3, 0.0]], dtype=torch.float64)
+    assert torch.equal(group_advantages(both, 2), tensor(0, 0))
+    assert group_advantages(tensor(0.3, 0.3 + 1e-12), 2)[1] > 0
+
+
+def test_without_a_baseline_an_equal_group_teaches():
+    close(group_advantages(tensor(1, 1, 0, 2), 2, baseline="none", scale="none"), 1, 1, 0, 2)
+    # There is nothing to divide the equal group by; the other one has std √2.
+    close(group_advantages(tensor(1, 1, 0, 2), 2, baseline="none", eps=0), 1, 1, 0, math.sqrt(2))
+    close(group_advantages(tensor(5), 1, baseline="none"), 5)
+    close(group_advantages(tensor(3, 3), 2, baseline="none", scale="batch"), 3, 3)
+
+
+def test_several_rewards():
+    rewards = torch.tensor([[1.0, 10], [0, 30], [1, 20], [0, 20]], dtype=torch.float64)
+    summed = group_advantages(rewards, 2, weights=[1, 0.1], scale="none")
+    close(summed, -0.5, 0.5, 0.5, -0.5)  # 2 against 3, and 3 against 2
+    # Each by itself: (1, −1) and (−1, 1)/√2 cancel in the first group; only the first reward speaks in the second.
+    after = group_advantages(rewards, 2, weights=[1, 1], combine="normalize_then_sum", eps=0)
+    assert after[:2].abs().max() < 1e-12
+    assert after[2] == -after[3] > 0
+    # A function that did not score a sample contributes nothing to it.
+    rewards[2, 1] = NAN
+    close(group_advantages(rewards, 2, weights=[1, 0.1], scale="none")[2:], (1 - 2) / 2, (2 - 1) / 2)
+
+
+def test_statistics():
+    found = group_statistics(tensor(1, 3, NAN, 4, 4, NAN), ["a", "a", "a", "b", "b", "c"])
+    assert found.count.tolist() == [2, 2, 0]
+    assert found.mean[:2].tolist() == [2, 4]
+    assert found.mean[2].isnan()
+    torch.testing.assert_close(found.std, tensor(math.sqrt(2), 0, 0))
+    assert found.equal.tolist() == [False, True, True]
+    assert found.index.tolist() == [0, 0, 0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+def test_types(dtype):
+    ours = group_advantages(torch.tensor([1, 0, 0, 0]).to(dtype), 4)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.double(), group_advantages(tensor(1, 0, 0, 0), 4), rtol=1e-6, atol=1e-6)
+
+
+def test_rewards_get_no_gradient():
+    rewards = tensor(1, 0).requires_grad_()
+    assert not group_advantages(rewards, 2).requires_grad
+
+
+numbers = st.integers(-50, 50).map(lambda n: n / 8)  # exact in floating point, so that shifting loses nothing
+
+
+@st.composite
+def groups_of_rewards(draw):
+    sizes = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    labels = [label for label, size in enumerate(sizes) for _ in range(size)]
+    rewards = draw(st.lists(st.one_of(numbers, st.just(NAN)), min_size=len(labels), max_size=len(labels)))
+    order = draw(st.permutations(range(len(labels))))
+    return tensor(*rewards), torch.tensor(labels), torch.tensor(order)
+
+
+options = {"scale": st.sampled_from(["group", "batch", "none"]), "baseline": st.sampled_from(["mean", "leave_one_out"])}
+
+
+@given(case=groups_of_rewards(), **options)
+def test_sum_to_zero_per_group(case, scale, baseline):
+    rewards, labels, _ = case
+    ours = group_advantages(rewards, labels, scale=scale, baseline=baseline)
+    assert ours.isfinite().all()
+    assert (ours[rewards.isnan()] == 0).all()
+    sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add(0, labels, ours)
+    assert sums.abs().max() < 1e-9
+
+
+@given(case=groups_of_rewards(), shift=numbers, **options)
+def test_shifting_rewards_changes_nothing(case, shift, scale, baseline):
+    rewards, labels, _ = case
+    ours = group_advantages(rewards, labels, scale=scale, baseline=baseline)
+    shifted = group_advantages(rewards + shift, labels, scale=scale, baseline=baseline)
+    torch.testing.assert_close(shifted, ours, rtol=1e-9, atol=1e-9)
+
+
+@given(case=groups_of_rewards(), **options)
+def test_order_changes_nothing(case, scale, baseline):
+    rewards, labels, order = case
+    ours = group_advantages(rewards, labels, scale=scale, baseline=baseline)
+    renamed = 1000 - 7 * labels
+    again = group_advantages(rewards[order], renamed[order], scale=scale, baseline=baseline)
+    torch.testing.assert_close(again, ours[order], rtol=1e-9, atol=1e-9)
+
+
+@given(case=groups_of_rewards(), factor=st.sampled_from([0.25, 2.0, 1024.0]))
+def test_scaled_by_the_group_the_unit_of_rewards_does_not_matter(case, factor):
+    rewards, labels, _ = case
+    ours = group_advantages(rewards, labels, eps=0)
+    torch.testing.assert_close(group_advantages(rewards * factor, labels, eps=0), ours, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: group_advantages(r, 3), "4 rewards do not divide into groups of 3"),
+        (lambda r: group_advantages(r, 0), "group size must be at least 1, got 0"),
+        (lambda r: group_advantages(r, True), "got a bool"),
+        (
+            lambda r: group_advantages(r, torch.tensor([0, 1])),
+            r"groups has shape \(2,\); expected one label per reward",
+        ),
+        (lambda r: group_advantages(r, torch.rand(4)), "must be integers, got torch.float32"),
+        (lambda r: group_advantages(r, ["a"]), "1 group labels were given for 4 rewards"),
+        (lambda r: group_advantages(r, 2, scale="groups"), "did you mean 'group'"),
+        (lambda r: group_advantages(r, 2, baseline="median"), "unknown baseline 'median'"),
+        (lambda r: group_advantages(r, 2, combine="sum"), "unknown combine 'sum'"),
+        (lambda r: group_advantages(r, 2, eps=-1), "eps must be a finite number of at least 0, got -1"),
+        (lambda r: group_advantages(r, 2, weights=[1, 2]), "one weight per reward function"),
+        (lambda r: group_advantages(r, 2, weights=[NAN]), "weights must be finite"),
+        (lambda r: group_advantages(r.view(1, 2, 2), 2), r"expected \(B,\) or \(B, K\)"),
+        (lambda r: group_advantages(r[:0], 2), "at least one sample"),
+        (lambda r: group_advantages([1.0, 2.0], 2), "must be a tensor, got list"),
+        (lambda r: group_advantages(r / 0, 2), r"the reward at \[0\] is inf; use NaN"),
+        (lambda r: group_statistics(r.view(2, 2), 2), r"expected \(B,\)"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(InputError, match=message) as error:
+        call(torch.ones(4))
+    assert isinstance(error.value, ValueError)
+    assert isinstance(error.value, GroupwiseError)
+
+
+def test_group_index():
+    index, number = group_index(2, 6)
+    assert index.tolist() == [0, 0, 1, 1, 2, 2]
+    assert number == 3

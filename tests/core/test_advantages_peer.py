@@ -1,0 +1,128 @@
+"""Advantages against a real, tiny TRL GRPOTrainer: it generates, and its own code turns rewards into advantages.
+
+Only the rewards are ours (float64, NaN for 'not scored'), given through the method that collects them.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from groupwise.core import group_advantages
+
+from .peer import float64_by_default
+
+SIZE, GROUP = 12, 6
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "a", "b", "c"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+    args = GRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("trl")),
+        per_device_train_batch_size=SIZE,
+        num_generations=GROUP,
+        max_completion_length=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=1,
+    )
+
+    def first(completions, **_):
+        return [0.0] * len(completions)
+
+    def second(completions, **_):
+        return [0.0] * len(completions)
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=[first, second],
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": "a b"}] * SIZE),
+            processing_class=tokenizer,
+        )
+    trainer.model.train()
+    return trainer
+
+
+def peer_advantages(trainer, rewards, weights, scale, combine):
+    trainer.scale_rewards = scale
+    trainer.multi_objective_aggregation = combine
+    trainer.reward_weights = torch.tensor(weights, dtype=rewards.dtype)
+    trainer._calculate_rewards = lambda *_: rewards.clone()
+    with warnings.catch_warnings(), float64_by_default(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        return trainer._generate_and_score_completions([{"prompt": "a b"}] * SIZE)["advantages"]
+
+
+def random_rewards(seed, missing):
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.randn(SIZE, 2, generator=generator, dtype=torch.float64)
+    if seed % 3 == 0:  # binary rewards, as verifiable tasks give
+        rewards = (rewards > 0).double()
+    if missing:
+        rewards[torch.rand(SIZE, 2, generator=generator) < 0.3] = torch.nan
+    # Equal rewards in a group are the one known difference, tested below; a second decimal tells them apart.
+    return rewards + torch.arange(SIZE, dtype=torch.float64).unsqueeze(1) * 0.01
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all_scored", "some_unscored"])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_sum_then_normalize(trainer, scale, missing):
+    for seed in range(40):
+        rewards = random_rewards(seed, missing)
+        theirs = peer_advantages(trainer, rewards, [1.0, 0.5], scale, "sum_then_normalize")
+        ours = group_advantages(rewards, GROUP, scale=scale, weights=[1.0, 0.5])
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("missing", [False, True], ids=["all_scored", "some_unscored"])
+def test_normalize_then_sum(trainer, missing):
+    for seed in range(40):
+        rewards = random_rewards(seed, missing)
+        theirs = peer_advantages(trainer, rewards, [1.0, 0.5], "group", "normalize_then_sum")
+        ours = group_advantages(rewards, GROUP, weights=[1.0, 0.5], combine="normalize_then_sum")
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_known_difference_equal_rewards(trainer):
+    """A group of equal rewards: the peer divides round-off by eps, up to 3e-4 in float32; ours is exactly 0."""
+    rewards = torch.full((SIZE, 1), 0.3).expand(SIZE, 2).contiguous()
+    rewards[:, 1] = torch.nan
+    rewards[0, 0] = 0.2  # the first group has something to learn
+    theirs = peer_advantages(trainer, rewards, [1.0, 1.0], "group", "sum_then_normalize")
+    ours = group_advantages(rewards, GROUP)
+    assert 0 < theirs[GROUP:].abs().max() < 1e-3
+    assert torch.equal(ours[GROUP:], torch.zeros(SIZE - GROUP))
+    torch.testing.assert_close(ours[:GROUP], theirs[:GROUP].to(ours.dtype), rtol=1e-5, atol=1e-5)
