@@ -92,15 +92,15 @@ def selective_logps(
 def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> Tensor:
-    """A head's logits ``(N, V)`` as the sampler sees them, in float32 (float64 where that was given)."""
-    logits = working(hidden @ weight.to(hidden.dtype).T)
+    """A head's logits ``(N, V)`` as the sampler sees them. What follows the product is done in float32."""
+    logits = hidden @ weight.to(hidden.dtype).T
     if bias is not None:
-        logits = logits + bias
+        logits = working(logits) + bias
     if scale != 1.0:
-        logits = logits * scale
+        logits = working(logits) * scale
     if softcap is not None:
-        logits = torch.tanh(logits / softcap) * softcap
-    return logits if temperature == 1.0 else logits / temperature
+        logits = torch.tanh(working(logits) / softcap) * softcap
+    return logits if temperature == 1.0 else working(logits) / temperature
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
@@ -116,15 +116,23 @@ class _Head(NamedTuple):
     with_entropy: bool
     chunk: int
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
-        """This chunk's logits, −inf outside the kept sets, and the mask of what was removed."""
-        logits = head_logits(hidden, weight, bias, self.scale, self.softcap, self.temperature)
-        stop = start + len(hidden)
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return head_logits(hidden, weight, bias, self.scale, self.softcap, self.temperature)
+
+    def restrict(self, logits: Tensor, start: int) -> Tensor:
+        """The logits of rows start…, −inf outside their kept sets, in place."""
         if self.kept is None:
-            return logits, None
-        kept = self.kept
+            return logits
+        stop, kept = start + len(logits), self.kept
         kept = kept.mask(start, stop, logits.shape[1]) if isinstance(kept, KeptSets) else kept[start:stop]
-        return logits.masked_fill_(~kept, -math.inf), ~kept
+        return logits.masked_fill_(~kept, -math.inf)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d (hidden · weightᵀ): with a softcap 1 − tanh², and the tanh can be read off the logits."""
+        slope = self.scale / self.temperature
+        if self.softcap is None:
+            return slope
+        return (1 - (logits * (self.temperature / self.softcap)).square_()).mul_(slope)
 
 
 class _SelectiveLogps(torch.autograd.Function):
@@ -134,20 +142,16 @@ class _SelectiveLogps(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         used = weight.to(hidden.dtype)
         dtype = working(hidden[:0]).dtype
-        logps, normaliser = hidden.new_empty(len(ids), dtype=dtype), hidden.new_empty(len(ids), dtype=dtype)
-        entropy = hidden.new_empty(len(ids), dtype=dtype) if head.with_entropy else None
+        logps = hidden.new_empty(len(ids), dtype=dtype)
+        entropy = torch.empty_like(logps) if head.with_entropy else None
         for start in range(0, len(ids), head.chunk):
             part = slice(start, start + head.chunk)
-            logits, removed = head.logits(hidden[part], used, bias, start)
-            normaliser[part] = logits.logsumexp(-1)
-            logps[part] = logits.gather(1, ids[part, None]).squeeze(1) - normaliser[part]
+            logits = head.restrict(head.logits(hidden[part], used, bias), start)
+            all_logps = logits.log_softmax(-1, dtype=dtype)  # (chunk, V): the largest thing there is
+            logps[part] = all_logps.gather(1, ids[part, None]).squeeze(1)
             if entropy is not None:
-                logits -= normaliser[part, None]
-                prob = logits.exp()
-                if removed is not None:
-                    logits.masked_fill_(removed, 0.0)
-                entropy[part] = -(prob.mul_(logits)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, ids, logps, normaliser, entropy)
+                entropy[part] = torch.special.entr(all_logps.exp_()).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, ids, logps, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
         return logps, entropy
@@ -161,51 +165,51 @@ class _SelectiveLogps(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    hidden, weight, bias, ids, logps, normaliser, entropy = ctx.saved_tensors
+    """With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H)."""
+    hidden, weight, bias, ids, logps, entropy = ctx.saved_tensors
     head: _Head = ctx.head
     used = weight.to(hidden.dtype)
     grad_logps = torch.zeros_like(logps) if grad_logps is None else torch.where(logps > -math.inf, grad_logps, 0.0)
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight, dtype=grad_logps.dtype) if needs_weight else None
-    grad_bias = torch.zeros_like(bias, dtype=grad_logps.dtype) if needs_bias else None
+    grad_weight = torch.zeros_like(weight, dtype=logps.dtype) if needs_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=logps.dtype) if needs_bias else None
     for start in range(0, len(ids), head.chunk):
         part = slice(start, start + head.chunk)
-        logits, removed = head.logits(hidden[part], used, bias, start)
-        curve = None
-        if head.softcap is not None:  # d(softcap · tanh(x / softcap)) = 1 − tanh², and tanh is in the logits
-            curve = 1 - (logits * (head.temperature / head.softcap)).square()
-        log_prob = logits.sub_(normaliser[part, None])
-        grad = log_prob.exp()  # the probabilities, turned into the gradient in place
-        if entropy is not None and grad_entropy is not None:
-            # d log p[id] = 1[id] − p  and  dH = −p (log p + H)
-            if removed is not None:
-                log_prob.masked_fill_(removed, 0.0)
-            log_prob += entropy[part, None]
-            log_prob *= grad_entropy[part, None]
-            log_prob += grad_logps[part, None]
-            grad *= -log_prob
+        logits = head.logits(hidden[part], used, bias)
+        slope = head.slope(logits)
+        prob = head.restrict(logits, start).softmax(-1, dtype=logps.dtype)
+        del logits
+        if grad_entropy is None:
+            grad = prob.mul_(-grad_logps[part, None])
         else:
-            grad *= -grad_logps[part, None]
+            up = grad_entropy[part]
+            grad = torch.special.entr(prob).mul_(up[:, None])
+            grad -= prob.mul_((grad_logps[part] + up * entropy[part])[:, None])
+        del prob
         grad.scatter_add_(1, ids[part, None], grad_logps[part, None])
-        if curve is not None:
-            grad *= curve if removed is None else curve.masked_fill_(removed, 0.0)
-        grad *= head.scale / head.temperature
+        if not isinstance(slope, float) or slope != 1.0:
+            grad *= slope
         if grad_bias is not None:
             grad_bias += grad.sum(0)
-        small = grad.to(hidden.dtype)
+        grad = grad.to(hidden.dtype)
         if grad_hidden is not None:
-            torch.mm(small, used, out=grad_hidden[part])
+            torch.mm(grad, used, out=grad_hidden[part])
         if grad_weight is not None:
-            if small.dtype == grad_weight.dtype:
-                grad_weight.addmm_(small.T, hidden[part])
-            else:
-                grad_weight += small.T @ hidden[part]
+            _add_product(grad_weight, grad.T, hidden[part])
     if grad_weight is not None:
         grad_weight = grad_weight.to(weight.dtype)
     if grad_bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_hidden, grad_weight, grad_bias, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b without rounding the product to a half-precision type first: over many chunks that adds up."""
+    if a.dtype != total.dtype and total.device.type == "cuda":
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[int, int]:

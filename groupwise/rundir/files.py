@@ -13,7 +13,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,7 @@ def read_json(path: str | Path) -> Any:
     try:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
 
@@ -140,6 +140,15 @@ def remove_leftovers(folder: str | Path) -> list[str]:
     return sorted(path.name for path in leftovers)
 
 
+def reason_of(error: Exception) -> str:
+    """Why the system refused, in words."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)):
+        path = Path(error.filename)
+        in_the_way = next((place for place in (path, *path.parents) if place.is_file()), path)
+        return f"{in_the_way} is a file, not a folder"
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     unfinished = _unfinished(path)
@@ -151,7 +160,8 @@ def _replacing(path: Path) -> Iterator[Path]:
             os.replace(unfinished, path)
             _flush(path.parent)
     except BaseException:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
         raise
 
 
@@ -163,9 +173,8 @@ def _reported(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise CheckpointError(
-            f"{path} could not be written: {reason}. What was there before is untouched; make room or choose "
+            f"{path} could not be written: {reason_of(error)}. What was there before is untouched; make room or choose "
             "another folder, then go on"
         ) from error
 

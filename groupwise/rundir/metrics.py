@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import write_bytes
+from groupwise.rundir.files import reason_of, write_bytes
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -35,7 +35,7 @@ class MetricsRecorder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
-            raise RunDirError(f"{self.path} cannot be opened: {error.strerror}") from error
+            raise RunDirError(f"{self.path} cannot be opened: {reason_of(error)}") from error
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
         """Add one row. Values are numbers (also tensors and arrays of one number), booleans, strings or None."""
@@ -53,7 +53,7 @@ class MetricsRecorder:
             written = self._file.write(line)
             reason = "the disk is full" if written != len(line) else ""
         except OSError as error:
-            reason = error.strerror or str(error)
+            reason = reason_of(error)
         if reason:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")

@@ -27,7 +27,14 @@ from filelock import FileLock, Timeout
 
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
-from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, verify_manifest, write_json
+from groupwise.rundir.files import (
+    atomic_folder,
+    read_json,
+    reason_of,
+    remove_leftovers,
+    verify_manifest,
+    write_json,
+)
 from groupwise.rundir.metrics import MetricsRecorder
 
 MARKER = "run.json"
@@ -70,7 +77,7 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirError(f"{path} cannot be made: {error.strerror}") from error
+            raise RunDirError(f"{path} cannot be made: {reason_of(error)}") from error
         lock = _acquire(path)
         try:
             write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _now()})
@@ -139,7 +146,7 @@ def _acquire(path: Path) -> FileLock:
             f"{path} is in use by {_holder(path)}: wait for it, stop it, or choose another folder"
         ) from None
     except OSError as error:
-        raise RunDirError(f"{path} cannot be locked: {error.strerror}") from error
+        raise RunDirError(f"{path} cannot be locked: {reason_of(error)}") from error
     write_json(path / HOLDER, {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()})
     return lock
 

@@ -1,8 +1,8 @@
 """TRL 1.16's own code, called with our tensors.
 
 Its formulas sit inside trainer methods, so a stand-in object carries the attributes those methods read: what runs is
-the peer's code, not a copy of it. Plain numbers in it become float32 tensors in places (`torch.where(mask, 1.0, 1.05)`),
-so it is run with float64 as the default type.
+the peer's code, not a copy of it. It is run with float64 as the default type, since it makes tensors of plain numbers
+in places (`torch.where(mask, 1.0, 1.05)`), which would otherwise be float32.
 """
 
 from __future__ import annotations

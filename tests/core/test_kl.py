@@ -96,7 +96,7 @@ def test_full_is_torchs_kl(chunk_size):
 
 
 def test_full_with_impossible_tokens():
-    """Tokens that neither distribution can produce contribute nothing; one that only the policy can is infinitely far."""
+    """A token that neither can produce contributes nothing; one that only the policy can is infinitely far."""
     logits = tensor([1.0, 2.0, -math.inf]).requires_grad_()
     reference = tensor([2.0, 1.0, -math.inf])
     kl = full_kl(logits, reference)

@@ -1,0 +1,43 @@
+# The commands of this repo. `make` alone lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help setup test lint format bench test-gpu clean
+
+help: ## list the commands
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(INSTALLED) ## make .venv with everything pinned in constraints.txt (at once when nothing has changed)
+
+$(INSTALLED): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "groupwise needs Python 3.11 or newer; name one with: make setup PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+test: setup ## run the tests (about two minutes on two cores)
+	$(BIN)/python -m pytest -n auto
+
+lint: setup ## check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup ## put the code into the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup ## run the benchmarks that a CPU can run
+	$(BIN)/python benchmarks/selective_logps.py
+
+test-gpu: ## run the GPU tests; they fail, rather than skip, without a CUDA device
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/gpu
+
+clean: ## remove .venv and all caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -prune -exec rm -rf {} +

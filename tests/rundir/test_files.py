@@ -1,0 +1,177 @@
+"""Files that are whole or absent, and manifests that find damage."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from groupwise.errors import CheckpointError, RunDirError
+from groupwise.rundir import (
+    atomic_folder,
+    read_json,
+    remove_leftovers,
+    verify_manifest,
+    write_bytes,
+    write_json,
+    write_manifest,
+    write_safetensors,
+)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_json_goes_there_and_back(tmp_path):
+    value = {"learning_rate": 1e-6, "name": "größer", "steps": [1, 2], "none": None}
+    write_json(tmp_path / "deep" / "config.json", value)
+    assert read_json(tmp_path / "deep" / "config.json") == value
+    assert "größer" in (tmp_path / "deep" / "config.json").read_text()
+    write_json(tmp_path / "deep" / "config.json", [1])
+    assert read_json(tmp_path / "deep" / "config.json") == [1]
+    assert names(tmp_path / "deep") == ["config.json"]
+
+
+@pytest.mark.parametrize("value", [math.nan, {"a": {1, 2}}, object()])
+def test_what_is_no_json_leaves_the_old_file(tmp_path, value):
+    write_json(tmp_path / "x.json", "old")
+    with pytest.raises(CheckpointError, match=r"x.json cannot be written as JSON"):
+        write_json(tmp_path / "x.json", value)
+    assert read_json(tmp_path / "x.json") == "old"
+    assert names(tmp_path) == ["x.json"]
+
+
+def test_reading_json_that_is_not_there_or_damaged(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x.json cannot be read: No such file"):
+        read_json(tmp_path / "x.json")
+    (tmp_path / "x.json").write_text('{"a": ')
+    with pytest.raises(CheckpointError, match=r"x.json is damaged"):
+        read_json(tmp_path / "x.json")
+
+
+def test_safetensors(tmp_path):
+    tensors = {"a": torch.randn(3, 2).T, "b": torch.ones(2, dtype=torch.bfloat16, requires_grad=True)}
+    write_safetensors(tmp_path / "model.safetensors", tensors, {"step": "7"})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"step": "7"}
+        assert torch.equal(file.get_tensor("a"), tensors["a"])
+        assert file.get_tensor("b").dtype == torch.bfloat16
+    assert names(tmp_path) == ["model.safetensors"]
+
+
+def test_writing_where_one_cannot(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"could not be written: .*file is a file, not a folder.*untouched"):
+        write_bytes(tmp_path / "file" / "below.json", b"1")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write_bytes(tmp_path / "folder", b"1")
+    assert names(tmp_path) == ["file", "folder"]
+
+
+def test_a_folder_appears_whole_with_its_manifest(tmp_path):
+    with atomic_folder(tmp_path / "checkpoint-1") as folder:
+        write_json(folder / "state.json", {"step": 1})
+        (folder / "deep").mkdir()
+        write_safetensors(folder / "deep" / "w.safetensors", {"w": torch.ones(2)})
+        assert not (tmp_path / "checkpoint-1").exists()
+    manifest = verify_manifest(tmp_path / "checkpoint-1")
+    assert sorted(manifest["files"]) == ["deep/w.safetensors", "state.json"]
+    assert names(tmp_path) == ["checkpoint-1"]
+
+
+def fill_and_fail(path, error):
+    with atomic_folder(path) as folder:
+        write_json(folder / "state.json", 1)
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])
+def test_a_folder_that_fails_leaves_nothing(tmp_path, error):
+    with pytest.raises(type(error)):
+        fill_and_fail(tmp_path / "c", error)
+    assert names(tmp_path) == []
+
+
+def fill_a_full_disk(path):
+    with atomic_folder(path), open("/dev/full", "wb", buffering=0) as full:
+        full.write(b"x")
+
+
+def test_a_full_disk_while_filling_a_folder_is_said_plainly(tmp_path):
+    with pytest.raises(CheckpointError, match=r"No space left on device.*untouched"):
+        fill_a_full_disk(tmp_path / "c")
+    assert names(tmp_path) == []
+
+
+def test_a_finished_folder_is_never_written_over(tmp_path):
+    with atomic_folder(tmp_path / "c") as folder:
+        write_json(folder / "x.json", 1)
+    with pytest.raises(RunDirError, match="exists already"), atomic_folder(tmp_path / "c"):
+        pass
+    assert read_json(tmp_path / "c" / "x.json") == 1
+
+
+def damaged(folder, how):
+    path = folder / "state.json"
+    if how == "missing":
+        path.unlink()
+    elif how == "shorter":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif how == "changed":
+        data = bytearray(path.read_bytes())
+        data[3] ^= 1
+        path.write_bytes(data)
+    elif how == "no manifest":
+        (folder / "manifest.json").unlink()
+    elif how == "manifest cut":
+        (folder / "manifest.json").write_text('{"version": 1, "fi')
+    elif how == "manifest empty":
+        (folder / "manifest.json").write_text("[]")
+    elif how == "manifest newer":
+        (folder / "manifest.json").write_text(json.dumps({"version": 99, "files": {}}))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("missing", "state.json is missing"),
+        ("shorter", r"state.json has \d+ bytes instead of \d+"),
+        ("changed", "state.json has been changed"),
+        ("no manifest", "not a finished checkpoint"),
+        ("manifest cut", "no valid JSON"),
+        ("manifest empty", "lists no files"),
+        ("manifest newer", "has version 99; this groupwise reads 1"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path, how, message):
+    write_json(tmp_path / "state.json", {"step": 12345})
+    write_manifest(tmp_path)
+    verify_manifest(tmp_path)
+    damaged(tmp_path, how)
+    with pytest.raises(CheckpointError, match=message):
+        verify_manifest(tmp_path)
+
+
+def test_leftovers_of_a_killed_process_are_removed(tmp_path):
+    write_json(tmp_path / "kept.json", 1)
+    (tmp_path / ".unfinished-abc-model.safetensors").write_bytes(b"half")
+    (tmp_path / ".unfinished-def-checkpoint-2").mkdir()
+    (tmp_path / ".unfinished-def-checkpoint-2" / "x").write_bytes(b"half")
+    assert remove_leftovers(tmp_path) == [".unfinished-abc-model.safetensors", ".unfinished-def-checkpoint-2"]
+    assert names(tmp_path) == ["kept.json"]
+
+
+def test_permissions_are_the_users_own(tmp_path):
+    """A renamed temporary file must not end up readable by its owner alone, as tempfile's are."""
+    before = os.umask(0o022)
+    try:
+        write_json(tmp_path / "x.json", 1)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o644

@@ -1,0 +1,38 @@
+"""The errors are standard exceptions too, and a wrong name hears of its nearest neighbour."""
+
+from __future__ import annotations
+
+import pytest
+
+from groupwise import errors
+
+
+@pytest.mark.parametrize(
+    ("error", "standard"),
+    [
+        (errors.InputError, ValueError),
+        (errors.ConfigError, ValueError),
+        (errors.DataError, ValueError),
+        (errors.RewardError, RuntimeError),
+        (errors.CheckpointError, RuntimeError),
+        (errors.RunDirError, RuntimeError),
+        (errors.MissingExtraError, ImportError),
+    ],
+)
+def test_also_a_standard_exception(error, standard):
+    assert issubclass(error, errors.GroupwiseError)
+    assert issubclass(error, standard)
+
+
+def test_a_missing_extra_says_how_to_get_it():
+    assert str(errors.MissingExtraError("drawing", "matplotlib", "plot")) == (
+        "drawing needs the package 'matplotlib'; install it with: pip install 'groupwise[plot]'"
+    )
+
+
+def test_choices():
+    errors.check_choice("fruit", "apple", ["apple", "pear"])
+    with pytest.raises(errors.InputError, match=r"unknown fruit 'aple'; did you mean 'apple'\? \(allowed: 'apple', 'p"):
+        errors.check_choice("fruit", "aple", ["apple", "pear"])
+    with pytest.raises(errors.ConfigError, match=r"unknown fruit 7 \(allowed"):
+        errors.check_choice("fruit", 7, ["apple"], errors.ConfigError)

@@ -1,0 +1,142 @@
+"""Statistics against scipy, by hand, and by what they promise: coverage and the size of a test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from groupwise.errors import InputError
+from groupwise.stats import (
+    Interval,
+    bootstrap_interval,
+    interquartile_mean,
+    paired_test,
+    probability_of_improvement,
+    proportion_interval,
+)
+
+floats = st.floats(-1e6, 1e6)
+
+
+@given(values=st.lists(floats, min_size=1, max_size=40))
+def test_interquartile_mean_is_scipys_trimmed_mean(values):
+    assert interquartile_mean(values) == pytest.approx(scipy_stats.trim_mean(values, 0.25), rel=1e-9, abs=1e-9)
+
+
+def test_interquartile_mean_along_an_axis():
+    values = np.arange(24.0).reshape(8, 3)
+    np.testing.assert_allclose(interquartile_mean(values, axis=0), scipy_stats.trim_mean(values, 0.25, axis=0))
+    assert interquartile_mean([1, 2, 3, 1000]) == 2.5
+
+
+def test_bootstrap_is_scipys():
+    values = np.random.default_rng(1).normal(size=30)
+    ours = bootstrap_interval(values, resamples=20_000)
+    theirs = scipy_stats.bootstrap((values,), np.mean, method="percentile", n_resamples=20_000, random_state=0)
+    assert ours.estimate == pytest.approx(values.mean())
+    assert ours.low == pytest.approx(theirs.confidence_interval.low, abs=0.01)
+    assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.01)
+
+
+def test_bootstrap_covers_the_truth():
+    """95% intervals of 30 normal values hold the true mean about 94% of the time."""
+    rng = np.random.default_rng(0)
+    intervals = [bootstrap_interval(rng.normal(size=30), resamples=400, seed=seed) for seed in range(300)]
+    covered = np.mean([interval.low <= 0 <= interval.high for interval in intervals])
+    assert 0.89 < covered < 0.98
+
+
+def test_bootstrap_of_curves_keeps_runs_whole():
+    curves = np.random.default_rng(2).normal(size=(6, 4))
+    whole = bootstrap_interval(curves)
+    assert whole.estimate.shape == whole.low.shape == whole.high.shape == (4,)
+    for point in range(4):
+        alone = bootstrap_interval(curves[:, point])
+        assert whole.low[point] == pytest.approx(alone.low)
+        assert whole.high[point] == pytest.approx(alone.high)
+
+
+def test_bootstrap_is_repeatable():
+    values = np.random.default_rng(3).normal(size=9)
+    assert bootstrap_interval(values) == bootstrap_interval(values)
+    assert bootstrap_interval(values, seed=1) != bootstrap_interval(values)
+    assert bootstrap_interval([2.0]) == Interval(2.0, 2.0, 2.0)
+    assert str(Interval(0.12345, 0.1, 0.2)) == "0.123 [0.1, 0.2]"
+
+
+@given(number=st.integers(1, 2000), share=st.floats(0, 1), level=st.sampled_from([0.8, 0.95, 0.99]))
+def test_proportion_is_scipys_wilson_interval(number, share, level):
+    successes = round(share * number)
+    ours = proportion_interval(successes, number, level=level)
+    theirs = scipy_stats.binomtest(successes, number).proportion_ci(level, method="wilson")
+    assert ours.low == pytest.approx(theirs.low, abs=1e-9)
+    assert ours.high == pytest.approx(theirs.high, abs=1e-9)
+    assert ours.estimate == successes / number
+
+
+@given(pairs=st.lists(st.tuples(st.integers(-20, 20), st.integers(-20, 20)), min_size=2, max_size=9))
+def test_paired_test_is_scipys_exact_one(pairs):
+    a, b = np.array(pairs, dtype=float).T
+    ours = paired_test(a, b)
+    theirs = scipy_stats.permutation_test(
+        (a - b,), np.mean, permutation_type="samples", n_resamples=np.inf, alternative="two-sided"
+    )
+    assert ours.exact
+    assert ours.pairs == len(pairs)
+    assert ours.p_value == pytest.approx(theirs.pvalue)
+    assert ours.difference.estimate == pytest.approx((a - b).mean())
+
+
+def test_paired_test_on_answers_is_mcnemars():
+    """Right or wrong before and after: the exact test of the questions that changed."""
+    before = np.array([1] * 5 + [0] * 20 + [1] * 100)
+    after = np.array([0] * 5 + [1] * 20 + [1] * 100)
+    ours = paired_test(after, before, resamples=100_000)
+    assert ours.p_value == pytest.approx(scipy_stats.binomtest(5, 25).pvalue, abs=0.001)
+    assert ours.difference.estimate == pytest.approx(15 / 125)
+    assert ours.difference.low > 0
+
+
+def test_paired_test_of_nothing_is_no_evidence():
+    same = paired_test([1.0, 2.0], [1.0, 2.0])
+    assert same.p_value == 1
+    assert same.difference.estimate == 0
+
+
+def test_paired_test_has_its_size():
+    """Without a difference, p falls below 0.05 in at most about 5% of cases."""
+    rng = np.random.default_rng(0)
+    found = [paired_test(rng.normal(size=20), rng.normal(size=20), resamples=500).p_value for _ in range(300)]
+    assert 0.01 < np.mean(np.array(found) < 0.05) < 0.09
+
+
+def test_probability_of_improvement():
+    assert probability_of_improvement([2, 3], [0, 1]).estimate == 1
+    tied = probability_of_improvement([1, 1], [1, 1])
+    assert (tied.estimate, tied.low, tied.high) == (0.5, 0.5, 0.5)
+    a, b = np.random.default_rng(1).normal(0.5, 1, 25), np.random.default_rng(2).normal(0, 1, 20)
+    ours = probability_of_improvement(a, b)
+    assert ours.estimate == pytest.approx(scipy_stats.mannwhitneyu(a, b).statistic / (25 * 20))
+    assert ours.low < ours.estimate < ours.high
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: bootstrap_interval([]), "at least one number"),
+        (lambda: bootstrap_interval([1.0, np.nan]), "1 values that are NaN or infinite"),
+        (lambda: bootstrap_interval([1.0], level=1.0), "level must be between 0 and 1"),
+        (lambda: bootstrap_interval([1.0], resamples=0), "resamples must be at least 1"),
+        (lambda: proportion_interval(3, 2), "got 3 of 2"),
+        (lambda: proportion_interval(0, 0), "number ≥ 1"),
+        (lambda: paired_test([1.0], [1.0, 2.0]), "equally long"),
+        (lambda: interquartile_mean([]), "not defined"),
+        (lambda: probability_of_improvement([1.0], [np.inf]), "b holds 1 values"),
+    ],
+)
+def test_refused(call, message):
+    with pytest.raises(InputError, match=message):
+        call()
