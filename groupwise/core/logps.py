@@ -9,6 +9,8 @@ is the plain computation's, not an approximation.
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,7 @@ from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+COMPILE_FROM = 2**26  # logits, on a GPU
 
 
 def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
@@ -93,22 +96,28 @@ def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> Tensor:
     """A head's logits ``(N, V)`` as the sampler sees them. What follows the product is done in float32."""
-    logits = hidden @ weight.to(hidden.dtype).T
+    return _transform(hidden @ weight.to(hidden.dtype).T, bias, scale, softcap, temperature)
+
+
+def _transform(raw: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float) -> Tensor:
     if bias is not None:
-        logits = working(logits) + bias
+        raw = working(raw) + bias
     if scale != 1.0:
-        logits = working(logits) * scale
+        raw = working(raw) * scale
     if softcap is not None:
-        logits = torch.tanh(working(logits) / softcap) * softcap
-    return logits if temperature == 1.0 else working(logits) / temperature
+        raw = torch.tanh(working(raw) / softcap) * softcap
+    return raw if temperature == 1.0 else working(raw) / temperature
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
-    """How many rows of float32 logits make a chunk."""
-    return max(1, CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary))
+    """How many rows of float32 logits make a chunk; a round number, which matrix products like."""
+    rows = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
+    return max(1, rows // 64 * 64 or rows)
 
 
 class _Head(NamedTuple):
+    """Everything about a head but its weights."""
+
     scale: float
     softcap: float | None
     temperature: float
@@ -116,23 +125,14 @@ class _Head(NamedTuple):
     with_entropy: bool
     chunk: int
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return head_logits(hidden, weight, bias, self.scale, self.softcap, self.temperature)
+    def kept_rows(self, start: int, stop: int, vocabulary: int) -> Tensor | None:
+        if isinstance(self.kept, KeptSets):
+            return self.kept.mask(start, min(stop, len(self.kept)), vocabulary)
+        return None if self.kept is None else self.kept[start:stop]
 
-    def restrict(self, logits: Tensor, start: int) -> Tensor:
-        """The logits of rows start…, −inf outside their kept sets, in place."""
-        if self.kept is None:
-            return logits
-        stop, kept = start + len(logits), self.kept
-        kept = kept.mask(start, stop, logits.shape[1]) if isinstance(kept, KeptSets) else kept[start:stop]
-        return logits.masked_fill_(~kept, -math.inf)
-
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d (hidden · weightᵀ): with a softcap 1 − tanh², and the tanh can be read off the logits."""
-        slope = self.scale / self.temperature
-        if self.softcap is None:
-            return slope
-        return (1 - (logits * (self.temperature / self.softcap)).square_()).mul_(slope)
+    @property
+    def numbers(self) -> tuple[float, float | None, float]:
+        return self.scale, self.softcap, self.temperature
 
 
 class _SelectiveLogps(torch.autograd.Function):
@@ -140,18 +140,19 @@ class _SelectiveLogps(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
-        used = weight.to(hidden.dtype)
-        dtype = working(hidden[:0]).dtype
-        logps = hidden.new_empty(len(ids), dtype=dtype)
+        used = weight.to(hidden.dtype).T
+        logps = hidden.new_empty(len(ids), dtype=working(hidden[:0]).dtype)
         entropy = torch.empty_like(logps) if head.with_entropy else None
+        normaliser = torch.empty_like(logps)
+        forward = _chunk_functions(hidden, weight)[0]
         for start in range(0, len(ids), head.chunk):
             part = slice(start, start + head.chunk)
-            logits = head.restrict(head.logits(hidden[part], used, bias), start)
-            all_logps = logits.log_softmax(-1, dtype=dtype)  # (chunk, V): the largest thing there is
-            logps[part] = all_logps.gather(1, ids[part, None]).squeeze(1)
+            kept = head.kept_rows(part.start, part.stop, len(weight))
+            found = forward(hidden[part] @ used, bias, kept, ids[part, None], head.numbers, head.with_entropy)
+            logps[part], normaliser[part] = found[:2]
             if entropy is not None:
-                entropy[part] = torch.special.entr(all_logps.exp_()).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, ids, logps, entropy)
+                entropy[part] = found[2]
+        ctx.save_for_backward(hidden, weight, bias, ids, logps, normaliser, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
         return logps, entropy
@@ -165,33 +166,23 @@ class _SelectiveLogps(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-    """With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H)."""
-    hidden, weight, bias, ids, logps, entropy = ctx.saved_tensors
+    hidden, weight, bias, ids, logps, normaliser, entropy = ctx.saved_tensors
     head: _Head = ctx.head
     used = weight.to(hidden.dtype)
     grad_logps = torch.zeros_like(logps) if grad_logps is None else torch.where(logps > -math.inf, grad_logps, 0.0)
+    entropy = None if entropy is None else entropy.detach()
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     grad_hidden = torch.empty_like(hidden) if needs_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=logps.dtype) if needs_weight else None
     grad_bias = torch.zeros_like(bias, dtype=logps.dtype) if needs_bias else None
+    backward = _chunk_functions(hidden, weight)[1]
     for start in range(0, len(ids), head.chunk):
         part = slice(start, start + head.chunk)
-        logits = head.logits(hidden[part], used, bias)
-        slope = head.slope(logits)
-        prob = head.restrict(logits, start).softmax(-1, dtype=logps.dtype)
-        del logits
-        if grad_entropy is None:
-            grad = prob.mul_(-grad_logps[part, None])
-        else:
-            up = grad_entropy[part]
-            grad = torch.special.entr(prob).mul_(up[:, None])
-            grad -= prob.mul_((grad_logps[part] + up * entropy[part])[:, None])
-        del prob
-        grad.scatter_add_(1, ids[part, None], grad_logps[part, None])
-        if not isinstance(slope, float) or slope != 1.0:
-            grad *= slope
+        kept = head.kept_rows(part.start, part.stop, len(weight))
+        rows = [None if x is None else x[part, None] for x in (normaliser, grad_logps, grad_entropy, entropy)]
+        grad = backward(hidden[part] @ used.T, bias, kept, ids[part, None], head.numbers, *rows)
         if grad_bias is not None:
-            grad_bias += grad.sum(0)
+            grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad = grad.to(hidden.dtype)
         if grad_hidden is not None:
             torch.mm(grad, used, out=grad_hidden[part])
@@ -202,6 +193,138 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
     if grad_bias is not None:
         grad_bias = grad_bias.to(bias.dtype)
     return grad_hidden, grad_weight, grad_bias, None, None
+
+
+# --- one chunk: raw products (n, V) in, numbers per row or the gradient of the raw products out ----------------------
+#
+# With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H). Twice the same:
+# in PyTorch's own steps, and written for torch.compile, which makes one pass over the memory of each on a GPU.
+
+Numbers = tuple[float, float | None, float]
+
+
+def _forward_in_steps(
+    raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Log-probs of the ids, the logarithm of the softmax's denominator, and entropies, each ``(n,)``."""
+    logits = working(_transform(raw, bias, *numbers))
+    if kept is not None:
+        logits = logits.masked_fill(~kept, -math.inf)
+    normaliser = logits.logsumexp(-1, keepdim=True)
+    chosen = (logits.gather(1, ids) - normaliser).squeeze(1)
+    entropy = torch.special.entr((logits - normaliser).exp_()).sum(-1) if with_entropy else None
+    return chosen, normaliser.squeeze(1), entropy
+
+
+def _backward_in_steps(
+    raw: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
+    ids: Tensor,
+    numbers: Numbers,
+    normaliser: Tensor,
+    grad_logps: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+) -> Tensor:
+    logits = working(_transform(raw, bias, *numbers))
+    slope = _slope(logits, numbers)
+    prob = (logits - normaliser).exp_()
+    if kept is not None:
+        prob.masked_fill_(~kept, 0.0)
+    if grad_entropy is None or entropy is None:
+        grad = prob.mul_(-grad_logps)
+    else:
+        grad = torch.special.entr(prob).mul_(grad_entropy)
+        grad -= prob.mul_(grad_logps + grad_entropy * entropy)
+    grad.scatter_add_(1, ids, grad_logps)
+    return grad if isinstance(slope, float) and slope == 1.0 else grad.mul_(slope)
+
+
+def _slope(logits: Tensor, numbers: Numbers) -> Tensor | float:
+    """d logits / d raw: with a softcap 1 − tanh², and the tanh can be read off the logits."""
+    scale, softcap, temperature = numbers
+    if softcap is None:
+        return scale / temperature
+    return (1 - (logits * (temperature / softcap)).square()) * (scale / temperature)
+
+
+def _forward_in_one_pass(
+    raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits = working(_transform(raw, bias, *numbers))
+    if kept is not None:
+        logits = torch.where(kept, logits, -math.inf)
+    largest = logits.amax(-1, keepdim=True)
+    shifted = logits - largest
+    total = shifted.exp().sum(-1, keepdim=True)
+    normaliser = largest + total.log()
+    entropy = None
+    if with_entropy:
+        terms = shifted.exp() * (shifted if kept is None else torch.where(kept, shifted, 0.0))
+        entropy = (total.log() - terms.sum(-1, keepdim=True) / total).squeeze(1)
+    return (logits.gather(1, ids) - normaliser).squeeze(1), normaliser.squeeze(1), entropy
+
+
+def _backward_in_one_pass(
+    raw: Tensor,
+    bias: Tensor | None,
+    kept: Tensor | None,
+    ids: Tensor,
+    numbers: Numbers,
+    normaliser: Tensor,
+    grad_logps: Tensor,
+    grad_entropy: Tensor | None,
+    entropy: Tensor | None,
+) -> Tensor:
+    logits = working(_transform(raw, bias, *numbers))
+    log_prob = logits - normaliser
+    up = grad_logps
+    if grad_entropy is not None and entropy is not None:
+        up = up + (log_prob + entropy) * grad_entropy
+    grad = -log_prob.exp() * up
+    if kept is not None:
+        grad = torch.where(kept, grad, 0.0)
+    chosen = torch.arange(raw.shape[1], device=raw.device) == ids
+    grad = (grad + torch.where(chosen, grad_logps, 0.0)) * _slope(logits, numbers)
+    return grad.to(raw.dtype if bias is None else grad.dtype)
+
+
+ChunkFunctions = tuple[Callable[..., Any], Callable[..., Any]]
+_IN_STEPS: ChunkFunctions = (_forward_in_steps, _backward_in_steps)
+_compiled: ChunkFunctions | None = None
+
+
+def _chunk_functions(hidden: Tensor, weight: Tensor) -> ChunkFunctions:
+    """The chunk's two functions: compiled where that pays for the seconds it takes, once, to compile them."""
+    global _compiled
+    if hidden.device.type != "cuda" or len(hidden) * len(weight) < COMPILE_FROM:
+        return _IN_STEPS
+    if _compiled is None:
+        one_pass = (_forward_in_one_pass, _backward_in_one_pass)
+        forward, backward = (
+            _or_in_steps(torch.compile(fast), slow) for fast, slow in zip(one_pass, _IN_STEPS, strict=True)
+        )
+        _compiled = forward, backward
+    return _compiled
+
+
+def _or_in_steps(fast: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
+    """``fast``, or ``slow`` from the first time that it cannot be compiled (no Triton, no C compiler)."""
+
+    def call(*args: Any) -> Any:
+        global _compiled
+        try:
+            return fast(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            _compiled = _IN_STEPS
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"torch.compile does not work here, so log-probs are slower: {reason}", stacklevel=2)
+            return slow(*args)
+
+    return call
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -118,7 +118,7 @@ def vespo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
     """Two numbers chosen by a mask, in the type of ``like`` (torch.where on plain numbers would round to float32)."""
-    return torch.where(positive, like.new_tensor(if_positive), like.new_tensor(otherwise))
+    return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
 # --- the weight per token --------------------------------------------------------------------------------------------

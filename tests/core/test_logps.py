@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core import KeptSets, logps_from_logits, selective_logps
+from groupwise.core import logps as logps_module
 from groupwise.errors import InputError
 
 
@@ -52,6 +53,19 @@ def objective(case, logps, entropy):
     return (logps * case.up[0]).sum() + (0 if entropy is None else (entropy * case.up[1]).sum())
 
 
+@pytest.fixture(params=["in steps", "in one pass"], scope="module")
+def chunk_functions(request):
+    """Both ways of doing a chunk. The one for torch.compile is run as plain Python here, and compiled in tests/gpu."""
+    functions = {
+        "in steps": (logps_module._forward_in_steps, logps_module._backward_in_steps),
+        "in one pass": (logps_module._forward_in_one_pass, logps_module._backward_in_one_pass),
+    }[request.param]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logps_module, "_chunk_functions", lambda *_: functions)
+        yield
+
+
+@pytest.mark.usefixtures("chunk_functions")
 @given(
     seed=st.integers(0, 10_000),
     softcap=st.sampled_from([None, 2.0, 30.0]),
@@ -93,6 +107,7 @@ def test_equals_the_plain_computation(
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.usefixtures("chunk_functions")
 def test_gradcheck():
     case = Case(1, shape=(4,), vocabulary=5)
 
@@ -122,6 +137,7 @@ def test_a_frozen_head_gets_no_gradient():
     assert weight.grad is None
 
 
+@pytest.mark.usefixtures("chunk_functions")
 def test_a_token_outside_its_kept_set():
     """Probability 0: the log-prob says so, and no NaN reaches the gradient of the others."""
     case = Case(4)
@@ -144,6 +160,7 @@ def test_an_empty_kept_set_means_no_filter():
     assert torch.equal(selective_logps(case.hidden, case.weight, case.ids, kept=sets), plain_logps)
 
 
+@pytest.mark.usefixtures("chunk_functions")
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16(weight_dtype):
     """The head's product in bfloat16, as the plain computation has it; everything after it in float32."""
@@ -199,6 +216,27 @@ def test_never_holds_the_logits():
     with Largest() as largest:
         plain(case)[0].sum().backward()
     assert largest.numbers == 64 * 8 * 100
+
+
+def test_where_nothing_can_be_compiled(monkeypatch):
+    """A machine with a GPU but no compiler is slower, and says so once; it does not stop."""
+
+    def broken(*_):
+        raise RuntimeError("Failed to find C compiler\nmore")
+
+    monkeypatch.setattr(logps_module, "_compiled", None)
+    monkeypatch.setattr(torch, "compile", lambda function: broken)
+    monkeypatch.setattr(logps_module, "COMPILE_FROM", 0)
+    case = Case(10)
+    expected = selective_logps(case.hidden, case.weight, case.ids)
+    meta = torch.empty(1, 1, device="meta")
+    cuda = type("OnGpu", (), {"device": torch.device("cuda"), "__len__": lambda self: 1})()
+    forward, _ = logps_module._chunk_functions(cuda, meta)
+    raw = (case.hidden @ case.weight.T).detach().reshape(15, -1)
+    with pytest.warns(UserWarning, match="torch.compile does not work here.*Failed to find C compiler$"):
+        found = forward(raw, None, None, case.ids.reshape(15, 1), (1.0, None, 1.0), False)
+    torch.testing.assert_close(found[0], expected.detach().flatten())
+    assert logps_module._chunk_functions(cuda, meta) == logps_module._IN_STEPS
 
 
 def test_no_rows():
