@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -53,19 +54,24 @@ def objective(case, logps, entropy):
     return (logps * case.up[0]).sum() + (0 if entropy is None else (entropy * case.up[1]).sum())
 
 
-@pytest.fixture(params=["in steps", "in one pass"], scope="module")
-def chunk_functions(request):
-    """Both ways of doing a chunk. The one for torch.compile is run as plain Python here, and compiled in tests/gpu."""
-    functions = {
-        "in steps": (logps_module._forward_in_steps, logps_module._backward_in_steps),
-        "in one pass": (logps_module._forward_in_one_pass, logps_module._backward_in_one_pass),
-    }[request.param]
+# Both ways of doing a chunk. The one for torch.compile is run as plain Python here, and compiled in tests/gpu.
+BOTH_WAYS = pytest.mark.parametrize(
+    "functions",
+    [
+        pytest.param(logps_module._IN_STEPS, id="in_steps"),
+        pytest.param((logps_module._forward_in_one_pass, logps_module._backward_in_one_pass), id="in_one_pass"),
+    ],
+)
+
+
+@contextmanager
+def chunks_by(functions):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logps_module, "_chunk_functions", lambda *_: functions)
         yield
 
 
-@pytest.mark.usefixtures("chunk_functions")
+@BOTH_WAYS
 @given(
     seed=st.integers(0, 10_000),
     softcap=st.sampled_from([None, 2.0, 30.0]),
@@ -77,46 +83,48 @@ def chunk_functions(request):
     chunk_size=st.sampled_from([None, 1, 4, 15]),
 )
 def test_equals_the_plain_computation(
-    seed, softcap, scale, temperature, with_kept, with_entropy, with_bias, chunk_size
+    functions, seed, softcap, scale, temperature, with_kept, with_entropy, with_bias, chunk_size
 ):
-    case = Case(seed)
-    mask = case.kept_mask() if with_kept else None
-    kept = mask
-    if with_kept == "sets":
-        kept = KeptSets.from_logits(torch.where(mask, 0.0, -math.inf))
-    settings = {"softcap": softcap, "scale": scale, "temperature": temperature}
-    result = selective_logps(
-        case.hidden,
-        case.weight,
-        case.ids,
-        bias=case.bias if with_bias else None,
-        kept=kept,
-        with_entropy=with_entropy,
-        chunk_size=chunk_size,
-        **settings,
-    )
-    logps, entropy = result if with_entropy else (result, None)
-    expected, expected_entropy = plain(case, kept=mask, bias=with_bias, **settings)
-    torch.testing.assert_close(logps, expected, rtol=1e-11, atol=1e-11)
-    if with_entropy:
-        torch.testing.assert_close(entropy, expected_entropy, rtol=1e-11, atol=1e-11)
-    leaves = case.leaves if with_bias else case.leaves[:2]
-    ours = torch.autograd.grad(objective(case, logps, entropy), leaves)
-    theirs = torch.autograd.grad(objective(case, expected, expected_entropy if with_entropy else None), leaves)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.usefixtures("chunk_functions")
-def test_gradcheck():
-    case = Case(1, shape=(4,), vocabulary=5)
-
-    def function(hidden, weight, bias):
-        return selective_logps(
-            hidden, weight, case.ids, bias=bias, softcap=3.0, temperature=0.8, with_entropy=True, chunk_size=3
+    with chunks_by(functions):
+        case = Case(seed)
+        mask = case.kept_mask() if with_kept else None
+        kept = mask
+        if with_kept == "sets":
+            kept = KeptSets.from_logits(torch.where(mask, 0.0, -math.inf))
+        settings = {"softcap": softcap, "scale": scale, "temperature": temperature}
+        result = selective_logps(
+            case.hidden,
+            case.weight,
+            case.ids,
+            bias=case.bias if with_bias else None,
+            kept=kept,
+            with_entropy=with_entropy,
+            chunk_size=chunk_size,
+            **settings,
         )
+        logps, entropy = result if with_entropy else (result, None)
+        expected, expected_entropy = plain(case, kept=mask, bias=with_bias, **settings)
+        torch.testing.assert_close(logps, expected, rtol=1e-11, atol=1e-11)
+        if with_entropy:
+            torch.testing.assert_close(entropy, expected_entropy, rtol=1e-11, atol=1e-11)
+        leaves = case.leaves if with_bias else case.leaves[:2]
+        ours = torch.autograd.grad(objective(case, logps, entropy), leaves)
+        theirs = torch.autograd.grad(objective(case, expected, expected_entropy if with_entropy else None), leaves)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
 
-    assert torch.autograd.gradcheck(function, case.leaves)
+
+@BOTH_WAYS
+def test_gradcheck(functions):
+    with chunks_by(functions):
+        case = Case(1, shape=(4,), vocabulary=5)
+
+        def function(hidden, weight, bias):
+            return selective_logps(
+                hidden, weight, case.ids, bias=bias, softcap=3.0, temperature=0.8, with_entropy=True, chunk_size=3
+            )
+
+        assert torch.autograd.gradcheck(function, case.leaves)
 
 
 def test_only_the_entropy_or_only_the_logps_used():
@@ -137,18 +145,19 @@ def test_a_frozen_head_gets_no_gradient():
     assert weight.grad is None
 
 
-@pytest.mark.usefixtures("chunk_functions")
-def test_a_token_outside_its_kept_set():
+@BOTH_WAYS
+def test_a_token_outside_its_kept_set(functions):
     """Probability 0: the log-prob says so, and no NaN reaches the gradient of the others."""
-    case = Case(4)
-    kept = case.kept_mask()
-    kept[0, 0, case.ids[0, 0]] = False
-    logps, entropy = selective_logps(case.hidden, case.weight, case.ids, kept=kept, with_entropy=True)
-    assert logps[0, 0] == -math.inf
-    assert logps.flatten()[1:].isfinite().all()
-    gradient = torch.autograd.grad(logps.sum() + entropy[1].sum(), case.hidden)[0]
-    assert gradient.isfinite().all()
-    assert (gradient[0, 0] == 0).all()
+    with chunks_by(functions):
+        case = Case(4)
+        kept = case.kept_mask()
+        kept[0, 0, case.ids[0, 0]] = False
+        logps, entropy = selective_logps(case.hidden, case.weight, case.ids, kept=kept, with_entropy=True)
+        assert logps[0, 0] == -math.inf
+        assert logps.flatten()[1:].isfinite().all()
+        gradient = torch.autograd.grad(logps.sum() + entropy[1].sum(), case.hidden)[0]
+        assert gradient.isfinite().all()
+        assert (gradient[0, 0] == 0).all()
 
 
 def test_an_empty_kept_set_means_no_filter():
@@ -160,23 +169,24 @@ def test_an_empty_kept_set_means_no_filter():
     assert torch.equal(selective_logps(case.hidden, case.weight, case.ids, kept=sets), plain_logps)
 
 
-@pytest.mark.usefixtures("chunk_functions")
+@BOTH_WAYS
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
-def test_bfloat16(weight_dtype):
+def test_bfloat16(functions, weight_dtype):
     """The head's product in bfloat16, as the plain computation has it; everything after it in float32."""
-    case = Case(6, shape=(40,), width=32, vocabulary=50, dtype=torch.bfloat16)
-    weight = case.weight.detach().to(weight_dtype).requires_grad_()
-    logps = selective_logps(case.hidden, weight, case.ids, chunk_size=7)
-    assert logps.dtype == torch.float32
-    logits = (case.hidden @ case.weight.T).float()
-    expected = logits.log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
-    ours = torch.autograd.grad(logps.sum(), (case.hidden, weight))
-    assert [gradient.dtype for gradient in ours] == [torch.bfloat16, weight_dtype]
-    exact = [leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight)]
-    precise = (exact[0] @ exact[1].T).log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).sum()
-    for mine, other in zip(ours, torch.autograd.grad(precise, exact), strict=True):
-        assert (mine.double() - other).norm() < 0.02 * other.norm()
+    with chunks_by(functions):
+        case = Case(6, shape=(40,), width=32, vocabulary=50, dtype=torch.bfloat16)
+        weight = case.weight.detach().to(weight_dtype).requires_grad_()
+        logps = selective_logps(case.hidden, weight, case.ids, chunk_size=7)
+        assert logps.dtype == torch.float32
+        logits = (case.hidden @ case.weight.T).float()
+        expected = logits.log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(logps, expected, rtol=1e-5, atol=1e-5)
+        ours = torch.autograd.grad(logps.sum(), (case.hidden, weight))
+        assert [gradient.dtype for gradient in ours] == [torch.bfloat16, weight_dtype]
+        exact = [leaf.detach().double().requires_grad_() for leaf in (case.hidden, case.weight)]
+        precise = (exact[0] @ exact[1].T).log_softmax(-1).gather(-1, case.ids.unsqueeze(-1)).sum()
+        for mine, other in zip(ours, torch.autograd.grad(precise, exact), strict=True):
+            assert (mine.double() - other).norm() < 0.02 * other.norm()
 
 
 def test_autocast():
