@@ -13,6 +13,7 @@ step, so it holds the gradients of the inputs, which any way of computing must m
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import statistics
 import time
@@ -20,9 +21,11 @@ from pathlib import Path
 
 import torch
 
+from groupwise.core import logps as logps_module
 from groupwise.core import selective_logps
 
 MIB = 2**20
+COMPILE_FROM = logps_module.COMPILE_FROM
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -35,6 +38,9 @@ def peer(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch
 
 
 VARIANTS = {"plain": plain, "groupwise": selective_logps}
+UNCOMPILED = "in steps"  # groupwise on a GPU where torch.compile does not work
+if torch.cuda.is_available():
+    VARIANTS[UNCOMPILED] = selective_logps
 try:
     import trl.trainer.utils  # noqa: F401 - its backward pass needs this
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
@@ -55,6 +61,7 @@ def make_inputs(args: argparse.Namespace, rows: int) -> Tensors:
 
 def step(variant: str, tensors: Tensors) -> torch.Tensor:
     hidden, weight, ids = tensors
+    logps_module.COMPILE_FROM = math.inf if variant == UNCOMPILED else COMPILE_FROM
     hidden.grad = weight.grad = None
     logps = VARIANTS[variant](hidden, weight, ids)
     (logps * torch.linspace(-1, 1, len(ids), device=ids.device)).sum().backward()

@@ -1,0 +1,60 @@
+"""The code in the README and the docs runs, what it says it prints is true, and links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def python_blocks():
+    for page in PAGES:
+        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("block", python_blocks())
+def test_example_runs(block):
+    names: dict = {}
+    exec(compile(block, "example", "exec"), names)
+    assert names["loss"].isfinite()
+    assert names["logps"].grad is not None
+
+
+def test_the_readme_says_what_comes_out():
+    text = (ROOT / "README.md").read_text()
+    from groupwise.core import group_advantages
+
+    said = [float(x) for x in re.search(r"# \[(.*?)\]: better", text).group(1).split(",")]
+    rewards = [float(x) for x in re.search(r"rewards = torch.tensor\(\[(.*?)\]\)", text).group(1).split(",")]
+    assert [round(x, 2) for x in group_advantages(torch.tensor(rewards), 4).tolist()] == said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_files_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_the_counts_in_the_docs_are_right():
+    from groupwise.core import KINDS, LOSSES
+
+    numbers = {10: "ten", 14: "fourteen", 15: "fifteen"}
+    readme, core = (ROOT / "README.md").read_text(), (ROOT / "docs" / "core.md").read_text()
+    assert f"{numbers[len(LOSSES)]} policy losses" in readme
+    assert f"{numbers[len(KINDS)]} preference losses" in readme
+    assert f"DPO and {numbers[len(KINDS) - 1]} relatives" in core
+    for name in LOSSES:
+        assert f"`{name}`" in core
+
+
+def test_every_make_command_that_is_named_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for page in PAGES:
+        for command in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+            assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"{page.name}: make {command}"
