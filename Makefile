@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-test: setup ## run the tests (about two minutes on two cores)
+test: setup ## run the tests (about a minute on two cores)
 	$(BIN)/python -m pytest -n auto
 
 lint: setup ## check style, formatting and types

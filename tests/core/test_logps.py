@@ -202,6 +202,12 @@ def test_autocast():
     for one, other in zip(inside, outside, strict=True):
         assert torch.equal(one, other)
         assert one.dtype == torch.float32
+    full = selective_logps(case.hidden, case.weight, case.ids)
+    outside = torch.autograd.grad(full.sum(), case.leaves[:2], retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = torch.autograd.grad(full.sum(), case.leaves[:2])
+    for one, other in zip(inside, outside, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_never_holds_the_logits():

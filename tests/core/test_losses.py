@@ -105,6 +105,24 @@ def test_a_loss_of_ones_own():
     assert value.item() == pytest.approx((-1 - 4 - 0.25 + 2 * 0.25) / 4)
 
 
+def test_what_a_loss_of_ones_own_sees():
+    """Zeros wherever it may not teach, so that whatever it does there is finite."""
+    seen = []
+
+    def look(tokens, settings):
+        seen.append(tokens)
+        return TokenTerm(tokens.log_ratio.expand_as(tokens.logps))
+
+    keep = torch.tensor([True, False])
+    for level in ("token", "sequence"):
+        policy_loss(NEW, OLD, ADVANTAGES, MASK, loss=Loss(look, "token_mean"), ratio=level, policy_mask=keep)
+        tokens = seen.pop()
+        assert (tokens.log_ratio[1] == 0).all()
+        assert (tokens.logps[1] == 0).all()
+        assert (tokens.advantages[1] == 0).all()
+        assert tokens.log_ratio.shape == ((2, 3) if level == "token" else (2, 1))
+
+
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "sapo"])
 def test_ratio_one_gives_the_policy_gradient(loss):
     """On-policy every loss has the gradient of −A·log π, with its own weights. (SAPO's gate is 4σ(0)/τ = 2/τ off in
@@ -192,17 +210,29 @@ def test_nothing_leaks_from_a_masked_position(loss, poison):
         torch.testing.assert_close(dirty_stats, clean_stats)
 
 
-def test_a_dropped_sequence_cannot_overflow_into_the_rest():
-    """A policy mask silences before the exponential: the dropped sequence's ratio would be e^800."""
-    old = torch.tensor([[-800.0, -800.0], [-1.0, -1.0]])
-    for loss in LOSSES:
-        logps = torch.tensor([[-0.1, NAN], [-1.0, -1.0]], requires_grad=True)
-        mask, keep = torch.tensor([[1, 0], [1, 1]]), torch.tensor([0.0, 1.0])
-        value, _ = policy_loss(logps, old, torch.tensor([1.0, 1.0]), mask, loss=loss, max_length=2, policy_mask=keep)
-        (gradient,) = torch.autograd.grad(value, logps)
-        assert value.isfinite(), loss
-        assert gradient.isfinite().all(), loss
-        assert (gradient[0] == 0).all(), loss
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, -800.0])
+def test_nothing_leaks_from_a_sequence_that_may_not_teach(loss, poison):
+    """A policy mask silences before the exponential: not even NaN inside the completion reaches the others."""
+    logps = torch.tensor([[poison, -1.0], [-1.0, -2.0]], requires_grad=True)
+    old, keep = torch.tensor([[-0.1, poison], [-1.1, -1.9]]), torch.tensor([0.0, 1.0])
+    value, _ = policy_loss(
+        logps, old, torch.tensor([1.0, 1.0]), torch.ones(2, 2), loss=loss, max_length=2, policy_mask=keep
+    )
+    (gradient,) = torch.autograd.grad(value, logps)
+    assert value.isfinite()
+    assert (gradient[0] == 0).all()
+    alone, _ = policy_loss(
+        logps[1:],
+        old[1:],
+        torch.tensor([1.0]),
+        torch.ones(1, 2),
+        loss=loss,
+        max_length=2,
+        total_tokens=4,
+        total_sequences=2,
+    )
+    torch.testing.assert_close(value, alone)
 
 
 def test_policy_masks_leave_denominators_alone_unless_asked():

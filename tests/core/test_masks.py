@@ -47,6 +47,13 @@ def test_v32_rule():
     assert off_policy_sequence_mask(edge * 9, old[:1], torch.tensor([0.0]), mask[:1], threshold=0.5)
 
 
+def test_v32_rule_without_evidence():
+    """A token whose log-prob is not known is no evidence either way: the mean is that of the others."""
+    old, logps = torch.tensor([[0.6, math.nan], [math.nan, math.nan]]), torch.zeros(2, 2)
+    keep = off_policy_sequence_mask(logps, old, torch.tensor([-1.0, -1.0]), torch.ones(2, 2), threshold=0.5)
+    assert keep.tolist() == [False, True]
+
+
 def test_v32_rule_per_token():
     advantages = torch.tensor([[-1.0, 1.0], [-1.0, -1.0]])
     keep = off_policy_sequence_mask(
