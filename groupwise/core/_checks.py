@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +16,23 @@ def shape_of(tensor: Tensor) -> str:
     return str(tuple(tensor.shape))
 
 
-def check_same_shape(**tensors: Tensor | None) -> None:
-    """All the tensors that are given have the first one's shape."""
+def check_tensors(**tensors: Any) -> None:
+    """All the arguments are tensors."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise InputError(f"{name} must be a tensor, got {'None' if value is None else type(value).__name__}")
+
+
+def check_optional_tensors(**tensors: Any) -> None:
+    """All the arguments that are given are tensors."""
+    check_tensors(**{name: value for name, value in tensors.items() if value is not None})
+
+
+def check_same_shape(**tensors: Any) -> None:
+    """The first argument is a tensor, and all others that are given have its shape."""
     (first_name, first), *rest = tensors.items()
-    if first is None:
-        raise InputError(f"{first_name} is missing")
+    check_tensors(**{first_name: first})
+    check_optional_tensors(**dict(rest))
     for name, tensor in rest:
         if tensor is not None and tensor.shape != first.shape:
             raise InputError(
@@ -26,21 +40,27 @@ def check_same_shape(**tensors: Tensor | None) -> None:
             )
 
 
+def check_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
+    """A mask as booleans: whatever is not zero counts as true."""
+    check_tensors(**{name: mask})
+    if mask.shape != shape:
+        raise InputError(f"{name} has shape {shape_of(mask)}; expected {tuple(shape)}")
+    return mask if mask.dtype == torch.bool else mask != 0
+
+
 def check_at_least(name: str, value: float, bound: float) -> None:
-    if not value >= bound or math.isinf(value):
+    if not is_number(value) or not value >= bound:
         raise InputError(f"{name} must be a finite number of at least {bound:g}, got {value!r}")
 
 
 def check_above(name: str, value: float, bound: float) -> None:
-    if not value > bound or math.isinf(value):
+    if not is_number(value) or not value > bound:
         raise InputError(f"{name} must be a finite number above {bound:g}, got {value!r}")
 
 
-def check_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
-    """A mask as booleans: whatever is not zero counts as true."""
-    if mask.shape != shape:
-        raise InputError(f"{name} has shape {shape_of(mask)}; expected {tuple(shape)}")
-    return mask if mask.dtype == torch.bool else mask != 0
+def is_number(value: object) -> bool:
+    """A finite number: not a string, not NaN, and not True."""
+    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def working(tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above, shape_of, working
+from groupwise.core._checks import check_above, check_tensors, is_number, shape_of, working
 from groupwise.errors import InputError, check_choice
 
 ORDERS = {
@@ -44,6 +44,7 @@ def filter_logits(
     """
     check_choice("order", order, ORDERS)
     check_sampling(temperature, top_k, top_p, min_p, min_tokens_to_keep)
+    check_tensors(logits=logits)
     if logits.dim() < 1 or not logits.shape[-1]:
         raise InputError(f"logits has shape {shape_of(logits)}; expected (…, V) with V at least 1")
     scores = working(logits)
@@ -68,9 +69,9 @@ def check_sampling(
     check_above("temperature", temperature, 0.0)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
         raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
-    if top_p is None or not 0 < top_p <= 1:
+    if not is_number(top_p) or not 0 < top_p <= 1:
         raise InputError(f"top_p must be in (0, 1], got {top_p!r}")
-    if min_p is not None and not 0 <= min_p <= 1:
+    if min_p is not None and (not is_number(min_p) or not 0 <= min_p <= 1):
         raise InputError(f"min_p must be in [0, 1] or None, got {min_p!r}")
     if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
         raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")

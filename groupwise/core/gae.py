@@ -10,7 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_at_least, check_mask, check_same_shape, shape_of, working
+from groupwise.core._checks import (
+    check_at_least,
+    check_mask,
+    check_same_shape,
+    check_tensors,
+    is_number,
+    shape_of,
+    working,
+)
 from groupwise.errors import InputError
 
 
@@ -36,8 +44,9 @@ def gae(
         cuts the sum before it.
     """
     for name, share in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= share <= 1:
+        if not is_number(share) or not 0 <= share <= 1:
             raise InputError(f"{name} must be in [0, 1], got {share!r}")
+    check_tensors(rewards=rewards)
     if rewards.dim() not in (1, 2) or not rewards.numel():
         raise InputError(f"rewards has shape {shape_of(rewards)}; expected (T,) or (T, N), T at least 1")
     check_same_shape(rewards=rewards, values=values, next_values=next_values)

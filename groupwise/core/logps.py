@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_at_least, shape_of, working
+from groupwise.core._checks import check_above, check_at_least, check_optional_tensors, check_tensors, shape_of, working
 from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError
 
@@ -30,6 +30,7 @@ def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, 
 
     With ``with_entropy`` a pair: the log-probs and the entropies.
     """
+    check_tensors(logits=logits, ids=ids)
     check_above("temperature", temperature, 0.0)
     if logits.shape[:-1] != ids.shape:
         raise InputError(f"ids has shape {shape_of(ids)}; expected logits' {shape_of(logits)} without the last")
@@ -334,6 +335,8 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[int, int]:
+    check_tensors(hidden=hidden, weight=weight, ids=ids)
+    check_optional_tensors(bias=bias)
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {shape_of(hidden)} and weight {shape_of(weight)}; expected (…, D) and (V, D)"

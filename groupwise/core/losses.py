@@ -17,7 +17,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above, check_at_least, check_mask, check_same_shape, shape_of, working
+from groupwise.core._checks import (
+    check_above,
+    check_at_least,
+    check_mask,
+    check_optional_tensors,
+    check_same_shape,
+    check_tensors,
+    shape_of,
+    working,
+)
 from groupwise.errors import InputError, check_choice
 
 MAX_LOG_RATIO = 20.0
@@ -146,6 +155,7 @@ def aggregation_weights(
     weights, and so losses and statistics, of the parts then add up to the whole's.
     """
     check_choice("aggregation", how, AGGREGATIONS)
+    check_tensors(mask=mask)
     if mask.dim() != 2:
         raise InputError(f"mask has shape {shape_of(mask)}; expected (B, T)")
     present = check_mask("mask", mask, mask.shape).to(dtype)
@@ -257,7 +267,7 @@ def policy_loss(
     ratio: ``"token"`` or ``"sequence"``; not given, the loss's own (sequence for gspo and luspo, else token).
     clip_low, clip_high: the ratio is held in [1 − low, 1 + high]; high is low if not given. For ``cispo``, clip_high
         is an absolute ceiling on the ratio, 5 if not given.
-    dual_clip: a ceiling (above 1) on the ratio where the advantage is negative.
+    dual_clip: a ceiling (above 1) on the ratio where the advantage is negative, for the losses that clip.
     max_length: the constant that ``dr_grpo`` divides by.
     total_tokens, total_sequences: the whole mini-batch's, where this is a part of it. See `aggregation_weights`.
     policy_mask: what may teach, ``(B,)``, ``(B, 1)`` or ``(B, T)``: off-policy, validity and entropy masks multiplied
@@ -279,6 +289,8 @@ def policy_loss(
     settings = Settings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
+    check_tensors(logps=logps, advantages=advantages)
+    check_optional_tensors(old_logps=old_logps, policy_mask=policy_mask)
     if logps.dim() != 2:
         raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
     if old_logps is None:
@@ -299,15 +311,18 @@ def policy_loss(
         token_log_ratio=token_log_ratio.detach(),
     )
     term = record.token_loss(tokens, settings)
-    counted = mask if denominator == "completion_mask" else active
-    if denominator == "policy_mask" and total_sequences is None:
-        total_sequences = active.any(-1).sum()
+    if denominator == "completion_mask":
+        counted, sequences = mask, total_sequences
+    else:
+        counted, sequences = active, active.any(-1).sum() if total_sequences is None else total_sequences
+    if record.aggregation == "local_token_mean":
+        sequences = total_sequences  # it divides by tokens alone; this is only its share in a larger batch
     weights = aggregation_weights(
         counted,
         record.aggregation,
         max_length=max_length,
         total_tokens=total_tokens,
-        total_sequences=total_sequences,
+        total_sequences=sequences,
         dtype=term.values.dtype,
     )
     if teaching is not None:

@@ -11,7 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_at_least, check_mask, check_same_shape, shape_of, working
+from groupwise.core._checks import (
+    check_at_least,
+    check_mask,
+    check_optional_tensors,
+    check_same_shape,
+    check_tensors,
+    is_number,
+    shape_of,
+    working,
+)
 from groupwise.errors import InputError, check_choice
 
 OFF_POLICY_RULES = ("v3.2", "document")
@@ -52,6 +61,7 @@ def off_policy_sequence_mask(
     """
     check_choice("rule", rule, OFF_POLICY_RULES)
     check_same_shape(logps=logps, old_logps=old_logps)
+    check_optional_tensors(advantages=advantages)
     mask = check_mask("mask", mask, logps.shape)
     behind = working(old_logps.detach()) - working(logps.detach())
     # A token without a valid log-prob is no evidence: out of the sum and out of its denominator.
@@ -85,6 +95,7 @@ def validity_reasons(
     """
     check_at_least("min_length", min_length, 0)
     check_at_least("max_repetition", max_repetition, 0.0)
+    check_optional_tensors(lengths=lengths, has_answer=has_answer, repetition=repetition)
     reasons = {}
     if lengths is not None:
         reasons["too_short"] = lengths < min_length
@@ -124,8 +135,9 @@ def validity(
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, *, top_fraction: float) -> Tensor:
     """The tokens ``(B, T)`` whose entropy is among the batch's highest ``top_fraction`` (0.2 in Wang et al., 2025)."""
-    if not 0 < top_fraction <= 1:
+    if not is_number(top_fraction) or not 0 < top_fraction <= 1:
         raise InputError(f"top_fraction must be in (0, 1], got {top_fraction!r}")
+    check_tensors(entropy=entropy)
     mask = check_mask("mask", mask, entropy.shape)
     entropy = entropy.detach()
     known = working(entropy[mask]).sort().values
@@ -140,6 +152,7 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, *, top_fraction: float) -> 
 
 
 def _is_eos(ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
+    check_tensors(ids=ids)
     if ids.dim() != 2:
         raise InputError(f"ids has shape {shape_of(ids)}; expected (B, T)")
     wanted = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
@@ -147,6 +160,7 @@ def _is_eos(ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
 
 
 def _within(ids: Tensor, lengths: Tensor) -> Tensor:
+    check_tensors(lengths=lengths)
     if lengths.shape != ids.shape[:1]:
         raise InputError(f"lengths has shape {shape_of(lengths)}; expected ({len(ids)},)")
     return torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)

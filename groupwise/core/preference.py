@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from groupwise.core._checks import check_above, check_at_least, check_same_shape, shape_of, working
+from groupwise.core._checks import check_above, check_at_least, check_same_shape, is_number, shape_of, working
 from groupwise.errors import InputError, check_choice
 
 
@@ -237,11 +237,11 @@ def _check(
     if len(factors) != len(names):
         raise InputError(f"{len(factors)} weights {weights!r} were given for {len(names)} kinds {names}")
     for factor in factors:
-        if not math.isfinite(factor):
+        if not is_number(factor):
             raise InputError(f"weights must be finite, got {weights!r}")
     check_above("beta", beta, 0.0)
     check_above("discopop_tau", discopop_tau, 0.0)
-    if not 0 <= label_smoothing < 1:
+    if not is_number(label_smoothing) or not 0 <= label_smoothing < 1:
         raise InputError(f"label_smoothing must be in [0, 1), got {label_smoothing!r}")
     if label_smoothing and not SMOOTHED_KINDS.intersection(names):
         warnings.warn(

@@ -244,6 +244,12 @@ def test_policy_masks_leave_denominators_alone_unless_asked():
     assert document.item() == pytest.approx(-2.7 / 3)
     per_sequence, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="grpo", policy_mask=keep, denominator="policy_mask")
     assert per_sequence.item() == pytest.approx(-2.7 / 3 / 1)
+    local, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="bnpo", policy_mask=keep, denominator="policy_mask")
+    assert local.item() == pytest.approx(-2.7 / 3)
+    constant, _ = policy_loss(
+        NEW, OLD, ADVANTAGES, MASK, loss="dr_grpo", max_length=10, policy_mask=keep, denominator="policy_mask"
+    )
+    assert constant.item() == pytest.approx(-2.7 / 10)
     per_token, _ = policy_loss(
         NEW, OLD, ADVANTAGES, MASK, loss="grpo", policy_mask=torch.tensor([[1, 0, 0], [1, 0, 0]])
     )
@@ -310,6 +316,10 @@ ONES = torch.ones(2, 3)
         ({"loss": "vespo", "ratio": "sequence"}, "has no sequence ratio"),
         ({"clip_low": -0.1}, "clip_low must be a finite number of at least 0, got -0.1"),
         ({"clip_high": -0.1}, "clip_high must be"),
+        ({"clip_low": "0.2"}, "clip_low must be a finite number of at least 0, got '0.2'"),
+        ({"logps": [[0.0]], "old_logps": None}, "logps must be a tensor, got list"),
+        ({"advantages": 1.0}, "advantages must be a tensor, got float"),
+        ({"mask": None}, "mask must be a tensor, got None"),
         ({"clip_low": NAN}, "clip_low must be a finite number of at least 0, got nan"),
         ({"clip_high": math.inf}, "clip_high must be a finite number"),
         ({"dual_clip": 1.0}, "dual_clip must be a finite number above 1, got 1.0"),
