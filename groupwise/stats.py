@@ -134,7 +134,10 @@ def probability_of_improvement(
 
 
 def _finite(name: str, values: ArrayLike) -> Array:
-    array = np.asarray(values, dtype=np.float64)
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name} must be numbers: {error}") from error
     if array.ndim < 1 or not array.size:
         raise InputError(f"{name} must hold at least one number, got shape {array.shape}")
     if not np.isfinite(array).all():

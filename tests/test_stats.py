@@ -128,6 +128,7 @@ def test_probability_of_improvement():
     [
         (lambda: bootstrap_interval([]), "at least one number"),
         (lambda: bootstrap_interval([1.0, np.nan]), "1 values that are NaN or infinite"),
+        (lambda: bootstrap_interval(["a"]), "values must be numbers: could not convert"),
         (lambda: bootstrap_interval([1.0], level=1.0), "level must be between 0 and 1"),
         (lambda: bootstrap_interval([1.0], resamples=0), "resamples must be at least 1"),
         (lambda: proportion_interval(3, 2), "got 3 of 2"),

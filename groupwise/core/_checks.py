@@ -23,21 +23,20 @@ def check_tensors(**tensors: Any) -> None:
             raise InputError(f"{name} must be a tensor, got {'None' if value is None else type(value).__name__}")
 
 
-def check_optional_tensors(**tensors: Any) -> None:
-    """All the arguments that are given are tensors."""
-    check_tensors(**{name: value for name, value in tensors.items() if value is not None})
-
-
 def check_same_shape(**tensors: Any) -> None:
-    """The first argument is a tensor, and all others that are given have its shape."""
+    """All the arguments are tensors of one shape."""
+    check_tensors(**tensors)
     (first_name, first), *rest = tensors.items()
-    check_tensors(**{first_name: first})
-    check_optional_tensors(**dict(rest))
     for name, tensor in rest:
-        if tensor is not None and tensor.shape != first.shape:
+        if tensor.shape != first.shape:
             raise InputError(
                 f"{name} has shape {shape_of(tensor)} but {first_name} has {shape_of(first)}; they must be equal"
             )
+
+
+def given(**arguments: Any) -> dict[str, Any]:
+    """The arguments that are not None."""
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
@@ -56,6 +55,13 @@ def check_at_least(name: str, value: float, bound: float) -> None:
 def check_above(name: str, value: float, bound: float) -> None:
     if not is_number(value) or not value > bound:
         raise InputError(f"{name} must be a finite number above {bound:g}, got {value!r}")
+
+
+def check_pair(name: str, pair: object) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise InputError(f"{name} must be two numbers, got {pair!r}")
+    for number in pair:
+        check_above(name, number, 0.0)
 
 
 def is_number(value: object) -> bool:

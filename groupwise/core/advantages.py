@@ -40,11 +40,9 @@ def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor
     """The group number of each of ``size`` samples, and how many groups there are.
 
     ``groups`` is an int G (consecutive samples belong together, G at a time) or one label per sample in any order:
-    a tensor of integers, or a sequence of anything that can be hashed, such as strings.
+    a tensor of integers, or a list or NumPy array of anything that can be hashed, such as strings.
     """
-    if isinstance(groups, bool):
-        raise InputError("groups must be an int or one label per sample, got a bool")
-    if isinstance(groups, int):
+    if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
             raise InputError(f"the group size must be at least 1, got {groups}")
         if size % groups:
@@ -57,6 +55,10 @@ def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor
             raise InputError(f"group labels must be integers, got {groups.dtype}")
         labels, index = torch.unique(groups.detach().cpu(), return_inverse=True)
         return index, len(labels)
+    if hasattr(groups, "tolist"):  # a NumPy array, whose labels may be strings
+        groups = groups.tolist()
+    if not isinstance(groups, Sequence):
+        raise InputError(f"groups must be an int or one label per sample, got {groups!r}")
     if len(groups) != size:
         raise InputError(f"{len(groups)} group labels were given for {size} rewards")
     numbers: dict[Any, int] = {}
@@ -197,7 +199,10 @@ def _rewards(rewards: Tensor, columns: bool) -> Tensor:
 def _weights(weights: Tensor | Sequence[float] | None, number: int) -> Tensor:
     if weights is None:
         return torch.ones(number, dtype=torch.float64)
-    factors = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    try:
+        factors = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"weights must be one number per reward function, got {weights!r}") from error
     if factors.shape != (number,):
         raise InputError(f"weights has shape {shape_of(factors)}; expected one weight per reward function, ({number},)")
     if not bool(factors.isfinite().all()):

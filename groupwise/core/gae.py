@@ -15,6 +15,7 @@ from groupwise.core._checks import (
     check_mask,
     check_same_shape,
     check_tensors,
+    given,
     is_number,
     shape_of,
     working,
@@ -49,7 +50,7 @@ def gae(
     check_tensors(rewards=rewards)
     if rewards.dim() not in (1, 2) or not rewards.numel():
         raise InputError(f"rewards has shape {shape_of(rewards)}; expected (T,) or (T, N), T at least 1")
-    check_same_shape(rewards=rewards, values=values, next_values=next_values)
+    check_same_shape(rewards=rewards, values=values, **given(next_values=next_values))
     terminated = check_mask("terminated", terminated, rewards.shape)
     truncated = check_mask("truncated", truncated, rewards.shape)
     present = torch.ones_like(terminated) if mask is None else check_mask("mask", mask, rewards.shape)
@@ -71,7 +72,7 @@ def value_loss(
 
     Clipped: the larger of the errors of V and of V held within ``old_values`` ± clip.
     """
-    check_same_shape(values=values, returns=returns, old_values=old_values)
+    check_same_shape(values=values, returns=returns, **given(old_values=old_values))
     values, returns = working(values), working(returns.detach())
     error = (values - returns).square()
     if clip is not None:

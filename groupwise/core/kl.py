@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.core._checks import check_at_least, check_mask, check_same_shape, check_tensors, shape_of, working
+from groupwise.core._checks import check_at_least, check_mask, check_same_shape, check_tensors, given, shape_of, working
 from groupwise.core.logps import head_logits, rows_per_chunk
 from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
 from groupwise.errors import InputError, check_choice
@@ -39,7 +39,7 @@ def kl_estimate(
     Differences are held within ±20, as in `losses`.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_same_shape(logps=logps, ref_logps=ref_logps, old_logps=old_logps)
+    check_same_shape(logps=logps, ref_logps=ref_logps, **given(old_logps=old_logps))
     present = torch.ones_like(logps, dtype=torch.bool) if mask is None else check_mask("mask", mask, logps.shape)
     d = torch.where(present, working(ref_logps) - working(logps), 0.0)
     if estimator == "k1":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_at_least, check_optional_tensors, check_tensors, shape_of, working
+from groupwise.core._checks import check_above, check_at_least, check_tensors, given, shape_of, working
 from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError
 
@@ -335,8 +335,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    check_tensors(hidden=hidden, weight=weight, ids=ids)
-    check_optional_tensors(bias=bias)
+    check_tensors(hidden=hidden, weight=weight, ids=ids, **given(bias=bias))
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {shape_of(hidden)} and weight {shape_of(weight)}; expected (…, D) and (V, D)"

@@ -21,9 +21,10 @@ from groupwise.core._checks import (
     check_above,
     check_at_least,
     check_mask,
-    check_optional_tensors,
+    check_pair,
     check_same_shape,
     check_tensors,
+    given,
     shape_of,
     working,
 )
@@ -290,7 +291,7 @@ def policy_loss(
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
     check_tensors(logps=logps, advantages=advantages)
-    check_optional_tensors(old_logps=old_logps, policy_mask=policy_mask)
+    check_tensors(**given(old_logps=old_logps, policy_mask=policy_mask))
     if logps.dim() != 2:
         raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
     if old_logps is None:
@@ -370,11 +371,7 @@ def _check_settings(settings: Settings, record: Loss) -> None:
     if settings.dual_clip is not None:
         check_above("dual_clip", settings.dual_clip, 1.0)
     for name in ("sapo_temperatures", "vespo_positive", "vespo_negative"):
-        pair = getattr(settings, name)
-        if len(pair) != 2:
-            raise InputError(f"{name} must be two numbers, got {pair!r}")
-        for number in pair:
-            check_above(name, number, 0.0)
+        check_pair(name, getattr(settings, name))
 
 
 def _advantages(advantages: Tensor, logps: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ entropy) say which of them may teach: they go to `policy_loss(policy_mask=…)` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,9 +14,9 @@ from torch import Tensor
 from groupwise.core._checks import (
     check_at_least,
     check_mask,
-    check_optional_tensors,
     check_same_shape,
     check_tensors,
+    given,
     is_number,
     shape_of,
     working,
@@ -60,8 +60,10 @@ def off_policy_sequence_mask(
     the whole sequence, whatever its advantage; ``old_logps`` are then the reference's and advantages may be None.
     """
     check_choice("rule", rule, OFF_POLICY_RULES)
+    if not is_number(threshold):
+        raise InputError(f"threshold must be a finite number, got {threshold!r}")
     check_same_shape(logps=logps, old_logps=old_logps)
-    check_optional_tensors(advantages=advantages)
+    check_tensors(**given(advantages=advantages))
     mask = check_mask("mask", mask, logps.shape)
     behind = working(old_logps.detach()) - working(logps.detach())
     # A token without a valid log-prob is no evidence: out of the sum and out of its denominator.
@@ -95,7 +97,7 @@ def validity_reasons(
     """
     check_at_least("min_length", min_length, 0)
     check_at_least("max_repetition", max_repetition, 0.0)
-    check_optional_tensors(lengths=lengths, has_answer=has_answer, repetition=repetition)
+    check_tensors(**given(lengths=lengths, has_answer=has_answer, repetition=repetition))
     reasons = {}
     if lengths is not None:
         reasons["too_short"] = lengths < min_length
@@ -155,8 +157,10 @@ def _is_eos(ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
     check_tensors(ids=ids)
     if ids.dim() != 2:
         raise InputError(f"ids has shape {shape_of(ids)}; expected (B, T)")
-    wanted = [eos_ids] if isinstance(eos_ids, int) else list(eos_ids)
-    return torch.isin(ids, torch.tensor(wanted, dtype=ids.dtype, device=ids.device))
+    wanted = [eos_ids] if isinstance(eos_ids, int) else eos_ids
+    if not isinstance(wanted, Iterable) or not all(isinstance(number, int) for number in wanted):
+        raise InputError(f"eos_ids must be a token id or several, got {eos_ids!r}")
+    return torch.isin(ids, torch.tensor(list(wanted), dtype=ids.dtype, device=ids.device))
 
 
 def _within(ids: Tensor, lengths: Tensor) -> Tensor:

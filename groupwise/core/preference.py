@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from groupwise.core._checks import check_above, check_at_least, check_same_shape, is_number, shape_of, working
+from groupwise.core._checks import check_above, check_at_least, check_same_shape, given, is_number, shape_of, working
 from groupwise.errors import InputError, check_choice
 
 
@@ -178,6 +178,8 @@ def preference_loss(
     ``chosen_reward`` and ``rejected_reward`` (β times the log-ratio).
     """
     names = [kind] if isinstance(kind, str) else list(kind)
+    if weights is not None and not isinstance(weights, (list, tuple)):
+        raise InputError(f"weights must be a list with one number per kind, got {weights!r}")
     factors = [1.0] * len(names) if weights is None else list(weights)
     _check(names, factors, weights, beta, label_smoothing, discopop_tau, total_pairs)
     check_same_shape(
@@ -185,8 +187,7 @@ def preference_loss(
         policy_rejected=policy_rejected,
         ref_chosen=ref_chosen,
         ref_rejected=ref_rejected,
-        chosen_lengths=chosen_lengths,
-        rejected_lengths=rejected_lengths,
+        **given(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths),
     )
     if policy_chosen.dim() != 1 or not len(policy_chosen):
         raise InputError(f"policy_chosen has shape {shape_of(policy_chosen)}; expected (N,) with at least one pair")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -46,7 +47,9 @@ def test_labels_in_any_order_and_groups_of_any_size():
     labels = torch.tensor([7, -2, 7, 40, 7, -2])
     ours = group_advantages(rewards, labels, scale="none")
     close(ours, -1, -1, 1, 0, 0, 1)
-    assert torch.equal(ours, group_advantages(rewards, ["a", "b", "a", "lone", "a", "b"], scale="none"))
+    names = ["a", "b", "a", "lone", "a", "b"]
+    assert torch.equal(ours, group_advantages(rewards, names, scale="none"))
+    assert torch.equal(ours, group_advantages(rewards, np.array(names, dtype=object), scale="none"))
 
 
 def test_not_scored():
@@ -170,8 +173,11 @@ def test_scaled_by_the_group_the_unit_of_rewards_does_not_matter(case, factor):
     ("call", "message"),
     [
         (lambda r: group_advantages(r, 3), "4 rewards do not divide into groups of 3"),
+        (lambda r: group_advantages(r, None), "groups must be an int or one label per sample, got None"),
+        (lambda r: group_advantages(r, 1.5), "groups must be an int or one label per sample, got 1.5"),
+        (lambda r: group_advantages(r, 2, weights=["a"]), "weights must be one number per reward function"),
         (lambda r: group_advantages(r, 0), "group size must be at least 1, got 0"),
-        (lambda r: group_advantages(r, True), "got a bool"),
+        (lambda r: group_advantages(r, True), "groups must be an int or one label per sample, got True"),
         (
             lambda r: group_advantages(r, torch.tensor([0, 1])),
             r"groups has shape \(2,\); expected one label per reward",

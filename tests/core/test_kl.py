@@ -159,6 +159,7 @@ def test_full_from_hidden_states(factor, softcap):
     ("call", "message"),
     [
         (lambda x: kl_estimate(x, x, estimator="k4"), "unknown estimator 'k4'"),
+        (lambda x: kl_estimate(x, None), "ref_logps must be a tensor, got None"),
         (lambda x: kl_estimate(x, x[:1]), "ref_logps has shape"),
         (lambda x: kl_estimate(x, x, old_logps=x[:1]), "old_logps has shape"),
         (lambda x: kl_estimate(x, x, mask=x[:1]), "mask has shape"),

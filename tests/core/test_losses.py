@@ -329,6 +329,7 @@ ONES = torch.ones(2, 3)
         ({"loss": "grpo", "total_sequences": -1}, "total_sequences must be"),
         ({"denominator": "mask"}, "unknown denominator 'mask'"),
         ({"loss": "sapo", "sapo_temperatures": (0.0, 1.0)}, "sapo_temperatures must be a finite number above 0"),
+        ({"loss": "sapo", "sapo_temperatures": 1.0}, "sapo_temperatures must be two numbers, got 1.0"),
         ({"loss": "vespo", "vespo_positive": (1.0,)}, "vespo_positive must be two numbers"),
         ({"old_logps": torch.ones(2, 4)}, r"old_logps has shape \(2, 4\) but logps has \(2, 3\)"),
         ({"advantages": torch.ones(3)}, r"advantages has shape \(3,\); expected \(2,\) or \(2, 3\)"),

@@ -198,7 +198,7 @@ def test_kl_term(loss, bias_corrected):
         assert aggregate(kl, batch.mask, "token_mean").item() == pytest.approx(metrics["kl"][0], abs=1e-12)
 
 
-def test_kl_term_with_a_sequence_ratio():
+def test_known_difference_kl_with_a_sequence_ratio():
     """The peer then corrects k3 by the sequence's ratio; ours by the token's, V3.2's formula. The pieces give both."""
     for seed in SEEDS:
         batch = random_batch(seed)
@@ -206,6 +206,10 @@ def test_kl_term_with_a_sequence_ratio():
         ours, _ = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, loss="gspo")
         ratio = log_ratio(batch.logps, batch.old_logps, batch.mask, "sequence").exp()
         kl = kl_estimate(batch.logps, batch.ref_logps, mask=batch.mask) * ratio
+        by_token = kl_estimate(
+            batch.logps, batch.ref_logps, estimator="unbiased", old_logps=batch.old_logps, mask=batch.mask
+        )
+        assert batch.tokens == len(batch.logps) or not torch.allclose(kl, by_token)
         ours = ours + 0.04 * aggregate(kl, batch.mask, "sequence_mean")
         assert_same(ours, theirs, batch.logps)
 

@@ -94,6 +94,7 @@ def test_bfloat16():
         ({"kind": "sigmoidal"}, "did you mean 'sigmoid'"),
         ({"kind": []}, "at least one kind"),
         ({"kind": ["sigmoid", "hinge"], "weights": [1.0]}, "1 weights .* were given for 2 kinds"),
+        ({"weights": 2.0}, "weights must be a list with one number per kind, got 2.0"),
         ({"weights": [math.inf]}, "weights must be finite"),
         ({"beta": 0.0}, "beta must be a finite number above 0, got 0.0"),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\), got 1.0"),
