@@ -57,6 +57,13 @@ def check_above(name: str, value: float, bound: float) -> None:
         raise InputError(f"{name} must be a finite number above {bound:g}, got {value!r}")
 
 
+def check_share(name: str, value: float, interval: str) -> None:
+    """A number from 0 to 1; a round bracket of ``interval``, such as "(0, 1]", leaves out that end."""
+    excluded = {end for end, bracket in ((0, interval[0]), (1, interval[-1])) if bracket in "()"}
+    if not is_number(value) or not 0 <= value <= 1 or value in excluded:
+        raise InputError(f"{name} must be in {interval}, got {value!r}")
+
+
 def check_pair(name: str, pair: object) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise InputError(f"{name} must be two numbers, got {pair!r}")

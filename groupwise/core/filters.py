@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above, check_tensors, is_number, shape_of, working
+from groupwise.core._checks import check_above, check_share, check_tensors, shape_of, working
 from groupwise.errors import InputError, check_choice
 
 ORDERS = {
@@ -69,10 +69,9 @@ def check_sampling(
     check_above("temperature", temperature, 0.0)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
         raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
-    if not is_number(top_p) or not 0 < top_p <= 1:
-        raise InputError(f"top_p must be in (0, 1], got {top_p!r}")
-    if min_p is not None and (not is_number(min_p) or not 0 <= min_p <= 1):
-        raise InputError(f"min_p must be in [0, 1] or None, got {min_p!r}")
+    check_share("top_p", top_p, "(0, 1]")
+    if min_p is not None:
+        check_share("min_p", min_p, "[0, 1]")
     if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
         raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")
 

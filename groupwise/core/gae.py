@@ -14,9 +14,9 @@ from groupwise.core._checks import (
     check_at_least,
     check_mask,
     check_same_shape,
+    check_share,
     check_tensors,
     given,
-    is_number,
     shape_of,
     working,
 )
@@ -44,9 +44,8 @@ def gae(
     mask: steps that exist. A step that does not (padding, or the reset step of a vectorised environment) gets 0 and
         cuts the sum before it.
     """
-    for name, share in (("gamma", gamma), ("lam", lam)):
-        if not is_number(share) or not 0 <= share <= 1:
-            raise InputError(f"{name} must be in [0, 1], got {share!r}")
+    check_share("gamma", gamma, "[0, 1]")
+    check_share("lam", lam, "[0, 1]")
     check_tensors(rewards=rewards)
     if rewards.dim() not in (1, 2) or not rewards.numel():
         raise InputError(f"rewards has shape {shape_of(rewards)}; expected (T,) or (T, N), T at least 1")

@@ -103,8 +103,8 @@ def full_kl_from_hidden(
 
     def rows(policy: Tensor, reference: Tensor) -> Tensor:
         return _kl_of_rows(
-            working(head_logits(policy, weight, bias, scale, softcap, temperature)),
-            working(head_logits(reference, ref_weight, ref_bias, scale, softcap, temperature)),
+            head_logits(policy, weight, bias, scale, softcap, temperature),
+            head_logits(reference, ref_weight, ref_bias, scale, softcap, temperature),
             factor,
         )
 

@@ -101,13 +101,14 @@ def head_logits(
 
 
 def _transform(raw: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float) -> Tensor:
+    logits = working(raw)
     if bias is not None:
-        raw = working(raw) + bias
+        logits = logits + bias
     if scale != 1.0:
-        raw = working(raw) * scale
+        logits = logits * scale
     if softcap is not None:
-        raw = torch.tanh(working(raw) / softcap) * softcap
-    return raw if temperature == 1.0 else working(raw) / temperature
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if temperature == 1.0 else logits / temperature
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
@@ -208,7 +209,7 @@ def _forward_in_steps(
     raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs of the ids, the logarithm of the softmax's denominator, and entropies, each ``(n,)``."""
-    logits = working(_transform(raw, bias, *numbers))
+    logits = _transform(raw, bias, *numbers)
     if kept is not None:
         logits = logits.masked_fill(~kept, -math.inf)
     normaliser = logits.logsumexp(-1, keepdim=True)
@@ -228,7 +229,7 @@ def _backward_in_steps(
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    logits = working(_transform(raw, bias, *numbers))
+    logits = _transform(raw, bias, *numbers)
     slope = _slope(logits, numbers)
     prob = (logits - normaliser).exp_()
     if kept is not None:
@@ -253,7 +254,7 @@ def _slope(logits: Tensor, numbers: Numbers) -> Tensor | float:
 def _forward_in_one_pass(
     raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    logits = working(_transform(raw, bias, *numbers))
+    logits = _transform(raw, bias, *numbers)
     if kept is not None:
         logits = torch.where(kept, logits, -math.inf)
     largest = logits.amax(-1, keepdim=True)
@@ -278,7 +279,7 @@ def _backward_in_one_pass(
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    logits = working(_transform(raw, bias, *numbers))
+    logits = _transform(raw, bias, *numbers)
     log_prob = logits - normaliser
     up = grad_logps
     if grad_entropy is not None and entropy is not None:

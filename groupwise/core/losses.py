@@ -141,6 +141,7 @@ def aggregation_weights(
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
     total_sequences: int | Tensor | None = None,
+    sequences: int | Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The weight ``(B, T)`` that each token has in the loss, so that a loss is ``(weights * values).sum()``.
@@ -153,27 +154,28 @@ def aggregation_weights(
     ``"constant"``: one over sequences × ``max_length`` (Dr. GRPO).
 
     ``total_tokens`` and ``total_sequences`` are those of the whole mini-batch where ``mask`` is only a part of it;
-    weights, and so losses and statistics, of the parts then add up to the whole's.
+    weights, and so losses and statistics, of the parts then add up to the whole's. ``sequences`` is how many count
+    here, all rows if not given.
     """
     check_choice("aggregation", how, AGGREGATIONS)
     check_tensors(mask=mask)
     if mask.dim() != 2:
         raise InputError(f"mask has shape {shape_of(mask)}; expected (B, T)")
     present = check_mask("mask", mask, mask.shape).to(dtype)
-    sequences = _total("total_sequences", total_sequences, len(mask))
+    here = _total("sequences", sequences, len(mask))
+    everywhere = _total("total_sequences", total_sequences, here)
     if how == "sequence_mean":
-        return present / present.sum(-1, keepdim=True).clamp(min=1) / sequences
+        return present / present.sum(-1, keepdim=True).clamp(min=1) / everywhere
     if how == "sequence_sum":
-        return present / sequences
+        return present / everywhere
     if how == "token_mean":
         return present / _total("total_tokens", total_tokens, present.sum().clamp(min=1))
     if how == "local_token_mean":
-        share = 1.0 if total_sequences is None else len(mask) / sequences
-        return present / present.sum().clamp(min=1) * share
+        return present / present.sum().clamp(min=1) * (here / everywhere)
     if max_length is None:
         raise InputError("the aggregation 'constant' (loss 'dr_grpo') needs max_length: the longest completion allowed")
     check_at_least("max_length", max_length, 1)
-    return present / (sequences * max_length)
+    return present / (everywhere * max_length)
 
 
 def aggregate(
@@ -290,8 +292,7 @@ def policy_loss(
     settings = Settings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
-    check_tensors(logps=logps, advantages=advantages)
-    check_tensors(**given(old_logps=old_logps, policy_mask=policy_mask))
+    check_tensors(logps=logps, advantages=advantages, **given(old_logps=old_logps, policy_mask=policy_mask))
     if logps.dim() != 2:
         raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
     if old_logps is None:
@@ -312,18 +313,13 @@ def policy_loss(
         token_log_ratio=token_log_ratio.detach(),
     )
     term = record.token_loss(tokens, settings)
-    if denominator == "completion_mask":
-        counted, sequences = mask, total_sequences
-    else:
-        counted, sequences = active, active.any(-1).sum() if total_sequences is None else total_sequences
-    if record.aggregation == "local_token_mean":
-        sequences = total_sequences  # it divides by tokens alone; this is only its share in a larger batch
     weights = aggregation_weights(
-        counted,
+        mask if denominator == "completion_mask" else active,
         record.aggregation,
         max_length=max_length,
         total_tokens=total_tokens,
-        total_sequences=sequences,
+        total_sequences=total_sequences,
+        sequences=None if denominator == "completion_mask" else active.any(-1).sum(),
         dtype=term.values.dtype,
     )
     if teaching is not None:

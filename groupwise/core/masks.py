@@ -15,6 +15,7 @@ from groupwise.core._checks import (
     check_at_least,
     check_mask,
     check_same_shape,
+    check_share,
     check_tensors,
     given,
     is_number,
@@ -137,8 +138,7 @@ def validity(
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, *, top_fraction: float) -> Tensor:
     """The tokens ``(B, T)`` whose entropy is among the batch's highest ``top_fraction`` (0.2 in Wang et al., 2025)."""
-    if not is_number(top_fraction) or not 0 < top_fraction <= 1:
-        raise InputError(f"top_fraction must be in (0, 1], got {top_fraction!r}")
+    check_share("top_fraction", top_fraction, "(0, 1]")
     check_tensors(entropy=entropy)
     mask = check_mask("mask", mask, entropy.shape)
     entropy = entropy.detach()

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from groupwise.core._checks import check_above, check_at_least, check_same_shape, given, is_number, shape_of, working
+from groupwise.core._checks import (
+    check_above,
+    check_at_least,
+    check_same_shape,
+    check_share,
+    given,
+    is_number,
+    shape_of,
+    working,
+)
 from groupwise.errors import InputError, check_choice
 
 
@@ -242,8 +251,7 @@ def _check(
             raise InputError(f"weights must be finite, got {weights!r}")
     check_above("beta", beta, 0.0)
     check_above("discopop_tau", discopop_tau, 0.0)
-    if not is_number(label_smoothing) or not 0 <= label_smoothing < 1:
-        raise InputError(f"label_smoothing must be in [0, 1), got {label_smoothing!r}")
+    check_share("label_smoothing", label_smoothing, "[0, 1)")
     if label_smoothing and not SMOOTHED_KINDS.intersection(names):
         warnings.warn(
             f"label_smoothing has no effect on {names}; for labels that may be flipped use kind='robust'", stacklevel=3
