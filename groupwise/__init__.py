@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("core", "errors", "plots", "rundir", "stats")
+_SUBMODULES = ("core", "errors", "generate", "model", "plots", "rundir", "stats")
 
 __all__ = ["__version__", *_SUBMODULES]
 
