@@ -38,7 +38,8 @@ def filter_logits(
     """Logits ``(…, V)`` divided by the temperature, −inf where a filter removed a token.
 
     top_k: keep the k most likely, and all that tie with the last of them; None, 0 or k ≥ V: no filter.
-    top_p: keep the smallest set of the most likely that holds more than this mass; 1: no filter.
+    top_p: keep the smallest set of the most likely that holds more than this mass, and all that tie with the last of
+    them; 1: no filter.
     min_p: keep what is at least this share as likely as the most likely; None or 0: no filter.
     A row that is −inf throughout comes back as it is.
     """
@@ -84,13 +85,14 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
 
 
 def _top_p(scores: Tensor, top_p: float, keep: int, log_total: Tensor | None) -> Tensor:
-    ascending, order = scores.sort(dim=-1)
+    ascending = scores.sort(dim=-1).values
     if log_total is None:
         log_total = ascending.logsumexp(-1, keepdim=True)
     mass = (ascending - log_total).exp().cumsum(-1)
     remove = mass <= 1 - top_p
     remove[..., -keep:] = False
-    return scores.masked_fill(remove.scatter(-1, order, remove), -math.inf)
+    last = ascending.masked_fill(remove, math.inf).amin(-1, keepdim=True)
+    return scores.masked_fill(scores < last, -math.inf)
 
 
 def _min_p(scores: Tensor, min_p: float, keep: int) -> Tensor:
@@ -130,6 +132,16 @@ class KeptSets:
         offsets = torch.zeros(len(rows) + 1, dtype=torch.int64, device=rows.device)
         offsets[1:] = kept.sum(-1).cumsum(0)
         return cls(kept.nonzero()[:, 1].to(torch.int32), offsets)
+
+    def select(self, positions: Tensor) -> KeptSets:
+        """The sets of these positions ``(n,)``, in their order."""
+        starts, counts = self.offsets[:-1][positions], self.offsets.diff()[positions]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        within = torch.arange(int(offsets[-1]), device=counts.device) - offsets[:-1].repeat_interleave(counts)
+        return KeptSets(self.ids[starts.repeat_interleave(counts) + within], offsets)
+
+    def to(self, device: torch.device | str) -> KeptSets:
+        return KeptSets(self.ids.to(device), self.offsets.to(device))
 
     def mask(self, start: int, stop: int, vocabulary: int) -> Tensor:
         """Which tokens positions start..stop kept, as booleans ``(stop − start, V)``."""

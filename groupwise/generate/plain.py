@@ -1,0 +1,87 @@
+"""The plain path: any causal model of transformers through its own `generate`, one prompt at a time.
+
+Slow, and never wrong: no padding, no cache of ours, no packed rows. The tokens are drawn by this package's sampler,
+so settings, seeds, log-probs and kept sets mean the same as in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+from groupwise.generate.request import Record, Request
+from groupwise.generate.runner import Rows, read_drawn
+from groupwise.generate.sampling import draw, eos_mask
+from groupwise.generate.types import Rollout, Sampling, Stop
+from groupwise.model.logprobs import Ids
+from groupwise.model.prepare import Prepared, prepare
+
+
+class PlainGenerator:
+    """A `Generator` for models that cannot share their prompts, and for comparison."""
+
+    def __init__(self, model: Any) -> None:
+        self.prepared: Prepared = prepare(model, plain=True)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        prompts: Sequence[Ids],
+        samples: int | Sequence[int],
+        sampling: Sampling,
+        *,
+        stop: Stop | None = None,
+        keys: Sequence[int] | None = None,
+    ) -> Rollout:
+        """``samples`` completions of each prompt; see `Sampling` and `Rollout`."""
+        request = Request(self.prepared, prompts, samples, sampling, keys)
+        record = Record(request, stop)
+        for number, ids in enumerate(request.prompts):
+            members = np.flatnonzero(request.prompt_of == number)
+            drawing = _Drawing(request, record, members, self.prepared)
+            rows = ids.repeat(len(members), 1).to(self.prepared.device)
+            self.prepared.model.generate(
+                rows,
+                attention_mask=torch.ones_like(rows),  # or a token that happens to be the padding's would be hidden
+                generation_config=GenerationConfig(
+                    max_new_tokens=int(request.limits[members[0]]), do_sample=False, pad_token_id=0, eos_token_id=None
+                ),
+                logits_processor=LogitsProcessorList([drawing]),
+                stopping_criteria=StoppingCriteriaList([drawing.ended]),
+            )
+        prefilled = sum(length * count for length, count in zip(request.prompt_lengths, request.counts, strict=True))
+        return record.rollout({"prefilled_tokens": prefilled, "plain": True})
+
+
+class _Drawing(LogitsProcessor):  # type: ignore[misc]
+    """Draws the next tokens itself, and leaves `generate` no other choice."""
+
+    def __init__(self, request: Request, record: Record, members: np.ndarray, prepared: Prepared) -> None:
+        self.request, self.record, self.members = request, record, members
+        self.eos = eos_mask(request.eos, prepared)
+        self.index = 0
+        self.ended = _Ended(record, members)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        index = np.full(len(self.members), self.index)
+        rows = Rows(self.members, index, self.members, index, [])
+        sampling = self.request.sampling
+        banned = torch.full((len(index),), True, device=scores.device) if self.index < sampling.min_new_tokens else None
+        uniform = torch.from_numpy(self.request.chance(rows)).to(scores.device)
+        drawn = draw(scores[:, : len(self.eos)], uniform, banned, self.eos, sampling)
+        self.record.take(rows, read_drawn(drawn, sampling.keep_sets))
+        self.index += 1
+        return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
+
+
+class _Ended(StoppingCriteria):  # type: ignore[misc]
+    def __init__(self, record: Record, members: np.ndarray) -> None:
+        self.record, self.members = record, members
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.from_numpy(self.record.reasons[self.members] != "").to(input_ids.device)

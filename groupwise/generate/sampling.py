@@ -1,0 +1,76 @@
+"""From logits to a token: filters, one uniform number, and the inverse of the cumulated distribution.
+
+A token is the first whose cumulated probability exceeds u. One number per token is all the chance there is, and it is
+drawn beforehand from (seed, key of the prompt, number of the sample): neither the batch that a sample happens to share
+nor the device changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import filter_logits
+from groupwise.generate.types import Sampling
+from groupwise.model.prepare import Prepared
+
+
+class Drawn(NamedTuple):
+    ids: Tensor  # (rows,)
+    logps: Tensor  # (rows,) under the tempered full distribution
+    filtered_logps: Tensor  # (rows,) under the one it was drawn from
+    filtered: Tensor  # (rows, V) its logits, −inf for what was filtered away
+
+
+def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
+    """The numbers in [0, 1) that decide a sample's tokens, ``(count,)`` float32; a longer sample begins with the same."""
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, key, sample])))
+    return generator.random(count, dtype=np.float32)
+
+
+def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> Drawn:
+    """One token per row of raw logits ``(rows, V)``; where ``banned`` ``(rows,)`` is true, none of ``eos`` ``(V,)``."""
+    temperature = 1.0 if sampling.greedy else sampling.temperature
+    full = logits / temperature if temperature != 1.0 else logits
+    total = full.logsumexp(-1, keepdim=True)
+    filtered = full
+    if banned is not None:
+        logits = logits.masked_fill(banned[:, None] & eos, -torch.inf)
+        filtered = logits / temperature
+    if sampling.greedy:
+        ids = logits.argmax(-1)
+        return Drawn(ids, _at(full, ids, total), torch.zeros_like(total[:, 0]), filtered)
+    if sampling.filters:
+        filtered = filter_logits(
+            logits,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            order=sampling.order,
+        )
+    whole = filtered is full
+    filtered_total = total if whole else filtered.logsumexp(-1, keepdim=True)
+    # A running sum of 50,000 float32 numbers is off by 1e-5 where it is added one by one, as on a CPU.
+    exact = torch.float64 if logits.device.type == "cpu" else torch.float32
+    cumulated = (filtered - filtered_total).exp().cumsum(-1, dtype=exact)
+    last = cumulated[:, -1:]
+    target = torch.minimum(uniform[:, None].to(exact) * last, torch.nextafter(last, torch.zeros_like(last)))
+    ids = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
+    logps = _at(full, ids, total)
+    return Drawn(ids, logps, logps if whole else _at(filtered, ids, filtered_total), filtered)
+
+
+def eos_mask(eos: Sequence[int], prepared: Prepared) -> Tensor:
+    """Which tokens end a completion, ``(V,)``."""
+    mask = torch.zeros(prepared.vocabulary, dtype=torch.bool)
+    mask[list(eos)] = True
+    return mask.to(prepared.device)
+
+
+def _at(logits: Tensor, ids: Tensor, total: Tensor) -> Tensor:
+    return (logits.gather(-1, ids[:, None]) - total).squeeze(-1)

@@ -1,0 +1,43 @@
+"""Stop strings: the one place beside generation that knows a tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from groupwise.errors import InputError
+
+REPLACEMENT = "\ufffd"  # what half a character decodes to
+
+
+class StopStrings:
+    """Ends a completion with the token that completes one of ``strings``; give it as ``stop`` to a generator.
+
+    The text is decoded only when a token could be that one: when it holds the last character of one of the strings, or
+    a part of a character.
+    """
+
+    def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
+        self.strings = [strings] if isinstance(strings, str) else list(strings)
+        if not self.strings or not all(isinstance(text, str) and text for text in self.strings):
+            raise InputError(f"stop strings must be non-empty texts, at least one, got {strings!r}")
+        self.tokenizer = tokenizer
+        self._last = {text[-1] for text in self.strings}
+        # A character takes up to four tokens (its bytes); a few more for tokens that decode to nothing.
+        self._tail = 4 * max(map(len, self.strings)) + 8
+        self._may_end: dict[int, bool] = {}
+
+    def __call__(self, ids: Sequence[int]) -> bool:
+        """Whether the newest of ``ids`` completes a stop string."""
+        newest = ids[-1]
+        if newest not in self._may_end:
+            text = self._decode([newest])
+            self._may_end[newest] = REPLACEMENT in text or any(character in text for character in self._last)
+        if not self._may_end[newest]:
+            return False
+        text = self._decode(ids[-self._tail :])
+        return any(wanted in text for wanted in self.strings)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text

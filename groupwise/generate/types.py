@@ -1,0 +1,109 @@
+"""What goes into a generator and what comes out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import ORDERS, KeptSets, check_sampling
+from groupwise.errors import InputError, check_choice
+
+STOP_REASONS = ("eos", "stop_string", "length")
+
+Stop = Callable[[Sequence[int]], bool]
+"""Called with a completion's ids after each new one: is this where it ends?"""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample.
+
+    temperature, top_k, top_p, min_p and order mean what they mean in `core.filter_logits`.
+    greedy: the most likely token always; temperature and filters then play no part.
+    min_new_tokens: EOS cannot be drawn before. eos_ids: None for the model's own.
+    seed: the chance of a sample depends on this, its prompt's key, its number in the group and the token's place.
+    keep_sets: also return the set of tokens that survived the filters, per token; more than ``kept_bytes`` is refused.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float | None = None
+    order: str = "transformers"
+    greedy: bool = False
+    eos_ids: tuple[int, ...] | None = None
+    seed: int = 0
+    keep_sets: bool = False
+    kept_bytes: int = 2**30
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+        check_choice("order", self.order, ORDERS)
+        for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("seed", 0), ("kept_bytes", 1)):
+            number = getattr(self, name)
+            if isinstance(number, bool) or not isinstance(number, int) or number < least:
+                raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise InputError(
+                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}"
+            )
+        if self.eos_ids is not None and not all(isinstance(number, int) for number in self.eos_ids):
+            raise InputError(f"eos_ids must be token ids, got {self.eos_ids!r}")
+
+    @property
+    def filters(self) -> bool:
+        """Whether anything may be filtered away."""
+        return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """``B`` samples, prompt after prompt; rows are padded with 0 behind their lengths.
+
+    logps: log-prob of each sampled token under the tempered full distribution.
+    filtered_logps: under the distribution it was drawn from, after the filters; as old log-prob it may serve only
+    together with ``kept``, when training renormalises over the same sets.
+    kept: one set per token of each completion, in order, when it was asked for.
+    """
+
+    ids: Tensor  # (B, T) int64
+    lengths: Tensor  # (B,)
+    logps: Tensor  # (B, T) float32
+    filtered_logps: Tensor  # (B, T) float32
+    stop_reasons: tuple[str, ...]  # (B,) of STOP_REASONS
+    groups: Tensor  # (B,) the prompt of each
+    kept: KeptSets | None = None
+    facts: dict[str, Any] = field(default_factory=dict)  # what it took: prefilled tokens, decode steps, …
+
+    @property
+    def mask(self) -> Tensor:
+        """Which places hold a token, ``(B, T)``."""
+        return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
+
+    def completions(self) -> list[list[Tensor]]:
+        """The ids of each prompt's completions, without padding: what `model.completion_logps` takes."""
+        rows: list[list[Tensor]] = [[] for _ in range(int(self.groups.max()) + 1)]
+        for row, length, group in zip(self.ids, self.lengths.tolist(), self.groups.tolist(), strict=True):
+            rows[group].append(row[:length])
+        return rows
+
+
+class Generator(Protocol):
+    """Anything that samples: this package's engine, the plain path, or another library in their place."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int] | Tensor],
+        samples: int | Sequence[int],
+        sampling: Sampling,
+        *,
+        stop: Stop | None = None,
+        keys: Sequence[int] | None = None,
+    ) -> Rollout:
+        """``samples`` completions of each prompt. ``keys`` name the prompts for the seed; by default their numbers."""

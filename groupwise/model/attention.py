@@ -1,0 +1,337 @@
+"""Attention in which a prompt is shared: computed once, read by all of its completions.
+
+A packed row holds prompts and, after them, their completions. A completion attends to its prompt and to itself, a
+prompt to itself, and nobody to anybody else. Written as a softmax over two sets of keys, the prompt's and one's own,
+it splits into two attentions that know nothing of each other and are joined by their normalisers:
+
+    out = Σ_i exp(lse_i − lse) out_i,   lse = log Σ_i exp(lse_i).
+
+The backward pass needs no derivative of the joining: each part's own backward, given the joint ``out`` and ``lse``,
+yields exactly its share of the gradient, because softmax probabilities are exp(score − lse) wherever they are summed.
+
+transformers' models look their attention up by name. `attention` is registered as ``"groupwise"``; called with a
+`Layout` it follows that, called without one it is PyTorch's scaled-dot-product attention, as if it were not there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, groupby, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from groupwise.errors import InputError
+from groupwise.model.flash import FLASH_DTYPES, shared_flash, varlen_flash
+
+IMPLEMENTATION = "groupwise"
+LAYOUT = "groupwise_layout"  # the keyword under which a layout travels through a model's forward
+
+
+class Layout(Protocol):
+    """Who attends to whom, in one forward pass."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query (rows, H, L, d), key and value (rows, Hkv, L, d) → the attention's output (rows, L, H, d)."""
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls. A layout, where there is one, arrives as a keyword."""
+    layout: Layout | None = kwargs.pop(LAYOUT, None)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if layout is None:
+        if softcap is not None:  # PyTorch's own function has none
+            return _dense_plain(query, key, value, attention_mask, scale, softcap), None
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+        return out, None
+    if dropout:
+        raise InputError("attention dropout is on: set the model's attention_dropout to 0, or call model.eval()")
+    return layout.attend(module, query, key, value, scale, sliding_window, softcap), None
+
+
+AttentionInterface.register(IMPLEMENTATION, attention)
+AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
+
+
+def no_mask(like: Tensor) -> Tensor:
+    """A mask of four dimensions, which transformers hands on untouched: with a layout it would build one in vain."""
+    return like.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+
+
+class PackedLayout:
+    """Prompts, then their completions, in one row: ``prompts[i]`` tokens, and for each of its completions ``T``.
+
+    Positions are as if each completion stood alone behind its prompt.
+    """
+
+    def __init__(self, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> None:
+        self.prompt_tokens = sum(prompts)
+        grouped = [sum(lengths) for lengths in completions]
+        own = [*prompts, *(length for lengths in completions for length in lengths if length)]
+        self.tokens = sum(own)
+        prompt_ends, group_ends = [0, *accumulate(prompts)], [0, *accumulate(grouped)]
+        own_ends = [0, *accumulate(own)]
+        # Python's side, for loops over parts: the segments that attend to themselves, and which rows see which prompt.
+        self.own = list(pairwise(own_ends))
+        self.prefix = [
+            (slice(self.prompt_tokens + q0, self.prompt_tokens + q1), slice(k0, k1))
+            for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
+            if q1 > q0
+        ]
+        starts = [0] * len(prompts) + [
+            prompt for prompt, lengths in zip(prompts, completions, strict=True) for length in lengths if length
+        ]
+        shift = torch.tensor(starts) - torch.tensor(own_ends[:-1])
+        positions = torch.arange(self.tokens) + shift.repeat_interleave(torch.tensor(own))
+        self.positions = to_device(positions, device)
+        self._sizes = prompts, completions
+        # The kernels' side: cumulated lengths, and the longest, rounded up so that few different numbers occur.
+        self.own_ends, self.prompt_ends, self.group_ends = (
+            to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (own_ends, prompt_ends, group_ends)
+        )
+        self.longest_own, self.longest_prompt, self.longest_group = (
+            _round_up(max(lengths, default=0)) for lengths in (own, prompts, grouped)
+        )
+        self.longest = max(
+            (prompt + max(lengths, default=0) for prompt, lengths in zip(prompts, completions, strict=True)), default=0
+        )
+        self._gathered: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if window is not None and window >= self.longest:
+            window = None  # it hides nothing
+        if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:
+            q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+            if window is not None:
+                index, key_ends, longest = self._keys_of_each(window)
+                return varlen_flash(
+                    q, k[index], v[index], self.own_ends, key_ends, self.longest_own, longest, scale, window
+                ).unsqueeze(0)
+            return shared_flash(
+                q, k, v, self.own_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
+                self.longest_own, self.longest_group, self.longest_prompt, scale,
+            ).unsqueeze(0)  # fmt: skip
+        if query.device.type == "cpu" and window is None and softcap is None:
+            out: Tensor = _Shared.apply(query[0], key[0], value[0], self, scale)  # type: ignore[no-untyped-call]
+        else:
+            out = self._dense(query[0], key[0], value[0], scale, window, softcap)
+        return out.transpose(0, 1).unsqueeze(0)
+
+    def _keys_of_each(self, window: int) -> tuple[Tensor, Tensor, int]:
+        """With a window, each completion gets keys of its own: its prompt's last ones, as far as it can see, and its own.
+
+        Which keys, where each segment's end, and the longest. A window's edge runs at another place of the prompt for
+        every token, so the prompt cannot be one block of keys for all; the row's keys are gathered instead.
+        """
+        if window not in self._gathered:
+            device = self.positions.device
+            prompts, completions = self._sizes
+            starts = [0, *accumulate(prompts)]
+            parts = [torch.arange(a, b) for a, b in pairwise(starts)]
+            at = self.prompt_tokens
+            for group, lengths in enumerate(completions):
+                for length in filter(None, lengths):
+                    seen = torch.arange(max(starts[group], starts[group + 1] - window + 1), starts[group + 1])
+                    parts.append(torch.cat([seen, torch.arange(at, at + length)]))
+                    at += length
+            sizes = [len(part) for part in parts]
+            ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+            self._gathered[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
+        return self._gathered[window]
+
+    def _dense(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """With scores written out: any device, type, window and softcap; differentiable by PyTorch itself."""
+        key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
+        at = self.positions
+        outs, lses = [], []
+        for start, stop in self.own:
+            part = slice(start, stop)
+            visible = at[part, None] >= at[None, part]
+            out, lse = _part(
+                query[:, part], key[:, part], value[:, part], scale, _within(visible, at[part], at[part], window), softcap
+            )
+            outs.append(out)
+            lses.append(lse)
+        own_out, own_lse = torch.cat(outs, 1), torch.cat(lses, 1)
+        result, first = [own_out[:, : self.prompt_tokens]], self.prompt_tokens
+        for rows, keys in self.prefix:
+            visible = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device=at.device)
+            visible = _within(visible, at[rows], at[keys], window)
+            out, lse = _part(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
+            result.append(join([own_out[:, rows], out], [own_lse[:, rows], lse])[0])
+            first = rows.stop
+        return torch.cat([*result, own_out[:, first:]], 1)
+
+
+def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the union of sets of keys, from the attention ``(…, d)`` over each and its normaliser ``(…)``.
+
+    The first set must not be empty for any query; an empty one among the others has the normaliser −inf.
+    """
+    lse = torch.stack(list(lses)).logsumexp(0)
+    weights = [(part - lse).exp().unsqueeze(-1) for part in lses]
+    out = sum(weight * out for weight, out in zip(weights, outs, strict=True))
+    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+
+
+class _Shared(torch.autograd.Function):
+    """The two-part attention on a CPU, by PyTorch's CPU kernel, which returns its normalisers. Tensors are (H, N, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
+        repeat = query.shape[0] // key.shape[0]
+        wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        for segments in _equal_lengths(layout.own):
+            part, batch = _batched(segments)
+            found, found_lse = _cpu_forward(
+                *(batch(x[:, part]) for x in (query, wide_key, wide_value)), 0.0, True, scale=scale
+            )
+            out[:, part], lse[:, part] = _unbatched(found), _unbatched(found_lse)
+        for rows, keys in layout.prefix:
+            found, found_lse = _cpu_forward(
+                *(x.unsqueeze(0) for x in (query[:, rows], wide_key[:, keys], wide_value[:, keys])),
+                0.0, False, scale=scale,
+            )  # fmt: skip
+            out[:, rows], lse[:, rows] = join([out[:, rows], found[0]], [lse[:, rows], found_lse[0]])
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.layout, ctx.scale = layout, scale
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        layout: PackedLayout = ctx.layout
+        repeat = query.shape[0] // key.shape[0]
+        key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
+        grads = [torch.zeros_like(x) for x in (query, key, value)]
+        for segments in _equal_lengths(layout.own):
+            part, batch = _batched(segments)
+            found = _cpu_backward(
+                *(batch(x[:, part]) for x in (grad, query, key, value, out, lse)), 0.0, True, scale=ctx.scale
+            )
+            for total, share in zip(grads, found, strict=True):
+                total[:, part] += _unbatched(share)
+        for rows, keys in layout.prefix:
+            found = _cpu_backward(
+                *(x.unsqueeze(0) for x in (grad[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows])),
+                0.0, False, scale=ctx.scale,
+            )  # fmt: skip
+            for total, share, at in zip(grads, found, (rows, keys, keys), strict=True):
+                total[:, at] += share[0]
+        if repeat > 1:
+            grads[1:] = [x.unflatten(0, (-1, repeat)).sum(1) for x in grads[1:]]
+        return *grads, None, None
+
+
+_cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _equal_lengths(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Neighbours of one length together: they make one batch."""
+    return [list(run) for _, run in groupby(segments, key=lambda segment: segment[1] - segment[0])]
+
+
+def _batched(segments: Sequence[tuple[int, int]]) -> tuple[slice, Any]:
+    """Where a run of segments lies, and how to cut (H, n · L, …) into (n, H, L, …)."""
+
+    def cut(x: Tensor) -> Tensor:
+        return x.unflatten(1, (len(segments), -1)).transpose(0, 1)
+
+    return slice(segments[0][0], segments[-1][1]), cut
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    return x.transpose(0, 1).flatten(1, 2)
+
+
+def part_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention ``(…, L, d)`` over one set of keys and its normalisers ``(…, L)``, without gradients."""
+    if query.device.type == "cpu" and softcap is None and query.dim() == 4:
+        mask = None if visible is None else torch.where(visible, 0.0, -math.inf).to(query.dtype)
+        out, lse = _cpu_forward(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
+        # Where nothing is visible the kernel's normaliser is not −inf.
+        return out, lse if visible is None else lse.masked_fill(~visible.any(-1), -math.inf)
+    return _part(query, key, value, scale, visible, softcap)
+
+
+def _part(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if visible is not None:
+        scores = scores.masked_fill(~visible, -math.inf)
+    lse = scores.logsumexp(-1)
+    # Where nothing is visible the normaliser is −inf, and what is subtracted must not be.
+    weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
+    return weights.to(value.dtype) @ value, lse
+
+
+def _within(visible: Tensor, query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
+    return visible if window is None else visible & (query_at[:, None] - key_at[None, :] < window)
+
+
+def _dense_plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Ordinary attention with capped scores; the mask is PyTorch's: true for what is visible, or none for causal."""
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    if mask is None:
+        rows, columns = query.shape[2], key.shape[2]
+        mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    return _part(query, key, value, scale, visible[..., : key.shape[2]], softcap)[0].transpose(1, 2)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without waiting for what it is doing."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _round_up(number: int, unit: int = 128) -> int:
+    return -(-number // unit) * unit

@@ -1,0 +1,168 @@
+"""The cache of keys and values: a prompt's are stored once, a sample's own beside them.
+
+Two kinds of storage per attention layer. The pool holds prompts, each in a range of its own, (tokens, Hkv, d). The
+slots hold what samples add, one slot per running sample, (slots + 1, length, Hkv, d); the last slot belongs to nobody
+and takes what must be written somewhere. Whoever decides which range and which slot belongs to whom is elsewhere
+(`groupwise.generate.scheduler`).
+
+A layer's storage hangs on its attention module, not in a list by layer number: a compiled layer then sees it as one
+more input, and one compilation serves all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.model.attention import PackedLayout, join, part_attention
+from groupwise.model.prepare import LayerShape, Prepared
+
+STORAGE = "groupwise_cache"  # the attribute of an attention module
+
+
+class Storage(NamedTuple):
+    """One layer's."""
+
+    pool_keys: Tensor  # (prompt tokens, Hkv, d)
+    pool_values: Tensor
+    own_keys: Tensor  # (slots + 1, length, Hkv, d)
+    own_values: Tensor
+
+
+class SharedCache:
+    """Room for ``prompt_tokens`` of prompts and for ``slots`` samples of up to ``length`` tokens each."""
+
+    def __init__(self, prepared: Prepared, prompt_tokens: int, slots: int, length: int) -> None:
+        self.prepared = prepared
+        self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
+        # Zeros, not whatever the memory held: a masked position has the weight 0, and 0 · NaN is NaN.
+        options = {"dtype": prepared.dtype, "device": prepared.device}
+        self.layers = [
+            Storage(
+                *(torch.zeros(prompt_tokens, *shape, **options) for _ in range(2)),
+                *(torch.zeros(slots + 1, length, *shape, **options) for _ in range(2)),
+            )
+            for shape in prepared.shapes
+        ]
+        for module, storage in zip(prepared.attentions, self.layers, strict=True):
+            setattr(module, STORAGE, storage)
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.nbytes for layer in self.layers for tensor in layer)
+
+    def has_room_for(self, prompt_tokens: int, slots: int, length: int) -> bool:
+        return prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
+
+    def release(self) -> None:
+        """Give the memory back."""
+        for module in self.prepared.attentions:
+            if hasattr(module, STORAGE):
+                delattr(module, STORAGE)
+        self.layers = []
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forget what samples left in these slots.
+
+        Only masked positions could still be read, with the weight 0; a NaN among them would spread all the same.
+        """
+        for layer in self.layers:
+            layer.own_keys[slots] = 0
+            layer.own_values[slots] = 0
+
+
+def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """What one token takes, in all layers."""
+    return sum(2 * shape.heads * shape.width for shape in shapes) * dtype.itemsize
+
+
+class PrefillLayout(PackedLayout):
+    """Prompts in one row, none of which sees another; their keys and values go to their places in the pool."""
+
+    def __init__(self, prompts: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
+        super().__init__(prompts, [()] * len(prompts), device)
+        places = [torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
+        self.places = torch.cat(places).to(device)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        storage: Storage = getattr(module, STORAGE)
+        storage.pool_keys.index_copy_(0, self.places, key[0].transpose(0, 1))
+        storage.pool_values.index_copy_(0, self.places, value[0].transpose(0, 1))
+        return super().attend(module, query, key, value, scale, window, softcap)
+
+
+@dataclass
+class DecodeLayout:
+    """One token for each of some running samples: who they are, and which of them share which prompt."""
+
+    slots: Tensor  # (rows,)
+    lengths: Tensor  # (rows,) tokens in the slot before this one
+    positions: Tensor  # (rows,) of this token in the whole text
+    groups: Sequence[tuple[int, int, slice]]  # a prompt's start in the pool, its length, its rows
+    own_tokens: int | None = None  # how much of a slot to look at; by default as much as the longest sample has
+
+    def __post_init__(self) -> None:
+        rows = len(self.slots)
+        self.longest = self.own_tokens or int(self.lengths.max()) + 1
+        # The common case, every slot busy, needs no copy of the slots' contents.
+        self.all_slots = bool((self.slots == torch.arange(rows, device=self.slots.device)).all())
+        at = torch.arange(self.longest, device=self.slots.device)
+        self.own_visible = at <= self.lengths[:, None]  # (rows, longest)
+        self.even = bool(self.own_visible.all())
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        storage: Storage = getattr(module, STORAGE)
+        places = self.slots * storage.own_keys.shape[1] + self.lengths
+        for own, new in ((storage.own_keys, key), (storage.own_values, value)):
+            own.flatten(0, 1).index_copy_(0, places, new[:, :, 0])
+        rows, heads, _, width = query.shape
+        shared_heads = key.shape[1]
+        per_head = heads // shared_heads
+        query = query.view(rows, shared_heads, per_head, width)
+        own_keys, own_values = (
+            (x[:rows] if self.all_slots else x[self.slots])[:, : self.longest].transpose(1, 2)
+            for x in (storage.own_keys, storage.own_values)
+        )
+        visible = None if self.even else self.own_visible
+        if window is not None:
+            at = torch.arange(self.longest, device=query.device)
+            visible = self.own_visible & (self.lengths[:, None] - at < window)
+        visible = None if visible is None else visible[:, None, None, :].expand(-1, shared_heads, per_head, -1)
+        own_out, own_lse = part_attention(query, own_keys, own_values, scale, visible, softcap)
+        shared, shared_lse = torch.zeros_like(own_out), torch.full_like(own_lse, -torch.inf)
+        for start, length, members in self.groups:
+            one = query[members].transpose(0, 1).reshape(1, shared_heads, -1, width)  # a prompt read once for all
+            seen = None
+            if window is not None:
+                at = torch.arange(length, device=query.device)
+                seen = (self.positions[members, None] - at < window).repeat_interleave(per_head, 0)
+                seen = seen.expand(1, shared_heads, -1, -1)
+            keys, values = (
+                x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (storage.pool_keys, storage.pool_values)
+            )
+            out, lse = part_attention(one, keys, values, scale, seen, softcap)
+            shared[members] = out.view(shared_heads, -1, per_head, width).transpose(0, 1)
+            shared_lse[members] = lse.view(shared_heads, -1, per_head).transpose(0, 1)
+        return join([own_out, shared], [own_lse, shared_lse])[0].reshape(rows, 1, heads, width)

@@ -1,0 +1,217 @@
+"""Where a model runs, in which precision, on how many threads, and how much memory is left there."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from groupwise.errors import InputError
+
+ROOT = Path("/")  # where /proc and /sys are looked for; the tests put a made-up machine here
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+UNKNOWN_MEMORY = 4 * 2**30
+"""What `free_memory` says, in bytes, on a system that offers no way to ask."""
+
+
+def resolve_device(device: str | torch.device = "auto") -> torch.device:
+    """The device that is meant: ``"auto"`` is the first CUDA device where there is one, else the CPU.
+
+    Anything else is a name that torch knows (``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``) and must be there. A CUDA
+    device comes back with its number, so that two ways to write the same one compare equal.
+    """
+    if isinstance(device, str) and device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"unknown device {device!r} (allowed: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps')") from error
+    if found.type == "cuda":
+        return _cuda(found)
+    if found.type == "mps":
+        if not torch.backends.mps.is_available():
+            raise InputError("the device 'mps' was asked for, but this torch finds no Apple GPU; use device='cpu'")
+    elif found.type != "cpu":
+        raise InputError(f"the device {device!r} is not one that groupwise runs on (allowed: cpu, cuda, mps)")
+    return found
+
+
+def _cuda(device: torch.device) -> torch.device:
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            reason = f"this torch ({torch.__version__}) was built without CUDA; install one that has it"
+        else:
+            hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+            seen = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
+            reason = f"torch finds no CUDA device{seen}; see whether nvidia-smi lists one"
+        raise InputError(f"the device {str(device)!r} was asked for, but {reason}, or use device='cpu'")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise InputError(f"the device {str(device)!r} was asked for, but there are only {count}: cuda:0 to {count - 1}")
+    return torch.device("cuda", index)
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The torch dtype that is meant; ``"auto"`` is `compute_dtype` of the device."""
+    if isinstance(dtype, str):
+        if dtype == "auto":
+            return compute_dtype(device)
+        if dtype in DTYPES:
+            return DTYPES[dtype]
+    elif dtype in DTYPES.values():
+        return dtype
+    raise InputError(f"unknown dtype {dtype!r} (allowed: 'auto', {', '.join(map(repr, DTYPES))}, or the torch dtype)")
+
+
+def compute_dtype(device: str | torch.device = "auto") -> torch.dtype:
+    """bfloat16 where the device multiplies it in hardware, otherwise float32.
+
+    Where it does not, bfloat16 is emulated: each product is computed in float32 and rounded, which costs time and
+    precision and gains only memory. float16 is never chosen: its largest number is 65,504, and gradients overflow.
+    """
+    device = resolve_device(device)
+    if device.type == "cuda":
+        fast = torch.cuda.get_device_capability(device) >= (8, 0) if torch.version.hip is None else True
+    else:
+        fast = device.type == "cpu" and cpu_has_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this CPU has instructions that multiply bfloat16 (AVX512-BF16 or AMX on x86, BF16 on ARM).
+
+    oneDNN's own ``_is_mkldnn_bf16_supported`` is not asked: on x86 it is true for every AVX-512 CPU, also for those
+    that only emulate bfloat16.
+    """
+    flags = _cpuinfo_flags()
+    if not flags:  # not Linux: torch knows too, though only in its newer versions
+        ask = getattr(torch.cpu, "get_capabilities", None)
+        flags = {name for name, there in ask().items() if there is True} if ask is not None else set()
+    return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+
+
+def _cpuinfo_flags() -> set[str]:
+    for line in _text(ROOT / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):  # x86 and ARM; every core lists the same
+            return set(value.split())
+    return set()
+
+
+def usable_cpus() -> int:
+    """How many CPUs this process can really use: those it may run on, and no more than its container's share of time.
+
+    A container that is given two CPUs of a large host by quota still sees every core of it, and torch starts a thread
+    for each; they then wait for one another. A share such as 1.5 counts as 1: a second thread would be held up half of
+    the time, and the first with it.
+    """
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    for folder in _control_groups("cpu"):
+        quota, _, period = _text(folder / "cpu.max").partition(" ")  # version 2, as "150000 100000" or "max 100000"
+        if not period:
+            quota, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")  # version 1
+        share, length = _number(quota), _number(period)
+        if share is not None and length is not None and share > 0 and length > 0:  # -1 is no limit
+            cpus = min(cpus, share // length)
+    return max(1, cpus)
+
+
+def set_threads() -> int:
+    """Lower torch's threads to `usable_cpus` where there are more; how many there are now.
+
+    The number is never raised: who set fewer, through OMP_NUM_THREADS or torch.set_num_threads, had a reason.
+    """
+    if torch.get_num_threads() > (cpus := usable_cpus()):
+        torch.set_num_threads(cpus)
+    return torch.get_num_threads()
+
+
+def free_memory(device: str | torch.device = "auto") -> int:
+    """How many bytes can still be allocated on a device.
+
+    On CUDA: what the driver has free, and what torch's allocator holds without using it. On the CPU under Linux: the
+    memory that is available without swapping, within the limits of the container. On other systems half of the
+    physical memory, since nothing in the standard library says what is free; `UNKNOWN_MEMORY` where not even that is
+    known (Windows).
+    """
+    device = resolve_device(device)
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    available = _table(ROOT / "proc/meminfo").get("MemAvailable")  # in kB
+    if available is None:
+        names = getattr(os, "sysconf_names", {})
+        if "SC_PHYS_PAGES" not in names or platform.system() == "Windows":
+            return UNKNOWN_MEMORY
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    free = available * 1024
+    for folder in _control_groups("memory"):
+        free = min(free, _memory_below_limit(folder, free))
+    return max(0, free)
+
+
+def _memory_below_limit(folder: Path, unlimited: int) -> int:
+    """What a control group may still allocate. Files it has read count as used there, but give way when needed."""
+    limit, used = _number(_text(folder / "memory.max")), _number(_text(folder / "memory.current"))
+    cache = "inactive_file"
+    if limit is None or used is None:
+        limit = _number(_text(folder / "memory.limit_in_bytes"))
+        used = _number(_text(folder / "memory.usage_in_bytes"))
+        cache = "total_inactive_file"
+    if limit is None or used is None:
+        return unlimited
+    return limit - used + _table(folder / "memory.stat").get(cache, 0)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """The folders of this process's control group and of those above it, for one controller, in versions 1 and 2.
+
+    Inside a container the kernel may name the group as the host sees it while only the container's own folder is
+    mounted; the folders above the missing one are read all the same, the mount itself among them.
+    """
+    mounts = ROOT / "sys/fs/cgroup"
+    for line in _text(ROOT / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0" and not controllers:
+            top = mounts / "unified" if (mounts / "unified").is_dir() else mounts
+        elif controller in controllers.split(","):
+            top = next((m for m in (mounts / controllers, mounts / controller) if m.is_dir()), mounts / controller)
+        else:
+            continue
+        below = Path(group.lstrip("/"))
+        yield from (top / part for part in (below, *below.parents) if ".." not in part.parts)
+
+
+def _table(path: Path) -> dict[str, int]:
+    """The first number of each line, by the word before it, as in /proc/meminfo and memory.stat."""
+    rows = [line.split() for line in _text(path).splitlines()]
+    return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def _number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:  # "max", or a file that is not there
+        return None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

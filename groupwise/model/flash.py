@@ -1,0 +1,170 @@
+"""The two-part attention on a GPU, by PyTorch's variable-length flash kernels.
+
+They are wrapped as custom operators, so that torch.compile takes a whole layer with them inside as one graph. The
+formula is in `groupwise.model.attention`. Tensors are (N, H, d) and (N, Hkv, d); ``*_ends`` are cumulated lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+_forward = torch.ops.aten._flash_attention_forward
+_backward = torch.ops.aten._flash_attention_backward
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int,
+    causal: bool, scale: float, window: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sides: dict[str, Any] = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out, lse, rng, unused, _ = _forward(
+        query, key, value, q_ends, k_ends, longest_q, longest_k, 0.0, causal, False, scale=scale, **sides
+    )
+    return out, lse, rng, unused
+
+
+def _forward_shapes(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What the kernel returns, without running it: output, normalisers, and two that only dropout fills."""
+    rows, heads, _ = query.shape
+    return (
+        torch.empty_like(query, memory_format=torch.contiguous_format),
+        query.new_empty(heads, rows, dtype=torch.float32),
+        query.new_empty(2, dtype=torch.uint64),
+        query.new_empty(0, dtype=torch.uint64),
+    )
+
+
+def _backward_shapes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
+    return query, key, value
+
+
+# --- the prompt as one block of keys for its completions, and everyone's own keys ------------------------------------
+
+
+@torch.library.custom_op("groupwise::shared_flash", mutates_args=())
+def _shared(
+    query: Tensor, key: Tensor, value: Tensor, own_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    prompt_tokens: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    out, lse, rng, unused = _flash(
+        query, key, value, own_ends, own_ends, longest_own, longest_own, causal=True, scale=scale
+    )
+    if prompt_tokens < len(query):
+        found, found_lse, _, _ = _flash(
+            query[prompt_tokens:], key[:prompt_tokens], value[:prompt_tokens], group_ends, prompt_ends,
+            longest_group, longest_prompt, causal=False, scale=scale,
+        )  # fmt: skip
+        own_lse = lse[:, prompt_tokens:]
+        joint = torch.logaddexp(own_lse, found_lse)
+        share = (found_lse - joint).exp_().T.unsqueeze(-1)  # the prompt's part of the probability, (n, H, 1)
+        out[prompt_tokens:] = torch.lerp(out[prompt_tokens:].float(), found.float(), share)
+        lse[:, prompt_tokens:] = joint
+    return out, lse, rng, unused
+
+
+@_shared.register_fake
+def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward_shapes(query)
+
+
+@torch.library.custom_op("groupwise::shared_flash_backward", mutates_args=())
+def _shared_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
+    own_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    prompt_tokens: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad = grad.contiguous()
+    own = _backward(
+        grad, query, key, value, out, lse, own_ends, own_ends, longest_own, longest_own, 0.0, True, rng, unused,
+        scale=scale,
+    )  # fmt: skip
+    if prompt_tokens < len(query):
+        n = prompt_tokens
+        shared = _backward(
+            grad[n:], query[n:], key[:n], value[:n], out[n:], lse[:, n:].contiguous(), group_ends, prompt_ends,
+            longest_group, longest_prompt, 0.0, False, rng, unused, scale=scale,
+        )  # fmt: skip
+        own[0][n:] += shared[0]
+        own[1][:n] += shared[1]
+        own[2][:n] += shared[2]
+    return own[0], own[1], own[2]
+
+
+@_shared_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_shapes(query, key, value)
+
+
+def _shared_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, own_ends, group_ends, prompt_ends, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, own_ends, group_ends, prompt_ends)
+
+
+def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_shared_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 8
+
+
+_shared.register_autograd(_shared_grad, setup_context=_shared_context)
+
+
+def shared_flash(*args: Any) -> Tensor:
+    """Causal attention of each segment of ``own_ends`` to itself, joined with that of each group to its prompt."""
+    out: Tensor = _shared(*args)[0]
+    return out
+
+
+# --- keys gathered for each segment, for sliding windows -------------------------------------------------------------
+
+
+@torch.library.custom_op("groupwise::varlen_flash", mutates_args=())
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int,
+    scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _flash(query, key, value, q_ends, k_ends, longest_q, longest_k, causal=True, scale=scale, window=window)
+
+
+@_varlen.register_fake
+def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _forward_shapes(query)
+
+
+@torch.library.custom_op("groupwise::varlen_flash_backward", mutates_args=())
+def _varlen_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
+    q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int, scale: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found: tuple[Tensor, Tensor, Tensor] = _backward(
+        grad.contiguous(), query, key, value, out, lse, q_ends, k_ends, longest_q, longest_k, 0.0, True, rng, unused,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    return found
+
+
+@_varlen_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _backward_shapes(query, key, value)
+
+
+def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, value, q_ends, k_ends, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, q_ends, k_ends)
+
+
+def _varlen_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return *_varlen_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
+
+
+_varlen.register_autograd(_varlen_grad, setup_context=_varlen_context)
+
+
+def varlen_flash(*args: Any) -> Tensor:
+    """Causal attention of each query segment to its key segment, aligned at their ends, within a window."""
+    out: Tensor = _varlen(*args)[0]
+    return out

