@@ -23,12 +23,14 @@ def smollm2() -> Path:
 
 
 def make_wheel(folder: Path, name: str, contents: dict[str, bytes], version: str = "1.0") -> Path:
-    """A package that pip accepts, with these files in it."""
+    """A package that pip accepts, with these files in it. It asks for another package, which nobody has."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     files = {
         **contents,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n".encode(),
+        f"{info}/METADATA": (
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: not-to-be-had\n".encode()
+        ),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/RECORD": b"",
     }

@@ -162,8 +162,8 @@ class GraphRunner(Runner):
         graphs.eos.copy_(self.eos)
         graphs.kept_used.zero_()
         if self.sampling.keep_sets:
-            most = self.sampling.top_k or graphs.prepared.vocabulary
-            graphs.keep_room_for_sets(min(self.sampling.kept_bytes // 4, int(request.limits.sum()) * most))
+            tokens = int(request.limits.sum())  # top_k is no bound: ties are kept
+            graphs.keep_room_for_sets(min(self.sampling.kept_bytes // 4, tokens * graphs.prepared.vocabulary))
         self.entry = 0
 
     def first(self, logits: Tensor, rows: Rows, uniform: np.ndarray) -> Launched:

@@ -16,19 +16,18 @@ from torch import Tensor, nn
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.device import resolve_dtype
 from groupwise.model.load import without_progress_bars
-from groupwise.model.lora import is_lora
+from groupwise.model.lora import Adapted, is_lora
 from groupwise.model.precision import MasterWeights, set_precision
 from groupwise.rundir import atomic_folder
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU = torch.device("cpu")
 
 
 def export_model(
-    model: PreTrainedModel | PeftModel,
+    model: PreTrainedModel | Adapted,
     folder: str | Path,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -65,7 +64,7 @@ def export_model(
 
 
 def _write_whole(
-    model: PreTrainedModel | PeftModel, folder: Path, masters: MasterWeights | None, dtype: torch.dtype
+    model: PreTrainedModel | Adapted, folder: Path, masters: MasterWeights | None, dtype: torch.dtype
 ) -> None:
     # Merging needs more digits than the result keeps; without an adapter nothing is computed, so nothing is lost.
     working = torch.promote_types(dtype, torch.float32) if is_lora(model) else dtype
@@ -79,7 +78,7 @@ def _write_whole(
     plain.save_pretrained(str(folder))
 
 
-def _write_adapter(model: PeftModel, folder: Path, masters: MasterWeights | None, dtype: torch.dtype) -> None:
+def _write_adapter(model: Adapted, folder: Path, masters: MasterWeights | None, dtype: torch.dtype) -> None:
     state = {**model.state_dict(), **(masters.state_dict() if masters is not None else {})}
     adapter = {name: value.to(dtype) if "lora_" in name else value for name, value in state.items()}
     # Asked to look after the embedding layers, PEFT would look for the base on the hub.
@@ -88,8 +87,8 @@ def _write_adapter(model: PeftModel, folder: Path, masters: MasterWeights | None
 
 
 def _copy_on_cpu(
-    model: PreTrainedModel | PeftModel, masters: MasterWeights | None, dtype: torch.dtype
-) -> PreTrainedModel | PeftModel:
+    model: PreTrainedModel | Adapted, masters: MasterWeights | None, dtype: torch.dtype
+) -> PreTrainedModel | Adapted:
     """A copy of the model whose weights are on the CPU in ``dtype``; the device never holds a second one.
 
     Deepcopy takes from its memo whatever it finds there, so the weights go straight into their new place. Buffers keep

@@ -6,8 +6,9 @@ and bfloat16 rounds each by up to 0.4 %; `load_gguf` therefore defaults to float
 blocks packed, which can neither be trained nor saved; `GgufConfig` says no to that. A version without that class knows
 nothing but unpacking.
 
-Three things are set right that a tokenizer made of a GGUF lacks: whether ``<bos>`` is put in front of a text, how
-SmolLM's vocabulary cuts numbers, and the second end token that some files name.
+Four things are set right where a version of transformers does not take them from the file: the special tokens (5.17
+ends SmolLM2's texts with the wrong one), whether ``<bos>`` is put in front of a text, how SmolLM's vocabulary cuts
+numbers, and the second end token that some files name.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ from groupwise.rundir.files import atomic_folder, reason_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-FEATURE = "reading a GGUF file"
 VERSIONS = (2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # The kinds of metadata values that have a fixed size, as struct codes; 8 is a string and 9 an array.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+
+SPECIAL_TOKENS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
 
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -51,9 +58,8 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Pre
     path = Path(path)
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype}; a GGUF file can be unpacked to {', '.join(map(str, DTYPES))}")
+    check_installed()
     metadata = read_metadata(path)
-    if importlib.util.find_spec("accelerate") is None:
-        raise MissingExtraError(FEATURE, "accelerate", "gguf")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     try:
@@ -104,17 +110,23 @@ def save_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, fold
     tokenizer.save_pretrained(folder)
 
 
+def check_installed() -> None:
+    """Raise a MissingExtraError unless all is there that reading a GGUF file takes."""
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtraError("reading a GGUF file", package, "gguf")
+
+
 def read_metadata(path: str | Path) -> dict[str, Any]:
     """The metadata of a GGUF file; long lists as their length. A file that is cut short is refused.
 
     Only the header is read. The sizes it states are compared with the size of the file, so that a broken download is
     found here and not as an obscure error of an array's shape.
     """
+    check_installed()
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     path = Path(path)
-    try:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-    except ImportError as error:
-        raise MissingExtraError(FEATURE, "gguf", "gguf") from error
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
@@ -225,6 +237,11 @@ def _reading_once() -> Iterator[None]:
 
 
 def _set_special_tokens(model: PreTrainedModel, tokenizer: Any, metadata: dict[str, Any]) -> None:
+    for name, key in SPECIAL_TOKENS.items():
+        token_id = metadata.get(f"tokenizer.ggml.{key}")
+        token = tokenizer.convert_ids_to_tokens(token_id) if token_id is not None else None
+        if token is not None and token != getattr(tokenizer, name):
+            setattr(tokenizer, name, token)
     # Where a file does not say, llama.cpp puts <bos> before the text of a sentencepiece vocabulary and no other.
     of_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", of_sentencepiece))

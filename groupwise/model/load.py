@@ -21,13 +21,12 @@ from torch import nn
 from groupwise.errors import CheckpointError, InputError, check_choice
 from groupwise.model import tiny
 from groupwise.model.device import resolve_device, resolve_dtype
-from groupwise.model.lora import LoraSettings, add_lora, load_adapter, tensor_names
+from groupwise.model.lora import Adapted, LoraSettings, add_lora, load_adapter, tensor_names
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, find, first_line, is_adapter
 from groupwise.rundir import read_json
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 WEIGHTS = "model.safetensors"
@@ -45,7 +44,7 @@ def load_model(
     trust_remote_code: bool = False,
     revision: str | None = None,
     seed: int = 0,
-) -> PreTrainedModel | PeftModel:
+) -> PreTrainedModel | Adapted:
     """A causal language model, in eval() mode, on its device.
 
     ``source`` is the first of these that it can be: a folder that exists (of a model, or of a LoRA adapter, which is
@@ -60,7 +59,7 @@ def load_model(
 
 def load(
     source: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel | Adapted, PreTrainedTokenizerBase]:
     """A model and its tokenizer; ``options`` are the other ones of `load_model`. A GGUF file is read once for both."""
     defaults: dict[str, Any] = {"dtype": "auto", "device": "auto", "lora": None, "seed": 0}
     for name in options:
@@ -101,7 +100,7 @@ def _load(
     trust_remote_code: bool,
     revision: str | None,
     seed: int,
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase | None]:
+) -> tuple[PreTrainedModel | Adapted, PreTrainedTokenizerBase | None]:
     """The model, and its tokenizer if that came with it."""
     target = resolve_device(device)
     chosen = resolve_dtype(dtype, target)

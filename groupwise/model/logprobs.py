@@ -252,7 +252,10 @@ def _logps_of_logits(
         return logps_from_logits(logits, ids, temperature=temperature, with_entropy=with_entropy)
     logps = keep_sampling_mask(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, kept)
     chosen = logps.gather(-1, ids[:, None]).squeeze(-1)
-    return (chosen, torch.special.entr(logps.exp()).sum(-1)) if with_entropy else chosen
+    if not with_entropy:
+        return chosen
+    prob = logps.exp()
+    return chosen, -(prob * torch.where(prob > 0, logps, 0.0)).sum(-1)
 
 
 def _in_rows(found: Any, lengths: Sequence[int], with_entropy: bool) -> TokenLogps:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -22,8 +22,10 @@ from groupwise.errors import CheckpointError, InputError, MissingExtraError
 from groupwise.rundir import read_json
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedModel
+
+Adapted: TypeAlias = Any
+"""PEFT's ``PeftModel`` around a transformers model. PEFT is imported only by who uses it, so its types are not here."""
 
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -62,7 +64,7 @@ class LoraSettings:
             object.__setattr__(self, "targets", tuple(self.targets))
 
 
-def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> PeftModel:
+def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> Adapted:
     """Freeze ``model`` and give it a new adapter, which changes nothing yet (B starts at zero).
 
     The layers of ``model`` are replaced in place. The first values of A come from ``seed``; the global random state is
@@ -86,10 +88,10 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, se
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # PEFT draws on the CPU and moves the result
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
-    return adapted.train(training)  # type: ignore[no-any-return]
+    return adapted.train(training)
 
 
-def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> Adapted:
     """Put the adapter that is saved in ``folder`` onto its base, ready to be trained on."""
     peft = _peft()
     folder = Path(folder)
@@ -115,7 +117,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> PeftModel:
     needed = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
     if missing := sorted(needed - there):
         raise CheckpointError(f"{weights} lacks {len(missing)} of {len(needed)} tensors, the first is {missing[0]}")
-    return adapted.train(model.training)  # type: ignore[no-any-return]
+    return adapted.train(model.training)
 
 
 def adapter_facts(folder: str | Path) -> dict[str, Any]:
@@ -126,7 +128,7 @@ def adapter_facts(folder: str | Path) -> dict[str, Any]:
     return facts
 
 
-def is_lora(model: nn.Module) -> TypeGuard[PeftModel]:
+def is_lora(model: nn.Module) -> TypeGuard[Adapted]:
     """Whether a model carries an adapter. Costs no import of PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)

@@ -97,7 +97,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
 
     patterns = [*DOWNLOADED, *(["*.py"] if trust_remote_code else [])]
     # Folders within a repository, and Mistral's "consolidated" files, hold the same weights once more.
-    ignored = ["*/*"]
+    ignored = ["*/*", "consolidated*"]
     at = f" at revision {revision!r}" if revision is not None else ""
     remedy = f"download {name} where you can (hf download {name} --local-dir FOLDER) and give the folder instead"
     try:

@@ -96,7 +96,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=START,
         eos_token=END,
         model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,  # otherwise " ." would come back as "."
+        clean_up_tokenization_spaces=False,  # some versions would give " ." back as "."
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.name_or_path = "tiny"

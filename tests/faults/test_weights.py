@@ -3,6 +3,9 @@ helps."""
 
 from __future__ import annotations
 
+import dataclasses
+import errno
+import io
 import os
 import pickle
 import random
@@ -10,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 
@@ -166,16 +170,17 @@ def test_a_package_that_is_not_there(index, cache):
 
 
 def test_a_source_package_is_not_built(index, cache, tmp_path):
-    """To learn the name of a source archive pip runs its setup.py; a package's code must never run."""
-    import io
-    import tarfile
-
+    """Of a source archive pip runs the build script, to learn its name; a package's code must never run."""
     record = make_weights(index, PARTS)
     next(index.glob("toy_part1*")).unlink()
     ran = tmp_path / "ran"
-    setup = f"open({str(ran)!r}, 'w').close()\nfrom setuptools import setup\nsetup(name='toy-part1', version='1.0')\n"
+    texts = {
+        "pyproject.toml": '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n',
+        "backend.py": f"open({str(ran)!r}, 'w').close()\n",
+        "PKG-INFO": "Metadata-Version: 2.1\nName: toy-part1\nVersion: 1.0\n",
+    }
     with tarfile.open(index / "toy-part1-1.0.tar.gz", "w:gz") as archive:
-        for name, text in (("setup.py", setup), ("PKG-INFO", "Metadata-Version: 2.1\nName: toy-part1\nVersion: 1.0\n")):
+        for name, text in texts.items():
             member = tarfile.TarInfo(f"toy-part1-1.0/{name}")
             member.size = len(text)
             archive.addfile(member, io.BytesIO(text.encode()))
@@ -301,7 +306,6 @@ def test_no_room_left(index, cache, limit, kept):
 
 def test_no_room_left_for_the_folder(index, cache, monkeypatch):
     """The folder is being written when the disk is full: what was joined is kept, and no folder appears."""
-    import errno
 
     def full(files, folder):
         (folder / "part").write_bytes(b"x")
@@ -320,9 +324,13 @@ def test_too_little_room_is_found_at_once(index, cache, monkeypatch):
     record = make_weights(index, PARTS)
     usage = shutil.disk_usage(index)._replace(free=7_900_000)
     monkeypatch.setattr(weights.shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(CheckpointError, match=r"toy needs 0.0 GB in .* while it is fetched"):
+    with pytest.raises(CheckpointError, match=r"toy needs 8 MB in .* 4 MB when finished; 8 MB are free"):
         fetch(record, cache=cache)
     assert names_below(cache) == ["toy.lock"]
+    larger = dataclasses.replace(record, stored_bytes=20_000_000)  # the finished folder is larger than the packages
+    usage = usage._replace(free=23_900_000)
+    with pytest.raises(CheckpointError, match=r"toy needs 24 MB"):
+        fetch(larger, cache=cache)
     usage = usage._replace(free=8_100_000)
     assert is_right(fetch(record, cache=cache))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
-import sys
 
 import gguf
 import numpy as np
@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
 from groupwise.model.gguf import convert_gguf, load_gguf, read_metadata
+from groupwise.model.weights import fetch
 from groupwise.rundir import verify_manifest
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -285,14 +286,18 @@ def test_an_impossible_dtype(plain):
         load_gguf(plain, torch.int8)
 
 
-def test_without_the_packages_it_needs(plain, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "gguf", None)
-        with pytest.raises(MissingExtraError, match=r"needs the package 'gguf'.*groupwise\[gguf\]"):
-            load_gguf(plain)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match="needs the package 'accelerate'"):
+@pytest.mark.parametrize("package", ["gguf", "accelerate"])
+def test_without_the_packages_it_needs(plain, monkeypatch, tmp_path, package):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == package else real(name))
+    message = rf"reading a GGUF file needs the package '{package}'; install it with: pip install 'groupwise\[gguf\]'"
+    with pytest.raises(MissingExtraError, match=message):
         load_gguf(plain)
+    with pytest.raises(MissingExtraError, match=message):
+        read_metadata(plain)
+    with pytest.raises(MissingExtraError, match=message):
+        fetch("smollm2-135m", cache=tmp_path)  # before anything is downloaded
+    assert not (tmp_path / "downloads").exists()
 
 
 def test_nothing_is_left_changed_in_the_package_gguf(plain, tmp_path, original):

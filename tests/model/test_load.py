@@ -187,7 +187,7 @@ def test_a_path_that_is_not_there_is_not_asked_for_on_the_hub(source):
     ("source", "hint"),
     [
         ("smollm2", "smollm2-135m"),
-        ("SmolLM2-135M", "smollm2-135m"),
+        ("SMOLLM2", "smollm2-135m"),
         ("qwen2.5-coder", "qwen2.5-coder-1.5b"),
         ("tinny", "tiny"),
     ],
@@ -483,7 +483,7 @@ def hub(folder, tmp_path):
             **changes,
         }
         command = [sys.executable, "-c", CLIENT, json.dumps(sources)]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, cwd=tmp_path)
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     yield ask, handler.asked

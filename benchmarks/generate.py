@@ -1,0 +1,120 @@
+"""Generation: groupwise's engine beside transformers' `generate`, and its continuous batching where it runs.
+
+Usage::
+
+    python benchmarks/generate.py                                  # the GPU's work where there is one, else the CPU's
+    python benchmarks/generate.py --device cuda --continuous 120   # also transformers' continuous batching, 120 s each
+
+Every sample has its full length. Times are medians of runs taken in turn in one process, after a first round that
+compiles and captures: read the ratios. The memory floor is what a decode step must read, weights and caches, the
+prompt's once per group, at the speed of a large copy measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import torch
+from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, peak_memory
+from transformers import GenerationConfig, PreTrainedModel
+
+from groupwise.generate.engine import Engine
+from groupwise.generate.types import Sampling
+
+
+def generate_plainly(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
+    """Every sample a row with its prompt, padded on the left: what `model.generate` takes."""
+    width = max(map(len, prompts))
+    rows = torch.stack([torch.cat([ids.new_zeros(width - len(ids)), ids]) for ids in prompts])
+    mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in prompts])
+    rows, mask = (x.repeat_interleave(args.samples, 0).to(model.device) for x in (rows, mask))
+    out = model.generate(rows, attention_mask=mask, generation_config=settings(args))
+    if out.shape[1] != width + args.new_tokens:
+        raise SystemExit("model.generate stopped early; the comparison would not be fair")
+
+
+def settings(args: argparse.Namespace) -> GenerationConfig:
+    return GenerationConfig(
+        do_sample=True, top_k=args.top_k, top_p=args.top_p, max_new_tokens=args.new_tokens,
+        min_new_tokens=args.new_tokens, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+
+
+def generate_continuously(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
+    inputs = [ids.tolist() for ids in prompts for _ in range(args.samples)]
+    model.generate_batch(inputs=inputs, generation_config=settings(args), progress_bar=False)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--no-compile", action="store_true", help="the engine without torch.compile")
+    parser.add_argument("--continuous", type=int, default=0, help="seconds to give to continuous batching; 0: leave it out")
+    parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--no-peer", action="store_true", help="the engine alone")
+    args = parser.parse_args()
+    fill(args)
+    model = load(args)
+    prompts = make_prompts(args, model.config.vocab_size)
+    if args.only_continuous:
+        seconds = in_turn(args.device, 1, {"continuous": lambda: generate_continuously(model, prompts, args)})
+        print(f"CONTINUOUS {median(seconds['continuous']):.3f}")
+        return
+    print(describe(args, model, prompts), flush=True)
+    sampling = Sampling(
+        max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, top_k=args.top_k or None, top_p=args.top_p, eos_ids=(2,)
+    )
+    if args.no_compile:
+        from groupwise.model.prepare import prepare
+
+        engine = Engine(prepare(model, compile=False))
+    else:
+        engine = Engine(model)
+    facts: dict[str, int] = {}
+    work = {"groupwise": lambda: facts.update(engine.generate(prompts, args.samples, sampling).facts)}
+    if not args.no_peer:
+        work["model.generate"] = lambda: generate_plainly(model, prompts, args)
+    seconds = in_turn(args.device, args.repeat, work)
+    peaks = {name: peak_memory(args.device, function) for name, function in work.items()}
+    tokens = len(prompts) * args.samples * args.new_tokens
+    print(f"\n{'':16}{'seconds':>9}{'tokens/s':>11}{'ms/step':>9}{'peak GiB':>10}")
+    for name, numbers in seconds.items():
+        took = median(numbers)
+        print(f"{name:16}{took:9.2f}{tokens / took:11,.0f}{1000 * took / args.new_tokens:9.2f}{peaks[name] / 2**30:10.2f}")
+    ours = median(seconds["groupwise"])
+    if not args.no_peer:
+        print(f"groupwise is {median(seconds['model.generate']) / ours:.2f} times as fast as model.generate")
+    total = sum(map(len, prompts))
+    plain_work = args.samples * (total + len(prompts) * args.new_tokens)
+    shared_work = total + len(prompts) * args.samples * args.new_tokens
+    print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {plain_work / shared_work:.2f} times")
+    bandwidth, rate = ceilings(args.device, model.dtype)
+    shapes = engine.prepared.shapes
+    token_bytes = sum(2 * shape.heads * shape.width for shape in shapes) * model.dtype.itemsize
+    weights = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize
+    own = len(prompts) * args.samples * args.new_tokens * (args.new_tokens - 1) / 2
+    moved = (args.new_tokens - 1) * (weights + total * token_bytes) + own * token_bytes
+    operations = 2 * sum(p.numel() for p in model.parameters()) * shared_work
+    print(
+        f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} GB/s of {bandwidth / 1e9:,.0f} measured "
+        f"(floor {moved / bandwidth:.2f} s); arithmetic: {operations / ours / 1e12:.2f} TFLOP/s of {rate / 1e12:.2f} "
+        f"measured (floor {operations / rate:.2f} s)"
+    )
+    print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
+    if args.continuous:
+        command = [sys.executable, __file__, *sys.argv[1:], "--only-continuous"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=args.continuous)
+            lines = [line for line in done.stdout.splitlines() if line.startswith("CONTINUOUS")]
+            took = float(lines[0].split()[1]) if lines else None
+            said = (done.stderr.strip().splitlines() or ["no word"])[-1]
+            print(f"continuous batching: {took:.2f} s, {took / ours:.2f} times groupwise's" if took else f"continuous batching failed: {said}")
+        except subprocess.TimeoutExpired:
+            print(f"continuous batching: two runs were not done in {args.continuous} s")
+
+
+if __name__ == "__main__":
+    main()

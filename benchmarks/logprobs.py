@@ -1,0 +1,106 @@
+"""Log-probs with gradients: packed rows with shared prompts beside the padded forward and backward pass.
+
+Usage::
+
+    python benchmarks/logprobs.py                  # the GPU's work where there is one, else the CPU's
+    python benchmarks/logprobs.py --no-gradients   # the forward pass alone, as for a reference
+
+The padded way is the usual one: every sample a row with its prompt, the model's own forward pass, logits for the
+completion only, log-softmax, gather. Both get the same token budget per micro-batch. Times are medians of runs taken
+in turn in one process, after a first round that compiles: read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, peak_memory
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.model.logprobs import TOKEN_BUDGET, each_pack
+from groupwise.model.prepare import Prepared, prepare
+
+
+def packed(prepared: Prepared, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace) -> float:
+    total = torch.zeros((), device=prepared.device)
+    with torch.set_grad_enabled(not args.no_gradients):
+        for _, found in each_pack(prepared, prompts, completions, token_budget=args.token_budget):
+            loss = -found.logps.sum()
+            if not args.no_gradients:
+                loss.backward()
+            total += loss.detach()
+    prepared.model.zero_grad(set_to_none=True)
+    return total.item()
+
+
+def padded(model: PreTrainedModel, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace) -> float:
+    """Rows padded on the left, so that all completions end together and logits_to_keep cuts them out."""
+    pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
+    width = max(len(prompt) + len(ids) for prompt, ids in pairs)
+    rows = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt) - len(ids)), prompt, ids]) for prompt, ids in pairs])
+    mask = torch.stack([torch.arange(width) >= width - len(prompt) - len(ids) for prompt, ids in pairs]).long()
+    rows, mask = rows.to(model.device), mask.to(model.device)
+    total = torch.zeros((), device=model.device)
+    step = max(1, args.token_budget // width)
+    keep = args.new_tokens
+    with torch.set_grad_enabled(not args.no_gradients):
+        for start in range(0, len(rows), step):
+            part, seen = rows[start : start + step], mask[start : start + step]
+            logits = model(part, attention_mask=seen, use_cache=False, logits_to_keep=keep + 1).logits[:, :-1]
+            logps = logits.float().log_softmax(-1).gather(-1, part[:, -keep:, None]).squeeze(-1)
+            loss = -logps.sum()
+            if not args.no_gradients:
+                loss.backward()
+            total += loss.detach()
+    model.zero_grad(set_to_none=True)
+    return total.item()
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--token-budget", type=int, help="tokens of a micro-batch")
+    parser.add_argument("--no-gradients", action="store_true")
+    parser.add_argument("--no-compile", action="store_true", help="packed without torch.compile")
+    parser.add_argument("--no-peer", action="store_true", help="packed alone")
+    args = parser.parse_args()
+    fill(args)
+    args.token_budget = args.token_budget or TOKEN_BUDGET[args.device]
+    model = load(args)
+    prompts = make_prompts(args, model.config.vocab_size)
+    print(describe(args, model, prompts), flush=True)
+    completions = [list(torch.randint(10, model.config.vocab_size, (args.samples, args.new_tokens))) for _ in prompts]
+    prepared = prepare(model, compile=False if args.no_compile else None)
+    losses: dict[str, float] = {}
+    work = {"groupwise": lambda: losses.update(packed=packed(prepared, prompts, completions, args))}
+    if not args.no_peer:
+        work["padded"] = lambda: losses.update(padded=padded(model, prompts, completions, args))
+    seconds = in_turn(args.device, args.repeat, work)
+    peaks = {name: peak_memory(args.device, function) for name, function in work.items()}
+    total = sum(map(len, prompts))
+    tokens = {
+        "groupwise": total + len(prompts) * args.samples * (args.new_tokens - 1),
+        "padded": len(prompts) * args.samples * (max(map(len, prompts)) + args.new_tokens),
+    }
+    body = sum(p.numel() for p in model.model.parameters()) - model.get_input_embeddings().weight.numel()
+    head = model.get_output_embeddings().weight.numel()
+    passes = 2 if args.no_gradients else 6
+    print(f"\n{'':12}{'seconds':>9}{'tokens computed':>17}{'TFLOP/s':>9}{'peak GiB':>10}")
+    rates = {}
+    for name, numbers in seconds.items():
+        operations = passes * (body * tokens[name] + head * len(prompts) * args.samples * args.new_tokens)
+        rates[name] = operations / median(numbers)
+        print(f"{name:12}{median(numbers):9.2f}{tokens[name]:17,}{rates[name] / 1e12:9.2f}{peaks[name] / 2**30:10.2f}")
+    _, rate = ceilings(args.device, model.dtype)
+    print(f"a large matrix product reaches {rate / 1e12:.2f} TFLOP/s here; attention is not counted above")
+    if not args.no_peer:
+        ratio = median(seconds["padded"]) / median(seconds["groupwise"])
+        print(
+            f"groupwise is {ratio:.2f} times as fast as padded, which computes {tokens['padded'] / tokens['groupwise']:.2f} "
+            f"times the tokens\nloss: packed {losses['packed']:.4f}, padded {losses['padded']:.4f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""The engine draws what the plain path draws, computes each prompt once, and never mixes anybody up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
+from tests.weights import smollm2
+from torch import Tensor
+
+from groupwise.errors import InputError
+from groupwise.generate.engine import Engine
+from groupwise.generate.plain import PlainGenerator
+from groupwise.generate.types import Rollout, Sampling
+from groupwise.model.cache import STORAGE
+from groupwise.model.logprobs import completion_logps
+from groupwise.model.prepare import prepare
+
+PROMPTS, _ = random_groups([5, 9, 1, 30, 17], [])
+COUNTS = [3, 1, 4, 2, 4]
+PREPARED = {name: prepare(tiny(name)) for name in ARCHITECTURES}
+
+SETTINGS = {
+    "plain": {},
+    "filters": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "keep_sets": True},
+    "min_p": {"min_p": 0.1, "min_new_tokens": 6, "keep_sets": True, "eos_ids": (1, 2, 3, 4, 5, 6, 7, 8)},
+    "endless": {"eos_ids": ()},
+}
+
+
+def assert_same(got: Rollout, wanted: Rollout) -> None:
+    assert torch.equal(got.ids, wanted.ids)
+    assert torch.equal(got.lengths, wanted.lengths)
+    assert got.stop_reasons == wanted.stop_reasons
+    assert torch.equal(got.groups, wanted.groups)
+    torch.testing.assert_close(got.logps, wanted.logps, rtol=0, atol=2e-6)
+    torch.testing.assert_close(got.filtered_logps, wanted.filtered_logps, rtol=0, atol=2e-6)
+    assert (got.kept is None) == (wanted.kept is None)
+    if got.kept is not None and wanted.kept is not None:
+        assert torch.equal(got.kept.ids, wanted.kept.ids)
+        assert torch.equal(got.kept.offsets, wanted.kept.offsets)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_is_transformers_token_for_token(name):
+    model = tiny(name)
+    rollout = Engine(model, max_rows=4).generate(PROMPTS, 1, Sampling(max_new_tokens=25, greedy=True))
+    for prompt, row, length in zip(PROMPTS, rollout.ids, rollout.lengths.tolist(), strict=True):
+        mask = torch.ones(1, len(prompt), dtype=torch.long)
+        wanted = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=25, pad_token_id=0)
+        assert row[:length].tolist() == wanted[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_engine_draws_what_the_plain_path_draws(name, kind):
+    sampling = Sampling(max_new_tokens=20, seed=5, **SETTINGS[kind])
+    got = Engine(PREPARED[name], max_rows=6).generate(PROMPTS, COUNTS, sampling)
+    wanted = PlainGenerator(PREPARED[name].model).generate(PROMPTS, COUNTS, sampling)
+    assert_same(got, wanted)
+    assert got.facts["prefilled_prompts"] == 5
+    assert got.facts["prefilled_tokens"] == sum(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_samplers_log_probs_are_the_models(name):
+    """Full log-probs against a plain forward pass; filtered ones against the renormalised, by the kept sets."""
+    prepared = PREPARED[name]
+    sampling = Sampling(max_new_tokens=15, temperature=1.2, top_k=30, top_p=0.9, keep_sets=True, eos_ids=(7, 8))
+    rollout = Engine(prepared, max_rows=7).generate(PROMPTS, COUNTS, sampling)
+    row = 0
+    for prompt, members in zip(PROMPTS, rollout.completions(), strict=True):
+        for ids in members:
+            logits = prepared.model(torch.cat([prompt, ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            wanted = (logits / 1.2).log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1).float()
+            torch.testing.assert_close(rollout.logps[row, : len(ids)], wanted, rtol=0, atol=2e-6)
+            row += 1
+    replayed = completion_logps(prepared, PROMPTS, rollout.completions(), temperature=1.2, kept=rollout.kept)
+    torch.testing.assert_close(rollout.filtered_logps, replayed.logps.float(), rtol=0, atol=2e-6)
+    assert torch.equal(rollout.mask, replayed.mask)
+
+
+def test_each_prompt_is_prefilled_exactly_once():
+    """Counted where it happens: the tokens that go through the model."""
+    prepared = PREPARED["llama"]
+    seen: list[tuple[int, ...]] = []
+    hook = prepared.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    try:
+        rollout = Engine(prepared, max_rows=5).generate(PROMPTS, 4, Sampling(max_new_tokens=9, eos_ids=()))
+    finally:
+        hook.remove()
+    prefills = [shape for shape in seen if shape[0] == 1 and shape[1] > 1 or shape == (1, 1)]
+    decoded = [shape for shape in seen if shape not in prefills]
+    assert sum(tokens for _, tokens in prefills) == sum(map(len, PROMPTS))
+    assert all(tokens == 1 and rows <= 5 for rows, tokens in decoded)
+    # The first token of a sample comes with its prompt, and its last one is never fed in.
+    assert sum(rows for rows, _ in decoded) == 20 * 8
+    assert rollout.ids.shape == (20, 9)
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=7),
+    st.integers(1, 7),
+    st.integers(5, 60),
+    st.sampled_from(["llama", "gemma3"]),
+    st.integers(0, 1000),
+)
+def test_nothing_leaks_between_groups(asked, rows, prefill, name, seed):
+    """Random arrivals and lengths, few slots, a pool that is reused: everyone gets what it would get alone."""
+    prompts, _ = random_groups([length for length, _ in asked], [], seed)
+    counts = [count for _, count in asked]
+    sampling = Sampling(max_new_tokens=12, seed=seed, eos_ids=tuple(range(25)))
+    engine = LEAKY[name]
+    engine.max_rows, engine.prefill_tokens = rows, prefill
+    together = engine.generate(prompts, counts, sampling).completions()
+    poison(engine)
+    for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
+        alone = Engine(PREPARED[name]).generate([prompt], count, sampling, keys=[number]).completions()[0]
+        assert [ids.tolist() for ids in together[number]] == [ids.tolist() for ids in alone]
+    attach(engine)
+
+
+LEAKY = {name: Engine(PREPARED[name]) for name in ("llama", "gemma3")}
+
+
+def poison(engine: Engine) -> None:
+    """What is left in the cache is the worst there can be: the next call must not see it."""
+    for layer in engine._cache.layers:
+        for tensor in layer:
+            tensor.fill_(float("nan"))
+
+
+def attach(engine: Engine) -> None:
+    """The engines of one model take turns; its modules carry the cache of the last."""
+    for module, layer in zip(engine.prepared.attentions, engine._cache.layers, strict=True):
+        setattr(module, STORAGE, layer)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_same_seed_gives_the_same_samples(name):
+    prepared = PREPARED[name]
+    sampling = Sampling(max_new_tokens=15, seed=11)
+    engine = Engine(prepared, max_rows=6)
+    first = engine.generate(PROMPTS, COUNTS, sampling)
+    assert_same(engine.generate(PROMPTS, COUNTS, sampling), first)
+    assert_same(Engine(prepared, max_rows=9).generate(PROMPTS, COUNTS, sampling), first)
+    other = engine.generate(PROMPTS, COUNTS, Sampling(max_new_tokens=15, seed=12))
+    assert not torch.equal(other.ids, first.ids)
+    moved = engine.generate(PROMPTS[::-1], COUNTS[::-1], sampling, keys=[4, 3, 2, 1, 0]).completions()
+    for got, wanted in zip(moved[::-1], first.completions(), strict=True):
+        assert [ids.tolist() for ids in got] == [ids.tolist() for ids in wanted]
+    samples = first.completions()[2]
+    assert len({tuple(ids.tolist()) for ids in samples}) == len(samples)  # siblings differ
+
+
+def test_isolated_samples_are_the_same_to_the_bit():
+    """In float32, where sums depend on the batch: alone, among others, in another order."""
+    prepared = prepare(tiny("llama", torch.float32))
+    sampling = Sampling(max_new_tokens=30, seed=3, eos_ids=(1, 2))
+    engine = Engine(prepared, max_rows=8, isolated=True)
+    together = engine.generate(PROMPTS, 4, sampling)
+    alone = engine.generate(PROMPTS[3:4], 4, sampling, keys=[3])
+    others = engine.generate([PROMPTS[1], PROMPTS[3]], [7, 4], sampling, keys=[1, 3])
+    width = alone.ids.shape[1]
+    for rollout, rows in ((together, slice(12, 16)), (others, slice(7, 11))):
+        assert torch.equal(rollout.ids[rows, :width], alone.ids)
+        assert torch.equal(rollout.logps[rows, :width], alone.logps)
+
+
+def test_eos_and_minimum():
+    sampling = Sampling(max_new_tokens=30, min_new_tokens=5, eos_ids=tuple(range(40)))
+    rollout = Engine(PREPARED["qwen3"], max_rows=6).generate(PROMPTS, 5, sampling)
+    assert rollout.lengths.min() >= 6  # five that are no EOS, then one that is
+    for row, length, reason in zip(rollout.ids.tolist(), rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
+        assert reason == ("eos" if row[length - 1] < 40 else "length")
+        assert all(token >= 40 for token in row[: length - 1])
+        assert not any(row[length:])
+    assert "eos" in rollout.stop_reasons
+
+
+def test_a_stop_ends_with_the_token_that_completes_it():
+    def stop(ids: list[int]) -> bool:
+        return len(ids) >= 2 and ids[-1] % 3 == 0 and ids[-2] % 2 == 1
+
+    sampling = Sampling(max_new_tokens=30, eos_ids=(50,))
+    rollout = Engine(PREPARED["llama"], max_rows=6).generate(PROMPTS, 5, sampling, stop=stop)
+    assert_same(PlainGenerator(PREPARED["llama"].model).generate(PROMPTS, 5, sampling, stop=stop), rollout)
+    assert set(rollout.stop_reasons) == {"eos", "stop_string", "length"}
+    for ids, length, reason in zip(rollout.ids.tolist(), rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
+        ends = [at for at in range(1, length + 1) if stop(ids[:at])]
+        assert (ends == [length]) if reason == "stop_string" else not ends or reason == "eos"
+
+
+def test_the_window_bounds_a_completion():
+    prompt = [3] * 120
+    rollout = Engine(PREPARED["llama"]).generate([prompt, [5]], 2, Sampling(max_new_tokens=20, eos_ids=()))
+    assert rollout.lengths.tolist() == [8, 8, 20, 20]
+    assert set(rollout.stop_reasons) == {"length"}
+
+
+def test_kept_sets_are_refused_before_they_swell():
+    sampling = Sampling(max_new_tokens=20, keep_sets=True, min_p=0.001, kept_bytes=4000, eos_ids=())
+    with pytest.raises(InputError, match="more than kept_bytes, 4,000 bytes"):
+        Engine(PREPARED["llama"]).generate(PROMPTS, 4, sampling)
+    unfiltered = Sampling(max_new_tokens=20, keep_sets=True, kept_bytes=1, eos_ids=())
+    assert len(Engine(PREPARED["llama"]).generate(PROMPTS, 1, unfiltered).kept.ids) == 0  # nothing was filtered
+
+
+@pytest.mark.parametrize(
+    ("prompts", "samples", "options", "message"),
+    [
+        ([], 1, {}, "there is no prompt"),
+        ([[1], []], 1, {}, "prompt 1 is empty"),
+        ([[1, VOCABULARY]], 1, {}, "prompt 0 holds the id 97, outside the vocabulary of 97"),
+        ([[1] * 129], 1, {}, "prompt 0 has 129 tokens; the model's window is 128"),
+        ([[1] * 128], 1, {}, "fills the model's window of 128"),
+        ([[1]], 0, {}, "samples must be a whole number of at least 1"),
+        ([[1]], [1, 2], {}, "one for each prompt"),
+        ([[1]], 1, {"keys": [-1]}, "keys must be"),
+        ([[1]], 1, {"keys": [1, 2]}, "keys must be"),
+        (["text"], 1, {}, "no list of token ids"),
+    ],
+)
+def test_bad_input(prompts, samples, options, message):
+    with pytest.raises(InputError, match=message):
+        Engine(PREPARED["llama"]).generate(prompts, samples, Sampling(max_new_tokens=4), **options)
+
+
+def test_an_eos_outside_the_vocabulary():
+    with pytest.raises(InputError, match="EOS id 99 is outside the vocabulary of 97"):
+        Engine(PREPARED["llama"]).generate([[1]], 1, Sampling(eos_ids=(99,)))
+
+
+def test_a_budget_too_small_for_one_group():
+    engine = Engine(PREPARED["llama"], cache_bytes=100_000)
+    with pytest.raises(InputError, match=r"one group of 8 samples of up to 20 tokens .* raise cache_bytes"):
+        engine.generate(PROMPTS, 8, Sampling(max_new_tokens=20))
+    each = 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes
+    enough = Engine(PREPARED["llama"], cache_bytes=each * (30 + 17 + 9 * 20))
+    rollout = enough.generate(PROMPTS, 8, Sampling(max_new_tokens=20))
+    assert rollout.facts["rows"] == 8
+    assert enough._cache.bytes <= enough.cache_bytes
+
+
+@pytest.mark.parametrize("name", ["cache_bytes", "max_rows", "prefill_tokens"])
+def test_bad_engine_settings(name):
+    with pytest.raises(InputError, match=f"{name} must be a whole number of at least 1"):
+        Engine(PREPARED["llama"], **{name: 0})
+
+
+def test_release_gives_the_memory_back():
+    prepared = prepare(tiny("llama"))
+    engine = Engine(prepared)
+    engine.generate(PROMPTS, 2, Sampling(max_new_tokens=4))
+    assert all(hasattr(module, STORAGE) for module in prepared.attentions)
+    engine.release()
+    assert not any(hasattr(module, STORAGE) for module in prepared.attentions)
+    assert engine.generate(PROMPTS, 2, Sampling(max_new_tokens=4)).ids.shape[0] == 10
+
+
+def test_real_weights():
+    """SmolLM2-135M: greedy as transformers, up to a near-tie, and the sampler's log-probs are a forward pass's."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prepared = prepare(model)
+    assert prepared.why_plain is None
+    chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Name three colours.")]
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+    engine = Engine(prepared)
+    greedy = engine.generate(prompts, 1, Sampling(max_new_tokens=12, greedy=True))
+    assert "Paris" in tokenizer.decode(greedy.ids[0])
+    for prompt, ids in zip(prompts, greedy.completions(), strict=True):
+        rows = torch.tensor([prompt])
+        wanted = model.generate(rows, attention_mask=torch.ones_like(rows), do_sample=False, max_new_tokens=12)
+        assert_equal_up_to_a_tie(model, prompt, ids[0], wanted[0, len(prompt) :])
+    sampling = Sampling(max_new_tokens=12, temperature=0.9, top_k=50, keep_sets=True)
+    rollout = engine.generate(prompts, 3, sampling)
+    with torch.no_grad():
+        full = completion_logps(prepared, prompts, rollout.completions(), temperature=0.9)
+        kept = completion_logps(prepared, prompts, rollout.completions(), temperature=0.9, kept=rollout.kept)
+    torch.testing.assert_close(rollout.logps, full.logps, rtol=0, atol=1e-3)
+    torch.testing.assert_close(rollout.filtered_logps, kept.logps, rtol=0, atol=1e-3)
+
+
+def assert_equal_up_to_a_tie(model: torch.nn.Module, prompt: list[int], got: Tensor, wanted: Tensor) -> None:
+    for at in range(min(len(got), len(wanted))):
+        if got[at] != wanted[at]:
+            logits = model(torch.cat([torch.tensor(prompt), got[:at]])[None]).logits[0, -1]
+            first, second = logits.topk(2).values
+            assert first - second < 1e-3, f"token {at} differs, and it was no near-tie"
+            return
+    assert len(got) == len(wanted)

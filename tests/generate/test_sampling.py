@@ -1,0 +1,119 @@
+"""Drawing: the right distribution, the same numbers for the same seed, and nothing that was filtered."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.core.filters import filter_logits
+from groupwise.errors import InputError
+from groupwise.generate.sampling import draw, uniforms
+from groupwise.generate.types import Sampling
+
+NO_EOS = torch.zeros(11, dtype=torch.bool)
+
+
+def test_every_token_has_its_share_of_the_unit_interval():
+    """u runs over a fine grid: each token is drawn in proportion to its probability, exactly."""
+    logits = torch.randn(1, 11).double() * 2
+    grid = (torch.arange(20_000) + 0.5) / 20_000
+    drawn = draw(logits.expand(20_000, -1), grid, None, NO_EOS, Sampling(temperature=0.8))
+    share = torch.bincount(drawn.ids, minlength=11) / 20_000
+    wanted = (logits[0] / 0.8).softmax(-1)
+    torch.testing.assert_close(share.double(), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(drawn.logps, (logits[0] / 0.8).log_softmax(-1)[drawn.ids])
+    assert torch.equal(drawn.logps, drawn.filtered_logps)
+
+
+@pytest.mark.parametrize("order", ["transformers", "vllm", "document"])
+def test_filters(order):
+    logits = torch.randn(300, 11) * 2
+    sampling = Sampling(temperature=1.3, top_k=6, top_p=0.8, min_p=0.05, order=order)
+    drawn = draw(logits, torch.rand(300), None, NO_EOS, sampling)
+    wanted = filter_logits(logits, temperature=1.3, top_k=6, top_p=0.8, min_p=0.05, order=order)
+    assert torch.equal(drawn.filtered, wanted)
+    torch.testing.assert_close(drawn.filtered_logps, wanted.log_softmax(-1)[torch.arange(300), drawn.ids])
+    torch.testing.assert_close(drawn.logps, (logits / 1.3).log_softmax(-1)[torch.arange(300), drawn.ids])
+    assert (drawn.filtered_logps > drawn.logps - 1e-6).all()
+    assert (drawn.filtered == -math.inf).any()
+
+
+@given(st.integers(1, 6), st.sampled_from([0.0, 1e-8, 0.5, 1 - 2**-24]))
+def test_nothing_filtered_is_ever_drawn(kept, uniform):
+    logits = torch.full((1, 11), -math.inf)
+    logits[0, 3 : 3 + kept] = torch.linspace(-20, 3, kept)
+    found = int(draw(logits, torch.tensor([uniform]), None, NO_EOS, Sampling()).ids)
+    assert 3 <= found < 3 + kept
+    if uniform == 0.0:
+        assert found == 3
+    if uniform > 0.9:
+        assert found == 2 + kept
+
+
+def test_greedy():
+    logits = torch.randn(50, 11)
+    drawn = draw(logits, torch.rand(50), None, NO_EOS, Sampling(greedy=True, temperature=0.3, top_k=2))
+    assert torch.equal(drawn.ids, logits.argmax(-1))
+    torch.testing.assert_close(drawn.logps, logits.log_softmax(-1).amax(-1))
+    assert not drawn.filtered_logps.any()
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_ban_holds_for_its_rows_only(greedy):
+    logits = torch.zeros(200, 11)
+    logits[:, 4] = 9.0
+    eos = torch.zeros(11, dtype=torch.bool)
+    eos[4] = True
+    banned = torch.arange(200) % 2 == 0
+    drawn = draw(logits, torch.rand(200), banned, eos, Sampling(greedy=greedy))
+    assert (drawn.ids[banned] != 4).all()
+    assert (drawn.ids[~banned] == 4).float().mean() > 0.9
+    # The full distribution knows nothing of the ban: it is the model's.
+    torch.testing.assert_close(drawn.logps, logits.log_softmax(-1)[torch.arange(200), drawn.ids])
+    if not greedy:
+        torch.testing.assert_close(drawn.filtered_logps[banned], torch.full((100,), -math.log(10)))
+
+
+def test_uniforms_are_fixed_for_ever():
+    """Pinned: a changed generator would change every seeded run."""
+    found = uniforms(7, 3, 1, 4)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, PINNED, rtol=1e-6)
+    assert np.array_equal(uniforms(7, 3, 1, 9)[:4], found)
+    others = [uniforms(8, 3, 1, 4), uniforms(7, 2, 1, 4), uniforms(7, 3, 0, 4)]
+    assert not any(np.array_equal(other, found) for other in others)
+    many = np.concatenate([uniforms(0, key, 0, 1000) for key in range(50)])
+    assert 0 <= many.min()
+    assert many.max() < 1
+    assert abs(many.mean() - 0.5) < 0.01
+
+
+PINNED = [0.0018733, 0.9447234, 0.8722043, 0.1883985]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens"),
+        ({"max_new_tokens": True}, "max_new_tokens"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"min_new_tokens": 300}, "min_new_tokens 300 is more than max_new_tokens 256"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"top_k": -1}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"order": "tranformers"}, "did you mean 'transformers'"),
+        ({"seed": -1}, "seed"),
+        ({"kept_bytes": 0}, "kept_bytes"),
+        ({"eos_ids": ("a",)}, "eos_ids"),
+    ],
+)
+def test_bad_settings(settings, message):
+    with pytest.raises(InputError, match=message):
+        Sampling(**settings)

@@ -1,0 +1,96 @@
+"""Who runs when: plain Python, stated as properties."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.generate.scheduler import RangePool, Scheduler
+
+requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=12)
+
+
+@given(requests, st.integers(1, 10), st.integers(0, 40), st.integers(1, 60), st.integers(0, 10_000))
+def test_everyone_runs_once_and_nobody_shares_a_place(asked, slots, spare, prefill, seed):
+    lengths, counts = [length for length, _ in asked], [count for _, count in asked]
+    pool = max(lengths) + spare
+    scheduler = Scheduler(lengths, counts, pool, slots)
+    chance = random.Random(seed)
+    prefilled: list[int] = []
+    admitted: list[int] = []
+    steps = 0
+    while not scheduler.done:
+        steps += 1
+        assert steps < 1000
+        admission = scheduler.admit(prefill)
+        prefilled += [prompt for prompt, _ in admission.prefill]
+        admitted += [sample for sample, _ in admission.samples]
+        if len(admission.prefill) > 1:
+            assert sum(lengths[prompt] for prompt, _ in admission.prefill) <= prefill
+        busy = list(scheduler.slot_of.values())
+        assert len(set(busy)) == len(busy) <= slots
+        assert all(0 <= slot < slots for slot in busy)
+        places: set[int] = set()
+        for number, members in scheduler.groups().items():
+            prompt = scheduler.prompts[number]
+            assert prompt.start is not None
+            mine = set(range(prompt.start, prompt.start + prompt.length))
+            assert not places & mine
+            assert max(mine) < pool
+            places |= mine
+            assert all(scheduler.prompt_of[sample] == number for sample in members)
+        assert scheduler.slot_of  # never does everyone wait for everyone
+        for sample in list(scheduler.slot_of):
+            if chance.random() < 0.4:
+                scheduler.finish(sample)
+    assert prefilled == sorted(set(prefilled)) == list(range(len(asked)))  # each prompt exactly once, in order
+    assert admitted == list(range(sum(counts)))
+    assert scheduler.pool.free == [(0, pool)]
+    assert sorted(scheduler.free_slots) == list(range(slots))
+
+
+def test_a_new_prompt_waits_for_room_for_its_samples():
+    scheduler = Scheduler([5, 5], [4, 4], 100, 4)
+    assert [sample for sample, _ in scheduler.admit(100).samples] == [0, 1, 2, 3]
+    assert scheduler.partly_waiting() == []
+    scheduler = Scheduler([5, 5], [12, 12], 100, 16)
+    first = scheduler.admit(100)
+    assert [prompt for prompt, _ in first.prefill] == [0, 1]  # four free slots are an eighth of all, and more
+    assert len(first.samples) == 16
+    assert scheduler.partly_waiting() == [1]
+    scheduler.finish(3)
+    again = scheduler.admit(100)
+    assert (again.prefill, again.samples) == ([], [(16, 3)])  # its prompt is there: it takes the free slot at once
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
+def test_ranges(actions):
+    pool = RangePool(50)
+    taken: dict[int, int] = {}
+    for give, number in actions:
+        if give and taken:
+            start = sorted(taken)[number % len(taken)]
+            pool.give(start, taken.pop(start))
+        else:
+            start = pool.take(number)
+            if start is None:
+                gaps = free_gaps(taken)
+                assert max(gaps, default=0) < number
+            else:
+                taken[start] = number
+        places = [place for start, length in taken.items() for place in range(start, start + length)]
+        assert len(set(places)) == len(places)
+        assert sum(length for _, length in pool.free) == 50 - len(places)
+    for start, length in list(taken.items()):
+        pool.give(start, length)
+    assert pool.free == [(0, 50)]
+
+
+def free_gaps(taken: dict[int, int]) -> list[int]:
+    gaps, at = [], 0
+    for start in sorted(taken):
+        gaps.append(start - at)
+        at = start + taken[start]
+    return [*gaps, 50 - at]

@@ -1,0 +1,281 @@
+"""Packed rows give the plain computation's log-probs and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
+from tests.weights import smollm2
+from torch import nn
+
+from groupwise.core.filters import KeptSets
+from groupwise.errors import InputError
+from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
+from groupwise.model.prepare import Prepared, prepare
+
+RAGGED = ([5, 9, 1, 12], [[4, 4, 7], [1, 1], [12, 3], [2, 9, 9, 1]])
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def some_loss(found: TokenLogps) -> torch.Tensor:
+    """Different for every token, so that no two gradients can be exchanged."""
+    weights = torch.linspace(-1, 2, found.logps.numel(), dtype=found.logps.dtype).view_as(found.logps)
+    loss = (weights * found.logps).sum()
+    return loss if found.entropy is None else loss + (weights.flip(1) * found.entropy).sum()
+
+
+def assert_equal_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], relative: float) -> None:
+    assert got.keys() == wanted.keys()
+    assert wanted
+    for name, gradient in wanted.items():
+        assert (got[name] - gradient).norm() <= relative * gradient.norm(), name
+        assert gradient.norm() > 0, name
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_equals_padded(name):
+    model = tiny(name)
+    prepared = prepare(model)
+    assert prepared.why_plain is None
+    prompts, completions = random_groups(*RAGGED)
+    options = {"temperature": 0.7, "with_entropy": True}
+    packed = completion_logps(prepared, prompts, completions, **options)
+    padded = padded_logps(prepared, prompts, completions, **options)
+    assert torch.equal(packed.mask, padded.mask)
+    torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(packed.entropy, padded.entropy, rtol=1e-9, atol=1e-12)
+    assert (packed.logps[packed.mask] < 0).all()
+    assert not packed.logps[~packed.mask].any()
+    got, wanted = gradients(model, some_loss(packed)), gradients(model, some_loss(padded))
+    assert_equal_gradients(got, wanted, 1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_padded_is_each_sample_by_itself(name):
+    """The literal version is itself checked: one sample at a time, no padding, transformers alone."""
+    model = tiny(name)
+    prompts, completions = random_groups(*RAGGED)
+    padded = padded_logps(prepare(model, plain=True), prompts, completions, temperature=1.3)
+    row = 0
+    for prompt, members in zip(prompts, completions, strict=True):
+        for ids in members:
+            logits = model(torch.cat([prompt, ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1] / 1.3
+            wanted = logits.log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1)
+            torch.testing.assert_close(padded.logps[row, : len(ids)], wanted, rtol=1e-9, atol=1e-12)
+            row += 1
+    assert row == len(padded.logps)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_gradient_checkpointing_changes_nothing(name):
+    model = tiny(name)
+    prepared = prepare(model)
+    prompts, completions = random_groups(*RAGGED)
+    model.train()
+    plain = gradients(model, some_loss(completion_logps(prepared, prompts, completions)))
+    model.gradient_checkpointing_enable()
+    calls = count_calls(model)
+    checkpointed = gradients(model, some_loss(completion_logps(prepared, prompts, completions)))
+    assert calls() == 2 * model.config.num_hidden_layers  # forward, and once more in the backward pass
+    assert_equal_gradients(checkpointed, plain, 1e-9)
+
+
+def count_calls(model):
+    seen = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: seen.append(1))
+    return lambda: len(seen)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_lora(name):
+    from groupwise.model.lora import LoraSettings, add_lora, adapter_off
+
+    base = tiny(name)
+    prompts, completions = random_groups(*RAGGED)
+    reference = padded_logps(prepare(base, plain=True), prompts, completions).logps.detach()
+    model = add_lora(base, LoraSettings(rank=4))
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            nn.init.normal_(parameter, std=0.2)
+    prepared = prepare(model)
+    assert prepared.why_plain is None
+    packed = completion_logps(prepared, prompts, completions)
+    padded = padded_logps(prepared, prompts, completions)
+    torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
+    got, wanted = gradients(model, some_loss(packed)), gradients(model, some_loss(padded))
+    assert_equal_gradients(got, wanted, 1e-9)
+    assert all("lora" in parameter_name for parameter_name in got)
+    with adapter_off(model), torch.no_grad():
+        off = completion_logps(prepared, prompts, completions).logps
+    torch.testing.assert_close(off, reference, rtol=1e-9, atol=1e-12)
+    assert (packed.logps - reference).abs().max() > 0.1
+
+
+def test_packs_add_up():
+    """Log-probs and gradients do not depend on how the samples are divided."""
+    model = tiny("qwen3")
+    prepared = prepare(model)
+    prompts, completions = random_groups(*RAGGED)
+    whole = completion_logps(prepared, prompts, completions)
+    wanted = gradients(model, whole.logps.sum())
+    model.zero_grad()
+    seen, packs = [], 0
+    for samples, found in each_pack(prepared, prompts, completions, token_budget=24):
+        found.logps.sum().backward()
+        width = found.logps.shape[1]
+        torch.testing.assert_close(found.logps, whole.logps[samples, :width], rtol=1e-9, atol=1e-12)
+        seen += samples.tolist()
+        packs += 1
+    assert packs > 3
+    assert sorted(seen) == list(range(11))
+    assert_equal_gradients({name: p.grad for name, p in model.named_parameters()}, wanted, 1e-9)
+
+
+def test_kept_sets():
+    model = tiny("llama")
+    prepared = prepare(model)
+    prompts, completions = random_groups(*RAGGED)
+    tokens = torch.cat([ids for members in completions for ids in members])
+    generator = torch.Generator().manual_seed(3)
+    mask = torch.rand(len(tokens), VOCABULARY, generator=generator) < 0.3
+    mask[torch.arange(len(tokens)), tokens] = True
+    mask[5] = False  # nothing was filtered there
+    kept = KeptSets.from_logits(torch.where(mask, 0.0, -torch.inf))
+    options = {"temperature": 1.2, "kept": kept, "with_entropy": True}
+    packed = completion_logps(prepared, prompts, completions, token_budget=30, **options)
+    padded = padded_logps(prepared, prompts, completions, **options)
+    torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(packed.entropy, padded.entropy, rtol=1e-9, atol=1e-12)
+    assert_equal_gradients(gradients(model, some_loss(packed)), gradients(model, some_loss(padded)), 1e-9)
+    without = completion_logps(prepared, prompts, completions, temperature=1.2)
+    assert (packed.logps >= without.logps - 1e-12).all()
+    assert (packed.logps > without.logps + 0.1).any()
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=1, max_size=4)), min_size=1, max_size=4),
+    st.integers(0, 10_000),
+)
+def test_any_shape(groups, seed):
+    prompts, completions = random_groups([p for p, _ in groups], [c for _, c in groups], seed)
+    found = completion_logps(PREPARED, prompts, completions)
+    wanted = padded_logps(PREPARED, prompts, completions)
+    torch.testing.assert_close(found.logps, wanted.logps, rtol=1e-9, atol=1e-12)
+
+
+PREPARED = prepare(tiny("gemma3"))
+
+
+def test_a_completion_sees_no_other():
+    """Whatever stands in a sibling or in another group changes nothing, to the bit."""
+    prompts, completions = random_groups(*RAGGED)
+    before = completion_logps(PREPARED, prompts, completions).logps
+    completions[0][1] = (completions[0][1] + 1) % VOCABULARY
+    prompts[2] = (prompts[2] + 1) % VOCABULARY
+    after = completion_logps(PREPARED, prompts, completions).logps
+    changed = {1, 5, 6}
+    for row in range(len(before)):
+        assert torch.equal(before[row], after[row]) == (row not in changed)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8),
+    st.integers(39, 120),
+)
+def test_plans_hold_the_budget(groups, budget):
+    prompts, completions = [p for p, _ in groups], [c for _, c in groups]
+    packs = plan_packs(prompts, completions, budget)
+    group_of = [g for g, members in enumerate(completions) for _ in members]
+    lengths = [length for members in completions for length in members]
+    seen = []
+    for pack in packs:
+        samples = pack.samples.tolist()
+        assert list(dict.fromkeys(group_of[i] for i in samples)) == list(pack.groups)
+        assert pack.tokens == sum(prompts[g] for g in pack.groups) + sum(lengths[i] - 1 for i in samples)
+        assert pack.tokens <= budget
+        seen += samples
+    assert seen == list(range(len(lengths)))
+    for group, members in enumerate(completions):  # a group that fits is never divided
+        if prompts[group] + sum(length - 1 for length in members) <= budget:
+            assert sum(group in pack.groups for pack in packs) == 1
+
+
+def test_a_budget_that_is_too_small():
+    with pytest.raises(InputError, match=r"sample 1 takes 19 tokens with its prompt, more than token_budget 15"):
+        plan_packs([10], [[3, 10]], 15)
+    assert len(plan_packs([10], [[3, 10]])) == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "completions", "message"),
+    [
+        ([], [], "0 prompts"),
+        ([[1, 2]], [], "1 prompts but completions for 0"),
+        ([[1, 2]], [[]], "prompt 0 has no completion"),
+        ([[]], [[[1]]], "prompt 0 is empty"),
+        ([[1]], [[[1], []]], "completion 1 of prompt 0 is empty"),
+        ([[1, 97]], [[[1]]], "prompt 0 holds the id 97, outside the vocabulary of 97"),
+        ([[1]], [[[-1]]], "completion 0 of prompt 0 holds the id -1"),
+        ([[0.5]], [[[1]]], "whole numbers"),
+        ([["a"]], [[[1]]], "no list of token ids"),
+        ([list(range(90)) * 2], [[[1]]], "180 tokens; the model's window is 128"),
+    ],
+)
+def test_bad_input(prompts, completions, message):
+    with pytest.raises(InputError, match=message):
+        completion_logps(PREPARED, prompts, completions)
+
+
+def test_kept_sets_of_the_wrong_number():
+    kept = KeptSets(torch.zeros(0, dtype=torch.int32), torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(InputError, match="3 kept sets were given for 2 completion tokens"):
+        completion_logps(PREPARED, [[1]], [[[1, 2]]], kept=kept)
+
+
+TEXTS = {
+    "The heart pumps blood through": [" the body.", " arteries and veins to all organs, day and night."],
+    "2 + 2 =": [" 4", " 5, said the fool, and left."],
+}
+
+
+def test_real_weights_are_no_further_off_than_transformers():
+    """SmolLM2-135M in float32, measured from the float64 truth: ours, and transformers' own padded batch."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompts = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in TEXTS]
+    completions = [[tokenizer(text, return_tensors="pt")["input_ids"][0] for text in texts] for texts in TEXTS.values()]
+    runs = {}
+    for dtype in (torch.float64, torch.float32):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        prepared = prepare(model)
+        assert prepared.why_plain is None
+        found = padded_logps(prepared, prompts, completions).logps
+        runs[dtype, "padded"] = found.detach(), some_of(gradients(model, found.sum()))
+        found = completion_logps(prepared, prompts, completions).logps
+        runs[dtype, "packed"] = found.detach(), some_of(gradients(model, found.sum()))
+    truth, true_gradient = runs[torch.float64, "padded"]
+    packed, gradient = runs[torch.float64, "packed"]
+    torch.testing.assert_close(packed, truth, rtol=1e-6, atol=1e-9)  # the norms compute in float32
+    theirs, ours = ((runs[torch.float32, name][0] - truth).abs().max() for name in ("padded", "packed"))
+    assert ours <= theirs
+    for name, wanted in true_gradient.items():
+        assert (gradient[name] - wanted).norm() <= 1e-5 * wanted.norm(), name
+        theirs, ours = ((runs[torch.float32, run][1][name] - wanted).norm() for run in ("padded", "packed"))
+        assert ours <= 2 * theirs, name
+
+
+def some_of(gradient: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A few of the many: the embedding, the first layer and the last."""
+    return {name: g.double() for name, g in gradient.items() if "embed" in name or ".0." in name or ".29." in name}
