@@ -45,6 +45,23 @@ def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr
 
 
 @triton.jit
+def _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BAN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Eight more bits of the ``wanted``-th largest key of those that begin with ``prefix``, and the new ``wanted``."""
+    bins = tl.arange(0, 256)
+    counts = tl.zeros([256], tl.int32)
+    for block in range(0, vocabulary, BLOCK):
+        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+        key = _key(y)
+        same = ids < vocabulary
+        if SHIFT < 24:
+            same = same & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
+        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=same)
+    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
+    chosen = tl.max(tl.where(at_least >= wanted, bins, 0), 0)
+    return prefix | (chosen.to(tl.uint32) << SHIFT), wanted - tl.sum(tl.where(bins > chosen, counts, 0), 0)
+
+
+@triton.jit
 def _draw_kernel(  # type: ignore[no-untyped-def]
     logits, uniform, banned, eos, ids_out, logps_out, filtered_out, threshold_out, counts_out,
     temperature, top_k, top_p, log_min_p, vocabulary, logits_row,
@@ -69,22 +86,10 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         threshold = best + log_min_p
     if TOP_K:
         prefix = tl.full([], 0, tl.uint32)
-        wanted = top_k
-        bins = tl.arange(0, 256)
-        for digit in tl.static_range(4):
-            shift = 24 - 8 * digit
-            counts = tl.zeros([256], tl.int32)
-            for block in range(0, vocabulary, BLOCK):
-                ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-                key = _key(y)
-                same = ids < vocabulary
-                if digit > 0:
-                    same = same & ((key >> (shift + 8)) == (prefix >> (shift + 8)))
-                counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=same)
-            at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-            chosen = tl.max(tl.where(at_least >= wanted, bins, 0), 0)
-            wanted -= tl.sum(tl.where(bins > chosen, counts, 0), 0)
-            prefix = prefix | (chosen.to(tl.uint32) << shift)
+        prefix, wanted = _digit(base, prefix, top_k, temperature, ban, eos, vocabulary, 24, BLOCK, BAN)
+        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 16, BLOCK, BAN)
+        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 8, BLOCK, BAN)
+        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 0, BLOCK, BAN)
         threshold = tl.maximum(threshold, _float(prefix))
     if TOP_P:
         mass = 0.0

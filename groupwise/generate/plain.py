@@ -48,8 +48,12 @@ class PlainGenerator:
             self.prepared.model.generate(
                 rows,
                 attention_mask=torch.ones_like(rows),  # or a token that happens to be the padding's would be hidden
+                # An EOS of None would become the model's own; this one never comes.
                 generation_config=GenerationConfig(
-                    max_new_tokens=int(request.limits[members[0]]), do_sample=False, pad_token_id=0, eos_token_id=None
+                    max_new_tokens=int(request.limits[members[0]]),
+                    do_sample=False,
+                    pad_token_id=0,
+                    eos_token_id=self.prepared.vocabulary,
                 ),
                 logits_processor=LogitsProcessorList([drawing]),
                 stopping_criteria=StoppingCriteriaList([drawing.ended]),

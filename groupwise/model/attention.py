@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -108,9 +109,8 @@ class PackedLayout:
         starts = [0] * len(prompts) + [
             prompt for prompt, lengths in zip(prompts, completions, strict=True) for length in lengths if length
         ]
-        shift = torch.tensor(starts) - torch.tensor(own_ends[:-1])
-        positions = torch.arange(self.tokens) + shift.repeat_interleave(torch.tensor(own))
-        self.positions = to_device(positions, device)
+        shift = np.array(starts, np.int64) - np.array(own_ends[:-1], np.int64)
+        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(own)), device)
         self._sizes = prompts, completions
         # The kernels' side: cumulated lengths, and the longest, rounded up so that few different numbers occur.
         self.own_ends, self.prompt_ends, self.group_ends = (

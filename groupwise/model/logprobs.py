@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -208,13 +209,13 @@ def _sources(prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]])
 
     A completion's first token is predicted by its prompt's last, every other by the one before it.
     """
-    sizes = torch.tensor([len(members) for members in completions])
-    prompt_ends = torch.tensor([len(ids) for ids in prompts]).cumsum(0)
-    lengths = torch.tensor([len(ids) for members in completions for ids in members])
-    ends, row_ends = lengths.cumsum(0), (lengths - 1).cumsum(0)
-    within = torch.arange(int(ends[-1])) - (ends - lengths).repeat_interleave(lengths)
-    own = (prompt_ends[-1] + row_ends - lengths).repeat_interleave(lengths) + within
-    return torch.where(within == 0, (prompt_ends.repeat_interleave(sizes) - 1).repeat_interleave(lengths), own)
+    sizes = [len(members) for members in completions]
+    prompt_ends = np.cumsum([len(ids) for ids in prompts])
+    lengths = np.array([len(ids) for members in completions for ids in members])
+    ends, row_ends = lengths.cumsum(), (lengths - 1).cumsum()
+    within = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
+    own = (prompt_ends[-1] + row_ends - lengths).repeat(lengths) + within
+    return torch.from_numpy(np.where(within == 0, (prompt_ends.repeat(sizes) - 1).repeat(lengths), own))
 
 
 def padded_logps(

@@ -185,7 +185,7 @@ def test_a_stop_ends_with_the_token_that_completes_it():
     def stop(ids: list[int]) -> bool:
         return len(ids) >= 2 and ids[-1] % 3 == 0 and ids[-2] % 2 == 1
 
-    sampling = Sampling(max_new_tokens=30, eos_ids=(50,))
+    sampling = Sampling(max_new_tokens=8, eos_ids=(50, 51, 52, 53))
     rollout = Engine(PREPARED["llama"], max_rows=6).generate(PROMPTS, 5, sampling, stop=stop)
     assert_same(PlainGenerator(PREPARED["llama"].model).generate(PROMPTS, 5, sampling, stop=stop), rollout)
     assert set(rollout.stop_reasons) == {"eos", "stop_string", "length"}
