@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--no-compile", action="store_true", help="the engine without torch.compile")
-    parser.add_argument("--continuous", type=int, default=0, help="seconds to give to continuous batching; 0: leave it out")
+    parser.add_argument(
+        "--continuous", type=int, default=0, help="seconds to give to continuous batching; 0: leave it out"
+    )
     parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-peer", action="store_true", help="the engine alone")
     args = parser.parse_args()
@@ -65,10 +67,14 @@ def main() -> None:
         return
     print(describe(args, model, prompts), flush=True)
     sampling = Sampling(
-        max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, top_k=args.top_k or None, top_p=args.top_p, eos_ids=(2,)
+        max_new_tokens=args.new_tokens,
+        min_new_tokens=args.new_tokens,
+        top_k=args.top_k or None,
+        top_p=args.top_p,
+        eos_ids=(2,),
     )
     if args.no_compile:
-        from groupwise.model.prepare import prepare
+        from groupwise.model.prepared import prepare
 
         engine = Engine(prepare(model, compile=False))
     else:
@@ -83,14 +89,17 @@ def main() -> None:
     print(f"\n{'':16}{'seconds':>9}{'tokens/s':>11}{'ms/step':>9}{'peak GiB':>10}")
     for name, numbers in seconds.items():
         took = median(numbers)
-        print(f"{name:16}{took:9.2f}{tokens / took:11,.0f}{1000 * took / args.new_tokens:9.2f}{peaks[name] / 2**30:10.2f}")
+        print(
+            f"{name:16}{took:9.2f}{tokens / took:11,.0f}{1000 * took / args.new_tokens:9.2f}{peaks[name] / 2**30:10.2f}"
+        )
     ours = median(seconds["groupwise"])
     if not args.no_peer:
         print(f"groupwise is {median(seconds['model.generate']) / ours:.2f} times as fast as model.generate")
     total = sum(map(len, prompts))
     plain_work = args.samples * (total + len(prompts) * args.new_tokens)
     shared_work = total + len(prompts) * args.samples * args.new_tokens
-    print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {plain_work / shared_work:.2f} times")
+    times = plain_work / shared_work
+    print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {times:.2f} times")
     bandwidth, rate = ceilings(args.device, model.dtype)
     shapes = engine.prepared.shapes
     token_bytes = sum(2 * shape.heads * shape.width for shape in shapes) * model.dtype.itemsize
@@ -99,21 +108,27 @@ def main() -> None:
     moved = (args.new_tokens - 1) * (weights + total * token_bytes) + own * token_bytes
     operations = 2 * sum(p.numel() for p in model.parameters()) * shared_work
     print(
-        f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} GB/s of {bandwidth / 1e9:,.0f} measured "
+        f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} of {bandwidth / 1e9:,.0f} GB/s measured "
         f"(floor {moved / bandwidth:.2f} s); arithmetic: {operations / ours / 1e12:.2f} TFLOP/s of {rate / 1e12:.2f} "
         f"measured (floor {operations / rate:.2f} s)"
     )
     print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
     if args.continuous:
-        command = [sys.executable, __file__, *sys.argv[1:], "--only-continuous"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=args.continuous)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("CONTINUOUS")]
-            took = float(lines[0].split()[1]) if lines else None
-            said = (done.stderr.strip().splitlines() or ["no word"])[-1]
-            print(f"continuous batching: {took:.2f} s, {took / ours:.2f} times groupwise's" if took else f"continuous batching failed: {said}")
-        except subprocess.TimeoutExpired:
-            print(f"continuous batching: two runs were not done in {args.continuous} s")
+        print(continuous_batching(args.continuous, ours))
+
+
+def continuous_batching(limit: int, ours: float) -> str:
+    """In a process of its own, which can be ended."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--only-continuous"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return f"continuous batching: two runs were not done in {limit} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("CONTINUOUS")]
+    if not lines:
+        return f"continuous batching failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+    took = float(lines[0].split()[1])
+    return f"continuous batching: {took:.2f} s, {took / ours:.2f} times groupwise's"
 
 
 if __name__ == "__main__":

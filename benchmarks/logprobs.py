@@ -19,11 +19,13 @@ from common import arguments, ceilings, describe, fill, in_turn, load, make_prom
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.model.logprobs import TOKEN_BUDGET, each_pack
-from groupwise.model.prepare import Prepared, prepare
+from groupwise.model.logprobs import default_token_budget, each_pack
+from groupwise.model.prepared import Prepared, prepare
 
 
-def packed(prepared: Prepared, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace) -> float:
+def packed(
+    prepared: Prepared, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace
+) -> float:
     total = torch.zeros((), device=prepared.device)
     with torch.set_grad_enabled(not args.no_gradients):
         for _, found in each_pack(prepared, prompts, completions, token_budget=args.token_budget):
@@ -35,11 +37,15 @@ def packed(prepared: Prepared, prompts: list[Tensor], completions: list[list[Ten
     return total.item()
 
 
-def padded(model: PreTrainedModel, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace) -> float:
+def padded(
+    model: PreTrainedModel, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace
+) -> float:
     """Rows padded on the left, so that all completions end together and logits_to_keep cuts them out."""
     pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
-    rows = torch.stack([torch.cat([prompt.new_zeros(width - len(prompt) - len(ids)), prompt, ids]) for prompt, ids in pairs])
+    rows = torch.stack(
+        [torch.cat([prompt.new_zeros(width - len(prompt) - len(ids)), prompt, ids]) for prompt, ids in pairs]
+    )
     mask = torch.stack([torch.arange(width) >= width - len(prompt) - len(ids) for prompt, ids in pairs]).long()
     rows, mask = rows.to(model.device), mask.to(model.device)
     total = torch.zeros((), device=model.device)
@@ -66,12 +72,13 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true", help="packed alone")
     args = parser.parse_args()
     fill(args)
-    args.token_budget = args.token_budget or TOKEN_BUDGET[args.device]
     model = load(args)
     prompts = make_prompts(args, model.config.vocab_size)
     print(describe(args, model, prompts), flush=True)
     completions = [list(torch.randint(10, model.config.vocab_size, (args.samples, args.new_tokens))) for _ in prompts]
     prepared = prepare(model, compile=False if args.no_compile else None)
+    args.token_budget = args.token_budget or default_token_budget(prepared)
+    print(f"micro-batches of up to {args.token_budget:,} tokens")
     losses: dict[str, float] = {}
     work = {"groupwise": lambda: losses.update(packed=packed(prepared, prompts, completions, args))}
     if not args.no_peer:
@@ -96,10 +103,9 @@ def main() -> None:
     print(f"a large matrix product reaches {rate / 1e12:.2f} TFLOP/s here; attention is not counted above")
     if not args.no_peer:
         ratio = median(seconds["padded"]) / median(seconds["groupwise"])
-        print(
-            f"groupwise is {ratio:.2f} times as fast as padded, which computes {tokens['padded'] / tokens['groupwise']:.2f} "
-            f"times the tokens\nloss: packed {losses['packed']:.4f}, padded {losses['padded']:.4f}"
-        )
+        more = tokens["padded"] / tokens["groupwise"]
+        print(f"groupwise is {ratio:.2f} times as fast as padded, which computes {more:.2f} times the tokens")
+        print(f"loss: packed {losses['packed']:.4f}, padded {losses['padded']:.4f}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
 from groupwise.model.logprobs import Ids
-from groupwise.model.prepare import Prepared, prepare
+from groupwise.model.prepared import Prepared, prepare
 
 
 class Engine:
@@ -121,7 +121,7 @@ class Engine:
             self.prepared,
             request.prompt_lengths,
             request.counts,
-            request.longest,
+            request.sampling.max_new_tokens if self.isolated else request.longest,
             self.max_rows,
             self.cache_bytes,
             held_bytes=held,
@@ -135,12 +135,15 @@ class Engine:
         if self._cache is None or not self._cache.has_room_for(*plan):
             self.release()
             self._cache = SharedCache(self.prepared, *plan)
+        self._cache.attach()
         if not self.graphs:
             return Runner(self.prepared, head, self._cache, request.sampling, request.eos, self.isolated)
         from groupwise.generate.graphs import GraphRunner, Graphs
 
         if self._graphs is None:
-            self._graphs = Graphs(self.prepared, head, self._cache, max(request.prompt_lengths))
+            self._graphs = Graphs(
+                self.prepared, head, self._cache, None if self.isolated else max(request.prompt_lengths)
+            )
         return GraphRunner(self._graphs, request, self.isolated)
 
 

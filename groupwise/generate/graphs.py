@@ -25,9 +25,10 @@ from groupwise.generate.request import Request
 from groupwise.generate.runner import Outcome, Rows, Runner
 from groupwise.generate.sampling import draw
 from groupwise.generate.types import Sampling
+from groupwise.model.attention import to_device
 from groupwise.model.cache import STORAGE, SharedCache, Storage
 from groupwise.model.kernels import TILE_ROWS, Packet, decode_attention, splits_for
-from groupwise.model.prepare import Head, Prepared
+from groupwise.model.prepared import Head, Prepared
 
 LAG = 4
 FIELDS = 6  # of a packet, per row: slot, length, position, prompt length, banned, uniform
@@ -51,11 +52,12 @@ class TiledLayout:
     ) -> Tensor:
         storage: Storage = getattr(module, STORAGE)
         packet = self.packet
-        return decode_attention(
+        out: Tensor = decode_attention(
             query, key, value, storage.pool_keys, storage.pool_values, storage.own_keys, storage.own_values,
             packet.slots, packet.lengths, packet.positions, packet.prompt_lengths,
             packet.tile_starts, packet.tile_lengths, packet.tile_rows, scale, window or 0, softcap or 0.0, self.splits,
         )  # fmt: skip
+        return out
 
 
 class Launched(NamedTuple):
@@ -69,12 +71,13 @@ class Launched(NamedTuple):
 class Graphs:
     """The captured steps for one cache, and the memory that they read and write."""
 
-    def __init__(self, prepared: Prepared, head: Head, cache: SharedCache, longest_prompt: int) -> None:
+    def __init__(self, prepared: Prepared, head: Head, cache: SharedCache, longest_prompt: int | None) -> None:
         self.prepared, self.head, self.cache = prepared, head, cache
         device = prepared.device
         self.sizes = _sizes(cache.slots)
         most = self.sizes[-1]
-        self.splits = splits_for(prepared, cache.slots, longest_prompt)
+        # A fixed number where results must not depend on anybody's prompt.
+        self.splits = 4 if longest_prompt is None else splits_for(prepared, cache.slots, longest_prompt)
         self.packet = torch.zeros(_packet_size(most), dtype=torch.int32, device=device)
         self.out = torch.zeros(4, most, dtype=torch.int32, device=device)
         self.last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
@@ -84,7 +87,7 @@ class Graphs:
         # An entry is written anew only after its event has been waited for: two more than the steps under way.
         self.packets = torch.zeros(LAG + 3, len(self.packet), dtype=torch.int32, pin_memory=True)
         self.outcomes = torch.zeros(LAG + 3, 4, most, dtype=torch.int32, pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(LAG + 3)]
+        self.events = [torch.cuda.Event() for _ in range(LAG + 3)]  # type: ignore[no-untyped-call]
         self.captured: dict[Any, torch.cuda.CUDAGraph] = {}
         self.memory = torch.cuda.graph_pool_handle()
 
@@ -106,7 +109,7 @@ class Graphs:
         # Whatever is captured is also run, to compile and to warm up: for nobody, in the spare slot.
         self.packet[: len(self.packet)].copy_(idle_packet(self.sizes[-1], self.cache.slots).to(self.packet.device))
         used = self.kept_used.clone()
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(2):
@@ -130,15 +133,15 @@ class Graphs:
     def draw(self, logits: Tensor, slots: Tensor, uniform: Tensor, banned: Tensor, sampling: Sampling) -> None:
         """Draw a token per row, remember it as its slot's last, and put the outcome into ``out``."""
         rows = len(slots)
-        banned = banned if sampling.min_new_tokens else None
+        bans = banned if sampling.min_new_tokens else None
         if can_draw(sampling) and logits.dtype == torch.float32:
-            ids, logps, filtered_logps, thresholds, counts = draw_rows(logits, uniform, banned, self.eos, sampling)
+            ids, logps, filtered_logps, thresholds, counts = draw_rows(logits, uniform, bans, self.eos, sampling)
             temperature = sampling.temperature
         else:
-            ids, logps, filtered_logps, logits = draw(logits, uniform, banned, self.eos, sampling)
+            ids, logps, filtered_logps, logits = draw(logits, uniform, bans, self.eos, sampling)
             kept = logits > -torch.inf
             counts = kept.sum(-1).masked_fill(kept.all(-1), 0)
-            temperature, banned, thresholds = 1.0, None, logits.new_full((rows,), torch.finfo(torch.float32).min)
+            temperature, bans, thresholds = 1.0, None, logits.new_full((rows,), torch.finfo(torch.float32).min)
         self.last[slots] = ids
         self.out[0, :rows] = ids
         self.out[1, :rows] = logps.float().view(torch.int32)
@@ -146,7 +149,7 @@ class Graphs:
         if sampling.keep_sets:
             counts = counts.long().masked_fill(slots == self.cache.slots, 0)
             offsets = torch.cat([self.kept_used, self.kept_used + counts.cumsum(0)])
-            append_kept(logits, temperature, thresholds, banned, self.eos, offsets, self.kept_pool)
+            append_kept(logits, temperature, thresholds, bans, self.eos, offsets, self.kept_pool)
             self.kept_used.copy_(offsets[-1:])
             self.out[3, :rows] = counts
 
@@ -169,8 +172,8 @@ class GraphRunner(Runner):
     def first(self, logits: Tensor, rows: Rows, uniform: np.ndarray) -> Launched:
         """The first token of samples, from their prompts' logits ``(rows, V)``."""
         slots, banned = rows.slots, rows.index < self.sampling.min_new_tokens
-        here = (torch.from_numpy(x).to(self.device) for x in (slots, uniform, banned))
-        self.graphs.draw(logits, *here, self.sampling)
+        here = [to_device(torch.from_numpy(x), self.device) for x in (slots, uniform, banned)]
+        self.graphs.draw(logits, here[0], here[1], here[2], self.sampling)
         return self._launched(len(slots))
 
     def decode(self, rows: Rows, uniform: np.ndarray) -> Launched:
@@ -222,7 +225,7 @@ def _views(packet: Tensor, rows: int, most: int) -> tuple[Tensor, Packet]:
     fields = packet[: FIELDS * most].view(FIELDS, most)[:, :rows]
     tiles = packet[FIELDS * most :]
     starts, lengths, members = tiles[:most], tiles[most : 2 * most], tiles[2 * most :].view(most, TILE_ROWS)
-    return fields, Packet(*fields[:4], starts[:rows], lengths[:rows], members[:rows])
+    return fields, Packet(fields[0], fields[1], fields[2], fields[3], starts[:rows], lengths[:rows], members[:rows])
 
 
 def idle_packet(most: int, spare: int) -> Tensor:

@@ -1,8 +1,15 @@
-"""Drawing tokens on a GPU in one kernel: a program per row goes over its logits a few times, and nothing else is stored.
+"""Drawing tokens on a GPU in one kernel: a program per row goes over its logits a few times, and stores nothing.
 
-It draws what `groupwise.generate.sampling.draw` draws. A filter is a threshold on the tempered logits. Top-k's is the
-k-th largest, found digit by digit (a radix select over the bits of the float, 8 at a time); top-p's is found by
-bisection over the same bits; both keep all that tie with the last. Import this module only where Triton is installed.
+It draws what `groupwise.generate.sampling.draw` draws. A filter is a threshold on the tempered logits: top-k's is the
+k-th largest, top-p's the largest above which less than that mass lies, and both keep all that tie with the last. A
+threshold is found by bisection between values that occur, so that it ends when one is left.
+
+With top-k two passes over the logits are enough. In the first, each of 4,096 lanes remembers the largest of the dozen
+values that it sees; a bound that k lanes exceed is exceeded by k tokens, and by few more. The second pass writes down
+those few, and the rest happens in registers. Should they be more than fit (thousands of ties), or without top-k, every
+step of a bisection is a pass.
+
+Import this module only where Triton is installed.
 """
 
 from __future__ import annotations
@@ -17,22 +24,13 @@ from torch import Tensor
 
 from groupwise.generate.types import Sampling
 
-
-@triton.jit
-def _key(x):  # type: ignore[no-untyped-def]
-    """Unsigned integers in the order of the floats."""
-    bits = x.to(tl.uint32, bitcast=True)
-    return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+LANES = 4096
+CANDIDATES = 2048  # that fit into the registers of one program
+MOST_TOP_K = 1024
 
 
 @triton.jit
-def _float(key):  # type: ignore[no-untyped-def]
-    bits = tl.where((key >> 31) != 0, key ^ 0x80000000, key ^ 0xFFFFFFFF)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr, BAN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr, BAN: tl.constexpr):
     """Tempered logits of a block, all of them and those that may be drawn."""
     ids = block + tl.arange(0, BLOCK)
     x = tl.load(base + ids, mask=ids < vocabulary, other=float("-inf"))
@@ -45,87 +43,153 @@ def _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, SHIFT: tl.constexpr, BLOCK: tl.constexpr, BAN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Eight more bits of the ``wanted``-th largest key of those that begin with ``prefix``, and the new ``wanted``."""
-    bins = tl.arange(0, 256)
-    counts = tl.zeros([256], tl.int32)
-    for block in range(0, vocabulary, BLOCK):
-        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-        key = _key(y)
-        same = ids < vocabulary
-        if SHIFT < 24:
-            same = same & ((key >> (SHIFT + 8)) == (prefix >> (SHIFT + 8)))
-        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=same)
-    at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-    chosen = tl.max(tl.where(at_least >= wanted, bins, 0), 0)
-    return prefix | (chosen.to(tl.uint32) << SHIFT), wanted - tl.sum(tl.where(bins > chosen, counts, 0), 0)
+def _between(low, high):
+    """A value from ``low`` on, below ``high``."""
+    middle = low + (high - low) * 0.5
+    return tl.where((middle >= low) & (middle < high), middle, low)
 
 
 @triton.jit
-def _draw_kernel(  # type: ignore[no-untyped-def]
-    logits, uniform, banned, eos, ids_out, logps_out, filtered_out, threshold_out, counts_out,
+def _among(values, total, least, best, COUNT: tl.constexpr):
+    """The largest value above which less than ``total`` lies: counted, or by exp(value − best); values are at hand."""
+    low, high = least, best
+    while low < high:
+        middle = _between(low, high)
+        above = values > middle
+        if COUNT:
+            lies = tl.sum(above.to(tl.float32), 0)
+        else:
+            lies = tl.sum(tl.where(above, tl.exp(values - best), 0.0), 0)
+        if lies < total:
+            high = tl.max(tl.where(above, float("-inf"), values), 0)
+        else:
+            low = tl.min(tl.where(above, values, float("inf")), 0)
+    return high
+
+
+@triton.jit
+def _in_passes(
+    base, temperature, ban, eos, vocabulary, total, least, best,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, BAN: tl.constexpr,
+):  # fmt: skip
+    """The same over all logits, a pass for each step."""
+    low, high = least, best
+    while low < high:
+        middle = _between(low, high)
+        lies = 0.0
+        below, beyond = float("-inf"), float("inf")
+        for block in range(0, vocabulary, BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            above = y > middle
+            if COUNT:
+                lies += tl.sum(above.to(tl.float32), 0)
+            else:
+                lies += tl.sum(tl.where(above, tl.exp(y - best), 0.0), 0)
+            below = tl.maximum(below, tl.max(tl.where(above, float("-inf"), y), 0))
+            beyond = tl.minimum(beyond, tl.min(tl.where(above, y, float("inf")), 0))
+        if lies < total:
+            high = below
+        else:
+            low = beyond
+    return high
+
+
+@triton.jit
+def _draw_kernel(
+    logits, uniform, banned, eos, ids_out, logps_out, filtered_out, threshold_out, counts_out, values, places,
     temperature, top_k, top_p, log_min_p, vocabulary, logits_row,
-    BLOCK: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, MIN_P_FIRST: tl.constexpr,
-    BAN: tl.constexpr,
+    BLOCK: tl.constexpr, ROOM: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    MIN_P: tl.constexpr, MIN_P_FIRST: tl.constexpr, BAN: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     base = logits + row.to(tl.int64) * logits_row
     ban = False
     if BAN:
         ban = tl.load(banned + row) != 0
-    largest, best = float("-inf"), float("-inf")
+    largest, best, least = float("-inf"), float("-inf"), float("inf")
     total = 0.0
+    lanes = tl.full([BLOCK], float("-inf"), tl.float32)
     for block in range(0, vocabulary, BLOCK):
         ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
         larger = tl.maximum(largest, tl.max(x, 0))
         total = total * tl.exp(largest - larger) + tl.sum(tl.exp(x - larger), 0)
         largest = larger
-        best = tl.maximum(best, tl.max(y, 0))
-    threshold = best * 0.0 + float("-inf")
+        lanes = tl.maximum(lanes, y)
+        least = tl.minimum(least, tl.min(tl.where(y > float("-inf"), y, float("inf")), 0))
+    best = tl.max(lanes, 0)
+    threshold = least
     if MIN_P and MIN_P_FIRST:
-        threshold = best + log_min_p
-    if TOP_K:
-        prefix = tl.full([], 0, tl.uint32)
-        prefix, wanted = _digit(base, prefix, top_k, temperature, ban, eos, vocabulary, 24, BLOCK, BAN)
-        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 16, BLOCK, BAN)
-        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 8, BLOCK, BAN)
-        prefix, wanted = _digit(base, prefix, wanted, temperature, ban, eos, vocabulary, 0, BLOCK, BAN)
-        threshold = tl.maximum(threshold, _float(prefix))
-    if TOP_P:
-        mass = 0.0
+        threshold = tl.maximum(threshold, best + log_min_p)
+    candidates = ROOM + 1
+    if FEW:
+        # A few steps are enough: the bound need not be sharp, but k lanes must exceed it.
+        low, high = threshold, best
+        for _ in range(8):
+            middle = _between(low, high)
+            if tl.sum((lanes > middle).to(tl.int32), 0) >= top_k:
+                low = middle
+            else:
+                high = middle
+        candidates = 0
         for block in range(0, vocabulary, BLOCK):
             ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-            mass += tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
-        # The smallest key above which less than top_p of the mass lies.
-        low, high = _key(threshold).to(tl.int64), _key(best).to(tl.int64)
-        for _ in range(32):
-            middle = (low + high) // 2
-            above = 0.0
+            taken = (y >= low).to(tl.int32)
+            place = candidates + tl.cumsum(taken, 0) - taken
+            room = (taken > 0) & (place < ROOM)
+            tl.store(values + row * ROOM + place, y, mask=room)
+            tl.store(places + row * ROOM + place, ids, mask=room)
+            candidates += tl.sum(taken, 0)
+        tl.debug_barrier()  # what was stored is read by other threads
+    found, final, count = vocabulary, -1, 0
+    kept_total = 0.0
+    chance = tl.load(uniform + row)
+    if candidates <= ROOM:
+        at = tl.arange(0, ROOM)
+        y = tl.load(values + row * ROOM + at, mask=at < candidates, other=float("-inf"))
+        ids = tl.load(places + row * ROOM + at, mask=at < candidates, other=0)
+        lowest = tl.min(tl.where(at < candidates, y, float("inf")), 0)
+        if candidates > top_k:
+            lowest = _among(y, top_k * 1.0, lowest, best, True)
+        threshold = tl.maximum(threshold, lowest)
+        if TOP_P:
+            mass = tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
+            threshold = _among(tl.where(y >= threshold, y, float("-inf")), top_p * mass, threshold, best, False)
+        if MIN_P and not MIN_P_FIRST:
+            threshold = tl.maximum(threshold, best + log_min_p)
+        kept = (y >= threshold) & (at < candidates)
+        weights = tl.where(kept, tl.exp(y - best), 0.0)
+        kept_total = tl.sum(weights, 0)
+        count = tl.sum(kept.to(tl.int32), 0)
+        beyond = kept & (tl.cumsum(weights, 0) > chance * kept_total)
+        found = tl.min(tl.where(beyond, ids, vocabulary), 0)
+        final = tl.max(tl.where(kept, ids, -1), 0)
+    else:
+        if TOP_K:
+            found_k = _in_passes(base, temperature, ban, eos, vocabulary, top_k * 1.0, least, best, True, BLOCK, BAN)
+            threshold = tl.maximum(threshold, found_k)
+        if TOP_P:
+            mass = 0.0
             for block in range(0, vocabulary, BLOCK):
                 ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-                above += tl.sum(tl.where(_key(y).to(tl.int64) > middle, tl.exp(y - best), 0.0), 0)
-            enough = above < top_p * mass
-            high = tl.where(enough, middle, high)
-            low = tl.where(enough, low, tl.minimum(middle + 1, high))
-        threshold = tl.maximum(threshold, _float(high.to(tl.uint32)))
-    if MIN_P and not MIN_P_FIRST:
-        threshold = tl.maximum(threshold, best + log_min_p)
-    kept_total, count, final = 0.0, 0, -1
-    for block in range(0, vocabulary, BLOCK):
-        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-        kept = (y >= threshold) & (y > float("-inf"))
-        kept_total += tl.sum(tl.where(kept, tl.exp(y - best), 0.0), 0)
-        count += tl.sum(kept.to(tl.int32), 0)
-        final = tl.maximum(final, tl.max(tl.where(kept, ids, -1), 0))
-    target = tl.load(uniform + row) * kept_total
-    cumulated, found = 0.0, vocabulary
-    for block in range(0, vocabulary, BLOCK):
-        ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
-        kept = (y >= threshold) & (y > float("-inf"))
-        weights = tl.where(kept, tl.exp(y - best), 0.0)
-        beyond = kept & (cumulated + tl.cumsum(weights, 0) > target)
-        found = tl.minimum(found, tl.min(tl.where(beyond, ids, vocabulary), 0))
-        cumulated += tl.sum(weights, 0)
+                mass += tl.sum(tl.where(y >= threshold, tl.exp(y - best), 0.0), 0)
+            found_p = _in_passes(base, temperature, ban, eos, vocabulary, top_p * mass, least, best, False, BLOCK, BAN)
+            threshold = tl.maximum(threshold, found_p)
+        if MIN_P and not MIN_P_FIRST:
+            threshold = tl.maximum(threshold, best + log_min_p)
+        for block in range(0, vocabulary, BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            kept = (y >= threshold) & (ids < vocabulary)
+            kept_total += tl.sum(tl.where(kept, tl.exp(y - best), 0.0), 0)
+            count += tl.sum(kept.to(tl.int32), 0)
+            final = tl.maximum(final, tl.max(tl.where(kept, ids, -1), 0))
+        cumulated = 0.0
+        for block in range(0, vocabulary, BLOCK):
+            ids, x, y = _allowed(base, block, temperature, ban, eos, vocabulary, BLOCK, BAN)
+            kept = (y >= threshold) & (ids < vocabulary)
+            weights = tl.where(kept, tl.exp(y - best), 0.0)
+            beyond = kept & (cumulated + tl.cumsum(weights, 0) > chance * kept_total)
+            found = tl.minimum(found, tl.min(tl.where(beyond, ids, vocabulary), 0))
+            cumulated += tl.sum(weights, 0)
     found = tl.maximum(tl.where(found < vocabulary, found, final), 0)  # rounding may leave none beyond the target
     score = tl.div_rn(tl.load(base + found), temperature)
     tl.store(ids_out + row, found.to(tl.int64))
@@ -155,18 +219,21 @@ def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tenso
     logps, filtered, thresholds = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3))
     counts = torch.empty(rows, dtype=torch.int32, device=logits.device)
     top_k = sampling.top_k or 0
+    few = 0 < top_k <= min(MOST_TOP_K, vocabulary - 1)  # few enough for the candidates' way
+    values = torch.empty(rows * CANDIDATES if few else 1, dtype=torch.float32, device=logits.device)
+    places = torch.empty_like(values, dtype=torch.int32)
     _draw_kernel[(rows,)](
         logits, uniform, uniform if banned is None else banned, eos, ids, logps, filtered, thresholds, counts,
-        sampling.temperature, top_k, sampling.top_p, math.log(sampling.min_p) if sampling.min_p else 0.0,
-        vocabulary, logits.stride(0),
-        BLOCK=4096, TOP_K=0 < top_k < vocabulary, TOP_P=sampling.top_p < 1.0, MIN_P=bool(sampling.min_p),
-        MIN_P_FIRST=sampling.order == "vllm", BAN=banned is not None, num_warps=8,
+        values, places, sampling.temperature, top_k, sampling.top_p,
+        math.log(sampling.min_p) if sampling.min_p else 0.0, vocabulary, logits.stride(0),
+        BLOCK=LANES, ROOM=CANDIDATES, FEW=few, TOP_K=0 < top_k < vocabulary, TOP_P=sampling.top_p < 1.0,
+        MIN_P=bool(sampling.min_p), MIN_P_FIRST=sampling.order == "vllm", BAN=banned is not None, num_warps=8,
     )  # fmt: skip
     return DrawnRows(ids, logps, filtered, thresholds, counts)
 
 
 @triton.jit
-def _kept_kernel(  # type: ignore[no-untyped-def]
+def _kept_kernel(
     logits, thresholds, banned, eos, offsets, pool, capacity, temperature, vocabulary, logits_row,
     BLOCK: tl.constexpr, BAN: tl.constexpr,
 ):  # fmt: skip
@@ -187,7 +254,13 @@ def _kept_kernel(  # type: ignore[no-untyped-def]
 
 
 def append_kept(
-    logits: Tensor, temperature: float, thresholds: Tensor, banned: Tensor | None, eos: Tensor, offsets: Tensor, pool: Tensor
+    logits: Tensor,
+    temperature: float,
+    thresholds: Tensor,
+    banned: Tensor | None,
+    eos: Tensor,
+    offsets: Tensor,
+    pool: Tensor,
 ) -> None:
     """Write the ids that each row of ``logits`` (rows, V) kept to pool[offsets[row]:offsets[row + 1]].
 
@@ -195,5 +268,5 @@ def append_kept(
     """
     _kept_kernel[(len(logits),)](
         logits, thresholds, thresholds if banned is None else banned, eos, offsets, pool, len(pool), temperature,
-        logits.shape[1], logits.stride(0), BLOCK=1024, BAN=banned is not None,
+        logits.shape[1], logits.stride(0), BLOCK=LANES, BAN=banned is not None, num_warps=8,
     )  # fmt: skip

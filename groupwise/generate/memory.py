@@ -8,7 +8,7 @@ from typing import NamedTuple
 from groupwise.errors import InputError
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
-from groupwise.model.prepare import Prepared
+from groupwise.model.prepared import Prepared
 
 SHARE_OF_FREE = 0.7  # the rest is for activations, logits and whatever else runs
 

@@ -19,7 +19,7 @@ from groupwise.generate.runner import Rows, read_drawn
 from groupwise.generate.sampling import draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.logprobs import Ids
-from groupwise.model.prepare import Prepared, prepare
+from groupwise.model.prepared import Prepared, prepare
 
 
 class PlainGenerator:
@@ -45,11 +45,12 @@ class PlainGenerator:
             members = np.flatnonzero(request.prompt_of == number)
             drawing = _Drawing(request, record, members, self.prepared)
             rows = ids.repeat(len(members), 1).to(self.prepared.device)
-            self.prepared.model.generate(
+            generate: Any = self.prepared.model.generate
+            generate(
                 rows,
                 attention_mask=torch.ones_like(rows),  # or a token that happens to be the padding's would be hidden
                 # An EOS of None would become the model's own; this one never comes.
-                generation_config=GenerationConfig(
+                generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
                     max_new_tokens=int(request.limits[members[0]]),
                     do_sample=False,
                     pad_token_id=0,
@@ -62,7 +63,7 @@ class PlainGenerator:
         return record.rollout({"prefilled_tokens": prefilled, "plain": True})
 
 
-class _Drawing(LogitsProcessor):  # type: ignore[misc]
+class _Drawing(LogitsProcessor):
     """Draws the next tokens itself, and leaves `generate` no other choice."""
 
     def __init__(self, request: Request, record: Record, members: np.ndarray, prepared: Prepared) -> None:
@@ -83,7 +84,7 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
 
-class _Ended(StoppingCriteria):  # type: ignore[misc]
+class _Ended(StoppingCriteria):
     def __init__(self, record: Record, members: np.ndarray) -> None:
         self.record, self.members = record, members
 

@@ -15,7 +15,7 @@ from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.logprobs import Ids, check_ids
-from groupwise.model.prepare import Prepared
+from groupwise.model.prepared import Prepared
 
 
 class Request:
@@ -177,7 +177,9 @@ class Record:
         """Everything, once all samples have ended."""
         width = int(self.lengths.max())
         kept = self._kept(kept_ids) if self.request.sampling.keep_sets else None
-        ids, logps, filtered = (torch.from_numpy(x[:, :width].copy()) for x in (self.ids, self.logps, self.filtered_logps))
+        ids, logps, filtered = (
+            torch.from_numpy(x[:, :width].copy()) for x in (self.ids, self.logps, self.filtered_logps)
+        )
         return Rollout(
             ids,
             torch.from_numpy(self.lengths),
@@ -195,11 +197,11 @@ def _whole(number: object, least: int) -> bool:
 
 
 def _eos(prepared: Prepared, sampling: Sampling) -> list[int]:
-    if sampling.eos_ids is not None:
-        own: Any = list(sampling.eos_ids)
-    else:
-        own = getattr(prepared.model.generation_config, "eos_token_id", None)
-        own = [] if own is None else [own] if isinstance(own, int) else list(own)
+    """The settings' EOS ids, or the model's own."""
+    given: Any = sampling.eos_ids
+    if given is None:
+        given = getattr(prepared.model.generation_config, "eos_token_id", None)
+    own: list[int] = [] if given is None else [given] if isinstance(given, int) else list(given)
     for number in own:
         if not 0 <= number < prepared.vocabulary:
             raise InputError(f"the EOS id {number} is outside the vocabulary of {prepared.vocabulary}")

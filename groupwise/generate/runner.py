@@ -7,6 +7,7 @@ predecessor's tokens are: they stay on the device, in ``last``, and everything e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,14 +17,16 @@ from torch import Tensor
 from groupwise.core.filters import KeptSets
 from groupwise.generate.sampling import Drawn, draw, eos_mask
 from groupwise.generate.types import Sampling
+from groupwise.model.attention import to_device
 from groupwise.model.cache import DecodeLayout, PrefillLayout, SharedCache
-from groupwise.model.prepare import Head, Prepared
+from groupwise.model.prepared import Head, Prepared
 
 Group = tuple[int, int, slice]
 """A prompt's start and length in the pool, and the rows of its samples."""
 
 
-class Rows(NamedTuple):
+@dataclass(frozen=True)
+class Rows:
     """The samples of one step, one entry each; known on the host."""
 
     samples: np.ndarray  # which
@@ -68,7 +71,7 @@ class Runner:
     def prefill(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
         """The logits ``(n, V)`` that follow each prompt; their keys and values are in the pool."""
         layout = PrefillLayout([len(ids) for ids in prompts], starts, self.device)
-        row = torch.cat(list(prompts)).to(self.device)
+        row = to_device(torch.cat(list(prompts)), self.device)
         hidden = self.prepared.hidden(row[None], layout.positions[None], layout)[0]
         return self.head.logits(hidden[layout.prompt_ends[1:].long() - 1])
 
@@ -93,9 +96,11 @@ class Runner:
                 for row in range(members.start, members.stop)
             ]
         layout = DecodeLayout(
-            *(torch.from_numpy(numbers).to(self.device) for numbers in (slots, index - 1, positions)),
-            groups,
-            self.cache.length if self.isolated else None,
+            slots=torch.from_numpy(slots).to(self.device),
+            lengths=torch.from_numpy(index - 1).to(self.device),
+            positions=torch.from_numpy(positions).to(self.device),
+            groups=groups,
+            own_tokens=self.sampling.max_new_tokens if self.isolated else None,
         )
         hidden = self.prepared.hidden(self.last[layout.slots, None], layout.positions[:, None], layout)[:, 0]
         drawn = self._draw(self.head.logits(hidden), index, uniform)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.core.filters import filter_logits
 from groupwise.generate.types import Sampling
-from groupwise.model.prepare import Prepared
+from groupwise.model.prepared import Prepared
 
 
 class Drawn(NamedTuple):
@@ -27,7 +27,7 @@ class Drawn(NamedTuple):
 
 
 def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
-    """The numbers in [0, 1) that decide a sample's tokens, ``(count,)`` float32; a longer sample begins with the same."""
+    """The numbers in [0, 1) that decide a sample's tokens, ``(count,)`` float32; more of them begin with the same."""
     generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, key, sample])))
     return generator.random(count, dtype=np.float32)
 

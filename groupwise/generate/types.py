@@ -50,9 +50,7 @@ class Sampling:
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
                 raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
         if self.min_new_tokens > self.max_new_tokens:
-            raise InputError(
-                f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}"
-            )
+            raise InputError(f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}")
         if self.eos_ids is not None and not all(isinstance(number, int) for number in self.eos_ids):
             raise InputError(f"eos_ids must be token ids, got {self.eos_ids!r}")
 

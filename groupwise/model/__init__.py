@@ -1,0 +1,68 @@
+"""Models: loading and exporting them, and log-probs for which each prompt is computed once.
+
+Names are imported when they are first used, so that `groupwise models list` need not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.model.device import compute_dtype, free_memory, resolve_device, set_threads, usable_cpus
+    from groupwise.model.export import export_model
+    from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
+    from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
+    from groupwise.model.lora import LoraSettings, adapter_off, add_lora, is_lora
+    from groupwise.model.precision import MasterWeights
+    from groupwise.model.prepared import Prepared, prepare
+    from groupwise.model.weights import CATALOGUE, cached, fetch
+
+_HOME = {
+    "device": ("compute_dtype", "free_memory", "resolve_device", "set_threads", "usable_cpus"),
+    "export": ("export_model",),
+    "load": ("load_model", "load_model_and_tokenizer", "load_tokenizer"),
+    "logprobs": ("TokenLogps", "completion_logps", "each_pack", "padded_logps", "plan_packs"),
+    "lora": ("LoraSettings", "adapter_off", "add_lora", "is_lora"),
+    "precision": ("MasterWeights",),
+    "prepared": ("Prepared", "prepare"),
+    "weights": ("CATALOGUE", "cached", "fetch"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "CATALOGUE",
+    "LoraSettings",
+    "MasterWeights",
+    "Prepared",
+    "TokenLogps",
+    "adapter_off",
+    "add_lora",
+    "cached",
+    "completion_logps",
+    "compute_dtype",
+    "each_pack",
+    "export_model",
+    "fetch",
+    "free_memory",
+    "is_lora",
+    "load_model",
+    "load_model_and_tokenizer",
+    "load_tokenizer",
+    "padded_logps",
+    "plan_packs",
+    "prepare",
+    "resolve_device",
+    "set_threads",
+    "usable_cpus",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"groupwise.model.{_MODULE_OF[name]}"), name)
+    raise AttributeError(f"module 'groupwise.model' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -154,7 +154,7 @@ class PackedLayout:
         return out.transpose(0, 1).unsqueeze(0)
 
     def _keys_of_each(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """With a window, each completion gets keys of its own: its prompt's last ones, as far as it can see, and its own.
+        """With a window, each completion gets keys of its own: its prompt's last ones, as far as it sees, and its own.
 
         Which keys, where each segment's end, and the longest. A window's edge runs at another place of the prompt for
         every token, so the prompt cannot be one block of keys for all; the row's keys are gathered instead.
@@ -186,7 +186,12 @@ class PackedLayout:
             part = slice(start, stop)
             visible = at[part, None] >= at[None, part]
             out, lse = _part(
-                query[:, part], key[:, part], value[:, part], scale, _within(visible, at[part], at[part], window), softcap
+                query[:, part],
+                key[:, part],
+                value[:, part],
+                scale,
+                _within(visible, at[part], at[part], window),
+                softcap,
             )
             outs.append(out)
             lses.append(lse)
@@ -213,7 +218,7 @@ def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 
 class _Shared(torch.autograd.Function):
-    """The two-part attention on a CPU, by PyTorch's CPU kernel, which returns its normalisers. Tensors are (H, N, d)."""
+    """The two-part attention on a CPU, by PyTorch's CPU kernel, which returns normalisers. Tensors are (H, N, d)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
@@ -245,22 +250,21 @@ class _Shared(torch.autograd.Function):
         repeat = query.shape[0] // key.shape[0]
         key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         grads = [torch.zeros_like(x) for x in (query, key, value)]
+        tensors = (grad, query, key, value, out, lse)
         for segments in _equal_lengths(layout.own):
             part, batch = _batched(segments)
-            found = _cpu_backward(
-                *(batch(x[:, part]) for x in (grad, query, key, value, out, lse)), 0.0, True, scale=ctx.scale
-            )
+            found = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
             for total, share in zip(grads, found, strict=True):
                 total[:, part] += _unbatched(share)
         for rows, keys in layout.prefix:
             found = _cpu_backward(
-                *(x.unsqueeze(0) for x in (grad[:, rows], query[:, rows], key[:, keys], value[:, keys], out[:, rows], lse[:, rows])),
+                *(x[:, at].unsqueeze(0) for x, at in zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)),
                 0.0, False, scale=ctx.scale,
             )  # fmt: skip
             for total, share, at in zip(grads, found, (rows, keys, keys), strict=True):
                 total[:, at] += share[0]
         if repeat > 1:
-            grads[1:] = [x.unflatten(0, (-1, repeat)).sum(1) for x in grads[1:]]
+            grads[1:] = [x.view(-1, repeat, *x.shape[1:]).sum(1) for x in grads[1:]]
         return *grads, None, None
 
 
@@ -277,7 +281,7 @@ def _batched(segments: Sequence[tuple[int, int]]) -> tuple[slice, Any]:
     """Where a run of segments lies, and how to cut (H, n · L, …) into (n, H, L, …)."""
 
     def cut(x: Tensor) -> Tensor:
-        return x.unflatten(1, (len(segments), -1)).transpose(0, 1)
+        return x.reshape(x.shape[0], len(segments), -1, *x.shape[2:]).transpose(0, 1)
 
     return slice(segments[0][0], segments[-1][1]), cut
 

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from groupwise.model.attention import PackedLayout, join, part_attention
-from groupwise.model.prepare import LayerShape, Prepared
+from groupwise.model.attention import PackedLayout, join, part_attention, to_device
+from groupwise.model.prepared import LayerShape, Prepared
 
 STORAGE = "groupwise_cache"  # the attribute of an attention module
 
@@ -40,15 +40,21 @@ class SharedCache:
         self.prepared = prepared
         self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
         # Zeros, not whatever the memory held: a masked position has the weight 0, and 0 · NaN is NaN.
-        options = {"dtype": prepared.dtype, "device": prepared.device}
+        pool, own = (prompt_tokens,), (slots + 1, length)
         self.layers = [
             Storage(
-                *(torch.zeros(prompt_tokens, *shape, **options) for _ in range(2)),
-                *(torch.zeros(slots + 1, length, *shape, **options) for _ in range(2)),
+                *(
+                    torch.zeros(*size, *shape, dtype=prepared.dtype, device=prepared.device)
+                    for size in (pool, pool, own, own)
+                )
             )
             for shape in prepared.shapes
         ]
-        for module, storage in zip(prepared.attentions, self.layers, strict=True):
+        self.attach()
+
+    def attach(self) -> None:
+        """Hang the storage on the model's modules; whoever runs next does so, where several caches share a model."""
+        for module, storage in zip(self.prepared.attentions, self.layers, strict=True):
             setattr(module, STORAGE, storage)
 
     @property
@@ -60,8 +66,8 @@ class SharedCache:
 
     def release(self) -> None:
         """Give the memory back."""
-        for module in self.prepared.attentions:
-            if hasattr(module, STORAGE):
+        for module, storage in zip(self.prepared.attentions, self.layers, strict=True):
+            if getattr(module, STORAGE, None) is storage:
                 delattr(module, STORAGE)
         self.layers = []
 
@@ -86,7 +92,7 @@ class PrefillLayout(PackedLayout):
     def __init__(self, prompts: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
         super().__init__(prompts, [()] * len(prompts), device)
         places = [torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
-        self.places = torch.cat(places).to(device)
+        self.places = to_device(torch.cat(places), device)
 
     def attend(
         self,

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from groupwise.model.prepare import Prepared
+from groupwise.model.prepared import Prepared
 
 TILE_ROWS = 16
 
@@ -36,14 +36,14 @@ class Packet(NamedTuple):
 
 
 @triton.jit
-def _capped(scores, softcap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _capped(scores, softcap, CAPPED: tl.constexpr):
     if CAPPED:  # softcap · tanh(scores / softcap)
         scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
     return scores
 
 
 @triton.jit
-def _prompt_kernel(  # type: ignore[no-untyped-def]
+def _prompt_kernel(
     query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, normaliser,
     scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
@@ -100,12 +100,14 @@ def _prompt_kernel(  # type: ignore[no-untyped-def]
     some = total > 0
     result = result / tl.where(some, total, 1.0)[:, None]
     place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
-    tl.store(normaliser + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid)
+    tl.store(
+        normaliser + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid
+    )
     tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
-def _own_kernel(  # type: ignore[no-untyped-def]
+def _own_kernel(
     query, key, value, own_keys, own_values, slots, lengths, prompt_lengths, part, normaliser, out,
     scale, window, softcap, rows, query_row, query_head, key_row, key_head, value_row, value_head,
     own_slot, own_token, own_head,
@@ -162,7 +164,9 @@ def _own_kernel(  # type: ignore[no-untyped-def]
         for split in range(SPLITS):
             place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
             other = tl.load(normaliser + place, mask=valid, other=float("-inf"))
-            more = tl.load(part + place[:, None] * WIDTH + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
+            more = tl.load(
+                part + place[:, None] * WIDTH + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0
+            )
             larger = tl.maximum(largest, other)
             shrink, weight = tl.exp(largest - larger), tl.exp(other - larger)
             result = result * shrink[:, None] + more * weight[:, None]

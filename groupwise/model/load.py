@@ -57,7 +57,7 @@ def load_model(
     return _load(source, dtype, device, lora, trust_remote_code, revision, seed)[0]
 
 
-def load(
+def load_model_and_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel | Adapted, PreTrainedTokenizerBase]:
     """A model and its tokenizer; ``options`` are the other ones of `load_model`. A GGUF file is read once for both."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,9 +21,10 @@ from groupwise.core.filters import KeptSets, keep_sampling_mask
 from groupwise.core.logps import logps_from_logits, selective_logps
 from groupwise.errors import InputError
 from groupwise.model.attention import PackedLayout, to_device
-from groupwise.model.prepare import Prepared, prepare
+from groupwise.model.prepared import Prepared, prepare
 
-TOKEN_BUDGET = {"cpu": 4096, "cuda": 32768}
+CPU_TOKENS, MOST_TOKENS = 4096, 65536
+SHARE_OF_MEMORY = 0.35  # of a GPU, for what the backward pass needs of one pack
 
 Ids = Sequence[int] | Tensor
 
@@ -69,7 +71,11 @@ def plan_packs(
     for group, (prompt, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
         costs = [max(length - 1, 0) for length in lengths]
         whole = prompt + sum(costs)
-        if token_budget is not None and used + whole > token_budget and (whole <= token_budget or used + prompt > token_budget):
+        if (
+            token_budget is not None
+            and used + whole > token_budget
+            and (whole <= token_budget or used + prompt > token_budget)
+        ):
             close()
         for number, cost in enumerate(costs):
             if token_budget is not None:
@@ -85,6 +91,21 @@ def plan_packs(
         first += len(lengths)
     close()
     return packs
+
+
+def default_token_budget(prepared: Prepared) -> int:
+    """4,096 on a CPU; on a GPU what a third of its memory holds, at most 65,536.
+
+    It depends on the GPU and the model alone, not on what happens to be free: packs decide in which order gradients
+    are added, and a run must be repeatable. A layer keeps about seven hidden widths and three of the MLP's for a token.
+    """
+    if prepared.device.type != "cuda":
+        return CPU_TOKENS
+    config = prepared.model.config.get_text_config()
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    each = config.num_hidden_layers * (7 * config.hidden_size + 3 * mlp) * prepared.dtype.itemsize
+    memory = torch.cuda.get_device_properties(prepared.device).total_memory
+    return max(1024, min(MOST_TOKENS, int(memory * SHARE_OF_MEMORY / each) // 1024 * 1024))
 
 
 def completion_logps(
@@ -140,7 +161,7 @@ def each_pack(
     """One pack after another: which samples ``(b,)``, and their log-probs ``(b, T)``.
 
     Take the loss of a part and its backward pass before the next part is asked for: memory is then that of one pack,
-    at most ``token_budget`` tokens (by default 4,096 on a CPU and 32,768 on a GPU, or the longest sample).
+    at most ``token_budget`` tokens (by default `default_token_budget`, or the longest sample).
     ``kept`` holds a set for every token of every completion, in their order.
     """
     prepared = prepare(model)
@@ -149,19 +170,20 @@ def each_pack(
     lengths = [[len(ids) for ids in members] for members in completion_ids]
     if token_budget is None:
         longest = max(len(p) + max(map(len, c)) for p, c in zip(prompt_ids, completion_ids, strict=True))
-        token_budget = max(TOKEN_BUDGET.get(device.type, TOKEN_BUDGET["cuda"]), longest)
+        token_budget = max(default_token_budget(prepared), longest)
     flat = [ids for members in completion_ids for ids in members]
     if kept is not None:
-        ends = torch.tensor([0, *(len(ids) for ids in flat)]).cumsum(0)
+        ends = [0, *accumulate(len(ids) for ids in flat)]
         if len(kept) != ends[-1]:
-            raise InputError(f"{len(kept)} kept sets were given for {int(ends[-1])} completion tokens")
+            raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
     run = padded_logps if prepared.why_plain else _packed_logps
     for pack in plan_packs([len(ids) for ids in prompt_ids], lengths, token_budget):
         members = iter([flat[i] for i in pack.samples.tolist()])
         chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
         sets = None
         if kept is not None:
-            sets = kept.select(torch.cat([torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()])).to(device)
+            tokens = [torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()]
+            sets = kept.select(torch.cat(tokens)).to(device)
         found = run(
             prepared,
             [prompt_ids[group] for group in pack.groups],
@@ -186,7 +208,9 @@ def _packed_logps(
         raise InputError(f"this model's prompts cannot be shared: {prepared.why_plain}")
     device = prepared.device
     flat = [ids for members in completions for ids in members]
-    layout = PackedLayout([len(ids) for ids in prompts], [[len(ids) - 1 for ids in members] for members in completions], device)
+    layout = PackedLayout(
+        [len(ids) for ids in prompts], [[len(ids) - 1 for ids in members] for members in completions], device
+    )
     row = to_device(torch.cat([*prompts, *(ids[:-1] for ids in flat)]), device)
     hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
     head = prepared.head
@@ -246,9 +270,7 @@ def padded_logps(
     return _in_rows(found, [len(ids) for _, ids in pairs], with_entropy)
 
 
-def _logps_of_logits(
-    logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool
-) -> Any:
+def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:
     if kept is None:
         return logps_from_logits(logits, ids, temperature=temperature, with_entropy=with_entropy)
     logps = keep_sampling_mask(logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature, kept)

@@ -6,8 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
-from tests.weights import smollm2
 from torch import Tensor
 
 from groupwise.errors import InputError
@@ -16,7 +14,9 @@ from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.types import Rollout, Sampling
 from groupwise.model.cache import STORAGE
 from groupwise.model.logprobs import completion_logps
-from groupwise.model.prepare import prepare
+from groupwise.model.prepared import prepare
+from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
+from tests.weights import smollm2
 
 PROMPTS, _ = random_groups([5, 9, 1, 30, 17], [])
 COUNTS = [3, 1, 4, 2, 4]
@@ -86,12 +86,14 @@ def test_each_prompt_is_prefilled_exactly_once():
     """Counted where it happens: the tokens that go through the model."""
     prepared = PREPARED["llama"]
     seen: list[tuple[int, ...]] = []
-    hook = prepared.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
+    hook = prepared.model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, args: seen.append(tuple(args[0].shape))
+    )
     try:
         rollout = Engine(prepared, max_rows=5).generate(PROMPTS, 4, Sampling(max_new_tokens=9, eos_ids=()))
     finally:
         hook.remove()
-    prefills = [shape for shape in seen if shape[0] == 1 and shape[1] > 1 or shape == (1, 1)]
+    prefills = [shape for shape in seen if (shape[0] == 1 and shape[1] > 1) or shape == (1, 1)]
     decoded = [shape for shape in seen if shape not in prefills]
     assert sum(tokens for _, tokens in prefills) == sum(map(len, PROMPTS))
     assert all(tokens == 1 and rows <= 5 for rows, tokens in decoded)
@@ -120,7 +122,6 @@ def test_nothing_leaks_between_groups(asked, rows, prefill, name, seed):
     for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
         alone = Engine(PREPARED[name]).generate([prompt], count, sampling, keys=[number]).completions()[0]
         assert [ids.tolist() for ids in together[number]] == [ids.tolist() for ids in alone]
-    attach(engine)
 
 
 LEAKY = {name: Engine(PREPARED[name]) for name in ("llama", "gemma3")}
@@ -131,12 +132,6 @@ def poison(engine: Engine) -> None:
     for layer in engine._cache.layers:
         for tensor in layer:
             tensor.fill_(float("nan"))
-
-
-def attach(engine: Engine) -> None:
-    """The engines of one model take turns; its modules carry the cache of the last."""
-    for module, layer in zip(engine.prepared.attentions, engine._cache.layers, strict=True):
-        setattr(module, STORAGE, layer)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -249,6 +244,17 @@ def test_a_budget_too_small_for_one_group():
 def test_bad_engine_settings(name):
     with pytest.raises(InputError, match=f"{name} must be a whole number of at least 1"):
         Engine(PREPARED["llama"], **{name: 0})
+
+
+def test_two_engines_of_one_model_do_not_disturb_each_other():
+    prepared = PREPARED["qwen3"]
+    sampling = Sampling(max_new_tokens=10)
+    first, second = Engine(prepared, max_rows=3), Engine(prepared, max_rows=7)
+    wanted = first.generate(PROMPTS, 2, sampling)
+    assert_same(second.generate(PROMPTS, 2, sampling), wanted)
+    assert_same(first.generate(PROMPTS, 2, sampling), wanted)
+    first.release()
+    assert_same(second.generate(PROMPTS, 2, sampling), wanted)
 
 
 def test_release_gives_the_memory_back():

@@ -88,7 +88,7 @@ def test_uniforms_are_fixed_for_ever():
     others = [uniforms(8, 3, 1, 4), uniforms(7, 2, 1, 4), uniforms(7, 3, 0, 4)]
     assert not any(np.array_equal(other, found) for other in others)
     many = np.concatenate([uniforms(0, key, 0, 1000) for key in range(50)])
-    assert 0 <= many.min()
+    assert many.min() >= 0
     assert many.max() < 1
     assert abs(many.mean() - 0.5) < 0.01
 

@@ -38,7 +38,11 @@ ARCHITECTURES = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen2_windows": (Qwen2ForCausalLM, Qwen2Config, {**MIXED, "use_sliding_window": True}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {**MIXED, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}),
+    "gemma2": (
+        Gemma2ForCausalLM,
+        Gemma2Config,
+        {**MIXED, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0},
+    ),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, MIXED),
     "gemma3_softcap": (Gemma3ForCausalLM, Gemma3TextConfig, {**MIXED, "final_logit_softcapping": 5.0}),
 }

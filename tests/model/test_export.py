@@ -14,7 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.model.export import export_model
-from groupwise.model.load import load, load_model
+from groupwise.model.load import load_model, load_model_and_tokenizer
 from groupwise.model.lora import LoraSettings, add_lora, is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
@@ -172,7 +172,7 @@ def test_the_adapter_alone(tmp_path):
     for name, master in masters.named_parameters():
         assert torch.equal(tensors[name.replace(".default", "")], master)
     assert "README.md" not in {path.name for path in exact.iterdir()}
-    again, tokenizer = load(exact, dtype="bfloat16", device="cpu")
+    again, tokenizer = load_model_and_tokenizer(exact, dtype="bfloat16", device="cpu")
     assert torch.equal(logits(again), logits(model))
     assert tokenizer("a").input_ids == [97]
     asis = load_file(export_model(model, tmp_path / "asis", merge=False) / "adapter_model.safetensors")
@@ -199,7 +199,9 @@ def test_an_attention_function_of_our_own_stays_here(tmp_path):
 
 def test_no_path_of_this_machine_is_written(tmp_path):
     first = export_model(tiny_model(), tmp_path / "first", tokenizer=tiny_tokenizer())
-    second = export_model(*[load(first)[0]], tmp_path / "second", tokenizer=load(first)[1])
+    second = export_model(
+        *[load_model_and_tokenizer(first)[0]], tmp_path / "second", tokenizer=load_model_and_tokenizer(first)[1]
+    )
     for path in second.glob("*.json"):
         assert str(tmp_path) not in path.read_text()
 
@@ -264,7 +266,7 @@ def test_a_full_disk_leaves_nothing(tmp_path):
 
 def test_real_weights(tmp_path):
     """SmolLM2 trained whole for one step from masters: the folder says what the float32 masters say."""
-    model, tokenizer = load(smollm2(), dtype="float32", device="cpu")
+    model, tokenizer = load_model_and_tokenizer(smollm2(), dtype="float32", device="cpu")
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     masters = MasterWeights(model)
     model(ids, labels=ids).loss.backward()

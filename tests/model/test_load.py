@@ -21,7 +21,7 @@ from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, Lla
 from groupwise.errors import CheckpointError, GroupwiseError, InputError
 from groupwise.model import weights
 from groupwise.model.export import export_model
-from groupwise.model.load import load, load_model, load_tokenizer
+from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
 from groupwise.model.lora import LoraSettings, adapter_off, is_lora
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from tests.weights import smollm2
@@ -50,7 +50,7 @@ def rewrite(folder, **facts):
 
 
 def test_a_folder(folder, monkeypatch):
-    model, tokenizer = load(folder, **CPU)
+    model, tokenizer = load_model_and_tokenizer(folder, **CPU)
     assert torch.equal(logits(model), logits(tiny_model(6)))
     assert tokenizer.decode(tokenizer("größer").input_ids) == "größer"
     assert not model.training
@@ -122,7 +122,7 @@ def test_a_new_adapter():
 
 def test_the_tokenizer_of_an_adapter_is_that_of_its_base(folder, tmp_path):
     adapter = export_model(load_model(folder, lora=LoraSettings(), **CPU), tmp_path / "adapter", merge=False)
-    model, tokenizer = load(adapter, **CPU)
+    model, tokenizer = load_model_and_tokenizer(adapter, **CPU)
     assert torch.equal(logits(model), logits(tiny_model(6)))
     assert tokenizer("a").input_ids == [97]
 
@@ -139,7 +139,7 @@ def test_a_gguf_file_is_read_once(monkeypatch, tmp_path):
     monkeypatch.setattr(gguf, "load_gguf", fake)
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
-    model, tokenizer = load(file, device="cpu", dtype="bfloat16")
+    model, tokenizer = load_model_and_tokenizer(file, device="cpu", dtype="bfloat16")
     assert calls == [(file, torch.bfloat16)]
     assert tokenizer("a").input_ids == [97]
     assert model.name_or_path == str(file)
@@ -163,7 +163,7 @@ def test_a_name_of_the_catalogue_is_fetched_once_with_a_notice(folder, monkeypat
 
 def test_real_weights():
     """SmolLM2 follows its chat template to a sensible answer."""
-    model, tokenizer = load(smollm2(), **CPU)
+    model, tokenizer = load_model_and_tokenizer(smollm2(), **CPU)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
@@ -218,7 +218,7 @@ def test_a_revision_is_for_the_hub(folder, source):
 
 def test_an_unknown_option():
     with pytest.raises(InputError, match="unknown option of load 'dtypo'; did you mean 'dtype'"):
-        load("tiny", dtypo="float32")
+        load_model_and_tokenizer("tiny", dtypo="float32")
 
 
 def test_the_hub_cannot_be_reached():
@@ -409,10 +409,10 @@ COMMIT = "c" * 40
 CLIENT = """
 import json, sys
 from groupwise.errors import InputError
-from groupwise.model.load import load
+from groupwise.model.load import load_model_and_tokenizer
 for source, revision in json.loads(sys.argv[1]):
     try:
-        model, tokenizer = load(source, revision=revision, device="cpu", dtype="float32")
+        model, tokenizer = load_model_and_tokenizer(source, revision=revision, device="cpu", dtype="float32")
         print(json.dumps([model.name_or_path, model.num_parameters(), tokenizer("a").input_ids]))
     except InputError as error:
         print(json.dumps(str(error)))

@@ -6,14 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
-from tests.weights import smollm2
 from torch import nn
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import InputError
 from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
-from groupwise.model.prepare import Prepared, prepare
+from groupwise.model.prepared import prepare
+from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
+from tests.weights import smollm2
 
 RAGGED = ([5, 9, 1, 12], [[4, 4, 7], [1, 1], [12, 3], [2, 9, 9, 1]])
 
@@ -96,7 +96,7 @@ def count_calls(model):
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_lora(name):
-    from groupwise.model.lora import LoraSettings, add_lora, adapter_off
+    from groupwise.model.lora import LoraSettings, adapter_off, add_lora
 
     base = tiny(name)
     prompts, completions = random_groups(*RAGGED)
@@ -189,7 +189,9 @@ def test_a_completion_sees_no_other():
 
 @settings(max_examples=60)
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=6)), min_size=1, max_size=8
+    ),
     st.integers(39, 120),
 )
 def test_plans_hold_the_budget(groups, budget):

@@ -98,7 +98,7 @@ class CompiledLayers:
             return function()
         try:
             for layer, call in self.calls:
-                layer._compiled_call_impl = call  # type: ignore[assignment]
+                layer._compiled_call_impl = call
             return function()
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
             reason = str(error).partition("\n")[0]
@@ -125,7 +125,7 @@ def prepare(
     if isinstance(model, Prepared):
         return model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+    if not isinstance(inner, PreTrainedModel) or _output_of(inner) is None:
         raise InputError(f"a causal language model of transformers is needed, got {type(model).__name__}")
     config = inner.config.get_text_config()
     facts: dict[str, Any] = {
@@ -137,7 +137,7 @@ def prepare(
     before = config._attn_implementation
     training = inner.training
     try:
-        inner.eval()
+        inner.train(False)
         reason, found = ("the plain path was asked for", {}) if plain else _look(inner, facts)
     finally:
         inner.train(training)
@@ -165,7 +165,14 @@ class _Recorder:
         self.seen: list[tuple[nn.Module, LayerShape, int | None]] = []
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: Any,
     ) -> Tensor:
         self.seen.append((module, LayerShape(key.shape[1], key.shape[3]), window))
         if value.shape != key.shape or query.shape[0] != 1 or query.shape[1] % key.shape[1]:
@@ -190,8 +197,12 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         return head, {}
     ids = torch.arange(7, device=model.device) * 7919 % facts["vocabulary"]
     prompt, completions = ids[:3], (ids[3:7], ids[[6, 4]])
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # PyTorch's function knows no softcap, and not every version says so
     with torch.no_grad():
-        plain = [model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions]
+        plain = [
+            model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions
+        ]
         try:
             if config._attn_implementation != IMPLEMENTATION:
                 model.set_attn_implementation(IMPLEMENTATION)
@@ -219,8 +230,12 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
     return None, {"head": head, "attentions": attentions, "shapes": tuple(shape for _, shape, _ in recorder.seen)}
 
 
+def _output_of(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
+
+
 def _head_of(model: PreTrainedModel, config: Any) -> Head | str:
-    out = model.get_output_embeddings()
+    out = _output_of(model)
     if type(out) is not nn.Linear:
         return f"its head is a {type(out).__name__}, not a plain linear layer"
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)

@@ -1,0 +1,303 @@
+"""Generation and log-probs on a GPU: the kernels, the graphs and the compiled layers give what the plain ones give."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.core.filters import KeptSets
+from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
+from groupwise.generate.sampling import draw
+from groupwise.model.cache import STORAGE, DecodeLayout, Storage
+from groupwise.model.logprobs import completion_logps, padded_logps
+from groupwise.model.precision import MasterWeights, set_precision
+from groupwise.model.prepared import prepare
+from tests.model.models import ARCHITECTURES, random_groups, tiny
+
+pytestmark = pytest.mark.gpu
+
+RAGGED = ([5, 9, 1, 12], [[4, 4, 7], [1, 1], [12, 3], [2, 9, 9, 1]])
+PROMPTS, _ = random_groups([5, 9, 1, 30, 17], [])
+COUNTS = [3, 1, 4, 2, 4]
+
+
+@pytest.fixture(autouse=True)
+def _quiet_compiler() -> None:
+    warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch).*")
+    warnings.filterwarnings("ignore", message="Synchronization debug mode")
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.mark.parametrize(
+    ("heads", "shared", "width", "window", "softcap", "dtype"),
+    [
+        (9, 3, 64, None, None, torch.float32),
+        (9, 3, 64, None, None, torch.bfloat16),
+        (4, 1, 24, 7, None, torch.float32),
+        (4, 2, 16, None, 5.0, torch.float32),
+        (4, 4, 128, 12, None, torch.float32),
+        (4, 1, 256, 300, None, torch.bfloat16),
+        (16, 2, 80, None, None, torch.float16),
+    ],
+)
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decode_attention(heads, shared, width, window, softcap, dtype, splits):
+    from groupwise.model.kernels import TILE_ROWS, decode_attention
+
+    make = torch.Generator(device="cuda").manual_seed(0)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=make).to(dtype)
+
+    rows, slots, length = 22, 30, 20
+    storage = Storage(
+        *(some(700, shared, width) for _ in range(2)), *(some(slots + 1, length, shared, width) for _ in range(2))
+    )
+    copy = Storage(*(tensor.clone() for tensor in storage))
+    slot = torch.randperm(slots)[:rows].cuda()
+    lengths = torch.randint(0, length, (rows,)).cuda()
+    groups = [(10, 600, slice(0, 18)), (650, 5, slice(18, 20)), (620, 20, slice(20, 22))]
+    prompt = torch.tensor([600] * 18 + [5] * 2 + [20] * 2).cuda()
+    query, key, value = some(rows, heads, 1, width), some(rows, shared, 1, width), some(rows, shared, 1, width)
+    module = nn.Module()
+    setattr(module, STORAGE, Storage(*(tensor.float() for tensor in storage)))
+    wanted = DecodeLayout(slot, lengths, prompt + lengths, groups).attend(
+        module, query.float(), key.float(), value.float(), 0.2, window, softcap
+    )
+    starts, sizes = torch.zeros(2, rows, dtype=torch.int32)
+    members = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32)
+    tiles = [(10, 600, 0, 16), (10, 600, 16, 18), (650, 5, 18, 20), (620, 20, 20, 22)]
+    for tile, (start, size, first, last) in enumerate(tiles):
+        starts[tile], sizes[tile] = start, size
+        members[tile, : last - first] = torch.arange(first, last)
+    numbers = (x.int().cuda() for x in (slot, lengths, prompt + lengths, prompt, starts, sizes, members))
+    got = decode_attention(query, key, value, *copy, *numbers, 0.2, window or 0, softcap or 0.0, splits)
+    close = 2e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(got.float(), wanted, rtol=0, atol=close)
+    own: Storage = getattr(module, STORAGE)
+    assert torch.equal(copy.own_keys.float(), own.own_keys)
+    assert torch.equal(copy.own_values.float(), own.own_values)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"top_k": 40, "temperature": 0.7},
+        {"top_k": 1},
+        {"top_k": 3000},
+        {"top_p": 0.8},
+        {"min_p": 0.1, "min_new_tokens": 1},
+        {"top_k": 100, "top_p": 0.7, "min_p": 0.05, "temperature": 1.3, "min_new_tokens": 1},
+        {"top_k": 60, "top_p": 0.7, "min_p": 0.05, "order": "vllm"},
+    ],
+)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+def test_the_kernel_draws_what_the_sampler_draws(settings, kind):
+    """bfloat16's few values tie by the dozen, and flat logits all do."""
+    from groupwise.generate.kernels import append_kept, draw_rows
+
+    vocabulary, rows, sampling = 50_000, 64, Sampling(**settings)
+    logits = torch.randn(rows, vocabulary).cuda() * 3
+    logits = {"float32": logits, "bfloat16": logits.bfloat16().float(), "flat": torch.zeros_like(logits)}[kind]
+    uniform = torch.rand(rows).cuda()
+    eos = torch.zeros(vocabulary, dtype=torch.bool)
+    eos[:5000] = True
+    eos = eos.cuda()
+    banned = torch.arange(rows).cuda() % 2 == 0 if sampling.min_new_tokens else None
+    wanted = draw(logits, uniform, banned, eos, sampling)
+    got = draw_rows(logits, uniform, banned, eos, sampling)
+    sets = KeptSets.from_logits(wanted.filtered)
+    assert torch.equal(got.counts.long(), sets.offsets.diff())
+    # A cumulated sum is rounded differently: where the whole vocabulary is summed, a neighbour may be drawn.
+    same = got.ids == wanted.ids
+    assert same.float().mean() > (0.9 if sets.ids.numel() > rows * 1000 or not sets.ids.numel() else 0.99)
+    torch.testing.assert_close(got.logps[same], wanted.logps[same], rtol=0, atol=2e-5)
+    torch.testing.assert_close(got.filtered_logps[same], wanted.filtered_logps[same], rtol=0, atol=2e-5)
+    pool = torch.full((len(sets.ids) + 7,), -1, dtype=torch.int32, device="cuda")
+    append_kept(logits, sampling.temperature, got.thresholds, banned, eos, sets.offsets, pool)
+    assert torch.equal(pool[: len(sets.ids)], sets.ids)
+    assert (pool[len(sets.ids) :] == -1).all()
+    short = torch.full((len(sets.ids) // 2,), -1, dtype=torch.int32, device="cuda")
+    append_kept(logits, sampling.temperature, got.thresholds, banned, eos, sets.offsets, short)
+    assert torch.equal(short, sets.ids[: len(short)])
+
+
+@pytest.mark.parametrize(
+    ("name", "compile"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)]
+)
+def test_packed_equals_padded(name, compile):
+    """float32 by written-out scores; bfloat16 by flash kernels, no further from the truth than the padded pass."""
+    truth_model = tiny(name, torch.float32).cuda()
+    prompts, completions = random_groups(*RAGGED)
+    truth = padded_logps(prepare(truth_model, plain=True), prompts, completions).logps
+    wanted = gradients(truth_model, truth.sum())
+    packed = completion_logps(prepare(truth_model, compile=compile), prompts, completions).logps
+    torch.testing.assert_close(packed, truth, rtol=0, atol=1e-4)
+    got = gradients(truth_model, packed.sum())
+    for parameter, gradient in wanted.items():
+        assert (got[parameter] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-6, parameter
+    model = tiny(name, torch.float32).cuda()
+    set_precision(model, torch.bfloat16)
+    rough = prepare(model, compile=compile)
+    assert rough.why_plain is None
+    theirs = padded_logps(rough, prompts, completions).logps
+    their_gradient = gradients(model, theirs.sum())
+    ours = completion_logps(rough, prompts, completions).logps
+    our_gradient = gradients(model, ours.sum())
+    assert (ours - truth).abs().mean() <= 1.5 * (theirs - truth).abs().mean() + 1e-3
+    distance = [
+        sum((g[p].float() - wanted[p]).square().sum() for p in wanted).sqrt() for g in (our_gradient, their_gradient)
+    ]
+    assert distance[0] <= 1.5 * distance[1]
+
+
+def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradient_checkpointing_under_compilation(name):
+    model = tiny(name, torch.float32).cuda()
+    set_precision(model, torch.bfloat16)
+    prepared = prepare(model)
+    prompts, completions = random_groups(*RAGGED)
+    model.train()
+    plain = gradients(model, completion_logps(prepared, prompts, completions).logps.sum())
+    model.gradient_checkpointing_enable()
+    again = gradients(model, completion_logps(prepared, prompts, completions).logps.sum())
+    for parameter, gradient in plain.items():
+        assert (again[parameter] - gradient).float().norm() <= 0.05 * gradient.float().norm() + 1e-3, parameter
+
+
+SETTINGS = {
+    "greedy": {"greedy": True},
+    "plain": {},
+    "top_p": {"top_p": 0.6, "temperature": 1.4, "keep_sets": True},
+    "all": {"top_k": 10, "top_p": 0.8, "min_p": 0.02, "keep_sets": True},
+    "minimum": {"min_p": 0.3, "min_new_tokens": 6, "keep_sets": True, "eos_ids": (1, 2, 3, 4, 5, 6, 7, 8)},
+    "document": {"top_k": 20, "min_p": 0.1, "order": "document", "keep_sets": True},
+}
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("name", ["llama", "llama_one_head", "qwen3", "gemma2", "gemma3"])
+def test_graphs_draw_what_single_operations_draw(name, kind):
+    prepared = prepare(tiny(name, torch.float32).cuda(), compile=False)
+    sampling = Sampling(max_new_tokens=20, **SETTINGS[kind])
+    graphs = Engine(prepared, max_rows=6)
+    assert graphs.graphs
+    for _ in range(2):  # captured, then replayed
+        got = graphs.generate(PROMPTS, COUNTS, sampling)
+        assert_same(got, Engine(prepared, max_rows=6, graphs=False).generate(PROMPTS, COUNTS, sampling))
+    assert_same(got, PlainGenerator(prepared.model).generate(PROMPTS, COUNTS, sampling))
+    assert got.facts["prefilled_tokens"] == sum(map(len, PROMPTS))
+
+
+def assert_same(got: Rollout, wanted: Rollout) -> None:
+    assert torch.equal(got.ids, wanted.ids)
+    assert got.stop_reasons == wanted.stop_reasons
+    torch.testing.assert_close(got.logps, wanted.logps, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.filtered_logps, wanted.filtered_logps, rtol=0, atol=1e-4)
+    if got.kept is not None and wanted.kept is not None:
+        assert torch.equal(got.kept.ids, wanted.kept.ids)
+        assert torch.equal(got.kept.offsets, wanted.kept.offsets)
+
+
+def rough(name: str = "llama") -> nn.Module:
+    model = tiny(name, torch.float32).cuda()
+    set_precision(model, torch.bfloat16)
+    return model
+
+
+def test_the_same_seed_gives_the_same_samples_run_after_run():
+    prepared = prepare(rough(), compile=False)
+    sampling = Sampling(max_new_tokens=60, seed=4, eos_ids=(1, 2, 3))
+    engine = Engine(prepared, max_rows=8)
+    first, again = (engine.generate(PROMPTS, 4, sampling) for _ in range(2))
+    assert torch.equal(first.ids, again.ids)
+    assert torch.equal(first.logps, again.logps)
+    engine.release()
+    fresh = Engine(prepared, max_rows=8).generate(PROMPTS, 4, sampling)
+    assert torch.equal(first.ids, fresh.ids)
+    assert torch.equal(first.logps, fresh.logps)
+
+
+def test_isolated_samples_are_the_same_to_the_bit_in_bfloat16():
+    engine = Engine(prepare(rough(), compile=False), max_rows=16, isolated=True)
+    sampling = Sampling(max_new_tokens=60, eos_ids=(1, 2))
+    together = engine.generate(PROMPTS, 4, sampling)
+    alone = engine.generate(PROMPTS[3:4], 4, sampling, keys=[3])
+    others = engine.generate([PROMPTS[4], PROMPTS[3]], [9, 4], sampling, keys=[4, 3])
+    width = alone.ids.shape[1]
+    for rollout, rows in ((together, slice(12, 16)), (others, slice(9, 13))):
+        assert torch.equal(rollout.ids[rows, :width], alone.ids)
+        assert torch.equal(rollout.logps[rows, :width], alone.logps)
+
+
+def test_the_sampler_agrees_with_training():
+    """The ratio before the first update is 1, up to bfloat16."""
+    prepared = prepare(rough(), compile=True)
+    sampling = Sampling(max_new_tokens=30, temperature=0.9, top_k=20, keep_sets=True)
+    rollout = Engine(prepared).generate(PROMPTS, 6, sampling)
+    with torch.no_grad():
+        full = completion_logps(prepared, PROMPTS, rollout.completions(), temperature=0.9).logps.cpu()
+        kept = completion_logps(
+            prepared, PROMPTS, rollout.completions(), temperature=0.9, kept=rollout.kept
+        ).logps.cpu()
+    assert (full - rollout.logps).abs().mean() < 0.03
+    assert (kept - rollout.filtered_logps).abs().mean() < 0.03
+
+
+def test_graphs_see_new_weights():
+    """An update in place, by master weights, and the captured steps compute with it."""
+    model = rough()
+    engine = Engine(prepare(model, compile=False), max_rows=8)
+    sampling = Sampling(max_new_tokens=20)
+    before = engine.generate(PROMPTS, 2, sampling)
+    with MasterWeights(model) as masters:
+        for parameter in masters.parameters():
+            parameter.data.mul_(1.5)
+        masters.publish()
+    after = engine.generate(PROMPTS, 2, sampling)
+    assert not torch.equal(before.ids, after.ids)
+    engine.release()
+    fresh = Engine(prepare(model, compile=False), max_rows=8).generate(PROMPTS, 2, sampling)
+    assert torch.equal(after.ids, fresh.ids)
+
+
+def test_decoding_never_waits_for_the_device():
+    """PyTorch raises at every hidden wait while the steps run."""
+    engine = Engine(prepare(rough(), compile=False), max_rows=8)
+    sampling = Sampling(max_new_tokens=40, top_k=20, eos_ids=(1, 2, 3))
+    wanted = engine.generate(PROMPTS, 4, sampling)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = engine.generate(PROMPTS, 4, sampling)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got.ids, wanted.ids)
+
+
+def test_kept_sets_are_refused_before_they_swell():
+    from groupwise.errors import InputError
+
+    sampling = Sampling(max_new_tokens=20, keep_sets=True, min_p=0.001, kept_bytes=4000, eos_ids=())
+    engine = Engine(prepare(rough(), compile=False))
+    with pytest.raises(InputError, match="more than kept_bytes, 4,000 bytes"):
+        engine.generate(PROMPTS, 4, sampling)
+
+
+def test_a_cache_too_large_for_the_device():
+    from groupwise.errors import InputError
+
+    engine = Engine(prepare(rough(), compile=False), max_rows=10**6)
+    engine.prepared = type(engine.prepared)(**{**vars(engine.prepared), "window": None})
+    with pytest.raises(InputError, match="the memory that is free"):
+        engine.generate([[1]], 10**6, Sampling(max_new_tokens=10**4))
