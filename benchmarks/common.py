@@ -6,7 +6,8 @@ import argparse
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -78,6 +79,17 @@ def describe(args: argparse.Namespace, model: PreTrainedModel, prompts: list[tor
         f"{len(prompts)} prompts of {sum(map(len, prompts)) / len(prompts):.0f} tokens × {args.samples} samples × "
         f"{args.new_tokens} tokens"
     )
+
+
+@contextmanager
+def own_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The attention that transformers chooses itself, while a peer runs."""
+    ours = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
 
 
 def synchronize(device: str) -> None:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 import torch
-from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, peak_memory
+from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, own_attention, peak_memory
 from transformers import GenerationConfig, PreTrainedModel
 
 from groupwise.generate.engine import Engine
@@ -30,7 +30,8 @@ def generate_plainly(model: PreTrainedModel, prompts: list[torch.Tensor], args: 
     rows = torch.stack([torch.cat([ids.new_zeros(width - len(ids)), ids]) for ids in prompts])
     mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in prompts])
     rows, mask = (x.repeat_interleave(args.samples, 0).to(model.device) for x in (rows, mask))
-    out = model.generate(rows, attention_mask=mask, generation_config=settings(args))
+    with own_attention(model):
+        out = model.generate(rows, attention_mask=mask, generation_config=settings(args))
     if out.shape[1] != width + args.new_tokens:
         raise SystemExit("model.generate stopped early; the comparison would not be fair")
 
@@ -108,9 +109,9 @@ def main() -> None:
     moved = (args.new_tokens - 1) * (weights + total * token_bytes) + own * token_bytes
     operations = 2 * sum(p.numel() for p in model.parameters()) * shared_work
     print(
-        f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} of {bandwidth / 1e9:,.0f} GB/s measured "
-        f"(floor {moved / bandwidth:.2f} s); arithmetic: {operations / ours / 1e12:.2f} TFLOP/s of {rate / 1e12:.2f} "
-        f"measured (floor {operations / rate:.2f} s)"
+        f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} of {bandwidth / 1e9:,.0f} GB/s "
+        f"(floor {moved / bandwidth:.2f} s); arithmetic: {operations / ours / 1e12:.3f} of {rate / 1e12:.3f} TFLOP/s "
+        f"(floor {operations / rate:.2f} s)"
     )
     print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
     if args.continuous:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, peak_memory
+from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, own_attention, peak_memory
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -51,7 +51,7 @@ def padded(
     total = torch.zeros((), device=model.device)
     step = max(1, args.token_budget // width)
     keep = args.new_tokens
-    with torch.set_grad_enabled(not args.no_gradients):
+    with own_attention(model), torch.set_grad_enabled(not args.no_gradients):
         for start in range(0, len(rows), step):
             part, seen = rows[start : start + step], mask[start : start + step]
             logits = model(part, attention_mask=seen, use_cache=False, logits_to_keep=keep + 1).logits[:, :-1]

@@ -167,3 +167,36 @@ def test_a_reader_that_goes_away():
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode != 0
+
+
+def test_sample(capsys):
+    arguments = ["sample", "tiny", "Hello", "Again\nand again", "-n", "3", "--max-new-tokens", "5", "--seed", "4"]
+    assert main(arguments) == 0
+    first = capsys.readouterr().out
+    assert first.count(" tokens, ") == 6
+    assert "Hello" in first
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == first
+    assert main([*arguments[:-1], "5"]) == 0
+    assert capsys.readouterr().out != first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tiny", "Hi", "--temperature", "0"], "temperature must be"),
+        (["tiny", "Hi", "--max-new-tokens", "0"], "max_new_tokens must be a whole number of at least 1"),
+        (["tiny", "Hi", "-n", "0"], "samples must be a whole number of at least 1"),
+        (["tiny", "", "--raw"], "prompt 0 is empty"),
+        (["tiny", "Hi", "--stop", ""], "stop strings must be non-empty"),
+        (["tinny", "Hi"], "did you mean 'tiny'"),
+        (["./nowhere", "Hi"], "nowhere"),
+        (["tiny", "Hi", "--device", "tpu"], "tpu"),
+        (["tiny", "x" * 5000], "window"),
+    ],
+)
+def test_sample_with_bad_input(arguments, message, capsys):
+    assert main(["sample", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1

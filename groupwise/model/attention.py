@@ -147,6 +147,14 @@ class PackedLayout:
                 q, k, v, self.own_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
                 self.longest_own, self.longest_group, self.longest_prompt, scale,
             ).unsqueeze(0)  # fmt: skip
+        out: Tensor = self._by_segments(query, key, value, scale, window, softcap)
+        return out
+
+    # Its loops would be unrolled, and compiled anew for every layout.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _by_segments(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
         if query.device.type == "cpu" and window is None and softcap is None:
             out: Tensor = _Shared.apply(query[0], key[0], value[0], self, scale)  # type: ignore[no-untyped-call]
         else:

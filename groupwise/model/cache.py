@@ -129,6 +129,8 @@ class DecodeLayout:
         self.own_visible = at <= self.lengths[:, None]  # (rows, longest)
         self.even = bool(self.own_visible.all())
 
+    # Its loop over groups would be unrolled, and compiled anew for every step.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         module: nn.Module,

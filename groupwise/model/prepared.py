@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from groupwise.core.logps import head_logits
 from groupwise.errors import InputError
 from groupwise.model.attention import IMPLEMENTATION, LAYOUT, PackedLayout, no_mask
+from groupwise.model.flash import FLASH_DTYPES
 
 
 class Head(NamedTuple):
@@ -78,11 +79,13 @@ class Prepared:
             hidden: Tensor = out.last_hidden_state
             return hidden
 
-        return run() if self.compiled is None else self.compiled.run(run)
+        return run() if self.compiled is None else self.compiled.run(run, self.model)
 
 
 class CompiledLayers:
     """A model's layers compiled, for calls through here only: the model itself stays as it is.
+
+    With gradient checkpointing they stay in place, for the backward pass.
 
     One compilation serves all layers of a kind, and any number of tokens. Where it fails (no Triton, no C compiler, a
     layer that cannot be traced), the layers run as they are from then on, with a warning.
@@ -91,27 +94,32 @@ class CompiledLayers:
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         # Training, prefilling and decoding, with and without gradients, each make their own version.
         torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+        # Said while tracing, about tensors that nobody asked for.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         self.calls = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
+        self.stay = False
 
-    def run(self, function: Callable[[], Tensor]) -> Tensor:
+    def run(self, function: Callable[[], Tensor], model: PreTrainedModel) -> Tensor:
         if not self.calls:
             return function()
+        if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
+            self.stay = True  # the backward pass computes the layers again, and must do it in the same way
         try:
-            for layer, call in self.calls:
-                layer._compiled_call_impl = call
+            self._install([call for _, call in self.calls])
             return function()
         except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
             reason = str(error).partition("\n")[0]
             warnings.warn(f"torch.compile does not work here, so the model's layers are slower: {reason}", stacklevel=2)
-            self._restore()
+            self._install([None] * len(self.calls))
             self.calls = []
             return function()
         finally:
-            self._restore()
+            if not self.stay:
+                self._install([None] * len(self.calls))
 
-    def _restore(self) -> None:
-        for layer, _ in self.calls:
-            layer._compiled_call_impl = None
+    def _install(self, calls: Sequence[Any]) -> None:
+        for (layer, _), call in zip(self.calls, calls, strict=True):
+            layer._compiled_call_impl = call
 
 
 def prepare(
@@ -119,7 +127,8 @@ def prepare(
 ) -> Prepared:
     """Look at a causal language model of transformers, or PEFT's around one. With ``plain``, use the plain path.
 
-    compile: whether torch.compile fuses the layers; by default on a GPU. The first calls then take some seconds more.
+    compile: whether torch.compile fuses the layers; by default on a GPU, in half precision. The first calls then take
+    some seconds more.
     notice: gets the sentence that says why a model takes the plain path; by default it becomes a warning.
     """
     if isinstance(model, Prepared):
@@ -134,6 +143,8 @@ def prepare(
         "vocabulary": config.vocab_size,
         "window": getattr(config, "max_position_embeddings", None),
     }
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        inner.set_attn_implementation("eager")  # PyTorch's function knows no softcap, and not every version says so
     before = config._attn_implementation
     training = inner.training
     try:
@@ -152,7 +163,7 @@ def prepare(
             notice(text) if notice else warnings.warn(text, stacklevel=2)
         return Prepared(**facts, head=None, attentions=(), shapes=(), why_plain=reason)
     if compile is None:
-        compile = inner.device.type == "cuda"
+        compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
     layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
     return Prepared(**facts, **found, compiled=CompiledLayers(layers) if compile and layers else None)
 
@@ -197,8 +208,6 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         return head, {}
     ids = torch.arange(7, device=model.device) * 7919 % facts["vocabulary"]
     prompt, completions = ids[:3], (ids[3:7], ids[[6, 4]])
-    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")  # PyTorch's function knows no softcap, and not every version says so
     with torch.no_grad():
         plain = [
             model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions

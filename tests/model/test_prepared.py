@@ -217,3 +217,46 @@ def test_attention_dropout_is_refused():
     model.train()
     with pytest.raises(InputError, match="attention dropout is on"):
         completion_logps(prepared, [[1, 2]], [[[3, 4]]])
+
+
+def test_compiled_layers_give_the_same():
+    """With and without gradients, with checkpointing, decoding; and a plain call is not compiled."""
+    model = tiny("llama", torch.float32)
+    compiled, plain = prepare(model, compile=True), prepare(model, compile=False)
+    prompts, completions = random_groups([5, 9], [[4, 4, 7], [1, 1]])
+    wanted = completion_logps(plain, prompts, completions).logps
+    wanted_gradient = torch.autograd.grad(wanted.sum(), model.lm_head.weight)[0]
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.train()
+            model.gradient_checkpointing_enable()
+        got = completion_logps(compiled, prompts, completions).logps
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+        got.sum().backward()
+        torch.testing.assert_close(model.lm_head.weight.grad, wanted_gradient, rtol=0, atol=1e-3)
+        model.zero_grad()
+        installed = [layer._compiled_call_impl is not None for layer in model.model.layers]
+        assert installed == [checkpointing] * 3
+    model.gradient_checkpointing_disable()
+    sampling = Sampling(max_new_tokens=6)
+    rollout = Engine(compiled).generate(prompts, 3, sampling)
+    assert torch.equal(rollout.ids, Engine(plain).generate(prompts, 3, sampling).ids)
+
+
+def test_without_a_compiler_the_layers_run_as_they_are(monkeypatch):
+    model = tiny("llama", torch.float32)
+
+    def broken(function, **options):
+        def call(*args, **kwargs):
+            raise torch._dynamo.exc.BackendCompilerFailed(function, RuntimeError("no compiler"), [])
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    prepared = prepare(model, compile=True)
+    prompts, completions = random_groups([5], [[4, 4]])
+    with pytest.warns(UserWarning, match="torch.compile does not work here, so the model's layers are slower"):
+        got = completion_logps(prepared, prompts, completions).logps
+    wanted = padded_logps(prepared, prompts, completions).logps
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4)
+    completion_logps(prepared, prompts, completions)  # and says so once

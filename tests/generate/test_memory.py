@@ -1,0 +1,59 @@
+"""How many samples run at once, for how much memory."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import InputError
+from groupwise.generate import memory
+from groupwise.generate.memory import plan_cache
+from groupwise.model.cache import SharedCache, bytes_per_token
+from groupwise.model.prepared import prepare
+from tests.model.models import tiny
+
+PREPARED = prepare(tiny("llama"))
+EACH = bytes_per_token(PREPARED.shapes, PREPARED.dtype)
+
+
+def test_bytes_of_a_token():
+    assert EACH == 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes of a float64
+    cache = SharedCache(PREPARED, 10, 4, 6)
+    assert cache.bytes == EACH * (10 + 5 * 6)
+    cache.release()
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), min_size=1, max_size=10),
+    st.integers(1, 30),
+    st.integers(1, 64),
+    st.integers(1, 3000),
+)
+def test_a_plan_fits_or_is_refused(asked, length, max_rows, tokens):
+    lengths, counts = [prompt for prompt, _ in asked], [count for _, count in asked]
+    largest = min(max(counts), max_rows)
+    try:
+        plan = plan_cache(PREPARED, lengths, counts, length, max_rows, tokens * EACH)
+    except InputError:
+        fewest = sum(sorted(lengths)[-(-(-largest // min(counts)) + 1) :])
+        assert fewest + (largest + 1) * length > tokens
+        return
+    assert plan.prompt_tokens + (plan.slots + 1) * plan.length <= tokens
+    assert largest <= plan.slots <= min(sum(counts), max_rows)
+    assert plan.prompt_tokens >= max(lengths)
+    assert plan.length == length
+
+
+def test_the_free_memory_is_the_budget_unless_one_is_given(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100 * EACH)
+    with pytest.raises(InputError, match="the memory that is free is"):
+        plan_cache(PREPARED, [30], [8], 10, 64, None)
+    assert plan_cache(PREPARED, [30], [8], 10, 64, None, held_bytes=100 * EACH).slots == 8
+    assert plan_cache(PREPARED, [30], [8], 10, 64, 120 * EACH).slots == 8
+
+
+def test_all_rows_or_none():
+    assert plan_cache(PREPARED, [3], [2], 5, 16, 10**6, all_rows=True).slots == 16
+    with pytest.raises(InputError, match="one group of 16 samples"):
+        plan_cache(PREPARED, [3], [2], 5, 16, 60 * EACH, all_rows=True)

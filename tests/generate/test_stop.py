@@ -1,0 +1,74 @@
+"""Stop strings, with the embedded byte tokenizer and a real one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import InputError
+from groupwise.generate import Engine, Sampling, StopStrings
+from groupwise.model.load import load_tokenizer
+from groupwise.model.prepared import prepare
+from groupwise.model.tiny import tiny_model, tiny_tokenizer
+from tests.weights import smollm2
+
+TOKENIZER = tiny_tokenizer()
+
+
+def first_stop(stop: StopStrings, ids: list[int]) -> int | None:
+    return next((at for at in range(1, len(ids) + 1) if stop(ids[:at])), None)
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3))
+def test_it_stops_where_the_text_first_holds_a_string(text, strings):
+    """Byte by byte: characters of several bytes, strings that overlap, strings that never come."""
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    wanted = next(
+        (at for at in range(1, len(ids) + 1) if any(string in TOKENIZER.decode(ids[:at]) for string in strings)), None
+    )
+    assert first_stop(StopStrings(TOKENIZER, strings), ids) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "string", "ends"),
+    [
+        ("The answer is B.\n\nBecause", "\n\n", "The answer is B.\n\n"),
+        ("So: </answer> and more", "</answer>", "So: </answer>"),
+        ("Ein Schluß, naïve café ☕ Ende", "☕", "Ein Schluß, naïve café ☕"),
+        ("one two three", "zero", None),
+    ],
+)
+def test_a_real_tokenizer(text, string, ends):
+    tokenizer = load_tokenizer(smollm2())
+    ids = tokenizer(text)["input_ids"]
+    found = first_stop(StopStrings(tokenizer, string), ids)
+    if ends is None:
+        assert found is None
+        return
+    got = tokenizer.decode(ids[:found])
+    assert string in got
+    assert string not in tokenizer.decode(ids[: found - 1])
+    assert ends in got
+
+
+def test_in_generation():
+    prepared = prepare(tiny_model())
+    prompts = [TOKENIZER("Hello")["input_ids"]]
+    sampling = Sampling(max_new_tokens=200, eos_ids=())
+    stop = StopStrings(TOKENIZER, ["e", "ab"])
+    rollout = Engine(prepared).generate(prompts, 20, sampling, stop=stop)
+    reasons = set()
+    for ids, length, reason in zip(rollout.ids, rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
+        text, before = TOKENIZER.decode(ids[:length]), TOKENIZER.decode(ids[: length - 1])
+        assert ("e" in text or "ab" in text) == (reason == "stop_string")
+        assert "e" not in before
+        assert "ab" not in before
+        reasons.add(reason)
+    assert "stop_string" in reasons
+
+
+@pytest.mark.parametrize("strings", [[], "", [""], [3], ["a", ""]])
+def test_bad_strings(strings):
+    with pytest.raises(InputError, match="stop strings must be non-empty texts"):
+        StopStrings(TOKENIZER, strings)
