@@ -9,14 +9,14 @@ import signal
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.model.export import export_model
 from groupwise.model.load import load_model, load_model_and_tokenizer
 from groupwise.model.lora import LoraSettings, add_lora, is_lora
 from groupwise.model.precision import MasterWeights
+from groupwise.model.prepared import prepare
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rundir import verify_manifest
 from tests.weights import smollm2
@@ -185,9 +185,8 @@ def test_there_is_no_adapter_to_export(tmp_path):
 
 
 def test_an_attention_function_of_our_own_stays_here(tmp_path):
-    AttentionInterface.register("groupwise", sdpa_attention_forward)
     model = tiny_model()
-    model.config._attn_implementation = "groupwise"
+    prepare(model)
     model.generation_config.max_new_tokens = 7
     folder = export_model(model, tmp_path / "out", tokenizer=tiny_tokenizer())
     for path in folder.glob("*.json"):

@@ -80,7 +80,8 @@ def test_the_model_stays_what_it_was(name):
     ids = random_groups([20, 20], [])[0]
     rows = torch.stack(ids)
     mask = torch.ones_like(rows)
-    mask[0, :7] = 0
+    if name != "gemma2":  # whose own masked softmax is NaN in float64: transformers takes it in float32
+        mask[0, :7] = 0
 
     def results() -> list[torch.Tensor]:
         with torch.no_grad():
