@@ -20,7 +20,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
-test: setup ## run the tests (about a minute on two cores)
+test: setup ## run the tests (about four minutes on two cores)
 	$(BIN)/python -m pytest -n auto
 
 lint: setup ## check style, formatting and types
@@ -32,8 +32,10 @@ format: setup ## put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup ## run the benchmarks that a CPU can run
+bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minutes on two cores
 	$(BIN)/python benchmarks/selective_logps.py
+	$(BIN)/python benchmarks/generate.py
+	$(BIN)/python benchmarks/logprobs.py
 
 test-gpu: ## run the GPU tests; they fail, rather than skip, without a CUDA device
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/gpu

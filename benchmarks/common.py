@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -118,13 +118,15 @@ def median(numbers: list[float]) -> float:
 
 
 def peak_memory(device: str, function: Callable[[], object]) -> int:
-    """The most memory while the function ran: the GPU's, or this process's since it began."""
+    """The most memory while the function ran, the GPU's or this process's, model included."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated()
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     function()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) * 1024
 
 
 def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
@@ -149,3 +151,20 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
         synchronize(device)
         best_product = min(best_product, (time.perf_counter() - start) / products)
     return 2 * size / best_copy, 2 * n**3 / best_product
+
+
+def profile(device: str, function: Callable[[], object]) -> None:
+    """Print the operations (on a GPU: the kernels) that take the most time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with record(activities=[activity]) as found:
+        function()
+    times = {
+        entry.key: entry.self_device_time_total if device == "cuda" else entry.self_cpu_time_total
+        for entry in found.key_averages()
+    }
+    total = sum(times.values())
+    for name, took in sorted(times.items(), key=lambda item: -item[1])[:12]:
+        print(f"  {took / 1e6:8.3f} s {took / total:6.1%}  {name[:90]}")

@@ -17,7 +17,19 @@ import subprocess
 import sys
 
 import torch
-from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, own_attention, peak_memory
+from common import (
+    arguments,
+    ceilings,
+    describe,
+    fill,
+    in_turn,
+    load,
+    make_prompts,
+    median,
+    own_attention,
+    peak_memory,
+    profile,
+)
 from transformers import GenerationConfig, PreTrainedModel
 
 from groupwise.generate.engine import Engine
@@ -58,6 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-peer", action="store_true", help="the engine alone")
+    parser.add_argument("--profile", action="store_true", help="where the time of one run goes, by operation")
     args = parser.parse_args()
     fill(args)
     model = load(args)
@@ -85,6 +98,8 @@ def main() -> None:
     if not args.no_peer:
         work["model.generate"] = lambda: generate_plainly(model, prompts, args)
     seconds = in_turn(args.device, args.repeat, work)
+    if args.profile:
+        profile(args.device, work["groupwise"])
     peaks = {name: peak_memory(args.device, function) for name, function in work.items()}
     tokens = len(prompts) * args.samples * args.new_tokens
     print(f"\n{'':16}{'seconds':>9}{'tokens/s':>11}{'ms/step':>9}{'peak GiB':>10}")

@@ -15,7 +15,19 @@ from __future__ import annotations
 import argparse
 
 import torch
-from common import arguments, ceilings, describe, fill, in_turn, load, make_prompts, median, own_attention, peak_memory
+from common import (
+    arguments,
+    ceilings,
+    describe,
+    fill,
+    in_turn,
+    load,
+    make_prompts,
+    median,
+    own_attention,
+    peak_memory,
+    profile,
+)
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -70,6 +82,7 @@ def main() -> None:
     parser.add_argument("--no-gradients", action="store_true")
     parser.add_argument("--no-compile", action="store_true", help="packed without torch.compile")
     parser.add_argument("--no-peer", action="store_true", help="packed alone")
+    parser.add_argument("--profile", action="store_true", help="where the time of one run goes, by operation")
     args = parser.parse_args()
     fill(args)
     model = load(args)
@@ -84,6 +97,8 @@ def main() -> None:
     if not args.no_peer:
         work["padded"] = lambda: losses.update(padded=padded(model, prompts, completions, args))
     seconds = in_turn(args.device, args.repeat, work)
+    if args.profile:
+        profile(args.device, work["groupwise"])
     peaks = {name: peak_memory(args.device, function) for name, function in work.items()}
     total = sum(map(len, prompts))
     tokens = {

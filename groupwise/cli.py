@@ -173,9 +173,8 @@ def _sample(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     from groupwise.generate import Engine, StopStrings
-    from groupwise.model import load_model_and_tokenizer, set_threads
+    from groupwise.model import load_model_and_tokenizer
 
-    set_threads()
     model, tokenizer = load_model_and_tokenizer(
         arguments.model,
         device=arguments.device,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from groupwise.errors import InputError
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
-from groupwise.generate.request import Record, Request, Running
+from groupwise.generate.request import Chance, Record, Request, Running
 from groupwise.generate.runner import Rows, Runner
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
@@ -82,10 +83,14 @@ class Engine:
         if self.prepared.head is None:
             return PlainGenerator(self.prepared).generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.prepared, prompts, samples, sampling, keys)
+        with _without_dropout(self.prepared.model):
+            return self._generate(request, stop)
+
+    def _generate(self, request: Request, stop: Stop | None) -> Rollout:
         plan = self._plan(request)
         runner = self._runner(plan, request)
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
-        running, record = Running(request, scheduler), Record(request, stop)
+        running, record, chance = Running(request, scheduler), Record(request, stop), Chance(request, plan.slots)
         in_flight: deque[tuple[Rows, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
         facts = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
@@ -101,11 +106,12 @@ class Engine:
             if admission.samples:
                 rows = running.admit(admission.samples)
                 logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in rows.samples])
-                in_flight.append((rows, runner.first(logits, rows, request.chance(rows))))
+                chance.enter(rows.samples.tolist(), rows.slots.tolist())
+                in_flight.append((rows, runner.first(logits, rows, chance.of(rows))))
                 first_logits = {number: first_logits[number] for number in scheduler.partly_waiting()}
                 running.drop_full()
             if (following := running.next()) is not None:
-                in_flight.append((following, runner.decode(following, request.chance(following))))
+                in_flight.append((following, runner.decode(following, chance.of(following))))
                 facts["decode_steps"] += 1
                 running.drop_full()
             idle = len(in_flight) == before  # nothing could be launched until something is known
@@ -132,7 +138,7 @@ class Engine:
         head = self.prepared.head
         if head is None:
             raise InputError(f"this model's prompts cannot be shared: {self.prepared.why_plain}")
-        if self._cache is None or not self._cache.has_room_for(*plan):
+        if self._cache is None or not self._cache.fits(*plan):
             self.release()
             self._cache = SharedCache(self.prepared, *plan)
         self._cache.attach()
@@ -145,6 +151,16 @@ class Engine:
                 self.prepared, head, self._cache, None if self.isolated else max(request.prompt_lengths)
             )
         return GraphRunner(self._graphs, request, self.isolated)
+
+
+@contextmanager
+def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def _can_capture(prepared: Prepared) -> bool:

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from groupwise.generate.kernels import append_kept, can_draw, draw_rows
 from groupwise.generate.request import Request
 from groupwise.generate.runner import Outcome, Rows, Runner
 from groupwise.generate.sampling import draw
 from groupwise.generate.types import Sampling
-from groupwise.model.attention import to_device
+from groupwise.model.attention import Call, to_device
 from groupwise.model.cache import STORAGE, SharedCache, Storage
 from groupwise.model.kernels import TILE_ROWS, Packet, decode_attention, splits_for
 from groupwise.model.prepared import Head, Prepared
@@ -40,22 +40,15 @@ class TiledLayout:
     def __init__(self, packet: Packet, splits: int) -> None:
         self.packet, self.splits = packet, splits
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        storage: Storage = getattr(module, STORAGE)
+    def attend(self, call: Call) -> Tensor:
+        storage: Storage = getattr(call.module, STORAGE)
         packet = self.packet
         out: Tensor = decode_attention(
-            query, key, value, storage.pool_keys, storage.pool_values, storage.own_keys, storage.own_values,
+            call.query, call.key, call.value,
+            storage.pool_keys, storage.pool_values, storage.own_keys, storage.own_values,
             packet.slots, packet.lengths, packet.positions, packet.prompt_lengths,
-            packet.tile_starts, packet.tile_lengths, packet.tile_rows, scale, window or 0, softcap or 0.0, self.splits,
+            packet.tile_starts, packet.tile_lengths, packet.tile_rows,
+            call.scale, call.window or 0, call.softcap or 0.0, self.splits,
         )  # fmt: skip
         return out
 
@@ -89,7 +82,15 @@ class Graphs:
         self.outcomes = torch.zeros(LAG + 3, 4, most, dtype=torch.int32, pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(LAG + 3)]  # type: ignore[no-untyped-call]
         self.captured: dict[Any, torch.cuda.CUDAGraph] = {}
+        self.fingerprint = prepared.fingerprint()
         self.memory = torch.cuda.graph_pool_handle()
+
+    def begin(self) -> None:
+        """Before a call: what an interrupted one left under way is over, and a changed model is captured anew."""
+        for event in self.events:
+            event.synchronize()
+        if self.fingerprint != self.prepared.fingerprint():
+            self.captured, self.fingerprint = {}, self.prepared.fingerprint()
 
     def keep_room_for_sets(self, ids: int) -> None:
         """A place for kept sets; graphs that wrote to a smaller one are of no use any more."""
@@ -107,7 +108,7 @@ class Graphs:
     def _capture(self, rows: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         wanted = self.packet.clone()
         # Whatever is captured is also run, to compile and to warm up: for nobody, in the spare slot.
-        self.packet[: len(self.packet)].copy_(idle_packet(self.sizes[-1], self.cache.slots).to(self.packet.device))
+        self.packet.copy_(idle_packet(self.sizes[-1], self.cache.slots).to(self.packet.device))
         used = self.kept_used.clone()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -162,6 +163,7 @@ class GraphRunner(Runner):
     def __init__(self, graphs: Graphs, request: Request, isolated: bool) -> None:
         super().__init__(graphs.prepared, graphs.head, graphs.cache, request.sampling, request.eos, isolated)
         self.graphs = graphs
+        graphs.begin()
         graphs.eos.copy_(self.eos)
         graphs.kept_used.zero_()
         if self.sampling.keep_sets:

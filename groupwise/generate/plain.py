@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from groupwise.generate.request import Record, Request
+from groupwise.generate.request import Chance, Record, Request
 from groupwise.generate.runner import Rows, read_drawn
 from groupwise.generate.sampling import draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
@@ -70,14 +70,16 @@ class _Drawing(LogitsProcessor):
         self.request, self.record, self.members = request, record, members
         self.eos = eos_mask(request.eos, prepared)
         self.index = 0
+        self.chance = Chance(request, len(members))
+        self.chance.enter(members.tolist(), range(len(members)))
         self.ended = _Ended(record, members)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         index = np.full(len(self.members), self.index)
-        rows = Rows(self.members, index, self.members, index, [])
+        rows = Rows(self.members, index, np.arange(len(index)), index, [])
         sampling = self.request.sampling
         banned = torch.full((len(index),), True, device=scores.device) if self.index < sampling.min_new_tokens else None
-        uniform = torch.from_numpy(self.request.chance(rows)).to(scores.device)
+        uniform = torch.from_numpy(self.chance.of(rows)).to(scores.device)
         drawn = draw(scores[:, : len(self.eos)], uniform, banned, self.eos, sampling)
         self.record.take(rows, read_drawn(drawn, sampling.keep_sets))
         self.index += 1

@@ -55,13 +55,25 @@ class Request:
         self.limits = room  # of each sample: new tokens
         self.longest = int(room.max())
         self.eos = _eos(prepared, sampling)
-        self._chance = np.empty((len(lengths), self.longest), np.float32)
-        for sample, (prompt, number) in enumerate(zip(self.prompt_of, self.number_of, strict=True)):
-            self._chance[sample] = uniforms(sampling.seed, self.keys[prompt], int(number), self.longest)
 
-    def chance(self, rows: Rows) -> np.ndarray:
-        """The uniform number of each row's next token."""
-        numbers: np.ndarray = self._chance[rows.samples, rows.index]
+
+class Chance:
+    """The uniform numbers of the samples that run, one row per slot."""
+
+    def __init__(self, request: Request, slots: int) -> None:
+        self.request = request
+        self._numbers = np.empty((slots, request.longest), np.float32)
+
+    def enter(self, samples: Sequence[int], slots: Sequence[int]) -> None:
+        """Samples take their slots."""
+        request = self.request
+        for sample, slot in zip(samples, slots, strict=True):
+            key, number = request.keys[request.prompt_of[sample]], int(request.number_of[sample])
+            self._numbers[slot] = uniforms(request.sampling.seed, key, number, request.longest)
+
+    def of(self, rows: Rows) -> np.ndarray:
+        """The number of each row's next token."""
+        numbers: np.ndarray = self._numbers[rows.slots, rows.index]
         return numbers
 
 
@@ -125,7 +137,8 @@ class Record:
         self.logps, self.filtered_logps = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.lengths = np.zeros(shape[0], np.int64)
         self.reasons = np.full(shape[0], "", dtype="<U11")
-        self._kept_starts, self._kept_counts = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        kept = shape if request.sampling.keep_sets else (0, 0)
+        self._kept_starts, self._kept_counts = np.zeros(kept, np.int64), np.zeros(kept, np.int64)
         self._kept_ids: list[np.ndarray] = []
         self._kept_total = 0
         self._eos = np.array(request.eos, np.int64)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,20 +34,23 @@ IMPLEMENTATION = "groupwise"
 LAYOUT = "groupwise_layout"  # the keyword under which a layout travels through a model's forward
 
 
+class Call(NamedTuple):
+    """What a model asks of its attention: query (rows, H, L, d), key and value (rows, Hkv, L, d), and how."""
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
 class Layout(Protocol):
     """Who attends to whom, in one forward pass."""
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """query (rows, H, L, d), key and value (rows, Hkv, L, d) → the attention's output (rows, L, H, d)."""
+    def attend(self, call: Call) -> Tensor:
+        """The attention's output (rows, L, H, d)."""
 
 
 def attention(
@@ -74,7 +77,7 @@ def attention(
         return out, None
     if dropout:
         raise InputError("attention dropout is on: set the model's attention_dropout to 0, or call model.eval()")
-    return layout.attend(module, query, key, value, scale, sliding_window, softcap), None
+    return layout.attend(Call(module, query, key, value, scale, sliding_window, softcap)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
@@ -124,16 +127,8 @@ class PackedLayout:
         )
         self._gathered: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, call: Call) -> Tensor:
+        _, query, key, value, scale, window, softcap = call
         if window is not None and window >= self.longest:
             window = None  # it hides nothing
         if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:

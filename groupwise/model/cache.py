@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from groupwise.model.attention import PackedLayout, join, part_attention, to_device
+from groupwise.model.attention import Call, PackedLayout, join, part_attention, to_device
 from groupwise.model.prepared import LayerShape, Prepared
 
 STORAGE = "groupwise_cache"  # the attribute of an attention module
@@ -61,8 +61,11 @@ class SharedCache:
     def bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
-    def has_room_for(self, prompt_tokens: int, slots: int, length: int) -> bool:
-        return prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
+    def fits(self, prompt_tokens: int, slots: int, length: int) -> bool:
+        """Whether it is large enough, and of the model's device and type, which may have changed."""
+        mine, model = self.layers[0].own_keys, self.prepared
+        large = prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
+        return large and (mine.device, mine.dtype) == (model.device, model.dtype)
 
     def release(self) -> None:
         """Give the memory back."""
@@ -94,20 +97,11 @@ class PrefillLayout(PackedLayout):
         places = [torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
         self.places = to_device(torch.cat(places), device)
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        storage: Storage = getattr(module, STORAGE)
-        storage.pool_keys.index_copy_(0, self.places, key[0].transpose(0, 1))
-        storage.pool_values.index_copy_(0, self.places, value[0].transpose(0, 1))
-        return super().attend(module, query, key, value, scale, window, softcap)
+    def attend(self, call: Call) -> Tensor:
+        storage: Storage = getattr(call.module, STORAGE)
+        storage.pool_keys.index_copy_(0, self.places, call.key[0].transpose(0, 1))
+        storage.pool_values.index_copy_(0, self.places, call.value[0].transpose(0, 1))
+        return super().attend(call)
 
 
 @dataclass
@@ -131,16 +125,8 @@ class DecodeLayout:
 
     # Its loop over groups would be unrolled, and compiled anew for every step.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, call: Call) -> Tensor:
+        module, query, key, value, scale, window, softcap = call
         storage: Storage = getattr(module, STORAGE)
         places = self.slots * storage.own_keys.shape[1] + self.lengths
         for own, new in ((storage.own_keys, key), (storage.own_values, value)):

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from groupwise.core.logps import head_logits
 from groupwise.errors import InputError
-from groupwise.model.attention import IMPLEMENTATION, LAYOUT, PackedLayout, no_mask
+from groupwise.model.attention import IMPLEMENTATION, LAYOUT, Call, PackedLayout, no_mask
 from groupwise.model.flash import FLASH_DTYPES
 
 
@@ -64,6 +64,18 @@ class Prepared:
     @property
     def dtype(self) -> torch.dtype:
         return self.model.dtype
+
+    def fingerprint(self) -> tuple[Any, ...]:
+        """Changes whenever a recorded computation would be out of date: other tensors, or another adapter at work.
+
+        New values in the same tensors, which is what an optimizer makes, do not count.
+        """
+        layers: list[Any] = [module for module in self.model.modules() if hasattr(module, "merged_adapters")]
+        adapters = [
+            (bool(layer.disable_adapters), tuple(layer.active_adapters), tuple(layer.merged_adapters))
+            for layer in layers
+        ]
+        return (tuple(parameter.data_ptr() for parameter in self.model.parameters()), tuple(adapters))
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """The trunk's last hidden states for ids ``(rows, L)``, with attention as the layout says."""
@@ -175,20 +187,11 @@ class _Recorder:
         self.layout = layout
         self.seen: list[tuple[nn.Module, LayerShape, int | None]] = []
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        window: int | None,
-        softcap: Any,
-    ) -> Tensor:
-        self.seen.append((module, LayerShape(key.shape[1], key.shape[3]), window))
-        if value.shape != key.shape or query.shape[0] != 1 or query.shape[1] % key.shape[1]:
+    def attend(self, call: Call) -> Tensor:
+        self.seen.append((call.module, LayerShape(call.key.shape[1], call.key.shape[3]), call.window))
+        if call.value.shape != call.key.shape or len(call.query) != 1 or call.query.shape[1] % call.key.shape[1]:
             raise _CannotShare("its attention has keys and values of different shapes")
-        return self.layout.attend(module, query, key, value, scale, window, softcap)
+        return self.layout.attend(call)
 
 
 class _CannotShare(Exception):

@@ -219,3 +219,20 @@ def test_kept_sets_refused():
         keep_sampling_mask(torch.zeros(2, 4), KeptSets(torch.zeros(0), torch.zeros(2)))
     with pytest.raises(InputError, match="kept has shape"):
         keep_sampling_mask(torch.zeros(2, 4), torch.zeros(2, 3))
+
+
+def test_top_p_keeps_all_that_tie_with_the_last():
+    """Whichever of them a sort puts first: 0.4, then three of 0.2 each, and 0.6 is asked for."""
+    logits = torch.tensor([[0.2, 0.4, 0.2, 0.2]]).log()
+    assert torch.equal(filter_logits(logits, top_p=0.5) > -torch.inf, torch.ones(1, 4, dtype=torch.bool))
+    assert (filter_logits(logits, top_p=0.39) > -torch.inf).tolist() == [[False, True, False, False]]
+
+
+def test_kept_sets_of_some_positions():
+    mask = torch.rand(20, 30) < 0.3
+    mask[4] = False
+    kept = KeptSets.from_logits(torch.where(mask, 0.0, -torch.inf))
+    chosen = torch.tensor([7, 4, 4, 0, 19, 3])
+    some = kept.select(chosen).to("cpu")
+    assert torch.equal(some.mask(0, 6, 30), kept.mask(0, 20, 30)[chosen])
+    assert len(kept.select(chosen[:0])) == 0

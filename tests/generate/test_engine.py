@@ -257,6 +257,51 @@ def test_two_engines_of_one_model_do_not_disturb_each_other():
     assert_same(second.generate(PROMPTS, 2, sampling), wanted)
 
 
+def test_an_adapter_that_is_off_is_off():
+    from groupwise.model.lora import LoraSettings, adapter_off, add_lora
+
+    base = tiny("llama")
+    sampling = Sampling(max_new_tokens=10)
+    wanted = Engine(prepare(tiny("llama"))).generate(PROMPTS, 2, sampling)
+    model = add_lora(base, LoraSettings(rank=4))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    prepared = prepare(model)
+    engine = Engine(prepared)
+    on, fingerprint = engine.generate(PROMPTS, 2, sampling), prepared.fingerprint()
+    with adapter_off(model):
+        assert prepared.fingerprint() != fingerprint
+        off = engine.generate(PROMPTS, 2, sampling)
+    assert prepared.fingerprint() == fingerprint
+    assert_same(off, wanted)
+    assert not torch.equal(on.ids, off.ids)
+
+
+def test_dropout_is_off_while_sampling():
+    model = tiny("llama")
+    model.model.layers[0].mlp = torch.nn.Sequential(model.model.layers[0].mlp, torch.nn.Dropout(0.5))
+    engine = Engine(prepare(model))
+    sampling = Sampling(max_new_tokens=10)
+    wanted = engine.generate(PROMPTS, 2, sampling)
+    model.train()
+    assert_same(engine.generate(PROMPTS, 2, sampling), wanted)
+    assert model.training
+    with pytest.raises(InputError):
+        engine.generate([[]], 1, sampling)
+    assert model.training
+
+
+def test_a_model_that_changes_its_type():
+    model = tiny("llama", torch.float32)
+    engine = Engine(model)
+    sampling = Sampling(max_new_tokens=5)
+    engine.generate(PROMPTS, 1, sampling)
+    model.double()
+    assert engine.generate(PROMPTS, 1, sampling).ids.shape[0] == 5
+    assert engine._cache.layers[0].own_keys.dtype == torch.float64
+
+
 def test_release_gives_the_memory_back():
     prepared = prepare(tiny("llama"))
     engine = Engine(prepared)

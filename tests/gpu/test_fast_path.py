@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from groupwise.core.filters import KeptSets
 from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
 from groupwise.generate.sampling import draw
+from groupwise.model.attention import Call
 from groupwise.model.cache import STORAGE, DecodeLayout, Storage
 from groupwise.model.logprobs import completion_logps, padded_logps
 from groupwise.model.precision import MasterWeights, set_precision
@@ -65,7 +67,7 @@ def test_decode_attention(heads, shared, width, window, softcap, dtype, splits):
     module = nn.Module()
     setattr(module, STORAGE, Storage(*(tensor.float() for tensor in storage)))
     wanted = DecodeLayout(slot, lengths, prompt + lengths, groups).attend(
-        module, query.float(), key.float(), value.float(), 0.2, window, softcap
+        Call(module, query.float(), key.float(), value.float(), 0.2, window, softcap)
     )
     starts, sizes = torch.zeros(2, rows, dtype=torch.int32)
     members = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32)
@@ -297,7 +299,7 @@ def test_kept_sets_are_refused_before_they_swell():
 def test_a_cache_too_large_for_the_device():
     from groupwise.errors import InputError
 
-    engine = Engine(prepare(rough(), compile=False), max_rows=10**6)
-    engine.prepared = type(engine.prepared)(**{**vars(engine.prepared), "window": None})
+    prepared = prepare(rough(), compile=False)
+    engine = Engine(dataclasses.replace(prepared, window=None), max_rows=10**4)
     with pytest.raises(InputError, match="the memory that is free"):
-        engine.generate([[1]], 10**6, Sampling(max_new_tokens=10**4))
+        engine.generate([[1]], 10**4, Sampling(max_new_tokens=10**6))
