@@ -120,6 +120,7 @@ def completion_logps(
 ) -> TokenLogps:
     """Log-probs ``(B, T)`` of all completions, in their order; ``completions[i]`` belong to ``prompts[i]``.
 
+    ``model`` is best what `prepare` made of it, once: a model as it is is looked at anew in every call.
     Call it under torch.no_grad() for old log-probs or a reference's. With gradients the memory of all packs is held
     until the backward pass; a training loop goes through `each_pack` instead.
     """
@@ -303,13 +304,19 @@ def _tensors(
     for number, members in enumerate(completions):
         if not len(members):
             raise InputError(f"prompt {number} has no completion; leave it out")
-    return (
-        [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)],
-        [
-            [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
-            for number, members in enumerate(completions)
-        ],
-    )
+    checked = [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)]
+    answers = [
+        [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+        for number, members in enumerate(completions)
+    ]
+    for number, (prompt, members) in enumerate(zip(checked, answers, strict=True)):
+        longest = len(prompt) + max(map(len, members))
+        if prepared.window is not None and longest > prepared.window:
+            raise InputError(
+                f"prompt {number} and its longest completion have {longest} tokens; the model's window is "
+                f"{prepared.window}"
+            )
+    return checked, answers
 
 
 def check_ids(ids: Ids, prepared: Prepared, what: str) -> Tensor:

@@ -79,6 +79,9 @@ class Prepared:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """The trunk's last hidden states for ids ``(rows, L)``, with attention as the layout says."""
+        if self.trunk.config._attn_implementation != IMPLEMENTATION:
+            # Somebody has set another one since; it would not look at the layout, and nobody would notice.
+            self.model.set_attn_implementation(IMPLEMENTATION)
 
         def run() -> Tensor:
             out = self.trunk(

@@ -231,6 +231,7 @@ def test_a_budget_that_is_too_small():
         ([[0.5]], [[[1]]], "whole numbers"),
         ([["a"]], [[[1]]], "no list of token ids"),
         ([list(range(90)) * 2], [[[1]]], "180 tokens; the model's window is 128"),
+        ([[1] * 100], [[[1] * 28, [1] * 29]], "prompt 0 and its longest completion have 129 tokens"),
     ],
 )
 def test_bad_input(prompts, completions, message):

@@ -203,6 +203,20 @@ def test_the_plain_path_can_be_asked_for():
     assert PlainGenerator(prepared).generate([[1, 2]], 2, Sampling(max_new_tokens=3)).facts["plain"]
 
 
+def test_an_attention_set_by_somebody_else_is_no_trap():
+    """It would ignore the layout: every completion would see its siblings, and nobody would notice."""
+    model = tiny("llama")
+    prepared = prepare(model)
+    prompts, completions = random_groups([5, 9], [[4, 4, 7], [1, 1]])
+    wanted = completion_logps(prepared, prompts, completions).logps
+    model.set_attn_implementation("sdpa")
+    assert torch.equal(completion_logps(prepared, prompts, completions).logps, wanted)
+    model.set_attn_implementation("eager")
+    rollout = Engine(prepared).generate(prompts, 2, Sampling(max_new_tokens=5))
+    again = completion_logps(prepared, prompts, rollout.completions()).logps
+    torch.testing.assert_close(rollout.logps, again.float(), rtol=0, atol=1e-5)
+
+
 def test_training_mode_is_left_alone():
     model = tiny("llama").train()
     prepare(model)
