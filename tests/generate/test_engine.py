@@ -140,7 +140,9 @@ def test_the_same_seed_gives_the_same_samples(name):
     sampling = Sampling(max_new_tokens=15, seed=11)
     engine = Engine(prepared, max_rows=6)
     first = engine.generate(PROMPTS, COUNTS, sampling)
-    assert_same(engine.generate(PROMPTS, COUNTS, sampling), first)
+    again = engine.generate(PROMPTS, COUNTS, sampling)
+    assert_same(again, first)
+    assert torch.equal(again.logps, first.logps)  # to the bit
     assert_same(Engine(prepared, max_rows=9).generate(PROMPTS, COUNTS, sampling), first)
     other = engine.generate(PROMPTS, COUNTS, Sampling(max_new_tokens=15, seed=12))
     assert not torch.equal(other.ids, first.ids)
