@@ -79,7 +79,8 @@ class Prepared:
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
         """The trunk's last hidden states for ids ``(rows, L)``, with attention as the layout says."""
-        if self.trunk.config._attn_implementation != IMPLEMENTATION:
+        config: Any = self.trunk.config
+        if config._attn_implementation != IMPLEMENTATION:
             # Somebody has set another one since; it would not look at the layout, and nobody would notice.
             self.model.set_attn_implementation(IMPLEMENTATION)
 
