@@ -153,6 +153,19 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
     return 2 * size / best_copy, 2 * n**3 / best_product
 
 
+def product_rate(device: str, dtype: torch.dtype, rows: int, inner: int, outer: int) -> float:
+    """Operations per second of a product with few rows, as a decode step has."""
+    a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(outer, inner, device=device).to(dtype)
+    best = float("inf")
+    for _ in range(20):
+        synchronize(device)
+        start = time.perf_counter()
+        torch.nn.functional.linear(a, b)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * rows * inner * outer / best
+
+
 def profile(device: str, function: Callable[[], object]) -> None:
     """Print the operations (on a GPU: the kernels) that take the most time."""
     from torch.profiler import ProfilerActivity

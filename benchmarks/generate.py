@@ -28,6 +28,7 @@ from common import (
     median,
     own_attention,
     peak_memory,
+    product_rate,
     profile,
 )
 from transformers import GenerationConfig, PreTrainedModel
@@ -128,6 +129,9 @@ def main() -> None:
         f"(floor {moved / bandwidth:.2f} s); arithmetic: {operations / ours / 1e12:.3f} of {rate / 1e12:.3f} TFLOP/s "
         f"(floor {operations / rate:.2f} s)"
     )
+    config, rows = model.config, facts["rows"]
+    few = product_rate(args.device, model.dtype, rows, config.hidden_size, config.intermediate_size)
+    print(f"a product of {rows} rows, as the MLP of a decode step has, reaches {few / 1e12:.3f} TFLOP/s")
     print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
     if args.continuous:
         print(continuous_batching(args.continuous, ours))

@@ -168,6 +168,9 @@ def each_pack(
     prepared = prepare(model)
     device = prepared.device
     prompt_ids, completion_ids = _tensors(prepared, prompts, completions)
+    if prepared.why_plain:  # every sample is a row with its own prompt, and counts as such
+        prompt_ids = [p for p, members in zip(prompt_ids, completion_ids, strict=True) for _ in members]
+        completion_ids = [[ids] for members in completion_ids for ids in members]
     lengths = [[len(ids) for ids in members] for members in completion_ids]
     if token_budget is None:
         longest = max(len(p) + max(map(len, c)) for p, c in zip(prompt_ids, completion_ids, strict=True))

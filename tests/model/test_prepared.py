@@ -180,6 +180,19 @@ def test_a_head_that_is_not_plain():
     assert completion_logps(prepared, prompts, completions).logps.shape == (2, 4)
 
 
+def test_the_plain_path_holds_its_budget():
+    """There every sample brings its prompt: two of 10 + 5 tokens do not go into 25 together."""
+    model = tiny("llama")
+    prompts, completions = random_groups([10], [[5, 5, 5]])
+    widths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    found = completion_logps(prepare(model, plain=True), prompts, completions, token_budget=25)
+    assert widths == [15, 15, 15]
+    assert found.logps.shape == (3, 5)
+
+
 def test_a_wrong_head_is_noticed():
     """A scale that the configuration promises and the model does not apply."""
     model = tiny("llama")
