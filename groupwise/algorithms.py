@@ -1,0 +1,123 @@
+"""The algorithms by name: each is a frozen record of settings, never a branch in the trainer.
+
+A preset is the layer below a recipe: the recipe's own keys win over it, key by key. ``dapo`` and ``grpo`` carry the
+second document's whole block of defaults, which are TRL's; the others say in what they differ. Two of its lines are
+read with care: bfloat16 is used where the device has it in hardware (``model.dtype = "auto"``), and its batch of 4
+with accumulation 4 counts prompts, so that a step compares 16 groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from groupwise.errors import ConfigError, check_choice
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A named choice of settings; keys are dotted, as on the command line."""
+
+    name: str
+    summary: str
+    settings: Mapping[str, Any]
+
+    def but(self, name: str, summary: str, changes: Mapping[str, Any]) -> Algorithm:
+        """The same algorithm with some settings changed, under another name."""
+        return Algorithm(name, summary, MappingProxyType({**self.settings, **changes}))
+
+
+DAPO = Algorithm(
+    "dapo",
+    "clipped ratio per token, every token of the batch weighs the same (the second document's defaults)",
+    MappingProxyType(
+        {
+            "optimizer.learning_rate": 1e-6,
+            "train.epochs": 3.0,
+            "train.batch_size": 4,
+            "train.accumulation": 4,
+            "train.iterations": 1,
+            "sampling.samples_per_prompt": 8,
+            "sampling.max_new_tokens": 256,
+            "sampling.temperature": 1.0,
+            "sampling.top_p": 1.0,
+            "sampling.top_k": None,
+            "sampling.min_p": None,
+            "loss.name": "dapo",
+            "loss.ratio": "token",
+            "loss.clip_low": 0.2,
+            "loss.clip_high": None,
+            "loss.kl_coef": 0.0,
+            "advantages.scale": "group",
+            "data.max_prompt_length": 512,
+            "data.shuffle": True,
+            "model.gradient_checkpointing": True,
+            "model.dtype": "auto",
+        }
+    ),
+)
+
+GRPO = DAPO.but(
+    "grpo",
+    "the same with DeepSeekMath's aggregation: the mean over each answer's tokens, then over answers",
+    {"loss.name": "grpo"},
+)
+
+DR_GRPO = DAPO.but(
+    "dr_grpo",
+    "no division by the group's spread nor by an answer's length, so neither is favoured",
+    {"loss.name": "dr_grpo", "advantages.scale": "none"},
+)
+
+GSPO = DAPO.but(
+    "gspo",
+    "one ratio per answer (its geometric mean over tokens), with the far narrower clip that this needs",
+    {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+)
+
+CISPO = DAPO.but(
+    "cispo",
+    "the ratio is capped and detached, so that a clipped token still teaches",
+    {"loss.name": "cispo", "loss.clip_high": 5.0},
+)
+
+ENHANCED_GRPO = Algorithm(
+    "enhanced_grpo",
+    "the first document: the policy gradient with DeepSeek-V3.2's KL, off-policy mask and a refreshed reference",
+    MappingProxyType(
+        {
+            "sampling.samples_per_prompt": 16,
+            "sampling.temperature": 1.0,
+            "sampling.top_k": 40,
+            "sampling.max_new_tokens": 512,
+            "train.batch_size": 16,
+            "train.accumulation": 1,
+            "train.epochs": 2.0,
+            "optimizer.learning_rate": 1e-5,
+            "optimizer.embedding_learning_rate": 2e-4,
+            "optimizer.max_grad_norm": 1.0,
+            "loss.name": "reinforce",
+            "loss.denominator": "policy_mask",
+            "loss.kl_coef": 0.01,
+            "loss.kl": "unbiased",
+            "advantages.scale": "none",
+            "masks.off_policy": "v3.2",
+            "masks.off_policy_threshold": 0.5,
+            "masks.validity": True,
+            "reference.refresh_every": 100,
+            "data.max_prompt_length": 1024,
+        }
+    ),
+)
+
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm for algorithm in (DAPO, GRPO, DR_GRPO, GSPO, CISPO, ENHANCED_GRPO)
+}
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The preset of that name; an error that lists them all otherwise."""
+    check_choice("algorithm", name, ALGORITHMS, ConfigError)
+    return ALGORITHMS[name]

@@ -1,0 +1,35 @@
+"""Rewards: the contract that a function of the user's keeps, how it is loaded and called, and some to start with."""
+
+from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named
+from groupwise.rewards.load import load_function
+from groupwise.rewards.maths import (
+    correct_number,
+    gold_number,
+    lenient_answer,
+    lenient_correct,
+    number_format,
+    parse_number,
+    same_number,
+    strict_answer,
+)
+from groupwise.rewards.text import format_reward, overlong_penalty, text_of
+
+__all__ = [
+    "Failure",
+    "RewardFunction",
+    "Scorer",
+    "Scores",
+    "correct_number",
+    "format_reward",
+    "gold_number",
+    "lenient_answer",
+    "lenient_correct",
+    "load_function",
+    "named",
+    "number_format",
+    "overlong_penalty",
+    "parse_number",
+    "same_number",
+    "strict_answer",
+    "text_of",
+]

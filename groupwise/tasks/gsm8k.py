@@ -1,0 +1,73 @@
+"""GSM8K: grade-school maths with a number as the answer, asked for in the data set's own form, ``#### N``.
+
+The rewards are 1 for the right number after ``####`` and a little for the form alone. Two grades: strict asks for the
+form, lenient takes the last number of an answer without it; a model that only learns the form gains under the first
+and not under the second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from groupwise import data
+from groupwise.config import Recipe
+from groupwise.errors import DataError
+from groupwise.rewards import RewardFunction
+from groupwise.rewards.maths import (
+    correct_number,
+    gold_number,
+    lenient_answer,
+    number_format,
+    same_number,
+    strict_answer,
+)
+from groupwise.tasks.base import Row, Task
+from groupwise.tasks.rows import read_both
+
+INSTRUCTION = (
+    "Solve the problem step by step. End with a line that holds four number signs and the final number alone, "
+    "like this:\n#### 42"
+)
+FORMAT_WEIGHT = 0.1
+
+
+def gsm8k_task(recipe: Recipe, base: Path | None = None) -> Task:
+    """GSM8K from files with the columns ``question`` and ``answer``, or from the hub (openai/gsm8k, subset main)."""
+    if recipe.data.train == "openai/gsm8k" and recipe.data.subset is None:
+        recipe = recipe.with_settings({"data.subset": "main"})
+    train, held_out = read_both(recipe, base)
+    return Task(
+        "gsm8k",
+        [make_row(row) for row in train],
+        [make_row(row) for row in held_out],
+        rewards=(
+            RewardFunction("correct", correct_number),
+            RewardFunction("format", number_format, FORMAT_WEIGHT),
+        ),
+        grades={"accuracy": strict_grade, "accuracy_lenient": lenient_grade},
+        metric="accuracy",
+    )
+
+
+def make_row(row: Any) -> Row:
+    """A row with its prompt; one that lacks its question or a number as its answer is refused by file and line."""
+    where = getattr(row, "where", "a row of GSM8K")
+    for column in ("question", "answer"):
+        if not isinstance(row.get(column), str) or not row[column].strip():
+            raise DataError(f"{where}: GSM8K needs the column {column!r} with a text, got {row.get(column)!r}")
+    if gold_number(row["answer"]) is None:
+        raise DataError(f"{where}: the answer holds no number after '####': {row['answer'][-60:]!r}")
+    return data.Row({**row, "prompt": f"{row['question'].strip()}\n\n{INSTRUCTION}"}, where)
+
+
+def strict_grade(row: Row, answer: str) -> bool | None:
+    """Right only in the form that was asked for."""
+    found = strict_answer(answer)
+    return None if found is None else same_number(found, gold_number(row["answer"]))
+
+
+def lenient_grade(row: Row, answer: str) -> bool | None:
+    """Right if the number that the answer ends up with is right, whatever its form."""
+    found = lenient_answer(answer)
+    return None if found is None else same_number(found, gold_number(row["answer"]))

@@ -1,0 +1,1 @@
+"""Training language models: the loop, and what changes while it runs."""

@@ -1,0 +1,136 @@
+"""What one step works on: prompts, their sampled answers, the rewards, and who teaches what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import KeptSets
+from groupwise.data import Prompt
+from groupwise.tasks.base import Row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """``P`` prompts with ``G`` sampled and scored answers each; the ``B = P·G`` samples stand prompt after prompt."""
+
+    rows: list[Row]  # P
+    row_numbers: list[int]  # P: which rows of the data
+    prompts: list[Prompt]  # P
+    samples: int  # G
+    ids: list[Tensor]  # B, (t,) each
+    texts: list[str]  # B
+    stop_reasons: list[str]  # B
+    sampler_logps: list[Tensor]  # B, (t,) each: under the distribution that training computes
+    kept: KeptSets | None  # one set per token of every answer, in order
+    rewards: Tensor  # (B, K) float64, NaN where a function has nothing to say
+    dropped: Tensor  # (B,) bool: a reward failed, and the sample counts nowhere
+    extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that rewards want recorded
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([len(ids) for ids in self.ids])
+
+    @property
+    def prompt_of(self) -> Tensor:
+        """The prompt of each sample, ``(B,)``."""
+        return torch.arange(len(self.prompts)).repeat_interleave(self.samples)
+
+    def take(self, prompts: Sequence[int]) -> Batch:
+        """The batch of these prompts alone."""
+        chosen = [prompt * self.samples + sample for prompt in prompts for sample in range(self.samples)]
+        return Batch(
+            rows=[self.rows[i] for i in prompts],
+            row_numbers=[self.row_numbers[i] for i in prompts],
+            prompts=[self.prompts[i] for i in prompts],
+            samples=self.samples,
+            ids=[self.ids[i] for i in chosen],
+            texts=[self.texts[i] for i in chosen],
+            stop_reasons=[self.stop_reasons[i] for i in chosen],
+            sampler_logps=[self.sampler_logps[i] for i in chosen],
+            kept=None if self.kept is None else self.kept.select(self.places(chosen)),
+            rewards=self.rewards[chosen],
+            dropped=self.dropped[chosen],
+            extra={name: [values[i] for i in chosen] for name, values in self.extra.items()},
+        )
+
+    def places(self, samples: Sequence[int]) -> Tensor:
+        """Where the tokens of these samples stand among those of all samples, one after another."""
+        ends = self.lengths.cumsum(0).tolist()
+        parts = [torch.arange(ends[i] - len(self.ids[i]), ends[i]) for i in samples]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Several batches as one; all have the same number of samples per prompt."""
+    if len(batches) == 1:
+        return batches[0]
+    first = batches[0]
+    sets = [batch.kept for batch in batches if batch.kept is not None]
+    names = {name for batch in batches for name in batch.extra}
+    return Batch(
+        rows=[row for batch in batches for row in batch.rows],
+        row_numbers=[number for batch in batches for number in batch.row_numbers],
+        prompts=[prompt for batch in batches for prompt in batch.prompts],
+        samples=first.samples,
+        ids=[ids for batch in batches for ids in batch.ids],
+        texts=[text for batch in batches for text in batch.texts],
+        stop_reasons=[reason for batch in batches for reason in batch.stop_reasons],
+        sampler_logps=[logps for batch in batches for logps in batch.sampler_logps],
+        kept=_join_sets(sets) if sets else None,
+        rewards=torch.cat([batch.rewards for batch in batches]),
+        dropped=torch.cat([batch.dropped for batch in batches]),
+        extra={
+            name: [value for batch in batches for value in batch.extra.get(name, [None] * len(batch))]
+            for name in sorted(names)
+        },
+    )
+
+
+def _join_sets(sets: Sequence[KeptSets]) -> KeptSets:
+    offsets, end = [torch.zeros(1, dtype=torch.int64)], 0
+    for part in sets:
+        offsets.append(part.offsets[1:].cpu() + end)
+        end += int(part.offsets[-1])
+    return KeptSets(torch.cat([part.ids.cpu() for part in sets]), torch.cat(offsets))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How the samples of a batch compare: the reward of each, its group, its advantage, and whether it may teach."""
+
+    rewards: Tensor  # (B,) float64: the weighted sum, NaN where nothing was scored
+    groups: Tensor  # (B,) who is compared with whom
+    advantages: Tensor  # (B,)
+    silenced: dict[str, Tensor]  # why a sample may not teach: (B,) bool each
+    equal: Tensor  # (B,) bool: in a group whose rewards are all equal
+    graded: dict[str, list[bool | None]] = field(default_factory=dict)  # what the task's grades say; it does not teach
+
+    @property
+    def allowed(self) -> Tensor:
+        """Which samples no mask silences, ``(B,)``."""
+        found = torch.ones(len(self.rewards), dtype=torch.bool)
+        for reason in self.silenced.values():
+            found &= ~reason
+        return found
+
+    @property
+    def teaches(self) -> Tensor:
+        """Which samples have something to teach, ``(B,)``: a nonzero advantage that no mask silences."""
+        return self.allowed & (self.advantages != 0)
+
+    def why_not(self) -> list[str | None]:
+        """For each sample, the first reason why it does not teach."""
+        reasons = {**self.silenced, "equal_rewards": self.equal}
+        found: list[str | None] = []
+        for number, teaches in enumerate(self.teaches.tolist()):
+            why = next((name for name, failed in reasons.items() if bool(failed[number])), "no_advantage")
+            found.append(None if teaches else why)
+        return found

@@ -1,0 +1,139 @@
+"""Checkpoints: a folder that is whole or absent, safetensors and JSON only, from which a run goes on bit for bit.
+
+``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
+that the optimizer moves), ``optimizer.safetensors``, ``reference.safetensors`` where there is a reference, and
+``state.json``: everything else that the next step depends on. The manifest, with a hash of every file, is written last;
+a folder without one is never chosen.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.errors import CheckpointError
+from groupwise.model.export import export_model
+from groupwise.model.lora import is_lora
+from groupwise.model.precision import MasterWeights
+from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
+from groupwise.train.reference import Reference
+
+FORMAT = 1
+POLICY, STATE = "policy", "state.json"
+MASTERS, OPTIMIZER, REFERENCE = "masters.safetensors", "optimizer.safetensors", "reference.safetensors"
+BEST = "best.json"
+
+
+def checkpoint_name(step: int) -> str:
+    return f"checkpoint-{step}"
+
+
+def step_of(folder: Path) -> int:
+    found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    if found is None:
+        raise CheckpointError(f"{folder} is not named like a checkpoint (checkpoint-STEP)")
+    return int(found[1])
+
+
+def save_checkpoint(
+    run: RunDir,
+    step: int,
+    state: Mapping[str, Any],
+    *,
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    reference: Reference | None,
+    tokenizer: Any,
+    dtype: str | None,
+) -> Path:
+    """Write the checkpoint of a step; the folder. One that is there already is the same and stays."""
+    folder = run.path / checkpoint_name(step)
+    if folder.exists():
+        try:
+            verify_manifest(folder)
+            return folder
+        except CheckpointError:
+            shutil.rmtree(folder)
+    with run.folder(checkpoint_name(step)) as unfinished:
+        write_safetensors(unfinished / MASTERS, masters.state_dict())
+        write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
+        if reference is not None:
+            write_safetensors(unfinished / REFERENCE, reference.state_dict())
+        write_json(unfinished / STATE, {"format": FORMAT, "step": step, **state})
+        export_model(
+            masters.model,
+            unfinished / POLICY,
+            tokenizer=tokenizer,
+            masters=masters,
+            dtype=dtype or str(masters.model.dtype).removeprefix("torch."),
+            merge=not is_lora(masters.model),
+        )
+    return folder
+
+
+def load_checkpoint(
+    folder: Path, *, masters: MasterWeights, optimizer: torch.optim.Optimizer, reference: Reference | None
+) -> dict[str, Any]:
+    """Put a checkpoint's weights and optimizer state in place, bit for bit; its ``state.json``."""
+    from safetensors.torch import load_file
+
+    verify_manifest(folder)
+    state = read_state(folder)
+    masters.load_state_dict(load_file(folder / MASTERS))
+    _load_optimizer(optimizer, masters, load_file(folder / OPTIMIZER))
+    if reference is not None:
+        if not (folder / REFERENCE).exists():
+            raise CheckpointError(f"{folder} holds no reference, but this recipe needs one (loss.kl_coef); start anew")
+        reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
+    return state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's ``state.json`` says."""
+    state = read_json(folder / STATE)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{folder / STATE} is not of format {FORMAT}, the one that this groupwise reads")
+    return state
+
+
+def newest(run: RunDir) -> Path | None:
+    """The newest checkpoint that is whole; None if there is none."""
+    found = run.finished("checkpoint-*")
+    return found[-1] if found else None
+
+
+def prune(run: RunDir, keep: int, best: str | None) -> None:
+    """Delete all but the last ``keep`` checkpoints and the best one."""
+    folders = sorted(run.path.glob("checkpoint-*"), key=step_of)
+    for folder in folders[:-keep]:
+        if folder.name != best:
+            # Renamed first: a deletion that is interrupted must not leave half a checkpoint under its name.
+            gone = folder.with_name(f".unfinished-old-{folder.name}")
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
+    """AdamW's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
+    found: dict[str, Tensor] = {}
+    for name, master in masters.named_parameters():
+        for key, value in optimizer.state.get(master, {}).items():
+            found[f"{key}/{name}"] = torch.as_tensor(value)
+    return found
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, tensors: Mapping[str, Tensor]) -> None:
+    known = dict(masters.named_parameters())
+    optimizer.state.clear()
+    for full, value in tensors.items():
+        key, _, name = full.partition("/")
+        if name not in known:
+            raise CheckpointError(f"the optimizer's state in the checkpoint names {name}, which the model has not")
+        place = torch.device("cpu") if key == "step" else known[name].device
+        optimizer.state[known[name]][key] = value.to(place)

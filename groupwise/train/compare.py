@@ -1,0 +1,160 @@
+"""From rewards to advantages: who is compared with whom, by how much each is better, and who may not teach.
+
+Everything here is a property of the sampled batch alone; masks that depend on the policy's log-probs (off-policy,
+entropy) are the updater's. Samples that are silenced stay in the baseline and in every denominator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.config import Recipe
+from groupwise.core import group_advantages, group_index, group_statistics
+from groupwise.core.masks import validity_reasons
+from groupwise.errors import ConfigError, RewardError, check_choice
+from groupwise.rewards import load_function, overlong_penalty
+from groupwise.tasks.base import Grade
+from groupwise.train.batch import Batch, Comparison
+
+OVERLONG = "overlong"  # the name of the soft penalty among the rewards
+
+AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Any]
+GroupingFunction = Callable[[Batch], Sequence[Any] | Tensor]
+
+
+ADVANTAGES: dict[str, AdvantageFunction] = {}
+"""Advantages of one's own, by name: put one here and name it in ``advantages.function``."""
+
+GROUPINGS: dict[str, GroupingFunction | None] = {"prompt": None}
+"""Who is compared with whom, by name: put one here and name it in ``advantages.grouping``."""
+
+
+def find_advantage(name: str | None, base: Path | None = None) -> AdvantageFunction | None:
+    """A registered advantage or ``module:function``; None for the built-in one."""
+    if name is None or name in ADVANTAGES:
+        return ADVANTAGES[name] if name is not None else None
+    if ":" not in name:
+        check_choice("advantages.function", name, [*ADVANTAGES, "module:function"], ConfigError)
+    return load_function(name, what="advantage", base=base)
+
+
+def find_grouping(name: str, base: Path | None = None) -> GroupingFunction | None:
+    """A registered grouping or ``module:function``; None for the prompt's own group."""
+    if name in GROUPINGS:
+        return GROUPINGS[name]
+    if ":" not in name:
+        check_choice("advantages.grouping", name, [*GROUPINGS, "module:function"], ConfigError)
+    return load_function(name, what="grouping", base=base)
+
+
+def compare(
+    batch: Batch,
+    now: Recipe,
+    weights: Sequence[float],
+    *,
+    advantage: AdvantageFunction | None = None,
+    grouping: GroupingFunction | None = None,
+    grades: Mapping[str, Grade] | None = None,
+    metric: str | None = None,
+) -> Comparison:
+    """Rewards ``(B, K)`` become advantages ``(B,)``; ``advantage`` and ``grouping`` replace the built-in ones.
+
+    ``grades`` only watch; the one named ``metric`` also says for the validity mask whether an answer can be found.
+    """
+    graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
+    groups = _groups(batch, grouping)
+    factors = torch.tensor(list(weights), dtype=torch.float64)
+    rewards = torch.where(batch.dropped[:, None], torch.nan, batch.rewards)
+    scored = ~rewards.isnan().all(1)
+    total = torch.where(scored, (rewards * factors).nansum(1), torch.nan)
+    if advantage is not None:
+        advantages = _checked(advantage(rewards, groups, factors), len(batch))
+    else:
+        how = now.advantages
+        advantages = group_advantages(
+            rewards,
+            groups,
+            scale=how.scale,
+            eps=how.eps,
+            unbiased=how.unbiased,
+            baseline=how.baseline,
+            weights=factors,
+            combine=how.combine,
+        )
+    statistics = group_statistics(total, groups)
+    return Comparison(
+        rewards=total,
+        groups=groups,
+        advantages=torch.where(batch.dropped, 0.0, advantages).float(),
+        silenced=_silenced(batch, now, graded.get(metric or "")),
+        equal=statistics.equal[statistics.index],
+        graded=graded,
+    )
+
+
+def _graded(batch: Batch, grade: Grade) -> list[bool | None]:
+    rows = [batch.rows[number] for number in batch.prompt_of.tolist()]
+    return [grade(row, text) for row, text in zip(rows, batch.texts, strict=True)]
+
+
+def with_overlong_penalty(rewards: Tensor, batch_lengths: Sequence[int], now: Recipe) -> Tensor:
+    """The rewards with one more column: the soft penalty for answers that come near the longest length allowed."""
+    limit, buffer = now.sampling.max_new_tokens, min(now.scoring.overlong_buffer, now.sampling.max_new_tokens)
+    column = [now.scoring.overlong_weight * overlong_penalty(length, limit, buffer) for length in batch_lengths]
+    return torch.cat([rewards, torch.tensor(column, dtype=torch.float64)[:, None]], dim=1)
+
+
+def repetition(text: str) -> float:
+    """The share of a text's word triples that had been there before; 0 for texts of fewer than four words."""
+    words = text.split()
+    triples = list(zip(words, words[1:], words[2:], strict=False))
+    return 1 - len(set(triples)) / len(triples) if len(triples) > 1 else 0.0
+
+
+def _silenced(batch: Batch, now: Recipe, graded: list[bool | None] | None) -> dict[str, Tensor]:
+    masks = now.masks
+    found: dict[str, Tensor] = {}
+    if bool(batch.dropped.any()):
+        found["dropped"] = batch.dropped
+    if masks.truncated:
+        found["truncated"] = torch.tensor([reason == "length" for reason in batch.stop_reasons])
+    if masks.validity:
+        answers = None if graded is None else torch.tensor([result is not None for result in graded])
+        found |= validity_reasons(
+            lengths=torch.tensor([len(text) for text in batch.texts]),
+            min_length=masks.min_length,
+            has_answer=answers,
+            repetition=torch.tensor([repetition(text) for text in batch.texts]),
+            max_repetition=masks.max_repetition,
+        )
+    return found
+
+
+def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
+    if grouping is None:
+        return batch.prompt_of
+    labels = grouping(batch)
+    try:
+        return group_index(labels, len(batch))[0]
+    except ValueError as error:
+        raise ConfigError(f"the grouping function returned labels that cannot be used: {error}") from error
+
+
+def _checked(advantages: Any, number: int) -> Tensor:
+    try:
+        found = torch.as_tensor(advantages, dtype=torch.float32).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RewardError(
+            f"the advantage function returned {type(advantages).__name__}, not one number each"
+        ) from error
+    if found.shape != (number,):
+        raise RewardError(f"the advantage function returned shape {tuple(found.shape)}; expected ({number},)")
+    if not bool(found.isfinite().all()):
+        where = int((~found.isfinite()).nonzero()[0])
+        raise RewardError(f"the advantage function returned {float(found[where])} for sample {where}")
+    return found

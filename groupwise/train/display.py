@@ -1,0 +1,595 @@
+"""What a run shows while it goes on: a panel that renews itself on a terminal, plain lines anywhere else.
+
+A display only looks on. Metrics may be missing or no numbers, the terminal may change its size or go away: nothing here
+raises, and nothing here changes a run.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+
+from groupwise.train.records import EVALUATION, is_share
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+Array = np.ndarray[Any, Any]
+Clock = Callable[[], float]
+Rows = Sequence[str] | Sequence[Sequence[str]]
+
+RECENT = 20  # steps from which the time that is left is told
+SMOOTHING = 0.9  # of the reward's curve: the share of what was in each new point
+MOST_POINTS = 4000  # of a curve that are kept; more than any terminal has dots
+LINE_SECONDS = 1.0
+STAGE_SECONDS = 20.0
+REFRESHES = 4  # a second
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+NARROW = 64  # columns below which there is room for one chart only
+TILE = 13
+# Which dot of a character each bit is, from the top, left and right: Unicode's braille patterns begin at 0x2800.
+DOTS = np.array([[[0x01, 0x08]], [[0x02, 0x10]], [[0x04, 0x20]], [[0x40, 0x80]]])
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run is. ``metric`` is what its evaluations measure, ``goal`` where that should get."""
+
+    name: str
+    model: str
+    parameters: int
+    device: str
+    algorithm: str
+    steps: int
+    metric: str | None
+    folder: str
+    goal: float | None = None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    value: float
+    low: float | None
+    high: float | None
+
+
+def make_display(stream: TextIO | None = None) -> Display:
+    """The display that fits a stream, the standard output without one."""
+    from rich.console import Console
+
+    stream = sys.stdout if stream is None else stream
+    console = Console(file=stream, highlight=False)
+    # FORCE_COLOR makes rich call a pipe a terminal; a log file full of redrawn panels helps nobody.
+    if stream.isatty() and console.is_terminal and console.is_interactive and not console.options.ascii_only:
+        return LiveDisplay(console)
+    return LineDisplay(stream)
+
+
+class Display:
+    """Keeps what is shown. Metrics have TRL's names; ``memory/…`` is in bytes, ``time/…`` in seconds."""
+
+    def __init__(self, clock: Clock = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.RLock()
+        self.facts = Facts("", "", 0, "", "", 0, None, "")
+        self._began = clock()
+        self._now = 0
+        self._metrics: dict[str, float] = {}
+        self._rewards: list[tuple[int, float, float]] = []  # step, reward, smoothed reward
+        self._evaluations: list[Evaluation] = []
+        self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # step, when it was done
+
+    def start(self, facts: Facts, first_step: int = 0) -> None:
+        """Begin. ``first_step`` is the step after which a resumed run goes on."""
+        with self._lock:
+            self.facts, self._now, self._began = facts, first_step, self._clock()
+            self._marks.append((first_step, self._began))
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step is done."""
+        with self._lock:
+            self._now, self._metrics = step, _numbers(metrics)
+            self._marks.append((step, self._clock()))
+            reward = self._metrics.get("reward", math.nan)
+            if math.isfinite(reward):
+                before = self._rewards[-1][2] if self._rewards else reward
+                self._rewards.append((step, reward, SMOOTHING * before + (1 - SMOOTHING) * reward))
+            if len(self._rewards) > MOST_POINTS:
+                del self._rewards[1::2]
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """An evaluation after ``step`` is done; names with or without ``eval/``."""
+        numbers = {name.removeprefix(EVALUATION): value for name, value in _numbers(metrics).items()}
+        name = self.facts.metric or ""
+        value = numbers.get(name, math.nan)
+        if math.isfinite(value):
+            low, high = (_finite_or_none(numbers.get(f"{name}_{end}")) for end in ("low", "high"))
+            with self._lock:
+                self._evaluations.append(Evaluation(step, value, low, high))
+
+    def stage(self, text: str) -> None:
+        """What goes on right now, such as "evaluating"."""
+
+    def say(self, text: str) -> None:
+        """A notice that must stay visible."""
+
+    def finish(self, lines: Rows) -> None:
+        """The end of the run: lines, or rows of cells, that sum it up."""
+        self.close()
+
+    def close(self) -> None:
+        """Leave the terminal as it was. May be called twice."""
+
+    def __enter__(self) -> Display:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def seconds_left(self) -> float | None:
+        """How long the remaining steps take if they take as long as the last ones."""
+        (first, began), (last, done) = (self._marks[0], self._marks[-1]) if self._marks else ((0, 0.0), (0, 0.0))
+        return (done - began) / (last - first) * max(0, self.facts.steps - last) if last > first else None
+
+    def _held_out(self, value: float, signed: bool = False) -> str:
+        """The evaluations' metric as it is written: in percent where it is a share."""
+        sign = "+" if signed else ""
+        if self._in_percent():
+            return f"{100 * value:{sign}.1f}" + ("" if signed else " %")
+        return f"{value:{sign}.3f}"
+
+    def _in_percent(self) -> bool:
+        return is_share(self.facts.metric or "") and all(evaluation.value <= 1 for evaluation in self._evaluations)
+
+    def _change(self) -> float | None:
+        return self._evaluations[-1].value - self._evaluations[0].value if len(self._evaluations) > 1 else None
+
+
+class LineDisplay(Display):
+    """A line for a step; with quick steps about one a second, and always for evaluations and for the last step."""
+
+    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self._stream = stream
+        self._written = -math.inf
+        self._pending = False
+
+    def start(self, facts: Facts, first_step: int = 0) -> None:
+        super().start(facts, first_step)
+        model = f"{facts.model} ({_count(facts.parameters)} weights) on {facts.device}"
+        self._write(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
+        if first_step:
+            self._write(f"going on after step {first_step}")
+        self._written = -math.inf  # the first step follows at once
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        self._pending = True
+        if step >= self.facts.steps or self._clock() - self._written >= LINE_SECONDS:
+            self._write_step()
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        count = len(self._evaluations)
+        super().evaluation(step, metrics)
+        if len(self._evaluations) > count:
+            self._write(f"{self._place(step)} · held out: {self._evaluated()}")
+            return
+        numbers = [f"{name.removeprefix(EVALUATION)} {value:.4g}" for name, value in _numbers(metrics).items()]
+        self._write(f"{self._place(step)} · held out: {', '.join(numbers[:6]) or 'nothing measured'}")
+
+    def stage(self, text: str) -> None:
+        if self._clock() - max(self._written, self._began) >= STAGE_SECONDS:
+            self._write(f"{self._place(self._now)} · {text}")
+
+    def say(self, text: str) -> None:
+        self._write(text)
+
+    def finish(self, lines: Rows) -> None:
+        self.close()
+        for line in _aligned(lines):
+            self._write(line)
+
+    def close(self) -> None:
+        if self._pending:
+            self._write_step()
+
+    def _evaluated(self) -> str:
+        last, change = self._evaluations[-1], self._change()
+        text = f"{self.facts.metric} {self._held_out(last.value)}"
+        if last.low is not None and last.high is not None:
+            text += f" ({self._held_out(last.low)} to {self._held_out(last.high)})"
+        return text if change is None else f"{text}, {self._held_out(change, signed=True)} since the first"
+
+    def _place(self, step: int) -> str:
+        total = str(self.facts.steps)
+        return f"step {step:>{len(total)}}/{total}"
+
+    def _write_step(self) -> None:
+        self._pending = False
+        values, parts = self._metrics, [self._place(self._now)]
+        spread = f" ±{values['reward_std']:.2f}" if "reward_std" in values else ""
+        if "reward" in values:
+            parts.append(f"reward {values['reward']:6.3f}{spread}")
+        if self._evaluations:
+            last = self._evaluations[-1]
+            parts.append(f"{self.facts.metric} {self._held_out(last.value):>6} (held out, step {last.step})")
+        for name, form in LINE_PARTS.items():
+            if name in values:
+                parts.append(form(values[name]))
+        seconds = self._last_seconds()
+        parts += [f"{seconds:5.1f} s"] if seconds is not None else []
+        left = self.seconds_left()
+        parts += [f"left {_duration(left)}"] if left and self._now < self.facts.steps else []
+        self._write(" · ".join(parts))
+
+    def _last_seconds(self) -> float | None:
+        if "time/step" in self._metrics:
+            return self._metrics["time/step"]
+        return self._marks[-1][1] - self._marks[-2][1] if len(self._marks) > 1 else None
+
+    def _write(self, text: str) -> None:
+        self._written = self._clock()
+        with suppress(OSError, ValueError):  # a closed pipe or file is no reason to stop training
+            try:
+                self._stream.write(text + "\n")
+            except UnicodeEncodeError:
+                encoding = getattr(self._stream, "encoding", None) or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
+
+
+LINE_PARTS: dict[str, Callable[[float], str]] = {
+    "frac_reward_zero_std": lambda value: f"equal groups {100 * value:3.0f} %",
+    "completions/mean_length": lambda value: f"length {value:6.1f}",
+    "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
+}
+
+
+class LiveDisplay(Display):
+    """A panel on a terminal: progress, the reward's curve beside the held-out one, numbers, and the last notices."""
+
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self.console = console
+        self._live: Live | None = None
+        self._stage = ""
+        self._notices: deque[str] = deque(maxlen=2)
+        self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # the charts, until something changes
+
+    def start(self, facts: Facts, first_step: int = 0) -> None:
+        from rich.live import Live
+
+        super().start(facts, first_step)
+        with suppress(OSError, ValueError):
+            self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
+            self._live.start(refresh=True)
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        self._stage = ""
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().evaluation(step, metrics)
+        self._stage = ""
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        with self._lock:
+            self._notices.append(f"step {self._now}: {' '.join(text.split())}")
+        # Outside the lock: printing renders the panel, which takes the lock, in whichever thread is at it.
+        with suppress(OSError, ValueError):
+            self.console.print(Text(text, style="yellow"))
+
+    def finish(self, lines: Rows) -> None:
+        from rich.text import Text
+
+        self.close()
+        for line in _aligned(lines):
+            with suppress(OSError, ValueError):
+                self.console.print(Text(line), soft_wrap=True)
+
+    def close(self) -> None:
+        live, self._live, self._stage = self._live, None, ""
+        if live is not None:
+            with suppress(OSError, ValueError):
+                live.stop()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._lock:
+            yield self._panel(options.max_width, options.size.height)
+
+    def _panel(self, width: int, height: int) -> Panel:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        facts, inside = self.facts, max(20, width - 4)
+        tiles = self._tiles(inside)
+        foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
+        if self._live is not None:
+            spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
+            foot.insert(0, Text(f"{spin} {self._stage or 'training'}", style="dim", no_wrap=True, overflow="ellipsis"))
+        rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
+        parts: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
+        title = " · ".join(filter(None, (facts.name, f"{facts.model} ({_count(facts.parameters)})", facts.algorithm)))
+        return Panel(
+            Group(*parts),
+            title=Text(title, style="bold"),
+            title_align="left",
+            subtitle=Text(f"{facts.device} · {facts.folder}", style="dim"),
+            subtitle_align="right",
+            border_style="cyan",
+            width=width,
+        )
+
+    def _progress(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        total = max(self.facts.steps, self._now, 1)
+        left = self.seconds_left()
+        times = _duration(self._clock() - self._began)
+        if left is not None and self._now < total:
+            times += f" · left {_duration(left)}"
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=total, completed=self._now, complete_style="cyan", finished_style="green")
+        grid.add_row(Text.assemble("step ", (f"{self._now:,}", "bold"), f" of {total:,}"), bar, Text(times))
+        return grid
+
+    def _charts(self, width: int, rows: int) -> RenderableType:
+        from rich.table import Table
+
+        key = (self._now, len(self._evaluations), width, rows)
+        if self._drawn is not None and self._drawn[0] == key:
+            return self._drawn[1]
+        beside = self.facts.metric is not None and width >= NARROW - 4
+        each = (width - 3) // 2 if beside else width
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        charts = [self._reward_chart(each, rows)]
+        if beside:
+            charts.append(self._held_out_chart(width - 3 - each, rows))
+        grid.add_row(*charts)
+        self._drawn = (key, grid)
+        return grid
+
+    def _reward_chart(self, width: int, rows: int) -> Text:
+        from rich.text import Text
+
+        head = Text.assemble(("reward ", "bold cyan"))
+        if "reward" in self._metrics:
+            head.append(f" {_short(self._metrics['reward'])}", "bold")
+        if "reward_std" in self._metrics:
+            head.append(f" ±{_short(self._metrics['reward_std'])}", "dim")
+        if not self._rewards:
+            return _empty_chart(head, width, rows, "comes with the first step")
+        steps, raw, smooth = map(np.array, zip(*self._rewards, strict=True))
+        # A lone outlier may leave the picture: it must not press the curve flat.
+        span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
+        chart = Chart(width, rows, steps, span, share=False)
+        chart.dots(steps, raw, "bright_black")
+        chart.line(steps, smooth, "cyan")
+        return chart.text(head)
+
+    def _held_out_chart(self, width: int, rows: int) -> Text:
+        from rich.text import Text
+
+        head = Text.assemble((f"{self.facts.metric}, held out ", "bold green"))
+        if not self._evaluations:
+            return _empty_chart(head, width, rows, "comes with the first evaluation")
+        goal, change = _finite_or_none(self.facts.goal), self._change()
+        head.append(f" {self._held_out(self._evaluations[-1].value)}", "bold")
+        if change is not None:
+            head.append(f" {self._held_out(change, signed=True)}", "green" if change >= 0 else "red")
+        steps = np.array([evaluation.step for evaluation in self._evaluations])
+        values = np.array([evaluation.value for evaluation in self._evaluations])
+        bounds = [(e.step, e.low, e.high) for e in self._evaluations if e.low is not None and e.high is not None]
+        span = [*values, *(end for _, *ends in bounds for end in ends), *([] if goal is None else [goal])]
+        chart = Chart(width, rows, steps, span, share=self._in_percent())
+        if goal is not None:
+            chart.level(goal, "yellow")
+        if bounds:
+            at, low, high = map(np.array, zip(*bounds, strict=True))
+            chart.intervals(at, low, high, "bright_black")
+        chart.line(steps, values, "green")
+        chart.marks(steps, values, "bold green")
+        return chart.text(head)
+
+    def _tiles(self, width: int) -> Table:
+        """Numbers under their names, as many beside each other as fit; what was not measured has no place."""
+        from rich.table import Table
+        from rich.text import Text
+
+        memory = [value for name, value in self._metrics.items() if name.startswith("memory/")]
+        values = {**self._metrics, **({"memory": max(memory)} if memory else {})}
+        found = [(label, form(values[name])) for name, (label, form) in TILES.items() if name in values]
+        if self._evaluations and width < NARROW - 4:  # no room for its chart
+            found.insert(0, (self.facts.metric or "", self._held_out(self._evaluations[-1].value)))
+        lines = math.ceil(len(found) / max(1, width // TILE))
+        beside = math.ceil(len(found) / lines) if lines else 1
+        table = Table.grid(expand=True)
+        for _ in range(beside):
+            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for at in range(0, len(found), beside):
+            line = found[at : at + beside]
+            table.add_row(*(Text(label, style="dim") for label, _ in line))
+            table.add_row(*(Text(value, style="bold") for _, value in line))
+        return table
+
+
+class Chart:
+    """A picture in braille characters, of two by four dots each, with labels at its left and below it."""
+
+    def __init__(self, width: int, rows: int, steps: Array, span: Sequence[float], share: bool) -> None:
+        low, high = min(span), max(span)
+        extent = (high - low) or abs(high) or 1.0
+        unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
+        self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
+        places = {0: self.high, rows // 2: (self.high + self.low) / 2, rows - 1: self.low}
+        self.labels = {row: _axis_label(value, unit, share) for row, value in places.items()}
+        self.margin = max(map(len, self.labels.values()))
+        self.rows, self.columns = rows, max(4, width - self.margin - 2)
+        self.first, self.last = int(steps.min()), max(int(steps.max()), int(steps.min()) + 1)
+        self.layers: list[tuple[Array, str]] = []  # (rows, columns) of character codes, 0 where there is nothing
+
+    def dots(self, steps: Array, values: Array, style: str) -> None:
+        seen, canvas = (values >= self.low) & (values <= self.high), self._canvas()
+        canvas[self._down(values[seen]), self._across(steps[seen])] = True
+        self._add(canvas, style)
+
+    def line(self, steps: Array, values: Array, style: str) -> None:
+        canvas, end = self._canvas(), self._across(steps).max() + 1
+        at = self.first + np.arange(end) / (2 * self.columns - 1) * (self.last - self.first)
+        down = self._down(np.interp(at, steps, values))
+        before = np.concatenate([down[:1], down[:-1]])
+        for column, (top, bottom) in enumerate(zip(np.minimum(down, before), np.maximum(down, before), strict=True)):
+            canvas[top : bottom + 1, column] = True
+        self._add(canvas, style)
+
+    def intervals(self, steps: Array, low: Array, high: Array, style: str) -> None:
+        canvas = self._canvas()
+        for column, top, bottom in zip(self._across(steps), self._down(high), self._down(low), strict=True):
+            canvas[top : bottom + 1, column] = True
+        self._add(canvas, style)
+
+    def level(self, value: float, style: str) -> None:
+        canvas = self._canvas()
+        canvas[self._down(np.array([value])), ::3] = True
+        self._add(canvas, style)
+
+    def marks(self, steps: Array, values: Array, style: str) -> None:
+        codes = np.zeros((self.rows, self.columns), dtype=int)
+        codes[self._down(values) // 4, self._across(steps) // 2] = ord("●")
+        self.layers.append((codes, style))
+
+    def text(self, head: Text) -> Text:
+        """The picture below its heading. Where layers meet in a character, the last one has it."""
+        from rich.text import Text
+
+        width = self.margin + 2 + self.columns
+        head.truncate(width, overflow="ellipsis")
+        codes = np.full((self.rows, self.columns), ord(" "))
+        owners = np.zeros((self.rows, self.columns), dtype=int)
+        for number, (layer, _) in enumerate(self.layers):
+            codes, owners = np.where(layer, layer, codes), np.where(layer, number, owners)
+        lines = [head]
+        for row in range(self.rows):
+            line = Text(f"{self.labels.get(row, ''):>{self.margin}} {'┤' if row in self.labels else '│'}", style="dim")
+            cells = zip(codes[row].tolist(), owners[row].tolist(), strict=True)
+            for owner, run in groupby(cells, key=lambda cell: cell[1]):
+                line.append("".join(chr(code) for code, _ in run), self.layers[owner][1])
+            lines.append(line)
+        first, last = f" {self.first} ", f" {self.last}"
+        rule = "─" * max(0, self.columns - len(first) - len(last))
+        lines.append(Text(f"{'':>{self.margin}} └{first}{rule}{last}"[:width], style="dim"))
+        return Text("\n", no_wrap=True).join(lines)
+
+    def _canvas(self) -> Array:
+        return np.zeros((4 * self.rows, 2 * self.columns), dtype=bool)
+
+    def _add(self, canvas: Array, style: str) -> None:
+        bits = (canvas.reshape(self.rows, 4, self.columns, 2) * DOTS).sum((1, 3))
+        self.layers.append((np.where(bits, 0x2800 + bits, 0), style))
+
+    def _across(self, steps: Array) -> Array:
+        share = (steps - self.first) / (self.last - self.first)
+        return np.rint(share * (2 * self.columns - 1)).astype(int)
+
+    def _down(self, values: Array) -> Array:
+        share = (self.high - np.clip(values, self.low, self.high)) / (self.high - self.low)
+        return np.rint(share * (4 * self.rows - 1)).astype(int)
+
+
+TILES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "entropy": ("entropy", lambda value: _short(value)),
+    "kl": ("KL", lambda value: _short(value)),
+    "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
+    "frac_reward_zero_std": ("equal groups", lambda value: f"{100 * value:.0f} %"),
+    "completions/mean_length": ("mean length", lambda value: f"{value:,.1f}"),
+    "completions/clipped_ratio": ("cut off", lambda value: f"{100 * value:.1f} %"),
+    "tokens_per_second": ("tokens/s", lambda value: f"{value:,.0f}"),
+    "memory": ("peak memory", lambda value: f"{value / 1e9:.1f} GB"),
+    "grad_norm": ("grad norm", lambda value: _short(value)),
+    "learning_rate": ("learning rate", lambda value: f"{value:.1e}"),
+}
+
+
+def _empty_chart(head: Text, width: int, rows: int, text: str) -> Text:
+    from rich.text import Text
+
+    blank = Text("\n" * (rows // 2) + text.center(width), style="dim")
+    return Text("\n", no_wrap=True).join([head, blank, Text("\n" * (rows - rows // 2 - 1))])
+
+
+def _axis_label(value: float, unit: float, share: bool) -> str:
+    if share:
+        value, unit = 100 * value, 100 * unit
+    text = f"{value:.{max(0, -round(math.log10(unit)))}f}"
+    return f"{text if len(text) < 8 else format(value, '.1e')}{' %' if share else ''}"
+
+
+def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    numbers = {}
+    for name, value in metrics.items():
+        with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            numbers[name] = float(value)
+    return numbers
+
+
+def _finite_or_none(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if not 0 < abs(value) < 0.001 and abs(value) < 1e4 else f"{value:.2g}"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {letter}"
+    return str(number)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = round(seconds / 60), round(seconds / 60) // 60
+    if seconds < 99.5:
+        return f"{max(0, seconds):.0f} s"
+    return f"{minutes} min" if hours < 2 else f"{hours} h {minutes % 60:02d} min"
+
+
+def _aligned(rows: Rows) -> list[str]:
+    """Rows of cells under each other; a line stays as it is."""
+    cells = [[row] if isinstance(row, str) else [str(cell) for cell in row] for row in rows]
+    columns = max((len(row) for row in cells), default=0)
+    tables = [row for row in cells if len(row) > 1]
+    widths = [max((len(row[at]) for row in tables if at < len(row)), default=0) for at in range(columns)]
+    return [
+        row[0] if len(row) == 1 else "  ".join(f"{cell:<{widths[at]}}" for at, cell in enumerate(row)).rstrip()
+        for row in cells
+    ]

@@ -1,0 +1,226 @@
+"""The outside of a run: its folder at the start; the model, its card, a picture and a summary at the end."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise import __version__
+from groupwise.config import Recipe
+from groupwise.errors import CheckpointError, RunDirError
+from groupwise.model.export import export_model
+from groupwise.rundir import RunDir, new_run_path, read_json, write_bytes
+from groupwise.rundir.run import MARKER
+from groupwise.train import checkpoint
+from groupwise.train.records import draw_curves
+
+if TYPE_CHECKING:
+    from groupwise.train.trainer import Result, Trainer
+
+RUNS = Path("runs")
+RECIPE, VERSIONS, MODEL, CARD = "recipe.json", "versions.json", "model", "README.md"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
+
+
+def open_run(recipe: Recipe, folder: str | Path | None, *, resume: bool, overwrite: bool) -> RunDir:
+    """The run's folder, locked: a new one, the one to resume, or one that may be written over."""
+    name = recipe.run.name or (recipe.task if ":" not in recipe.task else "run")
+    given = folder or recipe.run.folder
+    if resume:
+        return RunDir.resume(Path(given) if given else _latest(name))
+    path = Path(given) if given else new_run_path(RUNS, name)
+    if overwrite and (path / MARKER).exists():
+        RunDir.resume(path).close()  # refused while another process has it
+        shutil.rmtree(path)
+    return RunDir.create(path)
+
+
+def _latest(name: str) -> Path:
+    """The newest run of that name."""
+    found = sorted(path for path in RUNS.glob(f"*-{name}*") if (path / MARKER).exists())
+    if not found:
+        raise RunDirError(f"there is no run called {name!r} below {RUNS}/ to resume; name its folder with --run.folder")
+    return found[-1]
+
+
+def write_resolved(trainer: Trainer) -> None:
+    """Keep the whole recipe and the versions; say what differs from the run that is resumed."""
+    run, recipe = trainer.run_dir, trainer.recipe.model_dump()
+    if trainer.resuming and (run.path / RECIPE).exists():
+        for name, before, after in differences(read_json(run.path / RECIPE), recipe):
+            trainer.say(f"resumed with another {name}: {before!r} before, {after!r} now")
+    run.write_json(RECIPE, recipe)
+    run.write_json(VERSIONS, versions())
+
+
+def versions() -> dict[str, str]:
+    found = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """The settings that two recipes do not share, by dotted name, with both values. Where a run is kept counts not."""
+    found = []
+    for key in dict.fromkeys([*before, *after]):
+        one, other = before.get(key), after.get(key)
+        if isinstance(one, Mapping) and isinstance(other, Mapping):
+            found += differences(one, other, f"{prefix}{key}.")
+        elif one != other and f"{prefix}{key}" != "run.folder":
+            found.append((f"{prefix}{key}", one, other))
+    return found
+
+
+def finish_run(trainer: Trainer) -> Result:
+    """Export the best policy (the last one, if nothing was evaluated), draw the curves, and sum up."""
+    from groupwise.train.trainer import Result
+
+    stopped = bool(trainer.stopping)
+    run = trainer.run_dir
+    model = None
+    if trainer.step and not stopped:
+        trainer.display.stage("exporting the model")
+        model = _export(trainer)
+    picture = (
+        draw_curves(run.path, metric=trainer.metric, goal=trainer.parts.task.goal)
+        if trainer.recipe.run.picture
+        else None
+    )
+    result = Result(
+        step=trainer.step,
+        first=trainer.first,
+        last=trainer.last,
+        best_step=None if trainer.best is None else int(trainer.best["step"]),
+        model=model,
+        folder=run.path,
+        exit_status=trainer.stopping.exit_status,
+    )
+    if model is not None and trainer.recipe.run.push_to is not None:
+        push(trainer, model, trainer.recipe.run.push_to)
+    trainer.display.finish(_summary(trainer, result, picture))
+    trainer.call("on_end", result)
+    return result
+
+
+def _export(trainer: Trainer) -> Path:
+    folder = trainer.run_dir.path / MODEL
+    if folder.exists():  # a run that was finished before and has been given more steps
+        shutil.rmtree(folder)
+    best = trainer.best_name
+    if best is not None and best != checkpoint.checkpoint_name(trainer.step):
+        from safetensors.torch import load_file
+
+        source = trainer.run_dir.path / best
+        if not source.exists():
+            raise CheckpointError(f"the best checkpoint, {source}, is gone; the last one is {trainer.step}")
+        last = {name: value.clone() for name, value in trainer.masters.state_dict().items()}
+        trainer.masters.load_state_dict(load_file(source / checkpoint.MASTERS))
+        try:
+            _write_model(trainer, folder)
+        finally:
+            trainer.masters.load_state_dict(last)
+    else:
+        _write_model(trainer, folder)
+    return folder
+
+
+def _write_model(trainer: Trainer, folder: Path) -> None:
+    export_model(
+        trainer.parts.model,
+        folder,
+        tokenizer=trainer.parts.tokenizer,
+        masters=trainer.masters,
+        dtype=trainer.recipe.run.export_dtype or str(trainer.parts.prepared.dtype).removeprefix("torch."),
+    )
+    write_bytes(folder / CARD, model_card(trainer).encode())
+
+
+def model_card(trainer: Trainer) -> str:
+    """What this model is, how it was made, and what was measured; in the form that the hub shows."""
+    recipe, task = trainer.recipe, trainer.parts.task
+    step = trainer.step if trainer.best is None else int(trainer.best["step"])
+    lines = [
+        "---",
+        "library_name: transformers",
+        "tags:",
+        "- groupwise",
+        "- grpo",
+        "---",
+        "",
+        f"# {recipe.run.name or task.name}",
+        "",
+        f"`{recipe.model.source}` after {step} steps of `{recipe.algorithm}` on the task `{task.name}`, trained with "
+        f"groupwise {__version__}.",
+        "",
+    ]
+    if trainer.metric is not None and trainer.last:
+        lines += ["| held out | before | after |", "|---|---|---|"]
+        lines += [f"| {name} | {before} | {after} |" for name, before, after in _rows_of_metrics(trainer)]
+        lines.append("")
+    settings = [f"- {name}: {after!r}" for name, _, after in differences(Recipe().model_dump(), recipe.model_dump())]
+    lines += ["Settings that differ from the defaults:", "", *settings, ""]
+    lines += ["Versions: " + ", ".join(f"{name} {value}" for name, value in versions().items()) + ".", ""]
+    return "\n".join(lines)
+
+
+def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
+    """The grades (or the reward) before and after, with intervals."""
+    names = list(trainer.parts.task.grades) or ["reward"]
+    share = bool(trainer.parts.task.grades)
+
+    def shown(metrics: Mapping[str, float], name: str) -> str:
+        if name not in metrics:
+            return "–"
+        value, low, high = (metrics[key] for key in (name, f"{name}_low", f"{name}_high"))
+        return f"{value:.1%} [{low:.1%}, {high:.1%}]" if share else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+    after = trainer.last if trainer.best is None else trainer.best["metrics"]
+    return [(name, shown(trainer.first, name), shown(after, name)) for name in names]
+
+
+def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str]:
+    lines = []
+    if trainer.first and trainer.last and trainer.metric is not None:
+        for name, before, after in _rows_of_metrics(trainer):
+            lines.append(f"{name} on {len(trainer.parts.held_out)} held-out rows: {before} before, {after} after")
+    if trainer.stopping:
+        lines.append(f"stopped after step {trainer.step} of {trainer.total_steps}; go on with --resume")
+    if result.best_step is not None and result.best_step != trainer.step:
+        lines.append(f"the best was step {result.best_step}, which is what is exported")
+    if result.model is not None:
+        lines.append(f"model: {_shown(result.model)}")
+    if picture is not None:
+        lines.append(f"picture: {_shown(picture)}")
+    lines.append(f"run: {_shown(trainer.run_dir.path)}")
+    return lines
+
+
+def _shown(path: Path) -> str:
+    """A path as a user would type it."""
+    try:
+        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    except ValueError:
+        return str(path)
+
+
+def push(trainer: Trainer, folder: Path, repository: str) -> None:
+    """Push the exported folder to a hub repository; a hub that cannot be reached costs the push, not the run."""
+    from huggingface_hub import HfApi
+
+    trainer.display.stage(f"pushing to {repository}")
+    try:
+        api = HfApi()
+        api.create_repo(repository, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=str(folder), commit_message="Trained with groupwise")
+        trainer.say(f"pushed to {repository}")
+    except Exception as error:  # network, credentials, server: the model is safe on disk
+        trainer.say(f"the model could not be pushed to {repository} ({error}); it is in {folder}")

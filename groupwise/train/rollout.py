@@ -1,0 +1,184 @@
+"""Sampling for a step: rows to prompts, prompts to answers, answers to rewards.
+
+A batch may be refilled: groups in which all rewards are equal teach nothing, so fresh prompts are sampled in their
+place, for a limited number of rounds; what the extra rounds cost and brought is counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from groupwise.config import Recipe
+from groupwise.core import group_statistics
+from groupwise.data import Order, Prompt, completion_for_reward
+from groupwise.generate.types import Generator, Rollout, Sampling, Stop
+from groupwise.rewards import Scorer
+from groupwise.tasks.base import Row
+from groupwise.train.batch import Batch, join
+from groupwise.train.compare import OVERLONG, with_overlong_penalty
+
+Timer = Callable[[str], AbstractContextManager[None]]
+
+
+@dataclass
+class Sampled:
+    """A batch and what it took."""
+
+    batch: Batch
+    tokens: int = 0  # sampled, in all rounds
+    prompts: int = 0  # sampled, in all rounds
+    rounds: int = 0  # of refilling
+    replaced: int = 0  # groups with equal rewards that gave way to others
+    failures: list[str] = field(default_factory=list)  # rewards that failed and were dropped
+    metrics: dict[str, float] = field(default_factory=dict)  # what rewards wanted logged
+
+
+class Sampler:
+    """Draws rows in their order and samples answers to them."""
+
+    def __init__(
+        self,
+        generator: Generator,
+        tokenizer: Any,
+        rows: Sequence[Row],
+        prompts: Sequence[Prompt],
+        scorer: Scorer,
+        order: Order,
+        *,
+        prompt_column: str,
+        seed: int,
+        stop: Stop | None = None,
+        overlong: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
+        self.rows, self.prompts = rows, prompts
+        self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
+
+    @property
+    def names(self) -> list[str]:
+        """The reward functions' names, the soft penalty's among them."""
+        return [function.name for function in self.scorer.functions] + ([OVERLONG] if self.overlong else [])
+
+    @property
+    def weights(self) -> list[float]:
+        return [function.weight for function in self.scorer.functions] + ([1.0] if self.overlong else [])
+
+    def sample(self, step: int, now: Recipe, state: Any, timer: Timer) -> Sampled:
+        """The batch of a step: batch_size × accumulation prompts, refilled where that is asked for."""
+        wanted = now.train.batch_size * now.train.accumulation
+        found = self._round(step, 0, wanted, now, state, timer)
+        for number in range(1, now.train.refill + 1):
+            equal = self._equal_prompts(found.batch)
+            if not equal:
+                break
+            fresh = self._round(step, number, len(equal), now, state, timer)
+            dull = set(self._equal_prompts(fresh.batch))
+            better = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in dull]
+            gone = set(equal[: len(better)])
+            kept = [prompt for prompt in range(len(found.batch.prompts)) if prompt not in gone]
+            found = Sampled(
+                batch=join([found.batch.take(kept), fresh.batch.take(better)]) if better else found.batch,
+                tokens=found.tokens + fresh.tokens,
+                prompts=found.prompts + fresh.prompts,
+                rounds=number,
+                replaced=found.replaced + len(better),
+                failures=found.failures + fresh.failures,
+                metrics={**found.metrics, **fresh.metrics},
+            )
+        return found
+
+    def _round(self, step: int, number: int, wanted: int, now: Recipe, state: Any, timer: Timer) -> Sampled:
+        rows = self.order.take(wanted)
+        prompts = [self.prompts[row] for row in rows]
+        how = now.sampling
+        sampling = Sampling(
+            max_new_tokens=how.max_new_tokens,
+            min_new_tokens=how.min_new_tokens,
+            temperature=how.temperature,
+            top_k=how.top_k or None,
+            top_p=how.top_p,
+            min_p=how.min_p or None,
+            seed=chance(self.seed, step, number),
+            keep_sets=now.masks.keep_sampling,
+        )
+        with timer("generate"):
+            rollout = self._generate(prompts, how.samples_per_prompt, sampling)
+        with timer("reward"):
+            return self._scored(rows, prompts, rollout, now, state)
+
+    def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
+        """Sample; where memory runs out, with half as many answers at once. Each answer's chance stays the same."""
+        while True:
+            try:
+                return self.generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop)
+            except torch.OutOfMemoryError:
+                rows = getattr(self.generator, "max_rows", 1)
+                if rows <= samples:
+                    raise
+                self.generator.max_rows = rows // 2  # type: ignore[attr-defined]
+                self.generator.release()  # type: ignore[attr-defined]
+                torch.cuda.empty_cache()
+                self.say(f"memory ran out while sampling: done again with {rows // 2} answers at once")
+
+    def _scored(self, rows: list[int], prompts: list[Prompt], rollout: Rollout, now: Recipe, state: Any) -> Sampled:
+        count = now.sampling.samples_per_prompt
+        lengths = rollout.lengths.tolist()
+        ids = [row[:length] for row, length in zip(rollout.ids, lengths, strict=True)]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        data = [self.rows[row] for row in rows]
+        asked = [row[self.prompt_column] for row in data for _ in range(count)]
+        columns = {
+            name: [row.get(name) for row in data for _ in range(count)]
+            for name in dict.fromkeys(key for row in data for key in row)
+            if name != self.prompt_column
+        }
+        scores = self.scorer.score(
+            asked,
+            [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)],
+            columns,
+            completion_ids=[row.tolist() for row in ids],
+            trainer_state=state,
+        )
+        rewards = scores.rewards
+        logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
+        batch = Batch(
+            rows=data,
+            row_numbers=rows,
+            prompts=prompts,
+            samples=count,
+            ids=ids,
+            texts=texts,
+            stop_reasons=list(rollout.stop_reasons),
+            sampler_logps=[row[:length] for row, length in zip(logps, lengths, strict=True)],
+            kept=rollout.kept,
+            rewards=with_overlong_penalty(rewards, lengths, now) if self.overlong else rewards,
+            dropped=scores.dropped,
+            extra={name: list(values) for name, values in scores.extra.items()},
+        )
+        return Sampled(
+            batch,
+            tokens=sum(lengths),
+            prompts=len(prompts),
+            failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
+            metrics=dict(scores.metrics),
+        )
+
+    def _equal_prompts(self, batch: Batch) -> list[int]:
+        """The prompts whose samples all have the same reward."""
+        rewards = torch.where(batch.dropped[:, None], torch.nan, batch.rewards)
+        factors = torch.tensor(self.weights, dtype=torch.float64)
+        total = torch.where(rewards.isnan().all(1), torch.nan, (rewards * factors).nansum(1))
+        return [i for i, equal in enumerate(group_statistics(total, batch.samples).equal.tolist()) if equal]
+
+
+def chance(*numbers: int) -> int:
+    """One seed from several numbers, the same on every machine."""
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big")

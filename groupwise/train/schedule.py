@@ -1,0 +1,539 @@
+"""Settings that change while a run goes on: by phases, along ramps, and by rules on metrics.
+
+A setting is a dotted name ("sampling.temperature") and a number; what it means is not known here. Its value is, in this
+order: what the recipe says; what the phase in force says; what its ramp says, where it has one; and on that, one after
+another, the changes of every rule that has fired. A rule's ``*`` and ``+`` go on acting while phases and ramps move the
+value underneath; its ``=`` holds until the phase changes.
+
+The schedule remembers when each phase began, which rule fired when, and the metrics that the rules still look back on.
+That record is plain JSON; loaded again, the run goes on as if it had never stopped.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from groupwise.errors import CheckpointError, ConfigError, InputError, check_choice
+
+SHAPES = ("linear", "cosine", "exponential", "constant")
+DECAYS = ("constant", "linear", "cosine")
+UNITS = ("steps", "tokens")
+PATIENCE = 50  # steps after which a metric that never came is worth a word
+HUGE = 1e300  # the largest number; an infinite metric counts as this, as the record is JSON, which has no infinity
+
+Resolve = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of the run with settings of its own, so many steps or sampled tokens long.
+
+    The last phase may be without a length: it lasts till the end. After a last phase with a length the settings are
+    the recipe's again. A phase of tokens ends with the step that reaches them, so each phase lasts at least one step.
+    """
+
+    name: str
+    steps: int | None = None
+    tokens: int | None = None
+    set: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"a phase's name must be a word or two of text, got {self.name!r}")
+        where = f"phase {self.name!r}"
+        if self.steps is not None and self.tokens is not None:
+            raise ConfigError(f"{where} has both steps and tokens; a phase has one length, so keep one of them")
+        for unit, length in (("steps", self.steps), ("tokens", self.tokens)):
+            if length is not None:
+                _whole(f"{where}: {unit}", length, 1)
+        if not self.set:
+            raise ConfigError(f"{where} changes no setting; give it one, such as temperature = 0.7, or remove it")
+        for name, value in self.set.items():
+            _number(f"{where}: {name}", value)
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A setting's way through ``points`` (position, value), counted in steps or tokens from the start of the run.
+
+    Between two points the value follows ``shape`` ("constant" is a staircase: it jumps at each point); before the
+    first point and after the last it is held.
+    """
+
+    setting: str
+    points: tuple[tuple[int, float], ...]
+    over: str = "steps"
+    shape: str = "linear"
+
+    def __post_init__(self) -> None:
+        where = f"the ramp of {self.setting}"
+        check_choice(f"unit ('over') of {where}", self.over, UNITS, ConfigError)
+        check_choice(f"shape of {where}", self.shape, SHAPES, ConfigError)
+        if not self.points:
+            raise ConfigError(f"{where} has no points; give it at least one, such as [0, 1.0]")
+        for position, value in self.points:
+            _whole(f"{where}: the position of a point", position, 0)
+            _number(f"{where}: the value at {position}", value)
+            if self.shape == "exponential" and value <= 0:
+                raise ConfigError(
+                    f"{where} is exponential, which needs values above 0, but at {position} it is {value}; "
+                    "raise that value or take the shape 'linear' or 'cosine'"
+                )
+        for (before, _), (after, _) in zip(self.points, self.points[1:], strict=False):
+            if after <= before:
+                raise ConfigError(f"{where}: its points must go forward, but {after} comes after {before}; sort them")
+
+    def value(self, position: int) -> float:
+        """The value at a position, counted in the ramp's unit."""
+        index = bisect_right([at for at, _ in self.points], position)
+        if index == 0:
+            return self.points[0][1]
+        start, first = self.points[index - 1]
+        if position == start or index == len(self.points) or self.shape == "constant":
+            return first
+        end, last = self.points[index]
+        share = (position - start) / (end - start)
+        if self.shape == "exponential":
+            value = math.exp((1 - share) * math.log(first) + share * math.log(last))
+        else:
+            if self.shape == "cosine":
+                share = (1 - math.cos(math.pi * share)) / 2
+            value = (1 - share) * first + share * last
+        return min(max(value, min(first, last)), max(first, last))  # round-off must not leave the span
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """Changes ``setting`` when the mean of ``metric`` over the last ``over`` steps is ``below`` or ``above`` a number.
+
+    Steps that do not report the metric do not count, neither for ``over`` nor for ``cooldown``, the steps until the
+    rule may fire again (``over`` if not given, so that a window is never used twice); it fires ``times`` times at most.
+    ``at_least`` and ``at_most`` stop the rule's change there; they do not pull back what a phase or a ramp has put
+    outside them. A rule that would change nothing does not fire. ``inclusive`` makes the comparison ≤ or ≥.
+    """
+
+    metric: str
+    over: int
+    setting: str
+    below: float | None = None
+    above: float | None = None
+    inclusive: bool = False
+    multiply: float | None = None
+    set: float | None = None
+    add: float | None = None
+    at_least: float | None = None
+    at_most: float | None = None
+    cooldown: int | None = None
+    times: int | None = None
+
+    def __post_init__(self) -> None:
+        where = f"the rule on {self.metric!r} for {self.setting}"
+        _whole(f"{where}: over", self.over, 1)
+        for name, count, least in (("cooldown", self.cooldown, 0), ("times", self.times, 1)):
+            if count is not None:
+                _whole(f"{where}: {name}", count, least)
+        for name in ("below", "above", "multiply", "set", "add", "at_least", "at_most"):
+            if getattr(self, name) is not None:
+                _number(f"{where}: {name}", getattr(self, name))
+        if (self.below is None) == (self.above is None):
+            raise ConfigError(f"{where} needs exactly one of below and above")
+        if [self.multiply, self.set, self.add].count(None) != 2:
+            raise ConfigError(f"{where} needs exactly one of multiply, set and add")
+        if self._low() > self._high():
+            raise ConfigError(f"{where}: at_least = {self.at_least} is above at_most = {self.at_most}; exchange them")
+        if self.set is not None and not self._low() <= self.set <= self._high():
+            raise ConfigError(f"{where}: set = {self.set} is outside its own limits; widen them or set another value")
+
+    def change(self, value: float) -> float:
+        """The value after the rule has fired once."""
+        if self.set is not None:
+            return self.set
+        after = value * self.multiply if self.multiply is not None else value + (self.add or 0.0)
+        if not math.isfinite(after):
+            return value
+        return min(max(after, min(value, self._low())), max(value, self._high()))
+
+    def holds(self, mean: float) -> bool:
+        """Whether a mean of the metric is on the side that makes the rule fire."""
+        limit = self.limit()
+        return (mean < limit if self.above is None else mean > limit) or (self.inclusive and mean == limit)
+
+    def limit(self) -> float:
+        """What the mean is compared with."""
+        return self.above if self.above is not None else self.below if self.below is not None else math.nan
+
+    def _low(self) -> float:
+        return -math.inf if self.at_least is None else self.at_least
+
+    def _high(self) -> float:
+        return math.inf if self.at_most is None else self.at_most
+
+
+class Schedule:
+    """The settings of a run, step by step.
+
+    ``base`` holds the recipe's values; a setting whose base is an int is a whole number and stays one. Ask ``values``
+    at the start of every step and tell ``observe`` after it: phases that are counted in tokens begin where they were
+    first asked about, so to look ahead use a second schedule.
+    """
+
+    def __init__(
+        self,
+        base: Mapping[str, float | int],
+        *,
+        phases: Sequence[Phase] = (),
+        ramps: Sequence[Ramp] = (),
+        rules: Sequence[Rule] = (),
+    ) -> None:
+        _check_phases(phases)
+        self._phases, self._rules = tuple(phases), tuple(rules)
+        self._ramps = {ramp.setting: ramp for ramp in ramps}
+        if len(self._ramps) < len(ramps):
+            settings = [ramp.setting for ramp in ramps]
+            double = next(name for name in settings if settings.count(name) > 1)
+            raise ConfigError(f"{double} is driven by two ramps; put their points into one, with at = [[…], …]")
+        given: list[tuple[str, str, float | None]] = []
+        given += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
+        given += [(f"the ramp of {ramp.setting}", ramp.setting, value) for ramp in ramps for _, value in ramp.points]
+        for rule in rules:
+            numbers = (rule.set, rule.at_least, rule.at_most)
+            given += [(f"the rule on {rule.metric!r}", rule.setting, value) for value in numbers]
+        for where, name, value in given:
+            check_choice(f"setting in {where}:", name, base, ConfigError)
+            _number(f"{name}, which {where} changes,", base[name])
+            if isinstance(base[name], int) and value is not None and value != int(value):
+                raise ConfigError(f"{where}: {name} is a whole number, got {value}; write {round(value)}")
+        self._base = {name: base[name] for _, name, _ in given}
+        self._begun = [(0, 0)]  # (step, tokens) at which each phase began, and after the last the time without one
+        self._fired: list[tuple[int, int]] = []  # (rule, step)
+        self._windows: list[list[tuple[int, float]]] = [[] for _ in rules]  # (step, value of the metric)
+        self._waits = [0 for _ in rules]
+        self._known: set[str] = set()  # metrics that have been observed
+        self._observed = 0
+        self._last: int | None = None
+        self._tokens = 0
+
+    def values(self, step: int, tokens: int) -> dict[str, float | int]:
+        """Every setting that this schedule drives, at the start of ``step`` (from 0), after ``tokens`` sampled ones."""
+        self._advance(step, tokens)
+        return {name: self._value(name, step, tokens, before=step) for name in self._base}
+
+    def phase(self, step: int, tokens: int) -> str | None:
+        """The name of the phase in force, None where there is none."""
+        self._advance(step, tokens)
+        return self._name(self._phase_at(step))
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Take in a finished step's metrics; a sentence for each rule that fired and each metric that never came.
+
+        NaN counts as missing. A step may be observed in several parts, such as training and then evaluation.
+        """
+        if self._last is not None and step < self._last:
+            raise InputError(f"step {step} was observed after step {self._last}; load the state that was saved then")
+        new = step != self._last
+        self._observed, self._last = self._observed + new, step
+        numbers = {name: number for name, value in metrics.items() if (number := _metric(value)) is not None}
+        self._known.update(numbers)
+        said = [
+            self._consider(index, step, numbers[rule.metric])
+            for index, rule in enumerate(self._rules)
+            if rule.metric in numbers
+        ]
+        if new and self._observed == PATIENCE:
+            said += [self._never(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
+        return [sentence for sentence in said if sentence]
+
+    def state(self) -> dict[str, Any]:
+        """All that is remembered, as JSON."""
+        return {
+            "phases": [[self._name(index), *begun] for index, begun in enumerate(self._begun)],
+            "rules": [
+                {"rule": asdict(rule), "window": [list(pair) for pair in window], "wait": wait}
+                for rule, window, wait in zip(self._rules, self._windows, self._waits, strict=True)
+            ],
+            "fired": [list(pair) for pair in self._fired],
+            "known": sorted(self._known),
+            "observed": self._observed,
+            "last": self._last,
+            "tokens": self._tokens,
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` gave. The phases begun so far and the rules must be the same as then."""
+        try:
+            names = [name for name, _, _ in state["phases"]]
+            rules = [saved["rule"] for saved in state["rules"]]
+            begun = [(int(step), int(tokens)) for _, step, tokens in state["phases"]]
+            windows = [[(int(step), float(value)) for step, value in saved["window"]] for saved in state["rules"]]
+            waits = [int(saved["wait"]) for saved in state["rules"]]
+            fired = [(int(index), int(step)) for index, step in state["fired"]]
+            known, observed, tokens = set(map(str, state["known"])), int(state["observed"]), int(state["tokens"])
+            last = None if state["last"] is None else int(state["last"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved schedule is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
+            ) from error
+        expected = [self._name(index) for index in range(len(self._phases) + 1)]
+        if not names or names != expected[: len(names)]:
+            raise ConfigError(
+                f"the saved run had gone through the phases {names}, the recipe has {expected[:-1]}; "
+                "put back the phases that have begun, or start a new run"
+            )
+        if rules != [asdict(rule) for rule in self._rules]:
+            raise ConfigError("the recipe's rules are not those of the saved run; put them back or start a new run")
+        self._begun, self._windows, self._waits, self._fired = begun, windows, waits, fired
+        self._known, self._observed, self._last, self._tokens = known, observed, last, tokens
+
+    def _advance(self, step: int, tokens: int) -> None:
+        self._tokens = max(self._tokens, tokens)
+        while len(self._begun) <= len(self._phases):
+            phase, (first_step, first_token) = self._phases[len(self._begun) - 1], self._begun[-1]
+            if phase.steps is not None and step >= first_step + phase.steps:
+                self._begun.append((first_step + phase.steps, tokens))
+            elif phase.tokens is not None and tokens >= first_token + phase.tokens:
+                self._begun.append((step, tokens))
+            else:
+                break
+
+    def _phase_at(self, step: int) -> int:
+        return max(0, bisect_right(self._begun, step, key=lambda begun: begun[0]) - 1)
+
+    def _name(self, index: int) -> str | None:
+        return self._phases[index].name if index < len(self._phases) else None
+
+    def _value(self, name: str, step: int, tokens: int, *, before: int) -> float | int:
+        value = self._exact(name, step, tokens, before=before)
+        return round(value) if isinstance(self._base[name], int) else float(value)
+
+    def _exact(self, name: str, step: int, tokens: int, *, before: int) -> float:
+        """The value at a step, not rounded, with the changes of the rules that fired ``before`` a step."""
+        index = self._phase_at(step)
+        value = self._base[name]
+        if index < len(self._phases):
+            value = self._phases[index].set.get(name, value)
+        if name in self._ramps:
+            ramp = self._ramps[name]
+            value = ramp.value(step if ramp.over == "steps" else tokens)
+        for number, fired in self._fired:
+            rule = self._rules[number]
+            if rule.setting == name and fired < before and (rule.set is None or self._phase_at(fired) == index):
+                value = rule.change(value)
+        return value
+
+    def _consider(self, index: int, step: int, number: float) -> str | None:
+        """Let a rule see a value of its metric; the sentence about what it did, if it fired."""
+        rule, window = self._rules[index], self._windows[index]
+        window.append((step, number))
+        del window[: -rule.over]
+        self._waits[index] = max(0, self._waits[index] - 1)
+        used_up = rule.times is not None and sum(fired == index for fired, _ in self._fired) >= rule.times
+        mean = math.fsum(value for _, value in window) / len(window)
+        if len(window) < rule.over or self._waits[index] or used_up or not rule.holds(mean):
+            return None
+        before = self._exact(rule.setting, step, self._tokens, before=step + 1)
+        if rule.change(before) == before:
+            return None
+        self._fired.append((index, step))
+        self._waits[index] = rule.over if rule.cooldown is None else rule.cooldown
+        gaps = "" if window[0][0] == step - rule.over + 1 else " that reported it"
+        average = f"on average over the last {rule.over} steps{gaps}" if rule.over > 1 else f"at step {step}"
+        side = ("at or " if rule.inclusive else "") + ("below" if rule.above is None else "above")
+        sign, amount = ("×", rule.multiply) if rule.multiply is not None else ("=", rule.set)
+        if rule.add is not None:
+            sign, amount = "−" if rule.add < 0 else "+", abs(rule.add)
+        now = self._value(rule.setting, step, self._tokens, before=step + 1)
+        return (
+            f"{rule.metric} was {mean:.6g} {average}, {side} {rule.limit():.6g}: "
+            f"{rule.setting} {sign} {amount:.6g}, now {now if isinstance(now, int) else format(now, '.6g')}"
+        )
+
+    def _never(self, metric: str) -> str | None:
+        if metric in self._known:
+            return None
+        nearest = difflib.get_close_matches(metric, sorted(self._known), n=1, cutoff=0.0)
+        hint = f"; the nearest that came is {nearest[0]!r}" if nearest else ""
+        return (
+            f"a rule waits for the metric {metric!r}, but none of {PATIENCE} steps reported a number of that name{hint}"
+        )
+
+
+def warmup_decay(step: int, *, warmup_steps: int, total_steps: int | None, shape: str, final: float) -> float:
+    """The factor on the learning rate at ``step`` (from 0).
+
+    Linear warm-up, (step + 1) / warmup_steps, then the decay from 1 to ``final``, a share, at ``total_steps``;
+    "constant" stays at 1 and needs no total.
+    """
+    check_choice("decay of the learning rate", shape, DECAYS, ConfigError)
+    _whole("warmup_steps", warmup_steps, 0)
+    _number("the final share of the learning rate", final)
+    if not 0 <= final <= 1:
+        raise ConfigError(f"the final share of the learning rate must be between 0 and 1, got {final}")
+    if total_steps is not None:
+        _whole("total_steps", total_steps, 1)
+    elif shape != "constant":
+        raise ConfigError(f"a {shape} decay must know where it ends: set the run's number of steps, or use 'constant'")
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if shape == "constant" or total_steps is None:
+        return 1.0
+    if step >= total_steps:
+        return float(final)
+    share = (step - warmup_steps) / (total_steps - warmup_steps)
+    if shape == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return 1 + (final - 1) * share
+
+
+def parse_phases(tables: Any, resolve: Resolve) -> tuple[Phase, ...]:
+    """The recipe's ``[[phases]]``: name, steps or tokens, and settings by any name that ``resolve`` knows."""
+    phases = []
+    for where, table in _tables("phases", tables):
+        if "name" not in table:
+            raise ConfigError(f'{where} has no name; add one, such as name = "warm-up"')
+        own = {key: table[key] for key in ("name", "steps", "tokens") if key in table}
+        changes: dict[str, float] = {}
+        for name, value in _flat({key: table[key] for key in table if key not in own}, lambda _: False):
+            setting = _resolved(resolve, name, where, ("name", "steps", "tokens"))
+            if setting in changes:
+                raise ConfigError(f"{where} sets {setting} twice, the second time as {name!r}; keep one")
+            changes[setting] = value
+        phases.append(Phase(**own, set=changes))
+    _check_phases(phases)
+    return tuple(phases)
+
+
+def parse_ramps(table: Any, resolve: Resolve) -> tuple[Ramp, ...]:
+    """The recipe's ``[ramps]``: ``{from, to, steps or tokens, start, shape}`` or ``{at = [[position, value], …]}``."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"ramps must be one table, written [ramps], got {table!r}")
+    ramps: dict[str, Ramp] = {}
+    for name, entry in _flat(table, lambda inner: not all(isinstance(value, Mapping) for value in inner.values())):
+        where = f"[ramps] {name}"
+        setting = _resolved(resolve, name, where)
+        if setting in ramps:
+            raise ConfigError(
+                f"{where}: {setting} is driven by two ramps; put their points into one, with at = [[…], …]"
+            )
+        ramps[setting] = _ramp(setting, entry, where)
+    return tuple(ramps.values())
+
+
+def _ramp(setting: str, entry: Any, where: str) -> Ramp:
+    usage = "write { from = 1.0, to = 0.7, steps = 200 } or { at = [[0, 1.0], [200, 0.7]] }"
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{where} must be a table, got {entry!r}; {usage}")
+    for key in entry:
+        check_choice(
+            f"key in {where}:", key, ("from", "to", "steps", "tokens", "start", "shape", "at", "over"), ConfigError
+        )
+    shape = entry.get("shape", "linear")
+    if "at" in entry:
+        if mixed := sorted(set(entry) - {"at", "over", "shape"}):
+            raise ConfigError(f"{where} has 'at' and also {', '.join(map(repr, mixed))}; {usage}")
+        points = entry["at"]
+        if not isinstance(points, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in points):
+            raise ConfigError(f"{where}: 'at' must be a list of [position, value], got {points!r}")
+        return Ramp(setting, tuple((p[0], p[1]) for p in points), over=entry.get("over", "steps"), shape=shape)
+    units = [unit for unit in UNITS if unit in entry]
+    if "from" not in entry or "to" not in entry or len(units) != 1 or "over" in entry:
+        raise ConfigError(f"{where} needs from, to, and one of steps and tokens ('over' goes with 'at'); {usage}")
+    start = _whole(f"{where}: start", entry.get("start", 0), 0)
+    end = start + _whole(f"{where}: {units[0]}", entry[units[0]], 1)
+    return Ramp(setting, ((start, entry["from"]), (end, entry["to"])), over=units[0], shape=shape)
+
+
+def parse_rules(tables: Any, resolve: Resolve) -> tuple[Rule, ...]:
+    """The recipe's ``[[rules]]``: when = "accuracy < 0.15", over = 10, then = "learning_rate * 0.5", and limits."""
+    rules = []
+    limits = ("at_least", "at_most", "cooldown", "times")
+    for where, table in _tables("rules", tables):
+        for key in table:
+            check_choice(f"key in {where}:", key, ("when", "over", "then", *limits), ConfigError)
+        for key, example in (("when", '"accuracy < 0.15"'), ("over", "10"), ("then", '"learning_rate * 0.5"')):
+            if key not in table:
+                raise ConfigError(f"{where} has no {key!r}; add it, such as {key} = {example}")
+        metric, sign, number = _split(where, "when", table["when"], r"<=|>=|<|>", "accuracy < 0.15")
+        name, operator, amount = _split(where, "then", table["then"], r"[*/=+-]", "learning_rate * 0.5")
+        if operator == "/" and amount == 0:
+            raise ConfigError(f"{where}: then = {table['then']!r} divides by zero")
+        change = {"*": "multiply", "/": "multiply", "=": "set", "+": "add", "-": "add"}[operator]
+        if operator in "/-":
+            amount = 1 / amount if operator == "/" else -amount
+        fields: dict[str, Any] = {key: table[key] for key in ("over", *limits) if key in table}
+        fields |= {"below" if "<" in sign else "above": number, "inclusive": "=" in sign, change: amount}
+        rules.append(Rule(metric=metric, setting=_resolved(resolve, name, where), **fields))
+    return tuple(rules)
+
+
+def _split(where: str, key: str, text: Any, signs: str, example: str) -> tuple[str, str, float]:
+    """A name, a sign and a number."""
+    parts = re.fullmatch(rf"\s*([^\s<>=*+]+?)\s*({signs})\s*([^\s<>=*/]+)\s*", text) if isinstance(text, str) else None
+    try:
+        number = float(parts[3]) if parts else math.nan
+    except ValueError:
+        number = math.nan
+    if parts is None or not math.isfinite(number):
+        raise ConfigError(f"{where}: {key} = {text!r} cannot be read; write a name, a sign and a number: {example!r}")
+    return parts[1], parts[2], number
+
+
+def _tables(what: str, tables: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
+        raise ConfigError(f"{what} must be a list of tables, each under its own [[{what}]], got {tables!r}")
+    for number, table in enumerate(tables, start=1):
+        yield f"[[{what}]] number {number}", table
+
+
+def _flat(table: Mapping[str, Any], leaf: Callable[[Any], bool], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Entries under dotted names: TOML reads ``sampling.temperature = 1`` as a table within a table."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value and not leaf(value):
+            yield from _flat(value, leaf, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _resolved(resolve: Resolve, name: str, where: str, own: Sequence[str] = ()) -> str:
+    try:
+        return resolve(name)
+    except ConfigError as error:
+        nearest = difflib.get_close_matches(name, own, n=1)
+        hint = f"; or did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{where}: {error}{hint}") from error
+
+
+def _check_phases(phases: Sequence[Phase]) -> None:
+    for phase in phases[:-1]:
+        if phase.steps is None and phase.tokens is None:
+            raise ConfigError(
+                f"phase {phase.name!r} has no length, so the next would never begin; give it steps or tokens"
+            )
+    names = [phase.name for phase in phases]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"two phases are called {name!r}; give each a name of its own")
+
+
+def _number(what: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= HUGE:
+        raise ConfigError(f"{what} must be a finite number, got {value!r}")
+
+
+def _whole(what: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
+def _metric(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return None if math.isnan(number) else min(max(number, -HUGE), HUGE)

@@ -1,0 +1,188 @@
+"""What a run is made of, from its recipe: task, model, prompts, rewards. Everything that can be wrong is found here,
+before a single token is sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.config import Recipe, resolve_scheduled, scheduled_names
+from groupwise.core.losses import Loss
+from groupwise.data import Prompt, PromptBuilder
+from groupwise.errors import ConfigError
+from groupwise.generate.stop import StopStrings
+from groupwise.generate.types import Stop
+from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare
+from groupwise.model.precision import MasterWeights
+from groupwise.model.prepared import Prepared
+from groupwise.rewards import RewardFunction, Scorer, load_function, named
+from groupwise.tasks import Task, load_task
+from groupwise.tasks.base import Row
+from groupwise.train.objective import find_loss
+from groupwise.train.schedule import Schedule, parse_phases, parse_ramps, parse_rules
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Rows and their prompts, side by side."""
+
+    rows: list[Row]
+    prompts: list[Prompt]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def longest(self) -> int:
+        return max((len(prompt.ids) for prompt in self.prompts), default=0)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a run is made of."""
+
+    recipe: Recipe
+    task: Task
+    model: Any
+    tokenizer: Any
+    prepared: Prepared
+    train: Questions
+    held_out: Questions
+    builder: PromptBuilder
+    scorer: Scorer
+    stop: Stop | None
+    loss: Loss
+
+
+def load_parts(
+    recipe: Recipe,
+    *,
+    task: Task | None = None,
+    rewards: Sequence[Any] = (),
+    base: Path | None = None,
+    say: Say = lambda text: None,
+) -> Parts:
+    """Load and check everything. ``base`` is the folder of the recipe, beside which files are looked for."""
+    task = task or load_task(recipe, base=base)
+    scorer = make_scorer(recipe, task, rewards, base)
+    loss = find_loss(recipe.loss.name, base)
+    make_schedule(recipe)
+    settings = recipe.model
+    lora = None
+    if settings.lora is not None:
+        how = settings.lora
+        targets = how.targets if isinstance(how.targets, str) else tuple(how.targets)
+        lora = LoraSettings(how.rank, how.alpha, how.dropout, targets, how.rslora)
+    model, tokenizer = load_model_and_tokenizer(
+        settings.source,
+        dtype=settings.dtype,
+        device=settings.device,
+        lora=lora,
+        trust_remote_code=settings.trust_remote_code,
+        revision=settings.revision,
+        seed=recipe.train.seed,
+    )
+    builder = PromptBuilder(
+        tokenizer,
+        system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
+        chat=recipe.data.chat,
+        chat_template_kwargs=recipe.data.chat_template_kwargs,
+        max_prompt_length=recipe.data.max_prompt_length,
+        too_long=recipe.data.too_long,
+    )
+    train = _questions(builder, task.train, recipe.data.prompt, "training", say)
+    held_out = _questions(builder, task.held_out, recipe.data.prompt, "held-out", say)
+    scorer.check_arguments(dict.fromkeys(key for row in train.rows for key in row))
+    prepared = prepare(model, compile=settings.compile, notice=say)
+    _check_window(recipe, prepared, train, held_out)
+    strings = [*recipe.sampling.stop, *task.stop]
+    return Parts(
+        recipe=recipe,
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        prepared=prepared,
+        train=train,
+        held_out=held_out,
+        builder=builder,
+        scorer=scorer,
+        stop=StopStrings(tokenizer, strings) if strings else None,
+        loss=loss,
+    )
+
+
+def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], base: Path | None) -> Scorer:
+    """The task's rewards, those of the recipe, and those given in Python."""
+    functions = list(task.rewards)
+    for entry in recipe.rewards:
+        functions.append(named(load_function(entry.function, base=base), entry.weight, entry.name))
+    functions += [given if isinstance(given, RewardFunction) else named(given) for given in rewards]
+    if not functions:
+        raise ConfigError(
+            "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "
+            "'file.py:function', or choose a task that brings its own"
+        )
+    return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
+
+
+def make_schedule(recipe: Recipe) -> Schedule:
+    """The phases, ramps and rules of a recipe."""
+
+    def resolve(name: str) -> str:
+        return resolve_scheduled(recipe, name)
+
+    return Schedule(
+        scheduled_names(recipe),
+        phases=parse_phases(recipe.phases, resolve),
+        ramps=parse_ramps(recipe.ramps, resolve),
+        rules=parse_rules(recipe.rules, resolve),
+    )
+
+
+def make_optimizer(recipe: Recipe, model: Any, masters: MasterWeights) -> torch.optim.AdamW:
+    """AdamW on the masters: embeddings may have a learning rate of their own, and only matrices decay."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    embedding = {id(end.weight) for end in ends if end is not None}
+    names = {name for name, parameter in model.named_parameters() if id(parameter) in embedding}
+    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for name, master in masters.named_parameters():
+        groups.setdefault((name in names, master.dim() > 1), []).append(master)
+    how = recipe.optimizer
+    return torch.optim.AdamW(
+        [
+            {"params": members, "embedding": is_embedding, "decays": decays}
+            for (is_embedding, decays), members in sorted(groups.items())
+        ],
+        lr=how.learning_rate,
+        betas=(how.beta1, how.beta2),
+        eps=how.eps,
+        weight_decay=0.0,
+        fused=next(masters.parameters()).is_cuda,
+    )
+
+
+def _questions(builder: PromptBuilder, rows: Sequence[Row], column: str, which: str, say: Say) -> Questions:
+    if not rows:
+        return Questions([], [])
+    prompts = builder.build(rows, column)
+    if builder.dropped:
+        say(
+            f"{builder.dropped} of {len(rows)} {which} rows are left out: their prompts have more than "
+            f"{builder.max_prompt_length} tokens"
+        )
+    return Questions([rows[number] for number in builder.kept], prompts)
+
+
+def _check_window(recipe: Recipe, prepared: Prepared, train: Questions, held_out: Questions) -> None:
+    longest = max(train.longest, held_out.longest)
+    if prepared.window is not None and longest + recipe.sampling.max_new_tokens > prepared.window:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens; with sampling.max_new_tokens {recipe.sampling.max_new_tokens} "
+            f"that is more than the model's window of {prepared.window}; lower one of them (data.max_prompt_length)"
+        )

@@ -1,0 +1,48 @@
+"""Ctrl-C and SIGTERM: the first asks a run to finish its step and save; a second Ctrl-C ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """``signal`` is the one that asked for the end, None while nobody did."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+
+    def __bool__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def exit_status(self) -> int:
+        """130 for Ctrl-C and 143 for SIGTERM, as shells have it; 0 if nobody asked."""
+        return 0 if self.signal is None else 128 + self.signal
+
+
+@contextmanager
+def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Within this block the two signals only make a request. Off the main thread nothing can be caught, or is."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if request.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.signal = signal.Signals(number)
+        say(f"{request.signal.name}: finishing this step and saving; Ctrl-C once more ends at once, without saving")
+
+    before = {number: signal.signal(number, asked) for number in STOPPING}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,359 @@
+"""One update: forward and backward over packs of samples, checks, clipping, AdamW.
+
+Nothing that teaches nothing is computed. The gradient does not depend on how samples are packed; where memory runs
+out, the packs are made half as large and the update is done again. Weights move only once everything is known to be
+finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.config import Recipe
+from groupwise.core.filters import KeptSets
+from groupwise.core.losses import Loss
+from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
+from groupwise.errors import GroupwiseError
+from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
+from groupwise.model.precision import MasterWeights
+from groupwise.model.prepared import Prepared
+from groupwise.train.batch import Batch, Comparison
+from groupwise.train.objective import Objective, Part, Totals
+from groupwise.train.reference import Reference
+
+SMALLEST_BUDGET = 64
+
+
+class NotFiniteError(GroupwiseError, ArithmeticError):
+    """A loss or gradient is NaN or infinite; the weights have not moved."""
+
+
+@dataclass
+class Work:
+    """The samples of a mini-batch that have to be computed, and what is known about them. Rows follow ``samples``."""
+
+    samples: list[int]  # which samples of the batch
+    prompts: list[tuple[int, ...]]  # of the prompts they belong to
+    completions: list[list[Tensor]]  # by prompt
+    kept: KeptSets | None
+    advantages: Tensor  # (n,)
+    allowed: Tensor  # (n,) bool
+    sampler_logps: Tensor  # (n, T)
+    mask: Tensor  # (n, T)
+    totals: Totals
+    old_logps: Tensor | None = None  # (n, T)
+    ref_logps: Tensor | None = None  # (n, T)
+    weights: Tensor | None = None  # (n, T) the importance correction
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+@dataclass
+class Update:
+    """What came of one update."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # objective terms
+    statistics: dict[str, Any] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    skipped: bool = False  # not finite, and told to go on
+    silenced: dict[str, int] = field(default_factory=dict)  # samples that a mask of the policy's log-probs took out
+    gap: Gap | None = None
+    terms: dict[str, float] = field(default_factory=dict)  # gradient norms and cosines, on request
+
+
+@dataclass
+class Gap:
+    """How far the trainer's log-probs are from the sampler's."""
+
+    tokens: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
+        difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
+        self.tokens += int(mask.sum())
+        self.total += float(difference.double().sum())
+        self.largest = max(self.largest, float(difference.max()))
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
+
+
+def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now: Recipe) -> Work:
+    """What a mini-batch of these prompts needs computed: what teaches, or everything where a term asks for it."""
+    members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
+    everything = bool(now.loss.kl_coef or now.loss.entropy_coef) or not now.train.skip_equal
+    teaches, allowed = comparison.teaches.tolist(), comparison.allowed.tolist()
+    chosen = [i for i in members if everything or teaches[i]]
+    by_prompt: dict[int, list[int]] = {}
+    for sample in chosen:
+        by_prompt.setdefault(sample // batch.samples, []).append(sample)
+    sequences, tokens = len(members), sum(len(batch.ids[i]) for i in members)
+    if now.loss.denominator == "policy_mask":
+        sequences = sum(allowed[i] for i in members)
+        tokens = sum(len(batch.ids[i]) for i in members if allowed[i])
+    return Work(
+        samples=chosen,
+        prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
+        completions=[[batch.ids[i] for i in own] for own in by_prompt.values()],
+        kept=None if batch.kept is None else batch.kept.select(batch.places(chosen)),
+        advantages=comparison.advantages[chosen],
+        allowed=comparison.allowed[chosen],
+        sampler_logps=_padded([batch.sampler_logps[i] for i in chosen]),
+        mask=_padded([torch.ones(len(batch.ids[i]), dtype=torch.bool) for i in chosen]),
+        totals=Totals(tokens=tokens, sequences=sequences),
+    )
+
+
+class Updater:
+    """Moves the weights. ``token_budget`` is what one forward and backward pass may hold; it is lowered for good
+    where memory runs out."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        masters: MasterWeights,
+        optimizer: torch.optim.Optimizer,
+        reference: Reference | None,
+        token_budget: int,
+        loss: Loss,
+        *,
+        release: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self.prepared, self.masters, self.optimizer, self.reference = prepared, masters, optimizer, reference
+        self.token_budget, self.loss = token_budget, loss
+        self.release, self.say = release, say
+
+    def know(self, work: Work, now: Recipe, *, old: bool) -> None:
+        """Add what must be known before the first update of a batch: old log-probs (if it is used more than once), the
+        reference's, and the importance correction."""
+        if not len(work):
+            return
+        if old or now.loss.importance_cap is not None:
+            work.old_logps = self._logps(work, now).logps.cpu()
+        if now.loss.importance_cap is not None and work.old_logps is not None:
+            ratio = torch.where(work.mask, work.old_logps - work.sampler_logps, 0.0).exp()
+            work.weights = ratio.clamp(max=now.loss.importance_cap)
+            if not old:
+                work.old_logps = None
+        if self.reference is not None and (now.loss.kl_coef or now.masks.off_policy == "document"):
+            with self.reference.in_place():
+                work.ref_logps = self._logps(work, now).logps.cpu()
+
+    def update(self, work: Work, now: Recipe, *, check: bool = False, compare_terms: bool = False) -> Update:
+        """Forward, backward, one move of the optimizer. ``check`` compares with the sampler's log-probs."""
+        while True:
+            try:
+                found = self._gradient(work, now, check, compare_terms)
+                found.values = {name: float(value) for name, value in found.values.items()}
+                found.statistics = {name: float(value) for name, value in found.statistics.items()}
+                break
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                self._make_room(error, work)
+        norm = self._norm(now)
+        if not (math.isfinite(norm) and all(math.isfinite(value) for value in found.values.values())):
+            self.optimizer.zero_grad(set_to_none=True)
+            if now.train.not_finite == "stop":
+                named = ", ".join(f"{name} {value:g}" for name, value in found.values.items())
+                raise NotFiniteError(
+                    f"the gradient's norm is {norm:g} (terms: {named}); the weights have not moved. Lower "
+                    "optimizer.learning_rate, look at the rewards of this step, or skip such updates with "
+                    "train.not_finite = 'skip'"
+                )
+            found.skipped = True
+            return found
+        found.grad_norm = norm
+        self.optimizer.step()
+        self.masters.publish()
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def _gradient(self, work: Work, now: Recipe, check: bool, compare_terms: bool) -> Update:
+        self.optimizer.zero_grad(set_to_none=True)
+        found = Update(gap=Gap() if check else None)
+        policy_mask, work_totals = self._policy_mask(work, now, found)
+        objective = Objective(now, self.loss, work_totals)
+        if not compare_terms:
+            for part, rows in self._parts(work, now, policy_mask):
+                values, statistics = objective.terms(part)
+                torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
+                self._note(found, values, statistics)
+                if found.gap is not None:
+                    found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
+            return found
+        gradients: dict[str, list[Tensor]] = {}
+        names = [name for name, active in _active_terms(now).items() if active]
+        for name in names:
+            for part, rows in self._parts(work, now, policy_mask):
+                values, statistics = objective.terms(part)
+                values[name].backward()
+                self._note(found, {name: values[name]}, statistics if name == names[0] else {})
+                if found.gap is not None and name == names[0]:
+                    found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
+            gradients[name] = [
+                torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
+            ]
+            self.optimizer.zero_grad(set_to_none=True)
+        found.terms = _compare_gradients(gradients)
+        for master, *shares in zip(self.masters.parameters(), *gradients.values(), strict=True):
+            master.grad = torch.stack(shares).sum(0)
+        return found
+
+    def _parts(self, work: Work, now: Recipe, policy_mask: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+        packs = each_pack(
+            self.prepared,
+            work.prompts,
+            work.completions,
+            temperature=now.sampling.temperature,
+            kept=work.kept,
+            with_entropy=True,
+            token_budget=self._budget(work),
+        )
+        for rows, found in packs:
+            yield (
+                Part(
+                    logps=found.logps,
+                    mask=found.mask,
+                    advantages=work.advantages[rows].to(found.logps.device),
+                    policy_mask=_optional_rows(policy_mask, rows, found.logps),
+                    old_logps=_optional_rows(work.old_logps, rows, found.logps),
+                    ref_logps=_optional_rows(work.ref_logps, rows, found.logps) if now.loss.kl_coef else None,
+                    entropy=found.entropy,
+                ),
+                rows,
+            )
+
+    def _policy_mask(self, work: Work, now: Recipe, found: Update) -> tuple[Tensor | None, Totals]:
+        """What may teach, ``(n, T)``: the batch's own masks, and those that need the policy's log-probs now."""
+        masks, totals = now.masks, work.totals
+        teaching = work.allowed[:, None] & work.mask
+        if masks.off_policy is not None or masks.high_entropy is not None:
+            current = self._logps(work, now, with_entropy=masks.high_entropy is not None)
+            logps = current.logps.cpu()
+            if masks.off_policy is not None:
+                near = self._near(work, now, logps)
+                found.silenced["off_policy"] = int((work.allowed & ~near).sum())
+                if now.loss.denominator == "policy_mask":
+                    gone = work.allowed & ~near
+                    totals = Totals(
+                        totals.tokens - int(work.mask[gone].sum()), totals.sequences - found.silenced["off_policy"]
+                    )
+                teaching = teaching & near[:, None]
+            if masks.high_entropy is not None and current.entropy is not None:
+                high = high_entropy_mask(current.entropy.cpu(), teaching, top_fraction=masks.high_entropy)
+                teaching = teaching & high
+        if work.weights is not None:
+            return teaching * work.weights, totals
+        return (None if bool((teaching == work.mask).all()) else teaching), totals
+
+    def _near(self, work: Work, now: Recipe, logps: Tensor) -> Tensor:
+        """Which samples the off-policy mask keeps ``(n,)``."""
+        rule, threshold = now.masks.off_policy or "v3.2", now.masks.off_policy_threshold
+        other = work.sampler_logps if rule == "v3.2" or work.ref_logps is None else work.ref_logps
+        return off_policy_sequence_mask(logps, other, work.advantages, work.mask, threshold=threshold, rule=rule)
+
+    @torch.no_grad()
+    def _logps(self, work: Work, now: Recipe, *, with_entropy: bool = False) -> TokenLogps:
+        while True:
+            try:
+                return completion_logps(
+                    self.prepared,
+                    work.prompts,
+                    work.completions,
+                    temperature=now.sampling.temperature,
+                    kept=work.kept,
+                    with_entropy=with_entropy,
+                    token_budget=self._budget(work),
+                )
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                self._make_room(error, work)
+
+    def _budget(self, work: Work) -> int:
+        """The token budget, or the longest sample where that is more."""
+        return max(self.token_budget, _longest(work))
+
+    def _make_room(self, error: Exception, work: Work) -> None:
+        """After running out of memory: give back what generation holds and halve the packs; else raise again."""
+        if isinstance(error, GroupwiseError) or not _out_of_memory(error):
+            raise error
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.token_budget <= max(SMALLEST_BUDGET, _longest(work)):
+            raise OutOfMemoryError(
+                f"memory ran out with a single sample of {_longest(work)} tokens; use a smaller model, "
+                "model.gradient_checkpointing = true, [model.lora], or shorter answers (sampling.max_new_tokens)"
+            ) from error
+        self.release()
+        if self.prepared.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.token_budget = max(SMALLEST_BUDGET, self.token_budget // 2)
+        self.say(f"memory ran out: the step is done again with a token budget of {self.token_budget:,}; same result")
+
+    def _norm(self, now: Recipe) -> float:
+        gradients = [master.grad for master in self.masters.parameters() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if now.optimizer.max_grad_norm is not None and bool(norm.isfinite()):
+            torch.nn.utils.clip_grads_with_norm_(list(self.masters.parameters()), now.optimizer.max_grad_norm, norm)
+        return float(norm)
+
+    @staticmethod
+    def _note(found: Update, values: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
+        """Add a part's shares, still on the device: a number asked for now would make the GPU wait."""
+        for sums, more in ((found.values, values), (found.statistics, statistics)):
+            for name, value in more.items():
+                sums[name] = sums.get(name, 0.0) + value.detach()
+
+
+class OutOfMemoryError(GroupwiseError, RuntimeError):
+    """Not even one sample fits."""
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _active_terms(now: Recipe) -> dict[str, bool]:
+    return {"policy": True, "kl": bool(now.loss.kl_coef), "entropy": bool(now.loss.entropy_coef)}
+
+
+def _compare_gradients(gradients: dict[str, list[Tensor]]) -> dict[str, float]:
+    """The norm of each term's gradient, and the cosine between each two."""
+    names = list(gradients)
+    norms = {name: float(torch.nn.utils.get_total_norm(gradients[name])) for name in names}
+    found = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+    for number, one in enumerate(names):
+        for other in names[number + 1 :]:
+            product = sum(float((a * b).sum()) for a, b in zip(gradients[one], gradients[other], strict=True))
+            scale = norms[one] * norms[other]
+            found[f"grad_cosine/{one}_{other}"] = product / scale if scale else 0.0
+    return found
+
+
+def _longest(work: Work) -> int:
+    return max(
+        len(prompt) + max(len(ids) for ids in members)
+        for prompt, members in zip(work.prompts, work.completions, strict=True)
+    )
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    if not rows:
+        return torch.zeros(0, 0)
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+    """These rows of ``(n, T)``, cut to the width of a part and on its device."""
+    return values[rows][:, : like.shape[1]].to(like.device)
+
+
+def _optional_rows(values: Tensor | None, rows: Tensor, like: Tensor) -> Tensor | None:
+    return None if values is None else _rows(values, rows, like)

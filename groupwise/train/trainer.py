@@ -1,0 +1,544 @@
+"""The loop: sample, score, compare, learn, record; resumable to the bit.
+
+`Trainer` is built from a recipe and read from top to bottom: `steps` is the run, `_step` is one step of GRPO. What
+each line of it does in detail stands in the module of that name beside this one. Every random choice of a step comes
+from (seed, step), so a run that stops after step k and goes on is the run that never stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import Any
+
+import torch
+
+from groupwise.config import Recipe
+from groupwise.data import Order
+from groupwise.errors import ConfigError
+from groupwise.evaluate import REWARD, Evaluation, evaluate
+from groupwise.generate import Engine, Sampling
+from groupwise.model.logprobs import default_token_budget
+from groupwise.model.precision import MasterWeights
+from groupwise.rundir import RunDir
+from groupwise.tasks import Task
+from groupwise.train import checkpoint
+from groupwise.train.batch import Batch, Comparison
+from groupwise.train.clock import Clock
+from groupwise.train.compare import compare, find_advantage, find_grouping
+from groupwise.train.display import Display, Facts, LineDisplay
+from groupwise.train.measure import rollout_table, step_metrics
+from groupwise.train.output import finish_run, open_run, write_resolved
+from groupwise.train.records import Records
+from groupwise.train.reference import Reference
+from groupwise.train.rollout import Sampler, chance
+from groupwise.train.schedule import warmup_decay
+from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule
+from groupwise.train.signals import StopRequest, stop_on_signals
+from groupwise.train.step import Update, Updater, Work, plan_work
+from groupwise.train.warmup import warm_up
+
+
+class Callback:
+    """Derive from this and override what you want to see; everything of the trainer may be looked at."""
+
+    def on_start(self, trainer: Trainer) -> None: ...
+    def on_rollout(self, trainer: Trainer, batch: Batch, comparison: Comparison) -> None: ...
+    def on_step(self, trainer: Trainer, report: Report) -> None: ...
+    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None: ...
+    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None: ...
+    def on_end(self, trainer: Trainer, result: Result) -> None: ...
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step: its number (from 1), its metrics, and the batch that it learned from."""
+
+    step: int
+    metrics: dict[str, float]
+    batch: Batch
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: the held-out metric before and after, where the model is, and who stopped it, if anybody."""
+
+    step: int
+    first: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+    best_step: int | None = None
+    model: Path | None = None
+    folder: Path | None = None
+    exit_status: int = 0
+
+
+class Trainer:
+    """A run of GRPO. ``run()`` does it all; ``for report in trainer.steps()`` leaves the loop to you.
+
+    task: in place of the one that the recipe names. rewards: functions beside the task's and the recipe's.
+    base: the folder of the recipe, beside which its files are looked for.
+    folder, resume, overwrite: where the run is kept, and whether to go on with one or to begin it anew.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        task: Task | None = None,
+        rewards: Sequence[Callable[..., Any]] = (),
+        callbacks: Sequence[Callback] = (),
+        display: Display | None = None,
+        base: Path | None = None,
+        folder: str | Path | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self.recipe, self.callbacks = recipe, list(callbacks)
+        self.display = display or LineDisplay()
+        self.say = self.display.say
+        self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, base=base, say=self.say)
+        if not len(self.parts.train):
+            raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on")
+        self.advantage = find_advantage(recipe.advantages.function, base)
+        self.grouping = find_grouping(recipe.advantages.grouping, base)
+        self.metric = self._metric()
+        self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
+        self.resuming = resume
+
+        prepared = self.parts.prepared
+        self._prepare_model()
+        self.masters = MasterWeights(self.parts.model)
+        self.optimizer = make_optimizer(recipe, self.parts.model, self.masters)
+        self.schedule = make_schedule(recipe)
+        self.engine = Engine(prepared, max_rows=recipe.sampling.max_rows)
+        self.order = Order(len(self.parts.train), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        self.sampler = Sampler(
+            self.engine,
+            self.parts.tokenizer,
+            self.parts.train.rows,
+            self.parts.train.prompts,
+            self.parts.scorer,
+            self.order,
+            prompt_column=recipe.data.prompt,
+            seed=recipe.train.seed,
+            stop=self.parts.stop,
+            overlong=recipe.scoring.overlong_buffer > 0,
+            say=self.say,
+        )
+        self.reference: Reference | None = None
+        self.updater = Updater(
+            prepared,
+            self.masters,
+            self.optimizer,
+            None,
+            recipe.train.token_budget or default_token_budget(prepared),
+            self.parts.loss,
+            release=self.engine.release,
+            say=self.say,
+        )
+        self.clock = Clock(prepared.device)
+        self.records: Records | None = None
+        self.stopping = StopRequest()
+        self.step = 0  # steps done
+        self.tokens = 0  # tokens sampled
+        self.best: dict[str, Any] | None = None  # {"step": …, "value": …, "metrics": {…}}
+        self.worse = 0  # evaluations since the best one
+        self.first: dict[str, float] = {}
+        self.last: dict[str, float] = {}
+        self.evaluated_at = -1
+        self.warned = False
+        self.total_steps = self._total_steps()
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and `Result` says so."""
+        with self.display, stop_on_signals(self.say) as self.stopping:
+            try:
+                for _ in self.steps():
+                    pass
+                return self.finish()
+            finally:
+                self.close()
+
+    def steps(self) -> Iterator[Report]:
+        """One `Report` after another, up to the last step. Call `finish` behind the loop for the model, and `close`."""
+        self._begin()
+        while self.step < self.total_steps and not self.stopping and not self._out_of_patience():
+            report = self._step()
+            self._after(report)
+            yield report
+
+    def finish(self) -> Result:
+        """Evaluate and save what has not been yet, and export the model, unless somebody asked for the end."""
+        if not self.stopping and self.evaluated_at != self.step:
+            self.evaluate()
+        if self.step:
+            self.save()
+        return finish_run(self)
+
+    def close(self) -> None:
+        if self.records is not None:
+            self.records.close()
+        self.masters.close()
+        self.engine.release()
+        self.run_dir.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # --- one step ----------------------------------------------------------------------------------------------------
+
+    def _step(self) -> Report:
+        now = self.now()
+        sampled = self.sampler.sample(self.step, now, self._state_for_rewards(), self.clock)
+        batch = sampled.batch
+        comparison = compare(
+            batch,
+            now,
+            self.sampler.weights,
+            advantage=self.advantage,
+            grouping=self.grouping,
+            grades=self.parts.task.grades,
+            metric=self.parts.task.metric,
+        )
+        self.call("on_rollout", batch, comparison)
+        with self.clock("train"):
+            works, updates = self._learn(batch, comparison, now)
+        self.step += 1
+        self.tokens += sampled.tokens
+        if self.reference is not None and now.reference.refresh_every and self.step % now.reference.refresh_every == 0:
+            self.reference.refresh(now.reference.mix)
+        metrics = step_metrics(sampled, comparison, self.sampler.names, works, updates)
+        metrics |= {
+            "learning_rate": self.optimizer.param_groups[-1]["lr"],
+            "temperature": now.sampling.temperature,
+            "samples_per_prompt": now.sampling.samples_per_prompt,
+            "kl_coef": now.loss.kl_coef,
+            "num_tokens": self.tokens,
+            "epoch": self.order.epoch,
+            "token_budget": self.updater.token_budget,
+        }
+        if self.reference is not None:
+            metrics["reference_refreshes"] = self.reference.refreshes
+        timing = self.clock.take()
+        metrics |= {"tokens_per_second": sampled.tokens / timing["step_time"], **timing}
+        self._warn_about(metrics, now, sampled.failures)
+        return Report(self.step, metrics, batch, comparison)
+
+    def _learn(self, batch: Batch, comparison: Comparison, now: Recipe) -> tuple[list[Work], list[Update]]:
+        """μ passes over the batch, each cut into mini-batches of whole prompts."""
+        prompts, parts = len(batch.prompts), now.train.mini_batches
+        order = list(range(prompts)) if parts == 1 else self._shuffled(prompts)
+        cuts = [order[prompts * part // parts : prompts * (part + 1) // parts] for part in range(parts)]
+        works = [plan_work(batch, comparison, cut, now) for cut in cuts]
+        used_again = now.train.iterations * parts > 1
+        for work in works:
+            self.updater.know(work, now, old=used_again)
+        updates: list[Update] = []
+        self._set_learning_rate(now)
+        every = self.recipe.train.term_gradients
+        for iteration in range(now.train.iterations):
+            for work in works:
+                if not len(work):
+                    continue  # nothing in it teaches: no update, and the weights stay
+                self._seed_dropout(len(updates), iteration)
+                updates.append(
+                    self.updater.update(
+                        work, now, check=not updates, compare_terms=bool(every) and self.step % every == 0
+                    )
+                )
+        return works, updates
+
+    def _after(self, report: Report) -> None:
+        """Record the step, let the schedule see it, evaluate and save where it is time to."""
+        records = self._records()
+        if self.recipe.run.rollouts:
+            with self.clock("record"):
+                records.rollouts(
+                    self.step, rollout_table(self.step, report.batch, report.comparison, self.sampler.names)
+                )
+        records.step(self.step, report.metrics)
+        self.display.step(self.step, report.metrics)
+        self._tell_schedule(report.metrics)
+        self.call("on_step", report)
+        last = self.step >= self.total_steps
+        every = self.recipe.evaluate.every
+        if last or (every and self.step % every == 0):
+            self.evaluate()
+        every = self.recipe.run.checkpoint_every
+        if last or self.stopping or (every and self.step % every == 0):
+            self.save()
+        self.clock.restart()
+
+    # --- beginning and going on --------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        if self.records is not None:
+            return  # somebody iterates for a second time: go on
+        found = checkpoint.newest(self.run_dir) if self.resuming else None
+        if found is None and self.resuming:
+            self.say("there is no finished checkpoint in this run: it begins anew")
+        if found is None and self.recipe.warm_up.steps:
+            self.display.stage("warm-up")
+            warm_up(self.parts, self.masters, lambda done, total: self.display.stage(f"warm-up {done} of {total}"))
+        if self._uses_reference():
+            self.reference = Reference(
+                self.masters, mixes=self._drives("reference.mix") or self.recipe.reference.mix < 1
+            )
+            self.updater.reference = self.reference
+        if found is not None:
+            self._load(found)
+        write_resolved(self)
+        self.records = Records(
+            self.run_dir,
+            rollouts=self.recipe.run.rollouts,
+            tensorboard=self.recipe.run.tensorboard,
+            wandb=self.recipe.run.wandb,
+            settings=self.recipe.model_dump(),
+            resumed_at=self.step if self.resuming else None,
+            say=self.say,
+        )
+        self.display.start(
+            Facts(
+                name=self.run_dir.path.name,
+                model=self.recipe.model.source,
+                parameters=sum(weight.numel() for weight in self.parts.model.parameters()),
+                device=str(self.parts.prepared.device),
+                algorithm=self.recipe.algorithm,
+                steps=self.total_steps,
+                metric=self.metric,
+                folder=str(self.run_dir.path),
+                goal=self.parts.task.goal,
+            ),
+            first_step=self.step,
+        )
+        self.call("on_start")
+        if found is None and self.recipe.evaluate.first:
+            self.evaluate()
+        self.clock.restart()
+
+    def state(self) -> dict[str, Any]:
+        """All that the next step depends on, beside weights: what a checkpoint's ``state.json`` holds."""
+        return {
+            "tokens": self.tokens,
+            "order": self.order.state(),
+            "schedule": self.schedule.state(),
+            "token_budget": self.updater.token_budget,
+            "max_rows": self.engine.max_rows,
+            "threads": torch.get_num_threads(),
+            "refreshes": self.reference.refreshes if self.reference is not None else 0,
+            "best": self.best,
+            "worse": self.worse,
+            "first": self.first,
+            "last": self.last,
+            "evaluated_at": self.evaluated_at,
+        }
+
+    def save(self) -> Path:
+        """Write a checkpoint of the last finished step."""
+        self.display.stage("saving")
+        folder = checkpoint.save_checkpoint(
+            self.run_dir,
+            self.step,
+            self.state(),
+            masters=self.masters,
+            optimizer=self.optimizer,
+            reference=self.reference,
+            tokenizer=self.parts.tokenizer,
+            dtype=self.recipe.run.export_dtype,
+        )
+        if self.best is not None:
+            self.run_dir.write_json(
+                checkpoint.BEST,
+                {"checkpoint": self.best_name, "metric": self.metric, **self.best},
+            )
+        checkpoint.prune(self.run_dir, self.recipe.run.keep, self.best_name)
+        self.call("on_checkpoint", folder)
+        return folder
+
+    def _load(self, folder: Path) -> None:
+        from groupwise.train.records import rewind
+
+        state = checkpoint.load_checkpoint(
+            folder, masters=self.masters, optimizer=self.optimizer, reference=self.reference
+        )
+        self.step = int(state["step"])
+        self.tokens = int(state["tokens"])
+        self.order.load_state(state["order"])
+        self.schedule.load_state(state["schedule"])
+        self.updater.token_budget = int(state["token_budget"])
+        self.engine.max_rows = int(state["max_rows"])
+        self.best, self.worse = state["best"], int(state["worse"])
+        self.first, self.last, self.evaluated_at = state["first"], state["last"], int(state["evaluated_at"])
+        if torch.get_num_threads() != state["threads"]:
+            self.say(f"the run was begun with {state['threads']} threads; that many are used again, for the same bits")
+            torch.set_num_threads(int(state["threads"]))
+        rewind(self.run_dir, self.step)
+        self.say(f"going on after step {self.step}, from {folder.name}")
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self) -> Evaluation | None:
+        """Measure the policy on the held-out rows; remember the best. None if there are no such rows."""
+        held_out, how = self.parts.held_out, self.recipe.evaluate
+        if not len(held_out):
+            return None
+        self.display.stage("evaluating")
+        found = evaluate(
+            self.engine,
+            self.parts.tokenizer,
+            held_out.rows,
+            held_out.prompts,
+            grades=self.parts.task.grades,
+            scorer=None if self.parts.task.grades else self.parts.scorer,
+            sampling=Sampling(
+                max_new_tokens=how.max_new_tokens or self.recipe.sampling.max_new_tokens,
+                temperature=how.temperature or 1.0,
+                greedy=how.temperature == 0,
+                seed=chance(self.recipe.train.seed, 2),
+            ),
+            samples=how.samples,
+            stop=self.parts.stop,
+            prompt_column=self.recipe.data.prompt,
+            progress=lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
+        )
+        self.evaluated_at, self.last = self.step, found.metrics
+        self.first = self.first or found.metrics
+        if self.metric not in found.metrics:
+            raise ConfigError(
+                f"evaluate.metric {self.metric!r} was not measured (there are: {', '.join(found.metrics)})"
+            )
+        value = found.metrics[self.metric]
+        if self.step:
+            self._tell_schedule({f"eval/{name}": number for name, number in found.metrics.items()})
+            if self.best is None or value > self.best["value"]:
+                self.best, self.worse = {"step": self.step, "value": value, "metrics": found.metrics}, 0
+                self.save()
+            else:
+                self.worse += 1
+        self._records().evaluation(self.step, found.metrics)
+        self.display.evaluation(self.step, found.metrics)
+        self.call("on_evaluation", found)
+        return found
+
+    def _out_of_patience(self) -> bool:
+        patience = self.recipe.evaluate.patience
+        if patience is None or self.worse < patience or self.step >= self.total_steps:
+            return False
+        self.say(f"stopped early: {self.worse} evaluations without a better {self.metric}")
+        return True
+
+    def _metric(self) -> str | None:
+        if not len(self.parts.held_out):
+            return None
+        return self.recipe.evaluate.metric or self.parts.task.metric or REWARD
+
+    def _tell_schedule(self, metrics: dict[str, float]) -> None:
+        """Let the schedule's rules see what was measured after the last step."""
+        for sentence in self.schedule.observe(self.step - 1, metrics):
+            self.say(sentence)
+
+    @property
+    def best_name(self) -> str | None:
+        """The folder of the best checkpoint."""
+        return None if self.best is None else checkpoint.checkpoint_name(int(self.best["step"]))
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def now(self) -> Recipe:
+        """The recipe of the next step: the run's, with what the schedule says."""
+        values = self.schedule.values(self.step, self.tokens)
+        return self.recipe.with_settings(values) if values else self.recipe
+
+    def _total_steps(self) -> int:
+        train = self.recipe.train
+        if train.steps is not None:
+            return train.steps
+        prompts = train.batch_size * train.accumulation
+        return max(1, round(len(self.parts.train) * (train.epochs or 1.0) / prompts))
+
+    def _set_learning_rate(self, now: Recipe) -> None:
+        how = now.optimizer
+        factor = warmup_decay(
+            self.step,
+            warmup_steps=how.warmup_steps,
+            total_steps=self.total_steps,
+            shape=how.decay,
+            final=how.final,
+        )
+        for group in self.optimizer.param_groups:
+            own = how.embedding_learning_rate if group["embedding"] else None
+            group["lr"] = factor * (how.learning_rate if own is None else own)
+            group["weight_decay"] = how.weight_decay if group["decays"] else 0.0
+
+    def _uses_reference(self) -> bool:
+        recipe = self.recipe
+        return bool(recipe.loss.kl_coef) or self._drives("loss.kl_coef") or recipe.masks.off_policy == "document"
+
+    def _drives(self, name: str) -> bool:
+        return name in self.schedule.values(self.step, self.tokens)
+
+    def _prepare_model(self) -> None:
+        model = self.parts.prepared.model
+        if self.recipe.model.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train(self.recipe.model.gradient_checkpointing or self._has_dropout())
+
+    def _has_dropout(self) -> bool:
+        return self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0
+
+    def _seed_dropout(self, update: int, iteration: int) -> None:
+        if self._has_dropout():
+            torch.manual_seed(chance(self.recipe.train.seed, 3, self.step, update, iteration))
+
+    def _shuffled(self, number: int) -> list[int]:
+        generator = torch.Generator().manual_seed(chance(self.recipe.train.seed, 4, self.step))
+        return torch.randperm(number, generator=generator).tolist()
+
+    def _state_for_rewards(self) -> SimpleNamespace:
+        """What a reward function written for TRL may look at as ``trainer_state``."""
+        return SimpleNamespace(
+            global_step=self.step, max_steps=self.total_steps, epoch=self.order.epoch, num_input_tokens_seen=self.tokens
+        )
+
+    def _records(self) -> Records:
+        if self.records is None:
+            raise ConfigError("the run has not begun yet: iterate over steps() first")
+        return self.records
+
+    def _warn_about(self, metrics: dict[str, float], now: Recipe, failures: Sequence[str]) -> None:
+        if failures:
+            self.say(f"step {self.step}: {len(failures)} samples dropped, a reward failed ({failures[0]})")
+        gap = metrics.get("sampler/logp_difference_mean", 0.0)
+        if gap > now.train.self_check and not self.warned:
+            self.warned = True
+            self.say(
+                f"step {self.step}: before the update, sampler and trainer differ by {gap:.3f} in a token's log-prob "
+                f"on average (train.self_check is {now.train.self_check:g}); {self._likely_cause()}"
+            )
+
+    def _likely_cause(self) -> str:
+        prepared = self.parts.prepared
+        if self._has_dropout():
+            return "the adapter's dropout is the likely cause: set model.lora.dropout = 0"
+        if prepared.dtype in (torch.bfloat16, torch.float16):
+            name = str(prepared.dtype).removeprefix("torch.")
+            return (
+                f"rounding in {name} is the likely cause: loss.importance_cap = 2.0 corrects for it, model.dtype = "
+                "'float32' avoids it"
+            )
+        return "the model may have layers that act differently in training: report it with the model's name"
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Tell the callbacks."""
+        for callback in self.callbacks:
+            getattr(callback, name)(self, *arguments)

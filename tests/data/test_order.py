@@ -1,0 +1,172 @@
+"""The order of rows: each epoch whole, no row twice in a batch, and the same again after a stop."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data import Order
+from groupwise.errors import CheckpointError, ConfigError, DataError, InputError
+
+rows = st.integers(1, 12)
+seeds = st.integers(0, 2**64)
+# The first two epochs of seed 0, and the first of seed 1, over eight rows.
+RECORDED_0 = [3, 2, 1, 6, 0, 7, 4, 5]
+RECORDED_1 = [7, 4, 5, 1, 6, 2, 0, 3]
+RECORDED_OTHER_SEED = [2, 4, 7, 5, 0, 6, 3, 1]
+
+sizes = st.lists(st.integers(1, 30), min_size=1, max_size=12)
+
+
+def flat(order, takes):
+    return [row for n in takes for row in order.take(n)]
+
+
+def test_the_numbers_are_the_same_on_every_machine():
+    """Recorded once; a change of these would change every run that is resumed."""
+    order = Order(8, seed=0)
+    assert [order.take(8), order.take(8)] == [RECORDED_0, RECORDED_1]
+    assert Order(8, seed=1).take(8) == RECORDED_OTHER_SEED
+
+
+def test_one_batch_or_many_it_is_the_same_permutation():
+    order = Order(8, seed=0)
+    assert order.take(3) + order.take(1) + order.take(4) == RECORDED_0
+
+
+def test_a_row_that_the_batch_has_waits_for_the_next_one():
+    """By hand, from the two permutations above."""
+    order = Order(8, seed=0)
+    assert order.take(5) == RECORDED_0[:5]
+    tail = RECORDED_0[5:]
+    new = [row for row in RECORDED_1 if row not in tail]
+    deferred = [row for row in RECORDED_1[: RECORDED_1.index(new[1]) + 1] if row in tail]
+    assert deferred  # otherwise this shows nothing
+    assert order.take(5) == tail + new[:2]
+    assert order.state()["deferred"] == deferred
+    rest = [row for row in RECORDED_1 if row not in (*new[:2], *deferred)]
+    assert order.take(6) == deferred + rest
+
+
+def test_without_shuffling_it_counts():
+    order = Order(3, shuffle=False, seed=5)
+    assert [order.take(2) for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert order.take(7) == [0, 1, 2, 0, 1, 2, 0]
+
+
+@given(rows, seeds, st.booleans(), sizes)
+def test_every_epoch_shows_each_row_once(rows, seed, shuffle, takes):
+    seen = flat(Order(rows, seed=seed, shuffle=shuffle), takes)
+    assert len(seen) == sum(takes)
+    for start in range(0, len(seen) - rows + 1, rows):
+        assert sorted(seen[start : start + rows]) == list(range(rows))
+
+
+@given(rows, seeds, sizes)
+def test_a_batch_repeats_a_row_only_if_it_must(rows, seed, takes):
+    order = Order(rows, seed=seed)
+    for n in takes:
+        assert max(Counter(order.take(n)).values()) == -(-n // rows)
+
+
+@given(rows, seeds, st.booleans(), sizes, sizes)
+def test_it_goes_on_where_it_stopped(rows, seed, shuffle, before, after):
+    order = Order(rows, seed=seed, shuffle=shuffle)
+    flat(order, before)
+    state = json.loads(json.dumps(order.state()))
+    resumed = Order(rows, seed=seed, shuffle=shuffle)
+    resumed.load_state(state)
+    assert resumed.epoch == order.epoch
+    assert flat(resumed, after) == flat(order, after)
+    assert resumed.state() == order.state()
+
+
+@given(rows, sizes)
+def test_the_epoch_counts_what_was_seen(rows, takes):
+    order = Order(rows)
+    assert order.epoch == 0
+    for count, n in enumerate(takes):
+        order.take(n)
+        assert order.epoch == pytest.approx(sum(takes[: count + 1]) / rows)
+
+
+def test_a_quarter_of_the_second_epoch():
+    order = Order(8)
+    order.take(10)
+    assert order.epoch == 1.25
+
+
+def test_epochs_and_seeds_differ():
+    order = Order(100, seed=3)
+    first, second = order.take(100), order.take(100)
+    assert len({tuple(first), tuple(second), tuple(Order(100, seed=4).take(100)), tuple(range(100))}) == 4
+
+
+def test_a_state_is_not_touched_by_going_on():
+    order = Order(8, seed=0)
+    order.take(5), order.take(5)
+    state = order.state()
+    copy = json.loads(json.dumps(state))
+    order.take(20)
+    assert state == copy
+    order.load_state(state)
+    order.take(20)
+    assert state == copy
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "3"])
+def test_refused_numbers(value):
+    with pytest.raises(InputError, match="an order needs a number of rows from 1, got"):
+        Order(value)
+    with pytest.raises(InputError, match="take needs a whole number from 1, got"):
+        Order(3).take(value)
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, True, None])
+def test_refused_seeds(seed):
+    with pytest.raises(InputError, match="seed of an order must be a whole number from 0, got"):
+        Order(3, seed=seed)
+
+
+def test_a_state_of_other_data_or_settings():
+    order = Order(8, seed=0)
+    with pytest.raises(DataError, match="over 9 rows, but there are 8 now; go on with the same data"):
+        order.load_state(Order(9).state())
+    with pytest.raises(ConfigError, match="made with seed=1, but seed=0 is set now"):
+        order.load_state(Order(8, seed=1).state())
+    with pytest.raises(ConfigError, match="made with shuffle=False, but shuffle=True is set now"):
+        order.load_state(Order(8, shuffle=False).state())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"epoch": -1},
+        {"epoch": "1"},
+        {"position": 9},
+        {"position": None},
+        {"deferred": [99]},
+        {"deferred": [3, 3]},
+        {"deferred": {}},
+        {"deferred": ["a"]},
+        {"deferred": [[1]]},
+        {"position": 0, "deferred": [3]},
+    ],
+)
+def test_a_damaged_state_changes_nothing(change):
+    order = Order(8, seed=0)
+    order.take(8)
+    before = order.state()
+    with pytest.raises(CheckpointError, match=r"damaged: epoch=.* is no place in an order over 8 rows"):
+        order.load_state({**before, **change})
+    assert order.state() == before
+
+
+@pytest.mark.parametrize("state", [{}, {"rows": 8}, None, []])
+def test_a_state_that_lacks_something(state):
+    with pytest.raises(CheckpointError, match=r"it lacks .*epoch, position, deferred"):
+        Order(8).load_state(state)

@@ -1,0 +1,311 @@
+"""Prompts as token ids: what the model is given, and which rows are refused, dropped or cut."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import AutoTokenizer
+
+from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, conversational, read_rows
+from groupwise.errors import ConfigError, DataError
+from groupwise.model.tiny import tiny_tokenizer
+from tests.weights import smollm2
+
+START, END = 257, 258  # the tiny tokenizer's; its other tokens are bytes
+SYSTEM = {"role": "system", "content": "Be brief."}
+USER = {"role": "user", "content": "Why?"}
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for m in messages %}{{ '<|start|>' + m['content'] }}{% endfor %}"
+)
+SILENT = "{% for m in messages if m['role'] != 'system' %}{{ '<|start|>' + m['content'] }}{% endfor %}"
+ALTERNATING = (
+    "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['content'] }}{% endfor %}"
+)
+
+
+def tiny(template=None):
+    tokenizer = tiny_tokenizer()
+    if template is not None:
+        tokenizer.chat_template = template or None
+    return tokenizer
+
+
+def rows_of(*prompts):
+    return [Row({"prompt": prompt}, f"q.jsonl, line {number}") for number, prompt in enumerate(prompts, start=1)]
+
+
+def turn(role, text):
+    return [START, *f"{role}\n{text}".encode(), END]
+
+
+@pytest.fixture(scope="module")
+def smol():
+    return AutoTokenizer.from_pretrained(str(smollm2()))
+
+
+def test_a_text_is_a_message_of_the_user_if_there_is_a_template():
+    ids = [*turn("user", "größer?"), START, *b"assistant\n"]
+    text = "<|start|>user\ngrößer?<|end|><|start|>assistant\n"
+    expected = Prompt(tuple(ids), text, [{"role": "user", "content": "größer?"}])
+    assert PromptBuilder(tiny()).build(rows_of("größer?")) == [expected]
+    assert PromptBuilder(tiny(), chat=True).build([{"prompt": "größer?"}]) == [expected]
+
+
+def test_a_text_as_it_is():
+    expected = Prompt(tuple("größer?".encode()), "größer?", None)
+    assert PromptBuilder(tiny(), chat=False).build(rows_of("größer?")) == [expected]
+    assert PromptBuilder(tiny(template="")).build(rows_of("größer?")) == [expected]
+
+
+def test_messages_go_through_the_template_whatever_chat_says():
+    ids = (*turn("system", "Be brief."), *turn("user", "Why?"), START, *b"assistant\n")
+    for chat in (None, True, False):
+        (prompt,) = PromptBuilder(tiny(), chat=chat).build(rows_of([SYSTEM, USER]))
+        assert prompt.ids == ids
+        assert prompt.messages == [SYSTEM, USER]
+
+
+def test_another_column():
+    (prompt,) = PromptBuilder(tiny(), chat=False).build([{"question": "ab", "prompt": 3}], column="question")
+    assert prompt.ids == (97, 98)
+
+
+def test_the_system_prompt_comes_first():
+    builder = PromptBuilder(tiny(), system_prompt="Be brief.")
+    own = [{"role": "system", "content": "Be long."}, USER]
+    with_ours, with_own = builder.build(rows_of([USER], own))
+    assert with_ours.text == "<|start|>system\nBe brief.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
+    assert with_ours.messages == [SYSTEM, USER]
+    assert with_own.text == "<|start|>system\nBe long.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
+    (wrapped,) = builder.build(rows_of("Why?"))
+    assert wrapped == with_ours
+
+
+def test_the_rows_are_left_as_they_were():
+    message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
+    rows = rows_of([message])
+    (prompt,) = PromptBuilder(tiny(), system_prompt="S").build(rows)
+    assert prompt.messages == [{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}]
+    assert rows == [{"prompt": [message]}]
+    assert len(message) == 3
+
+
+def test_settings_of_the_template():
+    template = "{{ '<|start|>' + messages[0]['content'] + ('!' if loud else '') }}"
+    for settings, text in (({}, "<|start|>Why?"), ({"loud": True}, "<|start|>Why?!")):
+        (prompt,) = PromptBuilder(tiny(template), chat_template_kwargs=settings).build(rows_of([USER]))
+        assert prompt.text == text
+    (prompt,) = PromptBuilder(tiny(""), chat_template_kwargs={"chat_template": template}).build(rows_of("Why?"))
+    assert prompt.text == "<|start|>Why?"
+
+
+@pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "padding", "return_tensors", "return_dict"])
+def test_settings_that_are_not_the_users(name):
+    with pytest.raises(ConfigError, match=rf"chat_template_kwargs may not set {name}: that is decided here"):
+        PromptBuilder(tiny(), chat_template_kwargs={name: True, "loud": 1})
+
+
+def test_a_real_tokenizer(smol):
+    assistant = "<|im_start|>assistant\n"
+    (prompt,) = PromptBuilder(smol, system_prompt="Be brief.").build(rows_of("Größe?"))
+    assert prompt.text == f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nGröße?<|im_end|>\n{assistant}"
+    assert prompt.ids == tuple(smol.encode(prompt.text, add_special_tokens=False))
+    assert prompt.ids[:2] == (1, smol.convert_tokens_to_ids("system"))
+    (raw,) = PromptBuilder(smol, chat=False).build(rows_of("Hello world, a . b"))
+    assert raw == Prompt(tuple(smol("Hello world, a . b")["input_ids"]), "Hello world, a . b", None)
+
+
+def test_one_by_one_or_all_together(smol):
+    for tokenizer in (smol, tiny()):
+        for chat in (True, False):
+            builder = PromptBuilder(tokenizer, chat=chat)
+            texts = [f"What is {n} times {n * n}?" * (1 + n % 3) for n in range(2300)]
+            together = builder.build(rows_of(*texts))
+            assert [prompt for n in (0, 999, 1000, 2299) for prompt in builder.build(rows_of(texts[n]))] == [
+                together[n] for n in (0, 999, 1000, 2299)
+            ]
+            assert [texts[n] in together[n].text for n in range(2300)] == [True] * 2300
+            assert (builder.dropped, builder.kept) == (0, (0,))
+
+
+class Counting:
+    """The tiny tokenizer, and how many prompts it was asked for each time."""
+
+    def __init__(self):
+        self.real = tiny()
+        self.calls = []
+
+    def __call__(self, texts):
+        self.calls.append(len(texts))
+        return self.real(texts)
+
+    def apply_chat_template(self, chats, **options):
+        self.calls.append(len(chats))
+        return self.real.apply_chat_template(chats, **options)
+
+    def __getattr__(self, name):
+        return getattr(self.real, name)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_tokenizer_is_asked_for_a_thousand_at_once(chat):
+    """One call for each prompt is several times slower."""
+    tokenizer = Counting()
+    assert len(PromptBuilder(tokenizer, chat=chat).build(rows_of(*["a"] * 2300))) == 2300
+    assert tokenizer.calls == [1000, 1000, 300]
+
+
+def test_messages_from_a_file(tmp_path):
+    """Arrow fills what one message lacks with nulls, and a template that asks for a key would find it."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    template = (
+        "{% for m in messages %}{{ m['content'] }}{% if 'name' in m %}{{ m['name'] + '!' }}{% endif %}{% endfor %}"
+    )
+    rows = [{"prompt": [{"role": "system", "content": "a", "name": "N"}, {"role": "user", "content": "b"}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "q.parquet")
+    (prompt,) = PromptBuilder(tiny(template)).build(read_rows(tmp_path / "q.parquet"))
+    assert prompt.text == "aN!b"
+
+
+def test_too_long_is_an_error_with_both_remedies():
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4)
+    assert len(builder.build(rows_of("abcd", "abc"))) == 2
+    with pytest.raises(
+        DataError,
+        match=r"^q.jsonl, line 2: the prompt has 5 tokens, more than max_prompt_length=4; raise max_prompt_length, or "
+        r"leave such prompts out with too_long='drop'$",
+    ):
+        builder.build(rows_of("abcd", "abcde"))
+    with pytest.raises(DataError, match=r"has 5 tokens.* \(2 prompts are too long, the longest has 7\); raise"):
+        builder.build(rows_of("abcde", "abcdefg", "a"))
+
+
+def test_too_long_is_dropped_and_counted():
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="drop")
+    prompts = builder.build(rows_of("abcde", "abcd", "abcdef", "a"))
+    assert [prompt.text for prompt in prompts] == ["abcd", "a"]
+    assert (builder.dropped, builder.kept) == (2, (1, 3))
+    builder.build(rows_of("a"))
+    assert (builder.dropped, builder.kept) == (0, (0,))
+    with pytest.raises(
+        DataError, match=r"every prompt has more than max_prompt_length=4 tokens \(the shortest has 5\)"
+    ):
+        builder.build(rows_of("abcdef", "abcde"))
+    (prompt,) = PromptBuilder(tiny(), max_prompt_length=23, too_long="drop").build(rows_of("a", "longer"))
+    assert len(prompt.ids) == 19  # three special tokens, "user\n" and "assistant\n" beside the text; the other has 24
+
+
+def test_too_long_is_cut_to_its_end():
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="cut")
+    prompts = builder.build(rows_of("abcdef", "abcd", "a"))
+    assert [(prompt.ids, prompt.text) for prompt in prompts] == [
+        ((99, 100, 101, 102), "cdef"),
+        ((97, 98, 99, 100), "abcd"),
+        ((97,), "a"),
+    ]
+    assert builder.dropped == 0
+
+
+def test_a_chat_prompt_is_not_cut():
+    with pytest.raises(ConfigError, match="too_long='cut' would cut a chat prompt's opening tokens off"):
+        PromptBuilder(tiny(), max_prompt_length=4, too_long="cut").build(rows_of("a"))
+    with pytest.raises(ConfigError, match="use 'drop' or 'error'"):
+        PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="cut").build(rows_of([USER]))
+    assert len(PromptBuilder(tiny(), too_long="cut").build(rows_of("a"))) == 1  # without a length nothing is cut
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.0, True, "8"])
+def test_impossible_lengths(length):
+    with pytest.raises(ConfigError, match="max_prompt_length must be a number of tokens from 1, or None, got"):
+        PromptBuilder(tiny(), max_prompt_length=length)
+
+
+def test_impossible_settings():
+    with pytest.raises(ConfigError, match=r"unknown too_long 'dorp'; did you mean 'drop'\?"):
+        PromptBuilder(tiny(), too_long="dorp")
+    for prompt in ("\ud83d", 5):
+        with pytest.raises(ConfigError, match="system_prompt must be a text of whole characters, or None, got"):
+            PromptBuilder(tiny(), system_prompt=prompt)
+
+
+def test_without_a_template():
+    with pytest.raises(ConfigError, match="chat=True, but the tokenizer has no chat template; use chat=False"):
+        PromptBuilder(tiny(""), chat=True)
+    with pytest.raises(DataError, match="the column 'prompt' holds messages, but the tokenizer has no chat template"):
+        PromptBuilder(tiny("")).build(rows_of([USER]))
+
+
+def test_a_system_prompt_needs_a_chat():
+    with pytest.raises(ConfigError, match="given to the model as plain texts; use chat=True, or write it into the"):
+        PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of("a"))
+    with pytest.raises(ConfigError, match="plain texts; choose a model with a chat template, or write it"):
+        PromptBuilder(tiny(""), system_prompt="S").build(rows_of("a"))
+    assert PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of([USER]))[0].messages[0]["content"] == "S"
+
+
+def test_a_template_that_takes_no_system_message():
+    assert len(PromptBuilder(tiny(NO_SYSTEM)).build(rows_of("a"))) == 1
+    with pytest.raises(
+        ConfigError, match=r"does not take a system message \(System role not supported\); leave system_prompt out, or"
+    ):
+        PromptBuilder(tiny(NO_SYSTEM), system_prompt="S").build(rows_of("a", "b"))
+    with pytest.raises(
+        DataError, match=r"^q.jsonl, line 2: .* does not take these messages: System role not supported"
+    ):
+        PromptBuilder(tiny(NO_SYSTEM)).build(rows_of([USER], [SYSTEM, USER]))
+
+
+def test_a_template_that_passes_over_the_system_message():
+    own = [{"role": "system", "content": "own"}, USER]
+    assert len(PromptBuilder(tiny(SILENT)).build(rows_of(own))) == 1
+    for rows in (rows_of("a"), rows_of(own, [USER])):
+        with pytest.raises(
+            ConfigError, match=r"leaves system messages out, so the model would never see system_prompt"
+        ):
+            PromptBuilder(tiny(SILENT), system_prompt="S").build(rows)
+
+
+def test_the_templates_own_system_message_may_be_given(smol):
+    default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    plain = PromptBuilder(smol).build(rows_of("a"))
+    assert default in plain[0].text
+    given = PromptBuilder(smol, system_prompt=default).build(rows_of("a"))
+    assert given[0].ids == plain[0].ids
+    nothing = PromptBuilder(smol, system_prompt="").build(rows_of("a"))
+    assert nothing[0].text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
+
+
+def test_the_row_that_a_template_refuses_is_named():
+    answer = {"role": "assistant", "content": "Because."}
+    rows = rows_of([USER], [USER, answer, USER], [USER, USER])
+    with pytest.raises(DataError, match=r"^q.jsonl, line 3: .*does not take these messages: roles must alternate$"):
+        PromptBuilder(tiny(ALTERNATING)).build(rows)
+    with pytest.raises(DataError, match=r"^q.jsonl, line 3: .*: roles must alternate"):
+        PromptBuilder(tiny(ALTERNATING)).build([*rows_of([USER]) * 1002, rows[2]])
+    with pytest.raises(DataError, match=r"^q.jsonl, line 1: .*does not take these messages: "):
+        PromptBuilder(tiny("{{ messages[0].nothing.at_all }}")).build(rows)
+
+
+def test_no_tokens_at_all():
+    silent = tiny("{% if messages[0]['content'] != 'b' %}{{ messages[0]['content'] }}{% endif %}")
+    with pytest.raises(DataError, match=r"^q.jsonl, line 2: the prompt comes out of the tokenizer as no tokens at all"):
+        PromptBuilder(silent).build(rows_of("a", "b"))
+
+
+def test_a_bad_row_is_named_before_anything_is_tokenised():
+    with pytest.raises(DataError, match=r"^q.jsonl, line 2: the prompt is empty"):
+        PromptBuilder(tiny()).build(rows_of("a", ""))
+    with pytest.raises(DataError, match=r"^q.jsonl, line 1: the prompt holds half a character"):
+        PromptBuilder(tiny(), chat=False).build(rows_of("\udc80"))
+    with pytest.raises(DataError, match="there are no rows"):
+        PromptBuilder(tiny()).build([])
+
+
+def test_what_rewards_are_given():
+    assert conversational([USER])
+    assert not conversational("Why?")
+    assert completion_for_reward([USER], "Because.") == [{"role": "assistant", "content": "Because."}]
+    assert completion_for_reward("Why?", "Because.") == "Because."

@@ -1,0 +1,166 @@
+"""Functions of the user's: found by module or by file, and one sentence for whatever stands in the way."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from groupwise.errors import ConfigError
+from groupwise.rewards import Scorer, load_function
+
+
+@pytest.fixture(autouse=True)
+def _leave_no_modules(monkeypatch, tmp_path):
+    monkeypatch.setattr("groupwise.rewards.load._helpers", {})
+    monkeypatch.chdir(tmp_path)
+    modules, path = dict(sys.modules), list(sys.path)
+    yield
+    assert sys.path == path
+    for name in set(sys.modules) - set(modules):
+        del sys.modules[name]
+    sys.modules.update(modules)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+REWARD = "def score(prompts, completions, **_):\n    return [float(len(each)) for each in completions]\n"
+
+
+def test_a_file(tmp_path):
+    path = write(tmp_path / "some folder" / "my-rewards.py", REWARD)
+    function = load_function(f"{path}:score")
+    assert Scorer([function]).score([""], ["abc"], {}).rewards.item() == 3.0
+    assert sys.modules[function.__module__].score is function
+    assert load_function("some folder/my-rewards.py:score") is function
+    assert load_function("my-rewards.py:score", base=tmp_path / "some folder") is function
+
+
+def test_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "mine.py", REWARD)
+    assert load_function("~/mine.py:score", base=tmp_path / "elsewhere").__name__ == "score"
+
+
+def test_a_module_in_the_current_directory_or_on_the_path(tmp_path):
+    write(tmp_path / "my_package" / "__init__.py", "")
+    write(tmp_path / "my_package" / "rewards.py", REWARD)
+    assert load_function("my_package.rewards:score").__module__ == "my_package.rewards"
+    assert load_function("os.path:join") is os.path.join
+
+
+def test_dotted_attributes(tmp_path):
+    write(
+        tmp_path / "a.py",
+        "class Judge:\n    @staticmethod\n    def score(completions): return [1.0]\n\njudge = Judge()\n",
+    )
+    assert load_function("a.py:Judge.score")([]) == [1.0]
+    assert load_function("a.py:judge.score")([]) == [1.0]
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    path = write(tmp_path / "a.py", "def score(): return 1\n")
+    old = load_function("a.py:score")
+    assert load_function("a.py:score") is old
+    write(path, "def score(): return 12\n")
+    assert load_function("a.py:score")() == 12
+    assert old() == 1
+
+
+def test_files_of_one_name_do_not_mix(tmp_path):
+    for folder, value in (("one", 1), ("two", 2)):
+        write(tmp_path / folder / "helpers.py", f"VALUE = {value}\n")
+        write(tmp_path / folder / "kit" / "__init__.py", "")
+        write(tmp_path / folder / "kit" / "parts.py", f"VALUE = {value * 10}\n")
+        write(
+            tmp_path / folder / "reward.py",
+            "import helpers, kit.parts\ndef score(): return helpers.VALUE + kit.parts.VALUE\n",
+        )
+        write(tmp_path / folder / "other.py", "import helpers\ndef score(): return helpers\n")
+    one, two = load_function("one/reward.py:score"), load_function("two/reward.py:score")
+    assert (one(), two()) == (11, 22)
+    assert load_function("one/other.py:score")().VALUE == 1
+    assert load_function("two/other.py:score")().VALUE == 2
+    assert load_function("one/other.py:score")() is sys.modules["helpers"]  # whoever came first keeps the plain name
+    assert str(tmp_path / "one") not in sys.path
+
+
+def test_a_module_of_another_folder_stays_as_it_is(tmp_path):
+    write(tmp_path / "one" / "helpers.py", "VALUE = 1\n")
+    write(tmp_path / "one" / "reward.py", "import helpers\ndef score(): return helpers\n")
+    first = load_function("one/reward.py:score")()
+    write(tmp_path / "two" / "reward.py", "import helpers\ndef score(): return helpers\n")
+    assert load_function("two/reward.py:score")() is first  # it has no helpers.py of its own, so nothing is hidden
+
+
+@pytest.mark.parametrize(
+    "spec", ["rewards.py", "score", "", ":score", "a.py:", "a.py:1score", "a.py:f()", "a.py:x..y", None, 3]
+)
+def test_what_is_no_spec(spec):
+    with pytest.raises(ConfigError, match=r"a grader is given as module:function or path/file.py:function, got"):
+        load_function(spec, what="grader")
+
+
+def test_missing(tmp_path):
+    write(tmp_path / "a.py", REWARD + "value = 3\nscorers = [score]\nfrom pathlib import Path\n")
+    with pytest.raises(ConfigError, match=r"reward 'b\.py:score': no file .*b\.py"):
+        load_function("b.py:score")
+    (tmp_path / "folder.py").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.py is a folder, not a file"):
+        load_function("folder.py:score")
+    write(tmp_path / "x" / "text.txt", REWARD)
+    with pytest.raises(ConfigError, match=r"text\.txt is not a Python file; its name has to end in \.py"):
+        load_function("x/text.txt:score")
+    with pytest.raises(
+        ConfigError, match=r"there is no module 'nowhere_such' in .* or on Python's path; a file is given as"
+    ):
+        load_function("nowhere_such.rewards:score")
+    with pytest.raises(ConfigError, match=r"there is no module 'os\.nothing'"):
+        load_function("os.nothing:score")
+    with pytest.raises(
+        ConfigError, match=r"there is no 'scor' in a\.py; did you mean 'score'\? \(functions there: Path, score\)"
+    ):
+        load_function("a.py:scor")
+    with pytest.raises(ConfigError, match=r"there is no 'hom' in Path; did you mean 'home'\?"):
+        load_function("a.py:Path.hom")
+    with pytest.raises(ConfigError, match=r"value is not a function but 3 \(int\)"):
+        load_function("a.py:value")
+    write(tmp_path / "empty.py", "")
+    with pytest.raises(ConfigError, match=r"there is no 'score' in empty\.py \(functions there: none\)"):
+        load_function("empty.py:score")
+
+
+def test_what_goes_wrong_in_an_import(tmp_path):
+    write(tmp_path / "syntax.py", "x = 1\ndef score(:\n    pass\n")
+    with pytest.raises(ConfigError, match=r"reward 'syntax.py:score': .*syntax\.py, line 2: invalid syntax"):
+        load_function("syntax.py:score")
+    with pytest.raises(ConfigError, match=r"syntax\.py, line 2: invalid syntax"):
+        load_function("syntax:score")
+    write(tmp_path / "raises.py", "def f():\n    raise ValueError('no key')\n\nf()\n")
+    for spec in ("raises.py:f", "raises:f"):
+        with pytest.raises(ConfigError, match=r"its import raised ValueError: no key \(raises\.py, line 2\)"):
+            load_function(spec)
+    write(tmp_path / "needs.py", "import not_there_at_all\n")
+    for spec in ("needs.py:f", "needs:f"):
+        with pytest.raises(
+            ConfigError, match=r"its import raised ModuleNotFoundError: No module named 'not_there_at_all' \(needs"
+        ):
+            load_function(spec)
+    write(tmp_path / "exits.py", "import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match="its import raised SystemExit: 3"):
+        load_function("exits.py:f")
+    write(tmp_path / "bytes.py", "").write_bytes(b"x = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"bytes\.py.*decode"):
+        load_function("bytes.py:f")
+    assert not [name for name in sys.modules if name.startswith(("_groupwise_raises", "_groupwise_syntax"))]
+
+
+def test_an_interrupt_gets_through(tmp_path):
+    write(tmp_path / "a.py", "raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        load_function("a.py:f")
