@@ -10,7 +10,10 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBMODULES = ("core", "errors", "generate", "model", "plots", "rundir", "stats")
+_SUBMODULES = (
+    "algorithms", "config", "core", "data", "errors", "evaluate", "generate", "model", "plots", "rewards", "rundir",
+    "stats", "tasks", "train",
+)  # fmt: skip
 
 __all__ = ["__version__", *_SUBMODULES]
 

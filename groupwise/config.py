@@ -293,6 +293,8 @@ class RunSection(Section):
     """steps between checkpoints; 0 is only at the end"""
     keep: Count = 2
     """how many checkpoints are kept, beside the best"""
+    resumable: bool = True
+    """checkpoints hold masters and optimizer (16 bytes a weight); false keeps the policy alone: no --resume"""
     rollouts: bool = True
     """one Parquet file of prompts, answers and rewards per step"""
     tensorboard: bool = True
@@ -431,15 +433,14 @@ def setting_names() -> Iterator[tuple[str, FieldInfo]]:
     yield from _fields(Recipe, "")
 
 
-def scheduled_names(recipe: Recipe) -> dict[str, float | int]:
-    """The settings that a schedule may drive, with their values; those that are None are left out."""
-    found: dict[str, float | int] = {}
+def scheduled_names(recipe: Recipe) -> dict[str, Any]:
+    """The settings that a schedule may drive, with their values; None where one is off."""
+    found: dict[str, Any] = {}
     for name, field in setting_names():
         section, _, key = name.partition(".")
         allowed = section in SCHEDULED_SECTIONS or (section == "train" and key in SCHEDULED_OF_TRAIN)
         if allowed and name not in NOT_SCHEDULED and _kinds(field) & {int, float}:
-            value = recipe.get(name)
-            found[name] = value if value is not None else (0 if int in _kinds(field) else 0.0)
+            found[name] = recipe.get(name)
     return found
 
 

@@ -80,7 +80,7 @@ def _ending(name: str) -> str | None:
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or _ending(name) is not None or name.count("/") > 1 or "\\" in name
+    return name.startswith(("/", ".", "~")) or _ending(name) is not None
 
 
 def _missing(path: Path) -> str:
@@ -245,7 +245,7 @@ TEXT_READERS: dict[str, Callable[[Any, str], Iterator[Row]]] = {"jsonl": _json_l
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow
     from pyarrow import parquet
 
     try:
@@ -263,7 +263,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
     try:
-        import datasets  # type: ignore[import-untyped]
+        import datasets
     except ImportError as error:
         feature = f"there is no file or folder {name}; reading it from the hub"
         raise MissingExtraError(feature, "datasets", "hub") from error

@@ -219,7 +219,7 @@ def _packed_logps(
     hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
     head = prepared.head
     found = selective_logps(
-        hidden[to_device(_sources(prompts, completions), device)],
+        _at(hidden, to_device(_sources(prompts, completions), device)),
         head.weight,
         to_device(torch.cat(flat), device),
         bias=head.bias,
@@ -230,6 +230,15 @@ def _packed_logps(
         with_entropy=with_entropy,
     )
     return _in_rows(found, [len(ids) for ids in flat], with_entropy)
+
+
+def _at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """The hidden states at ``positions``, some of which occur more than once, by a way whose gradient is repeatable.
+
+    Gradients of one position are added in the order of the list: on a CPU by index_select, whose backward pass goes
+    through it from front to back (indexing adds in parallel, in any order); on a GPU by indexing, which sorts first.
+    """
+    return hidden[positions] if hidden.is_cuda else hidden.index_select(0, positions)
 
 
 def _sources(prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:

@@ -12,7 +12,6 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -98,9 +97,7 @@ def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call gives a coroutine: an ``async def``, also as a method, in a partial or as ``__call__``."""
     function = innermost(function)
-    if isinstance(function, type):
-        return False
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def run_sync(call: Call, timeout: float | None) -> Outcome:
@@ -206,7 +203,6 @@ class _Background:
     """The event loop of the async rewards. It lasts as long as the process, since clients are bound to their loop."""
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
-    process: int = field(default_factory=os.getpid)
     left_behind: bool = False
 
     def __post_init__(self) -> None:
@@ -214,7 +210,7 @@ class _Background:
         self.thread.start()
 
     def usable(self) -> bool:
-        return not self.left_behind and self.thread.is_alive() and self.process == os.getpid()
+        return not self.left_behind and self.thread.is_alive()  # which it is not in a forked process
 
 
 _current: _Background | None = None

@@ -16,7 +16,9 @@ from typing import Any
 from groupwise.errors import DataError
 from groupwise.rewards.text import excerpt, text_of
 
-LONGEST = 100  # characters of a number, and its largest exponent: 1e999999999 is not a number to be computed
+LONGEST = (
+    100  # characters of a number with its unit, and its largest exponent: 1e999999999 is not a number to be computed
+)
 
 Number = Fraction | int | float
 
@@ -48,8 +50,7 @@ def parse_number(text: str) -> Fraction | None:
     Commas separate thousands, and only thousands; currency signs, a percent sign and a unit after the number do not
     count ("50%" is 50), but "million" does. Fractions ("3/4", "1 1/2", also LaTeX's) and "1.5e3" are read.
     """
-    plain = " ".join(_plain(text).split())
-    match = _ALONE.fullmatch(plain) if len(plain) <= 2 * LONGEST else None
+    match = _ALONE.fullmatch(" ".join(_plain(text).split()))
     return _value(match) if match else None
 
 

@@ -127,6 +127,8 @@ def seen_columns(columns: Iterable[str]) -> list[str]:
     """The columns that rewards see; a name that an argument has already is refused."""
     seen = [name for name in columns if name not in NOT_COLUMNS]
     for name in seen:
+        if not isinstance(name, str):
+            raise DataError(f"the data has a column {name!r}; a reward gets columns by name, so it must be a text")
         if name in LISTS or name in SERVICES:
             raise DataError(f"the data has a column {name!r}, which is an argument of every reward; rename it")
     return seen

@@ -51,8 +51,12 @@ def save_checkpoint(
     reference: Reference | None,
     tokenizer: Any,
     dtype: str | None,
+    resumable: bool = True,
 ) -> Path:
-    """Write the checkpoint of a step; the folder. One that is there already is the same and stays."""
+    """Write the checkpoint of a step; the folder. One that is there already is the same and stays.
+
+    Without ``resumable`` it holds the policy and ``state.json`` alone.
+    """
     folder = run.path / checkpoint_name(step)
     if folder.exists():
         try:
@@ -61,10 +65,11 @@ def save_checkpoint(
         except CheckpointError:
             shutil.rmtree(folder)
     with run.folder(checkpoint_name(step)) as unfinished:
-        write_safetensors(unfinished / MASTERS, masters.state_dict())
-        write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
-        if reference is not None:
-            write_safetensors(unfinished / REFERENCE, reference.state_dict())
+        if resumable:
+            write_safetensors(unfinished / MASTERS, masters.state_dict())
+            write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
+            if reference is not None:
+                write_safetensors(unfinished / REFERENCE, reference.state_dict())
         write_json(unfinished / STATE, {"format": FORMAT, "step": step, **state})
         export_model(
             masters.model,
@@ -85,6 +90,11 @@ def load_checkpoint(
 
     verify_manifest(folder)
     state = read_state(folder)
+    if not (folder / MASTERS).exists():
+        raise CheckpointError(
+            f"{folder} holds the policy alone (run.resumable was false), so the run cannot go on; start a new one from "
+            f"--model.source {folder / POLICY}"
+        )
     masters.load_state_dict(load_file(folder / MASTERS))
     _load_optimizer(optimizer, masters, load_file(folder / OPTIMIZER))
     if reference is not None:
@@ -130,10 +140,11 @@ def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights)
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, tensors: Mapping[str, Tensor]) -> None:
     known = dict(masters.named_parameters())
+    fused = any(group.get("fused") for group in optimizer.param_groups)  # then even the count of steps is on the GPU
     optimizer.state.clear()
     for full, value in tensors.items():
         key, _, name = full.partition("/")
         if name not in known:
             raise CheckpointError(f"the optimizer's state in the checkpoint names {name}, which the model has not")
-        place = torch.device("cpu") if key == "step" else known[name].device
+        place = torch.device("cpu") if key == "step" and not fused else known[name].device
         optimizer.state[known[name]][key] = value.to(place)

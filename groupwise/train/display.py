@@ -6,12 +6,13 @@ raises, and nothing here changes a run.
 
 from __future__ import annotations
 
+import atexit
 import math
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,16 +32,17 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Clock = Callable[[], float]
-Rows = Sequence[str] | Sequence[Sequence[str]]
+Rows = Sequence[str | Sequence[str]]
 
 RECENT = 20  # steps from which the time that is left is told
-SMOOTHING = 0.9  # of the reward's curve: the share of what was in each new point
+NEW_SHARE = 0.1  # of the newest reward in a point of the smoothed curve
+HUGE = 1e30  # what is larger is not drawn
 MOST_POINTS = 4000  # of a curve that are kept; more than any terminal has dots
 LINE_SECONDS = 1.0
 STAGE_SECONDS = 20.0
 REFRESHES = 4  # a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-NARROW = 64  # columns below which there is room for one chart only
+NARROW = 74  # columns below which there is room for one chart only
 TILE = 13
 # Which dot of a character each bit is, from the top, left and right: Unicode's braille patterns begin at 0x2800.
 DOTS = np.array([[[0x01, 0x08]], [[0x02, 0x10]], [[0x04, 0x20]], [[0x40, 0x80]]])
@@ -82,7 +84,7 @@ def make_display(stream: TextIO | None = None) -> Display:
 
 
 class Display:
-    """Keeps what is shown. Metrics have TRL's names; ``memory/…`` is in bytes, ``time/…`` in seconds."""
+    """Keeps what is shown. Metrics have TRL's names; ``memory/…`` is in GiB, ``step_time`` in seconds."""
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -91,37 +93,31 @@ class Display:
         self._began = clock()
         self._now = 0
         self._metrics: dict[str, float] = {}
+        self._rewarded, self._smooth = 0, 0.0
         self._rewards: list[tuple[int, float, float]] = []  # step, reward, smoothed reward
         self._evaluations: list[Evaluation] = []
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # step, when it was done
 
-    def start(self, facts: Facts, first_step: int = 0) -> None:
-        """Begin. ``first_step`` is the step after which a resumed run goes on."""
+    def start(self, facts: Facts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
+        """Begin. A resumed run goes on after ``first_step``; ``past`` are the rows of its metrics until then."""
         with self._lock:
             self.facts, self._now, self._began = facts, first_step, self._clock()
             self._marks.append((first_step, self._began))
+            for row in past:
+                self._remember(int(row["step"]), _numbers(row))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
         with self._lock:
             self._now, self._metrics = step, _numbers(metrics)
             self._marks.append((step, self._clock()))
-            reward = self._metrics.get("reward", math.nan)
-            if math.isfinite(reward):
-                before = self._rewards[-1][2] if self._rewards else reward
-                self._rewards.append((step, reward, SMOOTHING * before + (1 - SMOOTHING) * reward))
-            if len(self._rewards) > MOST_POINTS:
-                del self._rewards[1::2]
+            self._remember(step, self._metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """An evaluation after ``step`` is done; names with or without ``eval/``."""
         numbers = {name.removeprefix(EVALUATION): value for name, value in _numbers(metrics).items()}
-        name = self.facts.metric or ""
-        value = numbers.get(name, math.nan)
-        if math.isfinite(value):
-            low, high = (_finite_or_none(numbers.get(f"{name}_{end}")) for end in ("low", "high"))
-            with self._lock:
-                self._evaluations.append(Evaluation(step, value, low, high))
+        with self._lock:
+            self._remember(step, {EVALUATION + name: value for name, value in numbers.items()})
 
     def stage(self, text: str) -> None:
         """What goes on right now, such as "evaluating"."""
@@ -143,6 +139,19 @@ class Display:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Keep the points of the two curves that are in a row of metrics."""
+        reward, metric = _drawable(numbers.get("reward")), f"{EVALUATION}{self.facts.metric}"
+        if reward is not None:
+            self._rewarded += 1
+            self._smooth += (reward - self._smooth) * max(NEW_SHARE, 1 / self._rewarded)
+            self._rewards.append((step, reward, self._smooth))
+        if len(self._rewards) > MOST_POINTS:
+            del self._rewards[1::2]
+        value, low, high = (_drawable(numbers.get(metric + end)) for end in ("", "_low", "_high"))
+        if value is not None:
+            self._evaluations.append(Evaluation(step, value, low, high))
 
     def seconds_left(self) -> float | None:
         """How long the remaining steps take if they take as long as the last ones."""
@@ -166,24 +175,23 @@ class Display:
 class LineDisplay(Display):
     """A line for a step; with quick steps about one a second, and always for evaluations and for the last step."""
 
-    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
-        self._stream = stream
-        self._written = -math.inf
+        self._stream = sys.stdout if stream is None else stream
+        self._written = self._step_written = -math.inf
         self._pending = False
 
-    def start(self, facts: Facts, first_step: int = 0) -> None:
-        super().start(facts, first_step)
+    def start(self, facts: Facts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
+        super().start(facts, first_step, past)
         model = f"{facts.model} ({_count(facts.parameters)} weights) on {facts.device}"
         self._write(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
         if first_step:
             self._write(f"going on after step {first_step}")
-        self._written = -math.inf  # the first step follows at once
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
         self._pending = True
-        if step >= self.facts.steps or self._clock() - self._written >= LINE_SECONDS:
+        if step >= self.facts.steps or self._clock() - self._step_written >= LINE_SECONDS:
             self._write_step()
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -196,8 +204,8 @@ class LineDisplay(Display):
         self._write(f"{self._place(step)} · held out: {', '.join(numbers[:6]) or 'nothing measured'}")
 
     def stage(self, text: str) -> None:
-        if self._clock() - max(self._written, self._began) >= STAGE_SECONDS:
-            self._write(f"{self._place(self._now)} · {text}")
+        if self._clock() - self._written >= STAGE_SECONDS:
+            self._write(f"{self._place(self._now)} · {text}" if self.facts.steps else text)
 
     def say(self, text: str) -> None:
         self._write(text)
@@ -216,14 +224,17 @@ class LineDisplay(Display):
         text = f"{self.facts.metric} {self._held_out(last.value)}"
         if last.low is not None and last.high is not None:
             text += f" ({self._held_out(last.low)} to {self._held_out(last.high)})"
-        return text if change is None else f"{text}, {self._held_out(change, signed=True)} since the first"
+        if change is not None:
+            points = " points" if self._in_percent() else ""
+            text += f", {self._held_out(change, signed=True)}{points} since the first"
+        return text
 
     def _place(self, step: int) -> str:
         total = str(self.facts.steps)
         return f"step {step:>{len(total)}}/{total}"
 
     def _write_step(self) -> None:
-        self._pending = False
+        self._pending, self._step_written = False, self._clock()
         values, parts = self._metrics, [self._place(self._now)]
         spread = f" ±{values['reward_std']:.2f}" if "reward_std" in values else ""
         if "reward" in values:
@@ -241,8 +252,8 @@ class LineDisplay(Display):
         self._write(" · ".join(parts))
 
     def _last_seconds(self) -> float | None:
-        if "time/step" in self._metrics:
-            return self._metrics["time/step"]
+        if "step_time" in self._metrics:
+            return self._metrics["step_time"]
         return self._marks[-1][1] - self._marks[-2][1] if len(self._marks) > 1 else None
 
     def _write(self, text: str) -> None:
@@ -270,17 +281,14 @@ class LiveDisplay(Display):
         super().__init__(clock)
         self.console = console
         self._live: Live | None = None
-        self._stage = ""
+        self._stage, self._closed = "", False
         self._notices: deque[str] = deque(maxlen=2)
         self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # the charts, until something changes
 
-    def start(self, facts: Facts, first_step: int = 0) -> None:
-        from rich.live import Live
-
-        super().start(facts, first_step)
-        with suppress(OSError, ValueError):
-            self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
-            self._live.start(refresh=True)
+    def start(self, facts: Facts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
+        super().start(facts, first_step, past)
+        self._closed = False
+        self._show()
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
@@ -292,6 +300,7 @@ class LiveDisplay(Display):
 
     def stage(self, text: str) -> None:
         self._stage = text
+        self._show()
 
     def say(self, text: str) -> None:
         from rich.text import Text
@@ -311,14 +320,27 @@ class LiveDisplay(Display):
                 self.console.print(Text(line), soft_wrap=True)
 
     def close(self) -> None:
-        live, self._live, self._stage = self._live, None, ""
+        live, self._live, self._stage, self._closed = self._live, None, "", True
+        atexit.unregister(self.close)
         if live is not None:
             with suppress(OSError, ValueError):
                 live.stop()
 
+    def _show(self) -> None:
+        """Begin to redraw, if that has not begun. Before the run is known this shows what its preparation is at."""
+        from rich.live import Live
+
+        if self._live is None and not self._closed:
+            atexit.register(self.close)  # a program that forgets to close gets its cursor back all the same
+            self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
+            with suppress(OSError, ValueError):
+                self._live.start(refresh=True)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
-            yield self._panel(options.max_width, options.size.height)
+            known = self.facts.steps > 0
+            shown = self._panel(options.max_width, options.size.height) if known else self._activity()
+        yield shown
 
     def _panel(self, width: int, height: int) -> Panel:
         from rich.console import Group
@@ -329,8 +351,7 @@ class LiveDisplay(Display):
         tiles = self._tiles(inside)
         foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
         if self._live is not None:
-            spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
-            foot.insert(0, Text(f"{spin} {self._stage or 'training'}", style="dim", no_wrap=True, overflow="ellipsis"))
+            foot.insert(0, self._activity())
         rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
         parts: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
         title = " · ".join(filter(None, (facts.name, f"{facts.model} ({_count(facts.parameters)})", facts.algorithm)))
@@ -343,6 +364,13 @@ class LiveDisplay(Display):
             border_style="cyan",
             width=width,
         )
+
+    def _activity(self) -> Text:
+        from rich.text import Text
+
+        spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
+        text = f"{spin} {self._stage or 'training'}" if self._live is not None else ""
+        return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
     def _progress(self) -> RenderableType:
         from rich.progress_bar import ProgressBar
@@ -402,7 +430,7 @@ class LiveDisplay(Display):
         head = Text.assemble((f"{self.facts.metric}, held out ", "bold green"))
         if not self._evaluations:
             return _empty_chart(head, width, rows, "comes with the first evaluation")
-        goal, change = _finite_or_none(self.facts.goal), self._change()
+        goal, change = _drawable(self.facts.goal), self._change()
         head.append(f" {self._held_out(self._evaluations[-1].value)}", "bold")
         if change is not None:
             head.append(f" {self._held_out(change, signed=True)}", "green" if change >= 0 else "red")
@@ -447,7 +475,7 @@ class Chart:
 
     def __init__(self, width: int, rows: int, steps: Array, span: Sequence[float], share: bool) -> None:
         low, high = min(span), max(span)
-        extent = (high - low) or abs(high) or 1.0
+        extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also of a curve that is flat
         unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
         self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
         places = {0: self.high, rows // 2: (self.high + self.low) / 2, rows - 1: self.low}
@@ -533,7 +561,7 @@ TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "completions/mean_length": ("mean length", lambda value: f"{value:,.1f}"),
     "completions/clipped_ratio": ("cut off", lambda value: f"{100 * value:.1f} %"),
     "tokens_per_second": ("tokens/s", lambda value: f"{value:,.0f}"),
-    "memory": ("peak memory", lambda value: f"{value / 1e9:.1f} GB"),
+    "memory": ("peak memory", lambda value: f"{value:.1f} GiB"),
     "grad_norm": ("grad norm", lambda value: _short(value)),
     "learning_rate": ("learning rate", lambda value: f"{value:.1e}"),
 }
@@ -561,8 +589,8 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _finite_or_none(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _drawable(value: float | None) -> float | None:
+    return value if value is not None and abs(value) <= HUGE else None
 
 
 def _short(value: float) -> str:
@@ -572,7 +600,7 @@ def _short(value: float) -> str:
 def _count(number: int) -> str:
     for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
-            return f"{number / size:.3g} {letter}"
+            return f"{number / size:.{0 if number >= 100 * size else 1}f} {letter}"
     return str(number)
 
 

@@ -122,6 +122,10 @@ def _export(trainer: Trainer) -> Path:
         source = trainer.run_dir.path / best
         if not source.exists():
             raise CheckpointError(f"the best checkpoint, {source}, is gone; the last one is {trainer.step}")
+        if not (source / checkpoint.MASTERS).exists():  # the policy alone was kept, in the form that is wanted here
+            shutil.copytree(source / checkpoint.POLICY, folder)
+            write_bytes(folder / CARD, model_card(trainer).encode())
+            return folder
         last = {name: value.clone() for name, value in trainer.masters.state_dict().items()}
         trainer.masters.load_state_dict(load_file(source / checkpoint.MASTERS))
         try:

@@ -15,6 +15,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -99,14 +100,14 @@ class Records:
         self._keep_rollouts = rollouts
         self._kinds: dict[str, str] | None = None  # of the columns that reward functions add
         self._watchers: dict[str, Watcher] = {}
+        if wandb:
+            self._watch("Weights & Biases", lambda: WeightsAndBiases(run, wandb, settings or {}))
         if tensorboard:
             folder, purge_step = run.path / TENSORBOARD, None if resumed_at is None else resumed_at + 1
             try:
                 self._watch("TensorBoard", lambda: TensorBoard(folder, purge_step))
             except MissingExtraError:
-                say("TensorBoard events are not written: install them with: pip install 'groupwise[tensorboard]'")
-        if wandb:
-            self._watch("Weights & Biases", lambda: WeightsAndBiases(run, wandb, settings or {}))
+                say("TensorBoard events are not written: for them, pip install 'groupwise[tensorboard]'")
 
     def step(self, step: int, metrics: Mapping[str, Value]) -> None:
         """Record a training step's metrics."""
@@ -166,7 +167,9 @@ class Records:
         try:
             act()
         except Exception as error:
-            del self._watchers[name]
+            failed = self._watchers.pop(name)
+            with suppress(Exception):  # it has failed already; what it holds open is let go
+                failed.close()
             self._say(f"{name} gets no more metrics: {_told(error)}. The run goes on; metrics.jsonl has them all")
 
 
@@ -190,11 +193,16 @@ class TensorBoard:
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}"
         self._file = RecordWriter(str(folder / name))
         self._flushed = time.monotonic()
-        self._write(file_version="brain.Event:2")
-        if purge_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(step=purge_step, session_log=start)
-        self._file.flush()
+        try:
+            self._write(file_version="brain.Event:2")
+            if purge_step is not None:
+                start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+                self._write(step=purge_step, session_log=start)
+            self._file.flush()
+        except OSError:
+            with suppress(OSError):
+                self._file.close()
+            raise
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
@@ -406,6 +414,9 @@ def _as(kind: str, values: list[Any]) -> list[Any]:
         return [None if value is None or math.isnan(value) else float(value) for value in values]
     if kind == "string":  # a lone surrogate, which no file can hold, becomes a question mark
         return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
+    broken = [value for value in values if isinstance(value, float) and not value.is_integer()]
+    if broken:
+        raise ValueError(f"{broken[0]} is no whole number")  # Arrow would cut it off without a word
     return values
 
 

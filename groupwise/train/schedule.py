@@ -245,7 +245,7 @@ class Schedule:
             for index, rule in enumerate(self._rules)
             if rule.metric in numbers
         ]
-        if new and self._observed == PATIENCE:
+        if new and self._observed == PATIENCE + 1:  # not a step earlier: the 50th may have an evaluation still to come
             said += [self._never(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
         return [sentence for sentence in said if sentence]
 
@@ -275,6 +275,8 @@ class Schedule:
             fired = [(int(index), int(step)) for index, step in state["fired"]]
             known, observed, tokens = set(map(str, state["known"])), int(state["observed"]), int(state["tokens"])
             last = None if state["last"] is None else int(state["last"])
+            if not {index for index, _ in fired} <= set(range(len(rules))):
+                raise ValueError("a rule fired that is not there")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the saved schedule is damaged ({type(error).__name__}: {error}); resume from another checkpoint"

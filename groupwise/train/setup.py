@@ -117,6 +117,14 @@ def load_parts(
     )
 
 
+def steps_of(recipe: Recipe, rows: int) -> int:
+    """How many steps a run has: train.steps, or as many as its epochs take at the recipe's batch size."""
+    train = recipe.train
+    if train.steps is not None:
+        return train.steps
+    return max(1, round(rows * (train.epochs or 1.0) / (train.batch_size * train.accumulation)))
+
+
 def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], base: Path | None) -> Scorer:
     """The task's rewards, those of the recipe, and those given in Python."""
     functions = list(task.rewards)

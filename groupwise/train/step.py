@@ -195,7 +195,7 @@ class Updater:
         for name in names:
             for part, rows in self._parts(work, now, policy_mask):
                 values, statistics = objective.terms(part)
-                values[name].backward()
+                values[name].backward()  # type: ignore[no-untyped-call]
                 self._note(found, {name: values[name]}, statistics if name == names[0] else {})
                 if found.gap is not None and name == names[0]:
                     found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)

@@ -7,6 +7,7 @@ from (seed, step), so a run that stops after step k and goes on is the run that 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,24 +19,25 @@ import torch
 from groupwise.config import Recipe
 from groupwise.data import Order
 from groupwise.errors import ConfigError
-from groupwise.evaluate import REWARD, Evaluation, evaluate
-from groupwise.generate import Engine, Sampling
+from groupwise.evaluate import Evaluation
+from groupwise.generate import Engine
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
-from groupwise.rundir import RunDir
+from groupwise.rundir import RunDir, read_metrics
 from groupwise.tasks import Task
 from groupwise.train import checkpoint
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.clock import Clock
 from groupwise.train.compare import compare, find_advantage, find_grouping
 from groupwise.train.display import Display, Facts, LineDisplay
+from groupwise.train.held_out import evaluate_held_out, metric_of
 from groupwise.train.measure import rollout_table, step_metrics
 from groupwise.train.output import finish_run, open_run, write_resolved
-from groupwise.train.records import Records
+from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
 from groupwise.train.rollout import Sampler, chance
 from groupwise.train.schedule import warmup_decay
-from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule
+from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, steps_of
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Update, Updater, Work, plan_work
 from groupwise.train.warmup import warm_up
@@ -97,14 +99,14 @@ class Trainer:
         overwrite: bool = False,
     ) -> None:
         self.recipe, self.callbacks = recipe, list(callbacks)
-        self.display = display or LineDisplay()
+        self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
         self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, base=base, say=self.say)
         if not len(self.parts.train):
             raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on")
         self.advantage = find_advantage(recipe.advantages.function, base)
         self.grouping = find_grouping(recipe.advantages.grouping, base)
-        self.metric = self._metric()
+        self.metric = metric_of(self.parts)
         self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
         self.resuming = resume
 
@@ -150,7 +152,7 @@ class Trainer:
         self.last: dict[str, float] = {}
         self.evaluated_at = -1
         self.warned = False
-        self.total_steps = self._total_steps()
+        self.total_steps = steps_of(recipe, len(self.parts.train))
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -287,6 +289,7 @@ class Trainer:
         found = checkpoint.newest(self.run_dir) if self.resuming else None
         if found is None and self.resuming:
             self.say("there is no finished checkpoint in this run: it begins anew")
+            rewind(self.run_dir, -1)
         if found is None and self.recipe.warm_up.steps:
             self.display.stage("warm-up")
             warm_up(self.parts, self.masters, lambda done, total: self.display.stage(f"warm-up {done} of {total}"))
@@ -320,6 +323,7 @@ class Trainer:
                 goal=self.parts.task.goal,
             ),
             first_step=self.step,
+            past=read_metrics(self.run_dir.path / "metrics.jsonl"),
         )
         self.call("on_start")
         if found is None and self.recipe.evaluate.first:
@@ -355,6 +359,7 @@ class Trainer:
             reference=self.reference,
             tokenizer=self.parts.tokenizer,
             dtype=self.recipe.run.export_dtype,
+            resumable=self.recipe.run.resumable,
         )
         if self.best is not None:
             self.run_dir.write_json(
@@ -366,8 +371,6 @@ class Trainer:
         return folder
 
     def _load(self, folder: Path) -> None:
-        from groupwise.train.records import rewind
-
         state = checkpoint.load_checkpoint(
             folder, masters=self.masters, optimizer=self.optimizer, reference=self.reference
         )
@@ -389,27 +392,11 @@ class Trainer:
 
     def evaluate(self) -> Evaluation | None:
         """Measure the policy on the held-out rows; remember the best. None if there are no such rows."""
-        held_out, how = self.parts.held_out, self.recipe.evaluate
-        if not len(held_out):
+        if not len(self.parts.held_out):
             return None
         self.display.stage("evaluating")
-        found = evaluate(
-            self.engine,
-            self.parts.tokenizer,
-            held_out.rows,
-            held_out.prompts,
-            grades=self.parts.task.grades,
-            scorer=None if self.parts.task.grades else self.parts.scorer,
-            sampling=Sampling(
-                max_new_tokens=how.max_new_tokens or self.recipe.sampling.max_new_tokens,
-                temperature=how.temperature or 1.0,
-                greedy=how.temperature == 0,
-                seed=chance(self.recipe.train.seed, 2),
-            ),
-            samples=how.samples,
-            stop=self.parts.stop,
-            prompt_column=self.recipe.data.prompt,
-            progress=lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
+        found = evaluate_held_out(
+            self.parts, self.engine, lambda done, total: self.display.stage(f"evaluating: {done} of {total}")
         )
         self.evaluated_at, self.last = self.step, found.metrics
         self.first = self.first or found.metrics
@@ -437,11 +424,6 @@ class Trainer:
         self.say(f"stopped early: {self.worse} evaluations without a better {self.metric}")
         return True
 
-    def _metric(self) -> str | None:
-        if not len(self.parts.held_out):
-            return None
-        return self.recipe.evaluate.metric or self.parts.task.metric or REWARD
-
     def _tell_schedule(self, metrics: dict[str, float]) -> None:
         """Let the schedule's rules see what was measured after the last step."""
         for sentence in self.schedule.observe(self.step - 1, metrics):
@@ -458,13 +440,6 @@ class Trainer:
         """The recipe of the next step: the run's, with what the schedule says."""
         values = self.schedule.values(self.step, self.tokens)
         return self.recipe.with_settings(values) if values else self.recipe
-
-    def _total_steps(self) -> int:
-        train = self.recipe.train
-        if train.steps is not None:
-            return train.steps
-        prompts = train.batch_size * train.accumulation
-        return max(1, round(len(self.parts.train) * (train.epochs or 1.0) / prompts))
 
     def _set_learning_rate(self, now: Recipe) -> None:
         how = now.optimizer

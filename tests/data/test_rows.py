@@ -23,9 +23,9 @@ GOOD = [
 HALF = "caf\ud83d"
 
 
-def refused(value, **more):
+def refused(value):
     with pytest.raises(DataError) as caught:
-        check_prompts([Row({"prompt": value, **more}, "q.jsonl, line 7")])
+        check_prompts([Row({"prompt": value}, "q.jsonl, line 7")])
     return str(caught.value)
 
 
@@ -56,7 +56,7 @@ def test_good(value):
         ([{"role": "user", "content": None}], "message 1 of the prompt: its content is missing (null); it must be"),
         ([{"role": "user", "content": 3}], "its content is of type int; it must be a text or a list of text parts"),
         ([{"role": "user", "content": []}], "its content is of type list"),
-        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}], "its content is of type list"),
+        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "its content is of type list"),
         ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "its content is of type list"),
         ([{"role": "user", "content": [{"type": "text"}]}], "its content is of type list"),
         ([{"role": "user", "content": " "}], "message 1 of the prompt is empty"),
@@ -67,8 +67,9 @@ def test_good(value):
     ],
 )
 def test_refused_with_its_place(value, sentence):
-    assert refused(value).startswith(f"q.jsonl, line 7: {sentence}") or sentence in refused(value)
-    assert refused(value).startswith("q.jsonl, line 7: ")
+    message = refused(value)
+    assert message.startswith("q.jsonl, line 7: ")
+    assert sentence in message
 
 
 def test_a_column_that_is_missing():

@@ -139,7 +139,7 @@ def positional_only_by_name(completions, answer, /, unknown=None, *, prompts):
 
 
 def positional_only_with_default(completions, unknown=1, answer=None, /, **kwargs):
-    return [float((answer is None) + len(kwargs["answer"]))] * len(completions)
+    return [float((answer is None) + len(kwargs["answer"]) + 10 * ("completions" in kwargs))] * len(completions)
 
 
 def anything(*args):
@@ -243,6 +243,11 @@ def test_a_column_with_the_name_of_an_argument(column):
         Scorer([lengths]).check_arguments([column])
     with pytest.raises(DataError, match="rename it"):
         Scorer([lengths]).score(PROMPTS, COMPLETIONS, {column: ANSWERS})
+
+
+def test_a_column_without_a_name():
+    with pytest.raises(DataError, match="the data has a column 0; a reward gets columns by name"):
+        Scorer([lengths]).check_arguments([0])
 
 
 def test_lists_of_different_lengths():
@@ -412,6 +417,15 @@ def test_an_exception_is_pinned_to_its_rows(timeout):
     assert values(scores) == [1, None, 3, None]
     assert scores.dropped.tolist() == [False, True, False, True]
     assert [each.row for each in scores.failures] == [1, 3]
+
+
+def test_columns_need_not_be_lists():
+    def reward(completions, answer):
+        return [float(each) for each in answer]
+
+    answers = dict(enumerate(["1", "x", "3", "4"])).values()  # can be counted and walked through, but not indexed
+    scores = Scorer([reward], on_error="drop").score(tuple(PROMPTS), np.array(COMPLETIONS), {"answer": answers})
+    assert values(scores) == [1, None, 3, 4]
 
 
 def test_an_exception_of_the_batch_alone():

@@ -48,7 +48,7 @@ def theirs(monkeypatch):
     """TRL's trainer, as far as its scoring looks at it, with what it has logged."""
     # Its timers ask whether a tracker is running; there is none here.
     monkeypatch.setattr("trl.trainer.grpo_trainer.profiling_context", lambda *_: mock.MagicMock())
-    _, loop, ready = start_event_loop_in_daemon(name="peer")
+    thread, loop, ready = start_event_loop_in_daemon(name="peer")
     ready.wait()
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(device=torch.device("cpu")),
@@ -65,8 +65,7 @@ def theirs(monkeypatch):
     trainer._log_metric = lambda *arguments: GRPOTrainer._log_metric(trainer, *arguments)
     yield trainer
     loop.call_soon_threadsafe(loop.stop)
-    while loop.is_running():
-        pass
+    thread.join(10)
     loop.close()
 
 

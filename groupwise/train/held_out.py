@@ -1,0 +1,58 @@
+"""Evaluation of a recipe's held-out rows: during a run, and by itself (`groupwise eval`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from groupwise.config import Recipe
+from groupwise.errors import ConfigError
+from groupwise.evaluate import REWARD, Evaluation, evaluate
+from groupwise.generate import Engine, Sampling
+from groupwise.train.rollout import chance
+from groupwise.train.setup import Parts, load_parts
+
+Progress = Callable[[int, int], None]
+
+
+def metric_of(parts: Parts) -> str | None:
+    """What the best checkpoint is chosen by; None where nothing is held out."""
+    if not len(parts.held_out):
+        return None
+    name = parts.recipe.evaluate.metric or parts.task.metric or REWARD
+    known = list(parts.task.grades) or [REWARD]
+    if name not in known:
+        raise ConfigError(f"evaluate.metric {name!r} is not measured by this task (there are: {', '.join(known)})")
+    return name
+
+
+def evaluate_held_out(parts: Parts, engine: Engine, progress: Progress = lambda done, total: None) -> Evaluation:
+    """Answer and grade the held-out rows as the recipe's [evaluate] says."""
+    how = parts.recipe.evaluate
+    return evaluate(
+        engine,
+        parts.tokenizer,
+        parts.held_out.rows,
+        parts.held_out.prompts,
+        grades=parts.task.grades,
+        scorer=None if parts.task.grades else parts.scorer,
+        sampling=Sampling(
+            max_new_tokens=how.max_new_tokens or parts.recipe.sampling.max_new_tokens,
+            temperature=how.temperature or 1.0,
+            greedy=how.temperature == 0,
+            seed=chance(parts.recipe.train.seed, 2),
+        ),
+        samples=how.samples,
+        stop=parts.stop,
+        prompt_column=parts.recipe.data.prompt,
+        progress=progress,
+    )
+
+
+def evaluate_recipe(recipe: Recipe, *, base: Path | None = None) -> tuple[Evaluation, str | None]:
+    """Load a recipe's model and held-out rows, and measure; also the name of the metric that counts."""
+    parts = load_parts(recipe, base=base)
+    if not len(parts.held_out):
+        raise ConfigError("there is nothing to evaluate on: set data.held_out")
+    metric = metric_of(parts)
+    return evaluate_held_out(parts, Engine(parts.prepared, max_rows=recipe.sampling.max_rows)), metric

@@ -1,0 +1,290 @@
+"""The quiz: its questions cannot be answered without the rule, and the rule answers all of them."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter, defaultdict
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.config import Recipe
+from groupwise.errors import ConfigError, InputError
+from groupwise.rewards import Scorer
+from groupwise.tasks.quiz import (
+    CONSONANTS,
+    ENDINGS,
+    LETTERS,
+    PARTS,
+    VOWELS,
+    answer_letter,
+    beginnings_of,
+    grade_letter,
+    make_quiz,
+    questions,
+    quiz_task,
+)
+
+seeds = st.integers(0, 2**31)
+FIRST_TRAIN = {
+    "prompt": "A tavzole\nB kerolol\nC dewovir\nD limepam\nFor fungi",
+    "question": "For fungi",
+    "options": {"A": "tavzole", "B": "kerolol", "C": "dewovir", "D": "limepam"},
+    "answer_idx": "A",
+    "answer": "tavzole",
+}
+FIRST_HELD_OUT = "A tockast\nB gobovir\nC javepam\nD vofolol\nFor virus"
+FIRST_EXAMPLE = ("A kitepam\nB hilatin\nC firolol\nD bewkast\nFor asthma", "D")
+QUIZ = make_quiz(train_rows=4000, held_out_rows=4000, seed=3)
+
+
+def share_right(choose, rows=QUIZ.held_out):
+    return sum(choose(row) == row["answer_idx"] for row in rows) / len(rows)
+
+
+def letter_of(row, name):
+    return next(letter for letter, option in row["options"].items() if option == name)
+
+
+# --- what a row is ---------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_gives_these_very_questions():
+    """Written down: another order of draws, or another random generator, would be another quiz."""
+    first = make_quiz(train_rows=1, held_out_rows=1, seed=0)
+    assert first.train == [FIRST_TRAIN]
+    assert [row["prompt"] for row in first.held_out] == [FIRST_HELD_OUT]
+    assert first.examples[0] == FIRST_EXAMPLE
+
+
+def test_rows_are_those_of_usmle_with_a_prompt():
+    for row in QUIZ.train[:40]:
+        assert list(row) == ["prompt", "question", "options", "answer_idx", "answer"]
+        assert tuple(row["options"]) == LETTERS
+        assert row["options"][row["answer_idx"]] == row["answer"]
+        a, b, c, d = row["options"].values()
+        assert row["prompt"] == f"A {a}\nB {b}\nC {c}\nD {d}\n{row['question']}"
+
+
+def test_prompts_are_short():
+    assert max(len(row["prompt"].encode()) for row in QUIZ.train) == len("A .......\n" * 4 + "For anxiety") == 51
+
+
+@given(seed=seeds)
+def test_exactly_one_option_is_right(seed):
+    for row in islice(questions("train", seed), 8):
+        ending = ENDINGS[row["question"].removeprefix("For ")]
+        assert [name for name in row["options"].values() if name.endswith(ending)] == [row["answer"]]
+
+
+def test_the_last_byte_tells_complaints_and_endings_apart():
+    assert len({complaint[-1] for complaint in ENDINGS}) == len(ENDINGS) == len({e[-1] for e in ENDINGS.values()})
+
+
+def test_size_and_seed():
+    short, long = make_quiz(train_rows=5, held_out_rows=3, seed=1), make_quiz(train_rows=9, held_out_rows=7, seed=1)
+    assert (len(short.train), len(short.held_out), len(long.train), len(long.held_out)) == (5, 3, 9, 7)
+    assert (long.train[:5], long.held_out[:3], long.examples) == (short.train, short.held_out, short.examples)
+    other = make_quiz(train_rows=5, held_out_rows=3, seed=2)
+    assert other.train[0] != short.train[0]
+    assert other.held_out[0] != short.held_out[0]
+    assert other.examples[0][0] != short.examples[0][0]
+
+
+# --- no way around the rule ------------------------------------------------------------------------------------------
+
+
+@given(seed=seeds, part=st.sampled_from(sorted(PARTS)))
+def test_each_option_is_the_answer_to_one_of_four_questions(seed, part):
+    rows = list(islice(questions(part, seed), 12))
+    for start in range(0, 12, 4):
+        four = rows[start : start + 4]
+        assert all(row["options"] == four[0]["options"] for row in four)
+        assert sorted(row["answer_idx"] for row in four) == list(LETTERS)
+        assert len({row["question"] for row in four}) == 4
+
+
+@given(salt=st.integers())
+def test_no_choice_by_the_options_alone_beats_chance(salt):
+    """Any function of the options will do: here it is drawn at random, and it is right exactly one time in four."""
+
+    def choose(row):
+        return LETTERS[zlib.crc32(f"{salt} {row['options']}".encode()) % 4]
+
+    assert share_right(choose, QUIZ.held_out[:400]) == 0.25
+
+
+def most_often_right():
+    """What a model could learn by heart from training: how often each name, and each ending, was the answer."""
+    asked, right = Counter(), Counter()
+    for row in QUIZ.train:
+        for name in row["options"].values():
+            asked.update([name, name[-4:]])
+        right.update([row["answer"], row["answer"][-4:]])
+    return {text: right[text] / asked[text] for text in asked}
+
+
+RATES = most_often_right()
+SHORTCUTS = {
+    **{f"always {letter}": lambda row, letter=letter: letter for letter in LETTERS},
+    "first in the alphabet": lambda row: letter_of(row, min(row["options"].values())),
+    "last in the alphabet": lambda row: letter_of(row, max(row["options"].values())),
+    "longest": lambda row: letter_of(row, max(row["options"].values(), key=len)),
+    "most vowels": lambda row: letter_of(row, max(row["options"].values(), key=lambda n: sum(c in VOWELS for c in n))),
+    "ending that was right most often": lambda row: letter_of(
+        row, max(row["options"].values(), key=lambda name: RATES[name[-4:]])
+    ),
+    "most letters in common with the question": lambda row: letter_of(
+        row, max(row["options"].values(), key=lambda name: len(set(name) & set(row["question"][4:])))
+    ),
+}
+
+
+@pytest.mark.parametrize("shortcut", [name for name in SHORTCUTS if "common" not in name])
+def test_shortcuts_are_at_chance(shortcut):
+    assert share_right(SHORTCUTS[shortcut]) == 0.25
+
+
+def test_names_learnt_by_heart_are_at_chance_even_in_training():
+    def choose(row):
+        return letter_of(row, max(row["options"].values(), key=lambda name: RATES[name]))
+
+    assert share_right(choose, QUIZ.train) == 0.25
+
+
+def test_the_question_alone_is_near_chance():
+    """The best letter for each complaint, chosen in hindsight."""
+    letters = defaultdict(Counter)
+    for row in QUIZ.held_out:
+        letters[row["question"]][row["answer_idx"]] += 1
+    assert len(letters) == 8
+    assert sum(max(counter.values()) for counter in letters.values()) / len(QUIZ.held_out) < 0.29
+
+
+def test_the_rule_is_not_spelling():
+    """A complaint and its drugs have letters in common now and then, but not enough to go by."""
+    assert share_right(SHORTCUTS["most letters in common with the question"]) < 0.35
+
+
+def test_the_rule_learnt_in_training_answers_every_held_out_question():
+    seen = defaultdict(Counter)
+    for row in QUIZ.train:
+        seen[row["question"]][row["answer"][-1]] += 1
+
+    def choose(row):
+        return letter_of(row, max(row["options"].values(), key=lambda name: seen[row["question"]][name[-1]]))
+
+    assert share_right(choose) == 1.0
+
+
+# --- held-out names are new ------------------------------------------------------------------------------------------
+
+
+def names(rows):
+    return {name for row in rows for name in row["options"].values()}
+
+
+def test_no_name_of_one_part_is_in_another_whatever_the_seed():
+    parts = [set(beginnings_of(part)) for part in PARTS]
+    assert len(set.union(*parts)) == sum(map(len, parts)) == len(CONSONANTS) ** 2 * len(VOWELS)
+    other = make_quiz(train_rows=4000, held_out_rows=1, seed=4)
+    warm = {line[2:] for prompt, _ in QUIZ.examples for line in prompt.split("\n")[:4]}
+    held_out, train = names(QUIZ.held_out), names(QUIZ.train) | names(other.train)
+    assert len(held_out) > 1500
+    assert len(train) > 4500
+    assert len(warm) > 500
+    assert not held_out & train
+    assert not held_out & warm
+    assert not train & warm
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_every_letter_is_found_in_every_place_of_every_part(part):
+    first, second, third = (set(letters) for letters in zip(*beginnings_of(part), strict=True))
+    assert (first, second, third) == (set(CONSONANTS), set(VOWELS), set(CONSONANTS))
+
+
+# --- the warm-up -----------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_letters_are_random():
+    rows = list(islice(questions("examples", 3), len(QUIZ.examples)))
+    assert [row["prompt"] for row in rows] == [prompt for prompt, _ in QUIZ.examples]
+    counts = Counter(answer for _, answer in QUIZ.examples)
+    assert sorted(counts) == list(LETTERS)
+    assert min(counts.values()) > 0.2 * len(rows)
+    right = sum(row["answer_idx"] == answer for row, (_, answer) in zip(rows, QUIZ.examples, strict=True))
+    assert 0.2 < right / len(rows) < 0.3
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+NO_ANSWERS = [
+    "", " ", "A B C D", "ABCD", "AB", "AA", "a", "E", "B ", " B", "B\n", "B.", "(B)", "Answer: B", "A 45-year-old",
+    "rivenac", "B rivenac", "B<|end|>", "В", "Ｂ", "B\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", NO_ANSWERS)
+def test_anything_but_one_letter_is_no_answer(answer):
+    assert answer_letter(answer) is None
+    row = {"answer_idx": "B"}
+    assert grade_letter(row, answer) is None
+
+
+@pytest.mark.parametrize("right", LETTERS)
+@pytest.mark.parametrize("answer", LETTERS)
+def test_a_letter_is_right_or_wrong(answer, right):
+    assert answer_letter(answer) == answer
+    assert grade_letter({"answer_idx": right}, answer) is (answer == right)
+
+
+def test_the_reward_is_one_for_the_right_letter_alone():
+    said = ["B", "A", "A B C D", "", [{"role": "assistant", "content": "B"}], "B"]
+    columns = {"answer_idx": ["B", "B", "B", "B", "B", "C"], "answer": ["rivenac"] * 6}
+    (reward,) = QUIZ.rewards
+    assert reward.name == "correct"
+    assert reward.weight == 1.0
+    scores = Scorer(QUIZ.rewards).score(["?"] * 6, said, columns)
+    assert scores.rewards[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
+def test_the_task():
+    assert QUIZ.name == "quiz"
+    assert QUIZ.metric == "accuracy"
+    assert QUIZ.grades == {"accuracy": grade_letter}
+    assert QUIZ.goal == 0.9
+
+
+# --- from a recipe, and bad input ------------------------------------------------------------------------------------
+
+
+def test_from_a_recipe():
+    recipe = Recipe().with_settings(
+        {"task": "quiz", "data.train_rows": 7, "data.held_out_rows": 5, "train.seed": 11}
+    )
+    made, expected = quiz_task(recipe), make_quiz(train_rows=7, held_out_rows=5, seed=11)
+    assert (made.train, made.held_out, made.examples) == (expected.train, expected.held_out, expected.examples)
+
+
+@pytest.mark.parametrize("key", ["train", "held_out"])
+def test_a_recipe_with_rows_of_its_own_is_refused(key):
+    recipe = Recipe().with_settings({"task": "quiz", f"data.{key}": "mine.jsonl"})
+    with pytest.raises(ConfigError, match=rf"makes its own questions, but data\.{key} is 'mine.jsonl'; leave it out"):
+        quiz_task(recipe)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        ({"train_rows": 0}, "train_rows must be a whole number of at least 1, got 0"),
+        ({"held_out_rows": 2.0}, r"held_out_rows must be a whole number of at least 1, got 2\.0"),
+        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
+        ({"seed": True}, "seed must be a whole number of at least 0, got True"),
+    ],
+)
+def test_impossible_sizes_are_refused(bad, match):
+    with pytest.raises(InputError, match=match):
+        make_quiz(**bad)
