@@ -46,7 +46,7 @@ DAPO = Algorithm(
             "sampling.top_k": None,
             "sampling.min_p": None,
             "loss.name": "dapo",
-            "loss.ratio": "token",
+            "loss.ratio": None,  # the loss's own, here per token: who names another loss gets that one's
             "loss.clip_low": 0.2,
             "loss.clip_high": None,
             "loss.kl_coef": 0.0,

@@ -6,14 +6,15 @@ and rows are resampled (bootstrap). A row without a findable answer counts as wr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from groupwise.data import Prompt, completion_for_reward
-from groupwise.errors import ConfigError
+from groupwise.data import Prompt, columns_of, completion_for_reward
+from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer
 from groupwise.stats import Interval, bootstrap_interval, proportion_interval
@@ -54,20 +55,19 @@ def evaluate(
     if not grades and scorer is None:
         raise ConfigError("there is nothing to evaluate by: the task has neither grades nor rewards")
     texts: list[str] = []
-    lengths: list[int] = []
+    tokens: list[list[int]] = []
     reasons: list[str] = []
     for start in range(0, len(rows), CHUNK):
         part = [prompt.ids for prompt in prompts[start : start + CHUNK]]
         keys = range(start, start + len(part))
         rollout = generator.generate(part, samples, sampling, stop=stop, keys=list(keys))
-        each = rollout.lengths.tolist()
-        texts += tokenizer.batch_decode(
-            [ids[:length] for ids, length in zip(rollout.ids, each, strict=True)], skip_special_tokens=True
-        )
-        lengths += each
+        ids = [row[:length].tolist() for row, length in zip(rollout.ids, rollout.lengths.tolist(), strict=True)]
+        texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
+        tokens += ids
         reasons += rollout.stop_reasons
         progress(start + len(part), len(rows))
     asked = [row for row in rows for _ in range(samples)]
+    lengths = [len(ids) for ids in tokens]
     metrics: dict[str, float] = {}
     answers: list[dict[str, Any]] = [
         {"row": number // samples, "sample": number % samples, "answer": text, "tokens": length, "stop_reason": reason}
@@ -75,37 +75,42 @@ def evaluate(
     ]
     for name, grade in grades.items():
         results = [grade(row, text) for row, text in zip(asked, texts, strict=True)]
-        _add(metrics, name, [bool(result) for result in results], samples)
+        _add(metrics, name, [float(bool(result)) for result in results], samples)
         metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
         for record, result in zip(answers, results, strict=True):
             record[name] = result
     if scorer is not None:
-        _add(metrics, REWARD, _rewards(scorer, asked, texts, prompt_column, answers), samples)
+        rewards = _rewards(scorer, asked, texts, tokens, prompt_column)
+        _add(metrics, REWARD, rewards, samples)
+        metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
+        for record, reward in zip(answers, rewards, strict=True):
+            record[REWARD] = None if math.isnan(reward) else reward
     metrics["mean_length"] = sum(lengths) / len(lengths)
     metrics["truncated"] = sum(reason == "length" for reason in reasons) / len(reasons)
     return Evaluation(metrics, answers)
 
 
 def _rewards(
-    scorer: Scorer, rows: Sequence[Row], texts: Sequence[str], prompt_column: str, answers: list[dict[str, Any]]
+    scorer: Scorer, rows: Sequence[Row], texts: Sequence[str], tokens: Sequence[Sequence[int]], prompt_column: str
 ) -> list[float]:
+    """The weighted sum for every answer; NaN where no function had anything to say, or one failed and may."""
     asked = [row[prompt_column] for row in rows]
-    columns = {
-        name: [row.get(name) for row in rows]
-        for name in dict.fromkeys(key for row in rows for key in row)
-        if name != prompt_column
-    }
     given = [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
-    table = scorer.score(asked, given, columns).rewards.nan_to_num(0.0)
-    total = (table * table.new_tensor([function.weight for function in scorer.functions])).sum(1).tolist()
-    for record, reward in zip(answers, total, strict=True):
-        record[REWARD] = reward
-    return [float(reward) for reward in total]
+    scores = scorer.score(asked, given, columns_of(rows, without=prompt_column), completion_ids=tokens)
+    table = scores.rewards
+    weighted = (table * table.new_tensor([function.weight for function in scorer.functions])).nansum(1)
+    total: list[float] = weighted.masked_fill(table.isnan().all(1), math.nan).tolist()
+    if all(map(math.isnan, total)):
+        reason = f" ({scores.failures[0].reason})" if scores.failures else ": they returned None for every one"
+        raise RewardError(f"the rewards scored none of the {len(total)} answers to the held-out rows{reason}")
+    return total
 
 
 def _add(metrics: dict[str, float], name: str, values: Sequence[float], samples: int) -> None:
-    """A mean over rows and its interval."""
-    by_row = np.asarray(values, dtype=np.float64).reshape(-1, samples).mean(1)
+    """A mean over rows and its interval. What is NaN counts nowhere."""
+    table = np.asarray(values, dtype=np.float64).reshape(-1, samples)
+    table = table[~np.isnan(table).all(1)]
+    by_row = np.nanmean(table, axis=1)
     if samples == 1 and set(by_row.tolist()) <= {0.0, 1.0}:
         found = proportion_interval(int(by_row.sum()), len(by_row))
     else:

@@ -8,12 +8,14 @@ standard error and the exit status 2; an interrupted command ends with 130, as a
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 
 from groupwise import __version__
 from groupwise.cli.common import Commands, Run, say_error
 from groupwise.cli.models import add_models
 from groupwise.cli.sample import add_sample
+from groupwise.cli.settings import split_settings
 from groupwise.cli.train import add_check, add_eval, add_train
 from groupwise.errors import GroupwiseError
 
@@ -23,11 +25,17 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (add_train, add_check, add_ev
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``, the process's own without it; the exit status."""
-    parser = _parser()
-    arguments, rest = parser.parse_known_args(argv)
+    parser, commands = _parser()
+    words = list(sys.argv[1:] if argv is None else argv)
+    settings: list[str] = []
+    command = commands.get(words[0]) if words else None
+    if command is not None and command.get_default("takes_settings"):
+        own, settings = split_settings(words[1:], command._option_string_actions)
+        words[1:] = own
+    arguments, rest = parser.parse_known_args(words)
     if rest and not arguments.takes_settings:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.settings = rest
+    arguments.settings = [*rest, *settings]
     run: Run = arguments.run
     try:
         return run(arguments)
@@ -39,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by their names."""
     parser = argparse.ArgumentParser(
         prog="groupwise", description="Group-relative policy optimization, whole.", allow_abbrev=False
     )
@@ -48,4 +57,4 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in COMMANDS:
         add(commands)
-    return parser
+    return parser, commands.choices

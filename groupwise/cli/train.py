@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
+from groupwise.cli.settings import parse_settings, settings_help
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
 
 RECIPE_HELP = "a recipe in TOML (recipes/ has some), or the recipe.json of an earlier run"
-SETTINGS_HELP = "any setting may be given as --section.key VALUE; `--help` lists them all"
 
 
 class HelpWithSettings(argparse.Action):
@@ -73,7 +73,7 @@ def _train(arguments: argparse.Namespace) -> int:
         trainer = Trainer(
             recipe,
             display=display,
-            base=arguments.recipe.parent,
+            base=_base(arguments.recipe),
             resume=arguments.resume,
             overwrite=arguments.overwrite,
         )
@@ -85,31 +85,34 @@ def _check(arguments: argparse.Namespace) -> int:
     from groupwise.train.estimate import describe_run
 
     out = console()
-    for line in describe_run(recipe, base=arguments.recipe.parent, timed=not arguments.quick):
+    for line in describe_run(recipe, base=_base(arguments.recipe), timed=not arguments.quick):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     recipe = _recipe(arguments)
+    if arguments.answers is not None and arguments.answers.is_dir():
+        raise ConfigError(f"--answers {arguments.answers} is a folder; name a file")
     from rich.table import Table
 
     from groupwise.train.held_out import evaluate_recipe
 
-    found, metric = evaluate_recipe(recipe, base=arguments.recipe.parent)
+    found, metric = evaluate_recipe(recipe, base=_base(arguments.recipe))
     out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("metric", "value", "95 % interval", "without an answer"):
+    graded = any(f"{name}_no_answer" in found.metrics for name in found.metrics)
+    for column in ("metric", "value", "95 % interval", "without an answer" if graded else "not scored"):
         table.add_column(column, justify="left" if column == "metric" else "right")
     names = [name for name in found.metrics if f"{name}_low" in found.metrics]
     for name in names:
         interval = found.interval(name)
-        none = found.metrics.get(f"{name}_no_answer")
+        none = found.metrics[f"{name}_no_answer" if graded else f"{name}_unscored"]
         table.add_row(
             f"{name} *" if name == metric else name,
             f"{interval.estimate:.4f}",
             f"{interval.low:.4f} – {interval.high:.4f}",
-            "" if none is None else f"{none:.1%}",
+            f"{none:.1%}",
         )
     out.print(table)
     answered = len(found.answers)
@@ -135,46 +138,6 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     return load_recipe(arguments.recipe, parse_settings(arguments.settings))
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """``--section.key value`` and ``--section.key=value`` as dotted settings; a switch without a value means true."""
-    from groupwise.config import parse_override
-
-    found: dict[str, Any] = {}
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word!r} is not understood; settings are given as --section.key VALUE")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
-        name = name.replace("-", "_")
-        if name in found:
-            raise ConfigError(f"--{name} is given twice")
-        found[name] = parse_override(name, text)
-    return found
-
-
-def settings_help() -> str:
-    """Every setting with its default and its sentence, section by section."""
-    import textwrap
-
-    from groupwise.config import setting_names
-
-    lines = ["\nsettings (in the recipe as [section] key = value, here as --section.key VALUE):\n"]
-    section = None
-    for name, field in setting_names():
-        own = name.rpartition(".")[0]
-        if own != section:
-            section = own
-            lines.append(f"\n  [{section}]\n" if section else "")
-        default = field.get_default(call_default_factory=True)
-        shown = (
-            {None: "none", True: "true", False: "false"}.get(default, default)
-            if not isinstance(default, (list, dict))
-            else default
-        )
-        text = f"{field.description or ''} (default: {shown})" if shown not in ([], {}) else field.description or ""
-        wrapped = textwrap.fill(text, 112, initial_indent="      ", subsequent_indent="      ")
-        lines.append(f"  --{name}\n{wrapped}\n")
-    return "".join(lines)
+def _base(recipe: Path) -> Path | None:
+    """The folder in which a recipe's files are looked for. A run's recipe.json does not lie where they do."""
+    return None if recipe.suffix.lower() == ".json" else recipe.parent

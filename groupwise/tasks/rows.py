@@ -24,20 +24,31 @@ def read_both(recipe: Recipe, base: Path | None) -> tuple[list[Row], list[Row]]:
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
             "to a hub data set owner/name"
         )
-    train: list[Row] = list(
-        read_rows(locate(data.train, base), split=data.train_split, subset=data.subset, limit=data.train_rows)
+    source = locate(data.train, base)
+    held_out_source = source
+    if data.held_out is not None:
+        held_out_source = locate(data.held_out, base)
+    elif data.held_out_split is None:
+        return _read(source, data.train_split, data.subset, data.train_rows), []
+    # A subset is the hub's: it does not concern a file beside which it is needed for the other rows.
+    on_hub = [each for each in (source, held_out_source) if not _exists(each)]
+    subset_of = {each: data.subset if each in on_hub or not on_hub else None for each in (source, held_out_source)}
+    return (
+        _read(source, data.train_split, subset_of[source], data.train_rows),
+        _read(held_out_source, data.held_out_split, subset_of[held_out_source], data.held_out_rows),
     )
-    if data.held_out is None and data.held_out_split is None:
-        return train, []
-    source = data.held_out or data.train
-    held_out: list[Row] = list(
-        read_rows(locate(source, base), split=data.held_out_split, subset=data.subset, limit=data.held_out_rows)
-    )
-    return train, held_out
+
+
+def _read(source: str, split: str | None, subset: str | None, limit: int | None) -> list[Row]:
+    return list(read_rows(source, split=split, subset=subset, limit=limit))
+
+
+def _exists(source: str) -> bool:
+    return Path(source).expanduser().exists()
 
 
 def locate(source: str, base: Path | None) -> str:
     """A path beside the recipe, if there is such a file there and none here; otherwise as it was written."""
-    if base is not None and not Path(source).expanduser().exists() and (base / source).exists():
+    if base is not None and not _exists(source) and (base / source).exists():
         return str(base / source)
     return source

@@ -22,6 +22,7 @@ from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
+from groupwise.rundir.files import UNFINISHED
 from groupwise.train.reference import Reference
 
 FORMAT = 1
@@ -63,7 +64,7 @@ def save_checkpoint(
             verify_manifest(folder)
             return folder
         except CheckpointError:
-            shutil.rmtree(folder)
+            _delete(folder)
     with run.folder(checkpoint_name(step)) as unfinished:
         if resumable:
             write_safetensors(unfinished / MASTERS, masters.state_dict())
@@ -113,20 +114,54 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def newest(run: RunDir) -> Path | None:
-    """The newest checkpoint that is whole; None if there is none."""
-    found = run.finished("checkpoint-*")
-    return found[-1] if found else None
+    """The newest checkpoint that is whole; None if the run has none yet. Where all are damaged, that is an error: to
+    begin anew would throw away the run's records."""
+    problems = []
+    for folder in reversed(_folders(run)):
+        try:
+            verify_manifest(folder)
+            return folder
+        except CheckpointError as error:
+            problems.append(str(error))
+    if problems:
+        raise CheckpointError(
+            f"no checkpoint in {run.path} is whole: {'; '.join(problems)}. Restore one from a copy, or begin anew in "
+            "another folder"
+        )
+    return None
+
+
+def rewind(run: RunDir, step: int, best: str | None) -> list[str]:
+    """Forget the checkpoints after ``step``, which were damaged if the run goes on from there; their names.
+
+    They would count among the last ones that are kept. A ``best.json`` that names another one than ``best`` goes too.
+    """
+    gone = [folder for folder in _folders(run) if step_of(folder) > step]
+    for folder in gone:
+        _delete(folder)
+    if (run.path / BEST).exists() and read_json(run.path / BEST).get("checkpoint") != best:
+        (run.path / BEST).unlink()
+    return [folder.name for folder in gone]
 
 
 def prune(run: RunDir, keep: int, best: str | None) -> None:
     """Delete all but the last ``keep`` checkpoints and the best one."""
-    folders = sorted(run.path.glob("checkpoint-*"), key=step_of)
-    for folder in folders[:-keep]:
+    for folder in _folders(run)[:-keep]:
         if folder.name != best:
-            # Renamed first: a deletion that is interrupted must not leave half a checkpoint under its name.
-            gone = folder.with_name(f".unfinished-old-{folder.name}")
-            folder.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            _delete(folder)
+
+
+def _folders(run: RunDir) -> list[Path]:
+    """The run's checkpoints, whole or not, oldest first. A copy that somebody made under another name is theirs."""
+    named = (path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
+    return sorted(named, key=step_of)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint; renamed first, so that one that is interrupted leaves no half under its name."""
+    gone = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:

@@ -141,14 +141,14 @@ def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
     labels = grouping(batch)
     try:
         return group_index(labels, len(batch))[0]
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"the grouping function returned labels that cannot be used: {error}") from error
 
 
 def _checked(advantages: Any, number: int) -> Tensor:
     try:
         found = torch.as_tensor(advantages, dtype=torch.float32).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(
             f"the advantage function returned {type(advantages).__name__}, not one number each"
         ) from error

@@ -14,16 +14,21 @@ from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.logprobs import completion_logps, default_token_budget
+from groupwise.train.compare import find_advantage, find_grouping
+from groupwise.train.held_out import metric_of
 from groupwise.train.setup import Parts, load_parts, make_schedule, steps_of
 
 PROBE_TOKENS = 16
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def describe_run(recipe: Recipe, *, base: Path | None = None, timed: bool = True) -> Iterator[str]:
     """Lines that say what a recipe comes to. Nothing is trained and nothing is written."""
     notices: list[str] = []
     parts = load_parts(recipe, base=base, say=notices.append)
+    find_advantage(recipe.advantages.function, base)
+    find_grouping(recipe.advantages.grouping, base)
+    metric_of(parts)
     yield from _settings(recipe)
     yield ""
     yield from _data(parts)
@@ -40,7 +45,7 @@ def describe_run(recipe: Recipe, *, base: Path | None = None, timed: bool = True
         seconds = _seconds_per_step(parts)
         yield (
             f"time: about {seconds:.1f} s a step if every answer is of full length, {_duration(seconds * steps)} in "
-            f"all, without evaluation (from a batch of {PROBE_TOKENS} tokens; within a factor of two)"
+            f"all, without evaluation (from answers of {_probe_tokens(recipe)} tokens; within a factor of two)"
         )
 
 
@@ -94,10 +99,10 @@ def _memory(parts: Parts) -> Iterator[str]:
     yield "memory, at most:"
     for name, size in needs.items():
         if size:
-            yield f"  {size / GIB:8.2f} GiB  {name}"
+            yield f"  {_size(size):>9}  {name}"
     total, free = sum(needs.values()) - held, free_memory(prepared.device)
     verdict = "fits" if total < free else "does not fit: lower train.token_budget or sampling.max_new_tokens"
-    yield f"  {total / GIB:8.2f} GiB beside the weights, of {free / GIB:.2f} GiB that are free: {verdict}"
+    yield f"  {_size(total):>9}  beside the weights, of {_size(free)} that are free: {verdict}"
 
 
 def _seconds_per_step(parts: Parts) -> float:
@@ -105,7 +110,7 @@ def _seconds_per_step(parts: Parts) -> float:
     recipe, how = parts.recipe, parts.recipe.sampling
     prompt = max(parts.train.prompts[:64], key=lambda each: len(each.ids))
     engine = Engine(parts.prepared)
-    tokens = min(PROBE_TOKENS, how.max_new_tokens)
+    tokens = _probe_tokens(recipe)
     sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens, temperature=how.temperature)
     engine.generate([prompt.ids], how.samples_per_prompt, sampling)  # the first call compiles and allocates
     start = time.perf_counter()
@@ -125,6 +130,14 @@ def _seconds_per_step(parts: Parts) -> float:
     # A decoding step costs little more for more rows, on a GPU almost nothing.
     batches = prompts if parts.prepared.device.type == "cpu" else 1
     return generation * how.max_new_tokens / tokens * batches + seconds * needed / computed * passes
+
+
+def _probe_tokens(recipe: Recipe) -> int:
+    return min(PROBE_TOKENS, recipe.sampling.max_new_tokens)
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.1f} MiB"
 
 
 def _duration(seconds: float) -> str:

@@ -22,7 +22,7 @@ def step_metrics(
         **_rewards(sampled.batch, comparison, names),
         **_completions(sampled.batch),
         **_signal(sampled, comparison, works),
-        **_updates(updates, len(sampled.batch)),
+        **_updates(works, updates, len(sampled.batch)),
         **sampled.metrics,
     }
 
@@ -80,7 +80,7 @@ def _signal(sampled: Sampled, comparison: Comparison, works: Sequence[Work]) -> 
     return found
 
 
-def _updates(updates: Sequence[Update], samples: int) -> dict[str, float]:
+def _updates(works: Sequence[Work], updates: Sequence[Update], samples: int) -> dict[str, float]:
     moved = [update for update in updates if not update.skipped]
     found: dict[str, float] = {"updates": float(len(moved)), "updates_not_finite": float(len(updates) - len(moved))}
     if not moved:
@@ -95,8 +95,9 @@ def _updates(updates: Sequence[Update], samples: int) -> dict[str, float]:
     found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     found |= statistics
     found["grad_norm"] = sum(update.grad_norm for update in moved) / len(moved)
+    passes = len(updates) / sum(1 for work in works if len(work))  # over the batch, in mini-batches
     for name in dict.fromkeys(name for update in updates for name in update.silenced):
-        found[f"masks/{name}"] = sum(update.silenced.get(name, 0) for update in updates) / len(updates) / samples
+        found[f"masks/{name}"] = sum(update.silenced.get(name, 0) for update in updates) / passes / samples
     gap = updates[0].gap
     if gap is not None and gap.tokens:
         found["sampler/logp_difference_mean"] = gap.mean

@@ -23,10 +23,14 @@ from groupwise.rewards import load_function
 
 @dataclass(frozen=True)
 class Totals:
-    """What the whole mini-batch has, computed or not: all that means are divided by."""
+    """What means are divided by, whatever the packs are."""
 
-    tokens: int
+    tokens: int  # of all answers of the mini-batch, computed or not
     sequences: int
+    policy_tokens: int  # what the policy's term is divided by: the same, or what the masks leave ("policy_mask")
+    policy_sequences: int
+    computed_tokens: int  # of the answers that are computed: a mean ratio or entropy knows only these
+    computed_sequences: int
 
 
 @dataclass(frozen=True)
@@ -61,14 +65,15 @@ class Objective:
                 statistics |= more
         return values, statistics
 
-    def weights(self, mask: Tensor, how: str | None = None) -> Tensor:
+    def weights(self, part: Part, how: str | None = None) -> Tensor:
         """How much each token of a part weighs ``(b, T)``: as in the policy's loss, or a plain mean over tokens."""
         return aggregation_weights(
-            mask,
+            part.mask,
             how or self.loss.aggregation,
             max_length=self.now.sampling.max_new_tokens,
             total_tokens=self.totals.tokens,
             total_sequences=self.totals.sequences,
+            dtype=part.logps.dtype,
         )
 
 
@@ -90,12 +95,31 @@ def policy_term(objective: Objective, part: Part) -> Found:
         clip_high=how.clip_high,
         dual_clip=how.dual_clip,
         max_length=objective.now.sampling.max_new_tokens,
-        total_tokens=objective.totals.tokens,
-        total_sequences=objective.totals.sequences,
+        total_tokens=objective.totals.policy_tokens,
+        total_sequences=objective.totals.policy_sequences,
         policy_mask=part.policy_mask,
         denominator=how.denominator,
     )
-    return value, statistics
+    return value, _shares(objective, part, statistics)
+
+
+def _shares(objective: Objective, part: Part, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`policy_loss`'s statistics, so that those of all parts add up to a mean over what they are known for.
+
+    What is not computed has nothing that could be clipped, but its ratio is not known: it counts in the clip fractions
+    alone.
+    """
+    how, totals = objective.now.loss, objective.totals
+    if (how.ratio or objective.loss.ratios[0]) == "token":
+        divided_by, everything, computed = totals.policy_tokens, totals.tokens, totals.computed_tokens
+    else:
+        divided_by, everything, computed = totals.policy_sequences, totals.sequences, totals.computed_sequences
+        if how.denominator == "policy_mask":  # then it is a mean over the part
+            divided_by = len(part.mask)
+    return {
+        name: value * (max(divided_by, 1) / (everything if name.startswith("clip_fraction") else computed))
+        for name, value in statistics.items()
+    }
 
 
 def kl_term(objective: Objective, part: Part) -> Found:
@@ -104,18 +128,18 @@ def kl_term(objective: Objective, part: Part) -> Found:
         return None
     how = objective.now.loss
     per_token = kl_estimate(part.logps, part.ref_logps, estimator=how.kl, old_logps=part.old_logps, mask=part.mask)
-    mean = (per_token.detach() * objective.weights(part.mask, "token_mean")).sum()
-    return how.kl_coef * (per_token * objective.weights(part.mask)).sum(), {"kl": mean}
+    mean = (per_token.detach() * objective.weights(part, "token_mean")).sum()
+    return how.kl_coef * (per_token * objective.weights(part)).sum(), {"kl": mean}
 
 
 def entropy_term(objective: Objective, part: Part) -> Found:
     """−coefficient · mean entropy of the policy over tokens."""
     if part.entropy is None:
         return None
-    mean = (torch.where(part.mask, part.entropy, 0.0) * objective.weights(part.mask, "token_mean")).sum()
+    total = torch.where(part.mask, part.entropy, 0.0).sum()
     coefficient = objective.now.loss.entropy_coef
-    value = -coefficient * mean if coefficient else mean.detach() * 0.0
-    return value, {"entropy": mean.detach()}
+    value = -coefficient * total / objective.totals.tokens if coefficient else total.detach() * 0.0
+    return value, {"entropy": total.detach() / objective.totals.computed_tokens}
 
 
 # A new term is a function like these, named here; the preference term of GRPO with DPO will be one.

@@ -14,12 +14,15 @@ from groupwise import __version__
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.model.export import export_model
-from groupwise.rundir import RunDir, new_run_path, read_json, write_bytes
+from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
+from groupwise.rundir import RunDir, new_run_path, read_json, verify_manifest, write_bytes
 from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
 from groupwise.train.records import draw_curves
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from groupwise.train.trainer import Result, Trainer
 
 RUNS = Path("runs")
@@ -116,25 +119,43 @@ def _export(trainer: Trainer) -> Path:
     if folder.exists():  # a run that was finished before and has been given more steps
         shutil.rmtree(folder)
     best = trainer.best_name
-    if best is not None and best != checkpoint.checkpoint_name(trainer.step):
-        from safetensors.torch import load_file
-
-        source = trainer.run_dir.path / best
-        if not source.exists():
-            raise CheckpointError(f"the best checkpoint, {source}, is gone; the last one is {trainer.step}")
-        if not (source / checkpoint.MASTERS).exists():  # the policy alone was kept, in the form that is wanted here
-            shutil.copytree(source / checkpoint.POLICY, folder)
-            write_bytes(folder / CARD, model_card(trainer).encode())
-            return folder
-        last = {name: value.clone() for name, value in trainer.masters.state_dict().items()}
-        trainer.masters.load_state_dict(load_file(source / checkpoint.MASTERS))
-        try:
-            _write_model(trainer, folder)
-        finally:
-            trainer.masters.load_state_dict(last)
-    else:
+    last_name = checkpoint.checkpoint_name(trainer.step)
+    if best is None or best == last_name:
         _write_model(trainer, folder)
+        return folder
+    source = trainer.run_dir.path / best
+    try:
+        verify_manifest(source)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the best checkpoint cannot be exported: {error}. The last policy is in "
+            f"{source.with_name(last_name) / checkpoint.POLICY}"
+        ) from error
+    kept = _weights_in(source, trainer)
+    if kept is None:
+        shutil.copytree(source / checkpoint.POLICY, folder)
+        write_bytes(folder / CARD, model_card(trainer).encode())
+        return folder
+    last = {name: value.clone() for name, value in trainer.masters.state_dict().items()}
+    trainer.masters.load_state_dict(kept)
+    try:
+        _write_model(trainer, folder)
+    finally:
+        trainer.masters.load_state_dict(last)
     return folder
+
+
+def _weights_in(source: Path, trainer: Trainer) -> dict[str, Tensor] | None:
+    """The trained weights of a checkpoint; None if it holds a whole policy alone, which is what is exported."""
+    from safetensors.torch import load_file
+
+    if (source / checkpoint.MASTERS).exists():
+        return load_file(source / checkpoint.MASTERS)
+    if not is_lora(trainer.parts.model):
+        return None
+    adapter = load_file(source / checkpoint.POLICY / ADAPTER_WEIGHTS)  # PEFT leaves the adapter's own name out
+    masters = trainer.masters.state_dict()
+    return {name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.items()}
 
 
 def _write_model(trainer: Trainer, folder: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, InputError
 from groupwise.model.precision import MasterWeights
 
 
@@ -48,6 +48,8 @@ class Reference:
     @torch.no_grad()
     def refresh(self, mix: float = 1.0) -> None:
         """Move the reference to the policy, or ``mix`` of the way there."""
+        if mix != 1.0 and self._exact is None:
+            raise InputError(f"a reference that is to move {mix:g} of the way must be made with mixes=True")
         policy = self.masters.state_dict()
         if self._exact is not None:
             for name, value in self._exact.items():
@@ -65,7 +67,8 @@ class Reference:
         """Take the reference from a checkpoint, bit for bit."""
         own = self.state_dict()
         for name in sorted(weights.keys() | own.keys()):
-            if name not in weights or name not in own or weights[name].dtype != own[name].dtype:
+            here, there = own.get(name), weights.get(name)
+            if here is None or there is None or here.dtype != there.dtype or here.shape != there.shape:
                 raise CheckpointError(f"the reference in the checkpoint does not fit the model: {name} differs")
         for name, value in own.items():
             value.copy_(weights[name])

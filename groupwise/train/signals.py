@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -38,7 +38,8 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
         if request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         request.signal = signal.Signals(number)
-        say(f"{request.signal.name}: finishing this step and saving; Ctrl-C once more ends at once, without saving")
+        with suppress(RuntimeError):  # Python refuses to write from here in the middle of another write to that stream
+            say(f"{request.signal.name}: finishing this step and saving; Ctrl-C once more ends at once, without saving")
 
     before = {number: signal.signal(number, asked) for number in STOPPING}
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,15 +91,16 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
     """What a mini-batch of these prompts needs computed: what teaches, or everything where a term asks for it."""
     members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
     everything = bool(now.loss.kl_coef or now.loss.entropy_coef) or not now.train.skip_equal
+    if now.loss.denominator == "policy_mask" and now.masks.off_policy == "document":
+        everything = True  # this mask may silence any sample, and so be felt in the denominator
     teaches, allowed = comparison.teaches.tolist(), comparison.allowed.tolist()
     chosen = [i for i in members if everything or teaches[i]]
     by_prompt: dict[int, list[int]] = {}
     for sample in chosen:
         by_prompt.setdefault(sample // batch.samples, []).append(sample)
-    sequences, tokens = len(members), sum(len(batch.ids[i]) for i in members)
+    divided_by = members
     if now.loss.denominator == "policy_mask":
-        sequences = sum(allowed[i] for i in members)
-        tokens = sum(len(batch.ids[i]) for i in members if allowed[i])
+        divided_by = [i for i in members if allowed[i]]
     return Work(
         samples=chosen,
         prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
@@ -109,7 +110,14 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
         allowed=comparison.allowed[chosen],
         sampler_logps=_padded([batch.sampler_logps[i] for i in chosen]),
         mask=_padded([torch.ones(len(batch.ids[i]), dtype=torch.bool) for i in chosen]),
-        totals=Totals(tokens=tokens, sequences=sequences),
+        totals=Totals(
+            tokens=sum(len(batch.ids[i]) for i in members),
+            sequences=len(members),
+            policy_tokens=sum(len(batch.ids[i]) for i in divided_by),
+            policy_sequences=len(divided_by),
+            computed_tokens=sum(len(batch.ids[i]) for i in chosen),
+            computed_sequences=len(chosen),
+        ),
     )
 
 
@@ -244,13 +252,22 @@ class Updater:
                 found.silenced["off_policy"] = int((work.allowed & ~near).sum())
                 if now.loss.denominator == "policy_mask":
                     gone = work.allowed & ~near
-                    totals = Totals(
-                        totals.tokens - int(work.mask[gone].sum()), totals.sequences - found.silenced["off_policy"]
+                    totals = replace(
+                        totals,
+                        policy_tokens=totals.policy_tokens - int(work.mask[gone].sum()),
+                        policy_sequences=totals.policy_sequences - found.silenced["off_policy"],
                     )
                 teaching = teaching & near[:, None]
             if masks.high_entropy is not None and current.entropy is not None:
-                high = high_entropy_mask(current.entropy.cpu(), teaching, top_fraction=masks.high_entropy)
-                teaching = teaching & high
+                # Chosen among tokens that could teach, so that skipping the others changes nothing.
+                could = teaching & (work.advantages != 0)[:, None]
+                teaching = high_entropy_mask(current.entropy.cpu(), could, top_fraction=masks.high_entropy)
+                if now.loss.denominator == "policy_mask":
+                    totals = replace(
+                        totals,
+                        policy_tokens=int(teaching.sum()),
+                        policy_sequences=int(teaching.any(1).sum()),
+                    )
         if work.weights is not None:
             return teaching * work.weights, totals
         return (None if bool((teaching == work.mask).all()) else teaching), totals

@@ -7,6 +7,7 @@ from (seed, step), so a run that stops after step k and goes on is the run that 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -151,6 +152,7 @@ class Trainer:
         self.first: dict[str, float] = {}
         self.last: dict[str, float] = {}
         self.evaluated_at = -1
+        self.saved: tuple[int, dict[str, Any]] | None = None  # the last checkpoint's step and state
         self.warned = False
         self.total_steps = steps_of(recipe, len(self.parts.train))
 
@@ -243,6 +245,7 @@ class Trainer:
         cuts = [order[prompts * part // parts : prompts * (part + 1) // parts] for part in range(parts)]
         works = [plan_work(batch, comparison, cut, now) for cut in cuts]
         used_again = now.train.iterations * parts > 1
+        self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
         for work in works:
             self.updater.know(work, now, old=used_again)
         updates: list[Update] = []
@@ -348,12 +351,15 @@ class Trainer:
         }
 
     def save(self) -> Path:
-        """Write a checkpoint of the last finished step."""
+        """Write a checkpoint of the last finished step, unless that has been done and nothing has happened since."""
+        state = self.state()
+        if self.saved == (self.step, state):
+            return self.run_dir.path / checkpoint.checkpoint_name(self.step)
         self.display.stage("saving")
         folder = checkpoint.save_checkpoint(
             self.run_dir,
             self.step,
-            self.state(),
+            state,
             masters=self.masters,
             optimizer=self.optimizer,
             reference=self.reference,
@@ -367,6 +373,7 @@ class Trainer:
                 {"checkpoint": self.best_name, "metric": self.metric, **self.best},
             )
         checkpoint.prune(self.run_dir, self.recipe.run.keep, self.best_name)
+        self.saved = (self.step, copy.deepcopy(state))
         self.call("on_checkpoint", folder)
         return folder
 
@@ -386,6 +393,8 @@ class Trainer:
             self.say(f"the run was begun with {state['threads']} threads; that many are used again, for the same bits")
             torch.set_num_threads(int(state["threads"]))
         rewind(self.run_dir, self.step)
+        for name in checkpoint.rewind(self.run_dir, self.step, self.best_name):
+            self.say(f"{name} is damaged and was removed: its steps are done again")
         self.say(f"going on after step {self.step}, from {folder.name}")
 
     # --- evaluation --------------------------------------------------------------------------------------------------
@@ -404,17 +413,19 @@ class Trainer:
             raise ConfigError(
                 f"evaluate.metric {self.metric!r} was not measured (there are: {', '.join(found.metrics)})"
             )
-        value = found.metrics[self.metric]
+        value, better = found.metrics[self.metric], False
         if self.step:
             self._tell_schedule({f"eval/{name}": number for name, number in found.metrics.items()})
-            if self.best is None or value > self.best["value"]:
+            better = self.best is None or value > self.best["value"]
+            if better:
                 self.best, self.worse = {"step": self.step, "value": value, "metrics": found.metrics}, 0
-                self.save()
             else:
                 self.worse += 1
         self._records().evaluation(self.step, found.metrics)
         self.display.evaluation(self.step, found.metrics)
         self.call("on_evaluation", found)
+        if better:
+            self.save()  # after the record: a run that goes on from this checkpoint does not evaluate again
         return found
 
     def _out_of_patience(self) -> bool:

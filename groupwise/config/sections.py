@@ -1,28 +1,18 @@
-"""The recipe: every setting of a run, typed, with the sentence that ``--help`` shows.
-
-A recipe is TOML. Three layers make it: the algorithm's preset, the file, and what the command line overrides
-(``--section.key value``); the later wins, key by key. A key that does not exist is an error that names its nearest
-neighbour. A recipe is never changed once it is made: a schedule makes a new one for each step.
-"""
+"""The sections of a recipe: every setting, typed, with the sentence that ``--help`` shows. The classes are the record;
+what is done with them stands beside this file."""
 
 from __future__ import annotations
 
-import difflib
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.algorithms import ALGORITHMS, find_algorithm
+from groupwise.algorithms import ALGORITHMS
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
-from groupwise.errors import ConfigError
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -101,7 +91,7 @@ class DataSection(Section):
 
 class RewardSection(Section):
     function: str
-    """module:function or file.py:function; a file is looked for beside the recipe first"""
+    """module:function or file.py:function; a file is looked for beside the recipe"""
     weight: Finite = 1.0
     """its factor in the sum of all rewards"""
     name: str | None = None
@@ -166,7 +156,7 @@ class LossSection(Section):
     """ε: the ratio is held above 1 − this"""
     clip_high: NotNegative | None = None
     """ε_high: the ratio is held below 1 + this; by default clip_low (for cispo a ceiling, 5)"""
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
     """a ceiling on the ratio where the advantage is negative"""
     denominator: Literal["completion_mask", "policy_mask"] = "completion_mask"
     """what a mean is divided by: all answers, or only what the masks leave (the first document)"""
@@ -339,292 +329,17 @@ class Recipe(Section):
     """[[rules]]: a setting that changes when a metric does"""
 
     def get(self, name: str) -> Any:
-        """The value of a dotted setting."""
+        """The value of a dotted setting; None in a section that is off."""
         value: Any = self
         for part in name.split("."):
-            value = getattr(value, part)
+            value = None if value is None else getattr(value, part)
         return value
 
     def with_settings(self, values: Mapping[str, Any]) -> Recipe:
         """A recipe in which these dotted settings have other values, checked like all others."""
-        return make_recipe(_nested(values), base=self.model_dump())
+        from groupwise.config.layers import make_recipe, nested  # they make recipes, and so know this class
 
-
-# What other libraries call a setting, for the hint only: an unknown key stays an error.
-KNOWN_ELSEWHERE = {
-    "lr": "optimizer.learning_rate",
-    "num_generations": "sampling.samples_per_prompt",
-    "num_samples_per_prompt": "sampling.samples_per_prompt",
-    "max_completion_length": "sampling.max_new_tokens",
-    "beta": "loss.kl_coef",
-    "epsilon": "loss.clip_low",
-    "epsilon_high": "loss.clip_high",
-    "loss_type": "loss.name",
-    "importance_sampling_level": "loss.ratio",
-    "scale_rewards": "advantages.scale",
-    "num_iterations": "train.iterations",
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "per_device_train_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.accumulation",
-    "bf16": "model.dtype",
-    "output_dir": "run.folder",
-    "save_steps": "run.checkpoint_every",
-    "eval_steps": "evaluate.every",
-}
-
-# The settings that a schedule may drive: read anew in every step. The rest (model, data, run, …) is fixed.
-SCHEDULED_SECTIONS = ("sampling", "advantages", "loss", "masks", "reference", "optimizer", "scoring")
-SCHEDULED_OF_TRAIN = ("batch_size", "accumulation", "iterations", "mini_batches", "refill", "self_check")
-NOT_SCHEDULED = {"sampling.max_rows", "optimizer.warmup_steps", "optimizer.final", "optimizer.beta1", "optimizer.beta2",
-                 "optimizer.eps", "scoring.timeout"}  # fmt: skip
-
-
-def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe in a TOML file, with dotted ``overrides`` on top."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}{_nearest_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} cannot be read: {error}") from error
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is no valid TOML: {error}") from error
-    return make_recipe(_merge(table, _nested(overrides or {})), where=str(path))
-
-
-def make_recipe(
-    table: Mapping[str, Any] | None = None, *, where: str = "the recipe", base: Mapping[str, Any] | None = None
-) -> Recipe:
-    """A recipe from nested tables such as TOML gives; ``base`` replaces the preset as the layer below."""
-    table = dict(table or {})
-    if base is None:
-        name = table.get("algorithm", Recipe.model_fields["algorithm"].default)
-        base = _nested(find_algorithm(name).settings)
-    try:
-        recipe = Recipe.model_validate(_merge(base, table))
-    except ValidationError as error:
-        raise ConfigError("; ".join(_sentence(where, fault) for fault in error.errors())) from error
-    _check(recipe, where)
-    return recipe
-
-
-def parse_override(name: str, text: str) -> Any:
-    """The value of ``--section.key TEXT``: TOML where it is that (a number, true, a list), else the text itself."""
-    if text.lower() in ("none", "null"):
-        return None
-    if text in ("True", "False"):
-        return text == "True"
-    try:
-        value: Any = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
-    kind = _kinds(_field(name))
-    if float in kind and int not in kind and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return text if str in kind and not isinstance(value, str) and kind <= {str, type(None)} else value
-
-
-def setting_names() -> Iterator[tuple[str, FieldInfo]]:
-    """Every dotted setting with its field, in the order of the sections."""
-    yield from _fields(Recipe, "")
-
-
-def scheduled_names(recipe: Recipe) -> dict[str, Any]:
-    """The settings that a schedule may drive, with their values; None where one is off."""
-    found: dict[str, Any] = {}
-    for name, field in setting_names():
-        section, _, key = name.partition(".")
-        allowed = section in SCHEDULED_SECTIONS or (section == "train" and key in SCHEDULED_OF_TRAIN)
-        if allowed and name not in NOT_SCHEDULED and _kinds(field) & {int, float}:
-            found[name] = recipe.get(name)
-    return found
-
-
-def resolve_scheduled(recipe: Recipe, name: str) -> str:
-    """The dotted name of a setting that a schedule drives, from a bare name (``temperature``) or the dotted one."""
-    known = scheduled_names(recipe)
-    matches = [full for full in known if name in (full, full.split(".")[-1])]
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise ConfigError(f"{name!r} could be {' or '.join(matches)}; write the one that is meant")
-    everything = {full for full, _ in setting_names()}
-    if any(name in (full, full.split(".")[-1]) for full in everything):
-        raise ConfigError(f"{name!r} is fixed for a run and cannot be scheduled (possible: {', '.join(known)})")
-    raise ConfigError(
-        f"unknown setting {name!r} in a schedule{_hint(name, [*known, *(k.split('.')[-1] for k in known)])}"
-    )
-
-
-def _check(recipe: Recipe, where: str) -> None:
-    """What concerns more than one setting."""
-    if recipe.loss.name not in LOSSES and ":" not in recipe.loss.name:
-        raise ConfigError(f"{where}: unknown loss {recipe.loss.name!r}{_hint(recipe.loss.name, LOSSES)} (allowed: "
-                          f"{', '.join(LOSSES)}, or module:object)")  # fmt: skip
-    if (
-        recipe.loss.name in LOSSES
-        and recipe.loss.ratio is not None
-        and recipe.loss.ratio not in LOSSES[recipe.loss.name].ratios
-    ):
-        raise ConfigError(
-            f"{where}: the loss {recipe.loss.name!r} has no {recipe.loss.ratio} ratio; leave loss.ratio out or use "
-            f"{LOSSES[recipe.loss.name].ratios[0]!r}"
-        )
-    if recipe.train.steps is None and recipe.train.epochs is None:
-        raise ConfigError(f"{where}: give train.steps or train.epochs; without either the run would have no end")
-    if recipe.sampling.min_new_tokens > recipe.sampling.max_new_tokens:
-        raise ConfigError(
-            f"{where}: sampling.min_new_tokens {recipe.sampling.min_new_tokens} is more than sampling.max_new_tokens "
-            f"{recipe.sampling.max_new_tokens}"
-        )
-    if (
-        recipe.sampling.samples_per_prompt == 1
-        and recipe.advantages.baseline != "none"
-        and recipe.advantages.grouping == "prompt"
-    ):
-        raise ConfigError(
-            f"{where}: sampling.samples_per_prompt is 1, so no answer has a sibling to be compared with and "
-            "nothing can be learned; use at least 2"
-        )
-    if recipe.masks.keep_sampling and not _filters(recipe):
-        raise ConfigError(
-            f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
-        )
-    prompts = recipe.train.batch_size * recipe.train.accumulation
-    if recipe.train.mini_batches > prompts:
-        raise ConfigError(
-            f"{where}: train.mini_batches {recipe.train.mini_batches} is more than the {prompts} prompts of a step "
-            "(train.batch_size × train.accumulation)"
-        )
-
-
-def _filters(recipe: Recipe) -> bool:
-    sampling = recipe.sampling
-    return bool(sampling.top_k) or sampling.top_p < 1 or bool(sampling.min_p)
-
-
-def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested tables."""
-    tables: dict[str, Any] = {}
-    for name, value in settings.items():
-        *sections, key = name.split(".")
-        table = tables
-        for section in sections:
-            table = table.setdefault(section, {})
-            if not isinstance(table, dict):
-                raise ConfigError(f"{name!r} cannot be set: {section!r} is not a section")
-        table[key] = value
-    return tables
-
-
-# Tables whose keys are the user's own: given anew they replace the old ones as a whole.
-WHOLE = {"chat_template_kwargs", "ramps"}
-
-
-def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and key not in WHOLE:
-            merged[key] = _merge(old, value)
-        else:
-            merged[key] = value
-    return merged
-
-
-def _sentence(where: str, fault: Any) -> str:
-    """One of pydantic's findings as a sentence that names the setting."""
-    place = [str(part) for part in fault["loc"]]
-    name = ".".join(place)
-    if fault["type"] == "extra_forbidden":
-        section = ".".join(place[:-1])
-        allowed = _keys_of(section)
-        elsewhere = [full for full, _ in setting_names() if full.split(".")[-1] == place[-1]]
-        elsewhere += [KNOWN_ELSEWHERE[place[-1]]] if place[-1] in KNOWN_ELSEWHERE else []
-        hint = f"; did you mean {elsewhere[0]!r}?" if elsewhere else _hint(place[-1], allowed)
-        there = f" (there are: {', '.join(allowed)})" if not hint else ""
-        return f"{where}: unknown {'key' if section else 'section or key'} {name!r}{hint}{there}"
-    if fault["type"] == "literal_error":
-        allowed = re.findall(r"'([^']*)'", fault["ctx"]["expected"])
-        given = fault["input"]
-        return f"{where}: {name} cannot be {given!r}{_hint(str(given), allowed)} (allowed: {', '.join(allowed)})"
-    if fault["type"] == "missing":
-        return f"{where}: {name} is missing"
-    message = fault["msg"].replace("Input should be", "it should be")
-    return f"{where}: {name} = {fault['input']!r} cannot be used, {message[0].lower() + message[1:]}"
-
-
-def _hint(given: str, allowed: Sequence[str] | Mapping[str, Any]) -> str:
-    nearest = difflib.get_close_matches(given, list(allowed), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
-
-
-def _nearest_file(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path()
-    nearest = difflib.get_close_matches(path.name, [found.name for found in folder.glob("*.toml")], n=1)
-    return f"; did you mean {folder / nearest[0]}?" if nearest else ""
-
-
-def _keys_of(section: str) -> list[str]:
-    model: Any = Recipe
-    for part in section.split(".") if section else []:
-        if part.isdigit():
-            continue
-        model = _inner(model.model_fields[part]) or model
-    return list(model.model_fields)
-
-
-def _inner(field: FieldInfo) -> type[Section] | None:
-    """The section that a field holds, also inside ``X | None`` and ``list[X]``."""
-    waiting = [field.annotation]
-    while waiting:
-        kind = waiting.pop()
-        if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, Section):
-            return kind
-        waiting += list(get_args(kind))
-    return None
-
-
-def _fields(model: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for key, field in model.model_fields.items():
-        inner = _inner(field)
-        if inner is not None and key != "rewards":
-            yield from _fields(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", field
-
-
-def _field(name: str) -> FieldInfo:
-    known = dict(setting_names())
-    if name not in known:
-        last = {full.split(".")[-1]: full for full in known}
-        last |= KNOWN_ELSEWHERE
-        key = name.split(".")[-1]
-        hint = f"; did you mean {last[key]!r}?" if key in last else _hint(name, [*known])
-        if not hint and (near := difflib.get_close_matches(name.split(".")[-1], list(last), n=1)):
-            hint = f"; did you mean {last[near[0]]!r}?"
-        raise ConfigError(f"unknown setting --{name}{hint} (`groupwise train --help` lists all)")
-    return known[name]
-
-
-def _kinds(field: FieldInfo) -> set[Any]:
-    """The plain types that a setting may have."""
-    found: set[Any] = set()
-    waiting: list[Any] = [field.annotation]
-    while waiting:
-        kind = waiting.pop()
-        arguments = get_args(kind)
-        if get_origin(kind) is Literal:
-            found.update(type(choice) for choice in arguments)
-        elif get_origin(kind) in (Union, Annotated) or isinstance(kind, type(int | None)):
-            waiting += [argument for argument in arguments if isinstance(argument, type) or get_origin(argument)]
-        elif isinstance(kind, type):
-            found.add(get_origin(kind) or kind)
-    return found
+        return make_recipe(nested(values), base=self.model_dump())
 
 
 def _fill(model: type[Section], **lists: Sequence[str]) -> None:

@@ -1,0 +1,368 @@
+"""A whole GRPO step, groupwise's trainer beside TRL's: the same model, prompts, settings and token counts.
+
+Usage::
+
+    python benchmarks/step.py --against trl            # the GPU's work where there is one, else the CPU's
+    python benchmarks/step.py                          # groupwise alone
+    python benchmarks/step.py --against trl --micro 16 # TRL with micro-batches of 16 answers
+
+Every answer has its full length, the loss is DAPO's, there is no KL and no gradient checkpointing. Each side runs in a
+process of its own, one after the other in one call, so that its peak memory is its own; the first steps, which compile
+and capture, do not count. Beforehand both compute loss and gradient of the same samples, in float32: they must agree.
+Read the ratios: the machines are shared and noisy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import arguments, fill, load, median
+
+LEARNING_RATE = 1e-6
+LETTERS = "abcdefghijklmnopqrstuvwxyz     "
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Something that differs from answer to answer and costs nothing."""
+    return [sum(ids) % 101 / 100 for ids in completion_ids]
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--against", choices=("trl",), help="the peer to run beside groupwise")
+    parser.add_argument("--micro", type=int, help="TRL's micro-batch in answers (default: 32 on a GPU, 8 on a CPU)")
+    parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--side", choices=("groupwise", "trl", "agreement"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    fill(args)
+    args.micro = args.micro or (32 if args.device == "cuda" else 8)
+    if args.side:
+        print("RESULT " + json.dumps(SIDES[args.side](args)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        args.folder = Path(folder)
+        save_model(args)
+        print(describe(args), flush=True)
+        if args.against:
+            report_agreement(in_own_process(args, "agreement"))
+        report(
+            args, {side: in_own_process(args, side) for side in ("groupwise", *([args.against] * bool(args.against)))}
+        )
+
+
+def save_model(args: argparse.Namespace) -> None:
+    """One folder for both sides: the model, with a tokenizer whose tokens are bytes, so that lengths are exact."""
+    from groupwise.model.tiny import tiny_tokenizer
+
+    model = load(args)
+    model.generation_config.eos_token_id = 258
+    model.config.eos_token_id, model.config.pad_token_id = 258, 256
+    model.save_pretrained(args.folder / "model")
+    tiny_tokenizer().save_pretrained(args.folder / "model")
+    args.model = str(args.folder / "model")
+
+
+def rows(args: argparse.Namespace) -> list[dict[str, str]]:
+    """Prompts of about the length asked for, a few tokens more or less."""
+    draw = torch.Generator().manual_seed(1)
+    found = []
+    for number in range(args.prompts):
+        length = args.prompt_tokens - args.prompts // 2 + number
+        letters = torch.randint(len(LETTERS), (max(1, length),), generator=draw).tolist()
+        found.append({"prompt": "".join(LETTERS[letter] for letter in letters)})
+    return found
+
+
+def describe(args: argparse.Namespace) -> str:
+    where = torch.cuda.get_device_name() if args.device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return (
+        f"{args.prompts} prompts of about {args.prompt_tokens} tokens × {args.samples} samples × {args.new_tokens} "
+        f"tokens, top-k {args.top_k}, on {where}, torch {torch.__version__}"
+    )
+
+
+def in_own_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--side", side, "--folder", str(args.folder), "--model", args.model]
+    for name in ("device", "prompts", "prompt_tokens", "samples", "new_tokens", "repeat", "micro", "top_k"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    command += ["--dtype", args.dtype] if args.dtype else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if done.returncode or not lines:
+        raise SystemExit(f"{side} failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
+    return dict(json.loads(lines[-1].removeprefix("RESULT ")))
+
+
+# --- the two sides ---------------------------------------------------------------------------------------------------
+
+
+def recipe_of(args: argparse.Namespace, steps: int) -> Any:
+    from groupwise.config import make_recipe
+
+    return make_recipe(
+        {
+            "model": {
+                "source": args.model,
+                "device": args.device,
+                "dtype": args.dtype or "auto",
+                "gradient_checkpointing": False,
+            },
+            "data": {"chat": False, "max_prompt_length": None},
+            "sampling": {
+                "samples_per_prompt": args.samples,
+                "max_new_tokens": args.new_tokens,
+                "min_new_tokens": args.new_tokens,
+                "top_k": args.top_k or None,
+            },
+            "optimizer": {"learning_rate": LEARNING_RATE},
+            "train": {"steps": steps, "batch_size": args.prompts, "accumulation": 1},
+            "run": {"checkpoint_every": 0, "rollouts": False, "tensorboard": False, "picture": False},
+        }
+    )
+
+
+def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
+    from groupwise.tasks.base import Task
+    from groupwise.train.trainer import Trainer
+
+    warm = 3 if args.device == "cuda" else 1
+    recipe = recipe_of(args, warm + args.repeat)
+    task = Task("benchmark", rows(args))
+    seen: list[dict[str, float]] = []
+    with Trainer(recipe, task=task, rewards=[reward], folder=args.folder / "run") as trainer:
+        start_counting(args)
+        for report_ in trainer.steps():
+            seen.append(report_.metrics)
+            if len(seen) == warm + args.repeat:
+                break
+    counted = seen[warm:]
+    tokens = args.prompts * args.samples * args.new_tokens
+    if any(step["completions/mean_length"] != args.new_tokens for step in counted):
+        raise SystemExit("groupwise stopped early; the comparison would not be fair")
+    return {
+        "step": median([step["step_time"] for step in counted]),
+        "generation": median([step["time/generate"] for step in counted]),
+        "training": median([step["time/train"] for step in counted]),
+        "peak": peak(args),
+        "tokens": tokens,
+    }
+
+
+def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    warm = 1
+    times: dict[str, list[float]] = {"step": [], "generation": []}
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            synchronize(args)
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            synchronize(args)
+            times["step"].append(time.perf_counter() - self.start)
+
+    trainer = make_trl(args, warm + args.repeat, [Watch()])
+    generate = trainer._generate
+
+    def timed(*given: Any, **named: Any) -> Any:
+        synchronize(args)
+        start = time.perf_counter()
+        found = generate(*given, **named)
+        synchronize(args)
+        times["generation"].append(time.perf_counter() - start)
+        return found
+
+    trainer._generate = timed
+    start_counting(args)
+    trainer.train()
+    lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "reward" in entry]
+    if any(length != args.new_tokens for length in lengths):
+        raise SystemExit(f"TRL stopped early ({lengths}); the comparison would not be fair")
+    step, generation = median(times["step"][warm:]), median(times["generation"][warm:])
+    return {
+        "step": step,
+        "generation": generation,
+        "training": step - generation,
+        "peak": peak(args),
+        "tokens": args.prompts * args.samples * args.new_tokens,
+    }
+
+
+def make_trl(args: argparse.Namespace, steps: int, callbacks: list[Any], dtype: torch.dtype | None = None) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    from groupwise.model.device import resolve_device, resolve_dtype
+
+    answers = args.prompts * args.samples
+    micro = min(args.micro, answers)
+    dtype = dtype or resolve_dtype(args.dtype or "auto", resolve_device(args.device))
+    config = GRPOConfig(
+        output_dir=str(args.folder / "trl"),
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=answers // micro,
+        num_generations=args.samples,
+        max_completion_length=args.new_tokens,
+        temperature=1.0,
+        top_k=args.top_k or 0,
+        top_p=1.0,
+        generation_kwargs={"min_new_tokens": args.new_tokens},
+        loss_type="dapo",
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        gradient_checkpointing=False,
+        bf16=dtype == torch.bfloat16,
+        use_cpu=args.device == "cpu",
+        shuffle_dataset=False,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
+            reward_funcs=reward,
+            args=config,
+            train_dataset=Dataset.from_list(rows(args)),
+            processing_class=AutoTokenizer.from_pretrained(args.model),
+            callbacks=callbacks,
+        )
+
+
+def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
+    """Loss and gradient of the same samples by both, in float32, on a smaller batch."""
+    from groupwise.core import group_advantages
+    from groupwise.core.losses import LOSSES
+    from groupwise.data import Prompt
+    from groupwise.generate import Engine, Sampling
+    from groupwise.model import MasterWeights, load_model, prepare
+    from groupwise.train.batch import Batch, Comparison
+    from groupwise.train.setup import make_optimizer
+    from groupwise.train.step import Updater, plan_work
+
+    args.prompts, args.samples, args.new_tokens, args.dtype = 2, 4, min(32, args.new_tokens), "float32"
+    torch.backends.cuda.matmul.allow_tf32 = False
+    texts = [row["prompt"] for row in rows(args)]
+    prompts = [tuple(text.encode()) for text in texts]
+    model = load_model(args.model, device=args.device, dtype="float32")
+    prepared = prepare(model, compile=False)
+    rollout = Engine(prepared).generate(
+        prompts,
+        args.samples,
+        Sampling(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, top_k=args.top_k),
+    )
+    ids = [row.clone() for row in rollout.ids]
+    rewards = torch.tensor(reward([row.tolist() for row in ids]), dtype=torch.float64)
+    advantages = group_advantages(rewards, args.samples).float()
+    recipe = recipe_of(args, 1)
+    batch = Batch(
+        rows=rows(args), row_numbers=[0, 1], prompts=[Prompt(p, t, None) for p, t in zip(prompts, texts, strict=True)],
+        samples=args.samples, ids=ids, texts=[""] * len(ids), stop_reasons=["length"] * len(ids),
+        sampler_logps=list(rollout.logps), kept=None, rewards=rewards[:, None],
+        dropped=torch.zeros(len(ids), dtype=torch.bool),
+    )  # fmt: skip
+    none = torch.zeros(len(ids), dtype=torch.bool)
+    comparison = Comparison(rewards, batch.prompt_of, advantages, {}, none)
+    masters = MasterWeights(model)
+    updater = Updater(prepared, masters, make_optimizer(recipe, model, masters), None, 10**6, LOSSES["dapo"])
+    found = updater._gradient(plan_work(batch, comparison, [0, 1], recipe), recipe, False, False)
+    ours = {name: master.grad.clone() for name, master in masters.named_parameters()}
+    masters.close()
+
+    trainer = make_trl(args, 1, [], torch.float32)
+    peer = trainer.model
+    device = next(peer.parameters()).device
+    width = max(map(len, prompts))
+    padded = torch.tensor([[256] * (width - len(p)) + list(p) for p in prompts]).repeat_interleave(args.samples, 0)
+    seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(args.samples, 0)
+    inputs = {
+        "prompt_ids": padded, "prompt_mask": seen, "completion_ids": torch.stack(ids),
+        "completion_mask": torch.ones(len(ids), args.new_tokens, dtype=torch.long), "advantages": advantages,
+        "num_items_in_batch": torch.tensor(len(ids) * args.new_tokens),
+    }  # fmt: skip
+    # Outside its loop TRL divides by the accumulation that is under way, of which there is none here.
+    trainer.current_gradient_accumulation_steps = 1
+    loss = trainer._compute_loss(peer.train(), {name: value.to(device) for name, value in inputs.items()})
+    loss.backward()
+    theirs = {name: parameter.grad for name, parameter in peer.named_parameters() if parameter.grad is not None}
+    if ours.keys() != theirs.keys():
+        raise SystemExit(f"the two models have other weights: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+    difference = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours) ** 0.5
+    size = sum(float(gradient.double().square().sum()) for gradient in theirs.values()) ** 0.5
+    return {
+        "ours": float(sum(found.values.values())),
+        "theirs": float(loss.detach()),
+        "gradient": difference / size,
+        "size": size,
+    }
+
+
+SIDES = {"groupwise": run_groupwise, "trl": run_trl, "agreement": run_agreement}
+
+
+# --- measuring and saying --------------------------------------------------------------------------------------------
+
+
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def start_counting(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+
+
+def peak(args: argparse.Namespace) -> float:
+    """GiB: the GPU allocator's peak, or this process's."""
+    if args.device == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def report_agreement(found: dict[str, float]) -> None:
+    print(
+        f"on the same samples, float32: loss {found['ours']:.3e} and {found['theirs']:.3e}; the gradients differ by "
+        f"{found['gradient']:.1e} of their norm {found['size']:.3g}",
+        flush=True,
+    )
+    if found["gradient"] > 1e-3:
+        raise SystemExit("loss and gradient do not agree; the comparison would mean nothing")
+
+
+def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
+    print(f"\n{'':12}{'step':>9}{'generation':>12}{'training':>10}{'peak GiB':>10}{'tokens/s':>10}")
+    for side, found in results.items():
+        print(
+            f"{side:12}{found['step']:8.2f}s{found['generation']:11.2f}s{found['training']:9.2f}s{found['peak']:10.1f}"
+            f"{found['tokens'] / found['step']:10,.0f}"
+        )
+    if args.against:
+        ours, theirs = results["groupwise"], results[args.against]
+        ratios = {name: theirs[name] / ours[name] for name in ("step", "generation", "training", "peak")}
+        print(
+            f"{'ratio':12}{ratios['step']:8.2f}×{ratios['generation']:11.2f}×{ratios['training']:9.2f}×"
+            f"{ratios['peak']:9.2f}×"
+        )
+
+
+if __name__ == "__main__":
+    main()

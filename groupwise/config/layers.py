@@ -1,0 +1,250 @@
+"""From files and overrides to a recipe: preset below file below command line, key by key; a sentence for each fault."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from groupwise.algorithms import find_algorithm
+from groupwise.config.fields import choices_of, expected_of, field_at, hint, inner_of, kinds_of, remedy_for
+from groupwise.config.names import elsewhere, find_field, section_names
+from groupwise.config.sections import Recipe
+from groupwise.core.losses import LOSSES
+from groupwise.errors import ConfigError
+
+
+def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
+    """The recipe in a TOML file, or a run's ``recipe.json``, with dotted ``overrides`` on top.
+
+    The latter holds every setting, so no preset lies beneath it; for the same reason its algorithm stays what it is.
+    """
+    path, overrides = Path(path), dict(overrides or {})
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no recipe {path}{_nearest_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the recipe {path} cannot be read: {error}") from error
+    if path.suffix.lower() != ".json":
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path} is no valid TOML: {error}") from error
+        return make_recipe(table, where=str(path), overrides=overrides)
+    try:
+        table = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{path} is no valid JSON: {error.msg} (at line {error.lineno}, column {error.colno})"
+        ) from error
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path} is no recipe: a run's recipe.json is one object, with a section for each key")
+    kept = table.get("algorithm", overrides.get("algorithm"))
+    if overrides.get("algorithm", kept) != kept:
+        raise ConfigError(
+            f"{path} holds every setting of a run of {kept!r}, so the preset {overrides['algorithm']!r} beneath them "
+            "would change nothing; change the algorithm in the recipe that the run was made from"
+        )
+    return make_recipe(table, where=str(path), base={}, overrides=overrides)
+
+
+def make_recipe(
+    table: Mapping[str, Any] | None = None,
+    *,
+    where: str = "the recipe",
+    base: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Recipe:
+    """A recipe from nested tables such as TOML gives, with dotted ``overrides``; ``base`` replaces the preset below."""
+    overrides = overrides or {}
+    table = _merge(table or {}, nested(overrides))
+    if base is None:
+        name = table.get("algorithm", Recipe.model_fields["algorithm"].default)
+        try:
+            base = nested(find_algorithm(name).settings)
+        except ConfigError as error:
+            raise ConfigError(f"{_giver(['algorithm'], where, overrides)}: {error}") from None
+    merged = _merge(base, table)
+    try:
+        recipe = Recipe.model_validate(merged)
+    except ValidationError as error:
+        faults = dict.fromkeys(_sentence(fault, merged, where, overrides) for fault in error.errors())
+        raise ConfigError("; ".join(faults)) from error
+    _check(recipe, where)
+    return recipe
+
+
+def parse_override(name: str, text: str) -> Any:
+    """The value of ``--section.key TEXT``: TOML where it is that (a number, true, a list), else the text itself."""
+    if text.lower() in ("none", "null") and name in section_names():
+        return None  # a section that may be left out, as in --model.lora none
+    field = find_field(name)
+    kinds = kinds_of(field)
+    if text in choices_of(field):
+        return text  # "none" is a choice of its own in advantages.scale
+    if text.lower() in ("none", "null"):
+        return None
+    if text in ("True", "False") and bool in kinds:
+        return text == "True"
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return _number_or_text(text, kinds)
+    value: Any = parsed["value"] if len(parsed) == 1 else text
+    if float in kinds and int not in kinds and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    return text if kinds <= {str, type(None)} and not isinstance(value, str) else value
+
+
+def _number_or_text(text: str, kinds: Collection[Any]) -> Any:
+    """Python reads numbers that TOML does not, such as .5 and 007."""
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                continue
+    return text
+
+
+def _check(recipe: Recipe, where: str) -> None:
+    """What concerns more than one setting."""
+    if recipe.loss.name not in LOSSES and ":" not in recipe.loss.name:
+        raise ConfigError(f"{where}: unknown loss {recipe.loss.name!r}{hint(recipe.loss.name, LOSSES)} (allowed: "
+                          f"{', '.join(LOSSES)}, or module:object)")  # fmt: skip
+    if (
+        recipe.loss.name in LOSSES
+        and recipe.loss.ratio is not None
+        and recipe.loss.ratio not in LOSSES[recipe.loss.name].ratios
+    ):
+        raise ConfigError(
+            f"{where}: the loss {recipe.loss.name!r} has no {recipe.loss.ratio} ratio; leave loss.ratio out or use "
+            f"{LOSSES[recipe.loss.name].ratios[0]!r}"
+        )
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        raise ConfigError(f"{where}: give train.steps or train.epochs; without either the run would have no end")
+    if recipe.sampling.min_new_tokens > recipe.sampling.max_new_tokens:
+        raise ConfigError(
+            f"{where}: sampling.min_new_tokens {recipe.sampling.min_new_tokens} is more than sampling.max_new_tokens "
+            f"{recipe.sampling.max_new_tokens}"
+        )
+    if (
+        recipe.sampling.samples_per_prompt == 1
+        and recipe.advantages.baseline != "none"
+        and recipe.advantages.grouping == "prompt"
+    ):
+        raise ConfigError(
+            f"{where}: sampling.samples_per_prompt is 1, so no answer has a sibling to be compared with and "
+            "nothing can be learned; use at least 2"
+        )
+    if recipe.masks.keep_sampling and not _filters(recipe):
+        raise ConfigError(
+            f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
+        )
+    prompts = recipe.train.batch_size * recipe.train.accumulation
+    if recipe.train.mini_batches > prompts:
+        raise ConfigError(
+            f"{where}: train.mini_batches {recipe.train.mini_batches} is more than the {prompts} prompts of a step "
+            "(train.batch_size × train.accumulation)"
+        )
+
+
+def _filters(recipe: Recipe) -> bool:
+    sampling = recipe.sampling
+    return bool(sampling.top_k) or sampling.top_p < 1 or bool(sampling.min_p)
+
+
+def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested tables."""
+    tables: dict[str, Any] = {}
+    for name, value in settings.items():
+        *sections, key = name.split(".")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{name!r} cannot be set: {section!r} is not a section")
+        table[key] = value
+    return tables
+
+
+# Tables whose keys are the user's own: given anew they replace the old ones as a whole.
+WHOLE = {"chat_template_kwargs", "ramps"}
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and key not in WHOLE:
+            merged[key] = _merge(old, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _sentence(fault: Any, merged: Mapping[str, Any], where: str, overrides: Collection[str]) -> str:
+    """One of pydantic's findings as a sentence that names the setting, what it is and what it should be."""
+    place = [str(part) for part in fault["loc"]]
+    if fault["type"] == "extra_forbidden":
+        allowed = _keys_of(place[:-1])
+        near = elsewhere(place[-1]) or hint(place[-1], allowed)
+        there = f" (there are: {', '.join(allowed)})" if not near else ""
+        in_list = len(place) > 1 and place[1].isdigit()
+        what = "key" if len(place) > 1 else "section or key"
+        name = f"{place[-1]!r} in {_shown(place[:-1])}" if in_list else repr(_shown(place))
+        return f"{_giver(place, where, overrides)}: unknown {what} {name}{near}{there}"
+    path, field = field_at(Recipe, place)
+    name, given = _shown(path), _value_at(merged, path)
+    giver = _giver(path, where, overrides)
+    start = f"{giver}: {name}"
+    if fault["type"] == "missing":
+        return f"{giver}: {_shown(path[:-1])} has no {path[-1]!r}"
+    if fault["type"] == "literal_error" and field is not None:
+        allowed = list(choices_of(field))
+        return f"{start} cannot be {given!r}{hint(str(given), allowed)} (allowed: {', '.join(allowed)})"
+    if field is None:
+        return f"{start} = {given!r} cannot be used; it should be a section, written [{name}]"
+    expected = expected_of(path[-1], field) + remedy_for(given, field)
+    return f"{start} = {given!r} cannot be used; it should be {expected}"
+
+
+def _shown(path: Sequence[str]) -> str:
+    """The dotted name of a setting; an entry of a list is counted from 1."""
+    if len(path) > 1 and path[1].isdigit():
+        return f"[[{path[0]}]] number {int(path[1]) + 1}{''.join(f', {key}' for key in path[2:])}"
+    return ".".join(path)
+
+
+def _giver(path: Sequence[str], where: str, overrides: Collection[str]) -> str:
+    """Who gave a setting: the command line or the file."""
+    return "on the command line" if ".".join(path) in overrides else where
+
+
+def _value_at(table: Any, path: Sequence[str]) -> Any:
+    for part in path:
+        if isinstance(table, list):
+            table = table[int(part)]
+        elif isinstance(table, Mapping):
+            table = table.get(part)
+    return table
+
+
+def _nearest_file(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else Path()
+    nearest = difflib.get_close_matches(path.name, [found.name for found in folder.glob("*.toml")], n=1)
+    return f"; did you mean {folder / nearest[0]}?" if nearest else ""
+
+
+def _keys_of(place: Sequence[str]) -> list[str]:
+    model: Any = Recipe
+    for part in place:
+        if not part.isdigit():
+            model = inner_of(model.model_fields[part])
+    return list(model.model_fields)

@@ -1,0 +1,161 @@
+"""The task of one's own: which rows it reads, and from where. And how a recipe's task is found at all."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from groupwise.config import make_recipe
+from groupwise.errors import ConfigError, DataError
+from groupwise.tasks import TASKS, Task, load_task
+from groupwise.tasks import rows as rows_module
+from groupwise.tasks.rows import locate, read_both, rows_task
+
+
+def write(path, *prompts):
+    path.write_text("".join(json.dumps({"prompt": prompt, "n": n}) + "\n" for n, prompt in enumerate(prompts)))
+    return path
+
+
+def recipe_of(**data):
+    return make_recipe({"data": data})
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A working directory that is not the recipe's."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_rows_as_they_are(tmp_path):
+    write(tmp_path / "a.jsonl", "one", "two")
+    write(tmp_path / "b.jsonl", "three")
+    task = rows_task(recipe_of(train=str(tmp_path / "a.jsonl"), held_out=str(tmp_path / "b.jsonl")))
+    assert task.name == "rows"
+    assert task.train == [{"prompt": "one", "n": 0}, {"prompt": "two", "n": 1}]
+    assert task.held_out == [{"prompt": "three", "n": 0}]
+    assert task.train[1].where == "a.jsonl, line 2"
+    assert (task.rewards, task.grades, task.metric) == ((), {}, None)
+
+
+def test_nothing_is_held_out_unless_it_is_named(tmp_path):
+    path = write(tmp_path / "a.jsonl", "one", "two", "three")
+    assert read_both(recipe_of(train=str(path)), None)[1] == []
+    train, held_out = read_both(recipe_of(train=str(path), held_out=str(path), train_rows=2, held_out_rows=1), None)
+    assert [row["n"] for row in train] == [0, 1]
+    assert [row["n"] for row in held_out] == [0]
+
+
+def test_files_beside_the_recipe(tmp_path, elsewhere):
+    write(tmp_path / "a.jsonl", "beside the recipe")
+    recipe = recipe_of(train="a.jsonl", held_out="a.jsonl")
+    train, held_out = read_both(recipe, tmp_path)
+    assert train[0]["prompt"] == held_out[0]["prompt"] == "beside the recipe"
+    write(elsewhere / "a.jsonl", "here")  # what lies here comes first
+    assert read_both(recipe, tmp_path)[0][0]["prompt"] == "here"
+    assert locate("a.jsonl", tmp_path) == "a.jsonl"
+    (elsewhere / "a.jsonl").unlink()
+    assert locate("a.jsonl", tmp_path) == str(tmp_path / "a.jsonl")
+    assert locate("a.jsonl", None) == "a.jsonl"
+    assert locate("owner/name", tmp_path) == "owner/name"
+    with pytest.raises(DataError, match=rf"there is no file or folder 'b.jsonl' in {re.escape(str(elsewhere))}"):
+        read_both(recipe_of(train="b.jsonl"), tmp_path)
+
+
+def test_a_recipe_without_rows():
+    with pytest.raises(ConfigError, match=r"the task 'rows' needs rows: set data.train to a .jsonl, .json, .parquet"):
+        load_task(make_recipe())
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What `read_rows` is asked for, without a hub."""
+    calls = []
+
+    def read(source, **options):
+        calls.append((source, options))
+        return [{"prompt": source}]
+
+    monkeypatch.setattr(rows_module, "read_rows", read)
+    return calls
+
+
+def test_splits_of_a_hub_data_set(asked):
+    recipe = recipe_of(train="a/b", subset="main", train_split="train", held_out_split="test", train_rows=5)
+    train, held_out = read_both(recipe, None)
+    assert asked == [
+        ("a/b", {"split": "train", "subset": "main", "limit": 5}),
+        ("a/b", {"split": "test", "subset": "main", "limit": None}),
+    ]
+    assert (train, held_out) == ([{"prompt": "a/b"}], [{"prompt": "a/b"}])
+
+
+def test_another_data_set_may_be_held_out(asked):
+    read_both(recipe_of(train="a/b", held_out="c/d", held_out_split="test", held_out_rows=3), None)
+    assert asked == [
+        ("a/b", {"split": None, "subset": None, "limit": None}),
+        ("c/d", {"split": "test", "subset": None, "limit": 3}),
+    ]
+
+
+@pytest.mark.parametrize("file", ["train", "held_out"])
+def test_a_subset_does_not_concern_a_file(asked, tmp_path, file):
+    path = str(write(tmp_path / "a.jsonl", "one"))
+    other = "held_out" if file == "train" else "train"
+    read_both(recipe_of(**{file: path, other: "a/b", "subset": "main"}), None)
+    assert {source: options["subset"] for source, options in asked} == {path: None, "a/b": "main"}
+
+
+def test_a_subset_of_files_is_refused(tmp_path):
+    path = str(write(tmp_path / "a.jsonl", "one"))
+    for data in ({"train": path}, {"train": path, "held_out": path}):
+        with pytest.raises(DataError, match="subset='main' chooses among the parts of a data set on the hub"):
+            read_both(recipe_of(**data, subset="main"), None)
+    with pytest.raises(DataError, match="split='test' chooses among the parts of a data set on the hub"):
+        read_both(recipe_of(train=path, held_out_split="test"), None)
+
+
+# --- how a task is found ---------------------------------------------------------------------------------------------
+
+
+def test_a_misspelt_task():
+    with pytest.raises(
+        ConfigError, match=r"unknown task 'gms8k'; did you mean 'gsm8k'\? \(allowed: 'rows', 'quiz', 'g"
+    ):
+        load_task(make_recipe({"task": "gms8k"}))
+    assert set(TASKS) == {"rows", "quiz", "gsm8k"}
+
+
+def test_a_task_of_ones_own(tmp_path, elsewhere):
+    (tmp_path / "mine.py").write_text(
+        "from groupwise.tasks import Task\n"
+        "def make(recipe):\n    return Task('mine', [{'prompt': recipe.model.source}])\n"
+        "def wrong(recipe):\n    return []\n"
+    )
+    task = load_task(make_recipe({"task": "mine.py:make"}), base=tmp_path)
+    assert (task.name, task.train) == ("mine", [{"prompt": "tiny"}])
+    with pytest.raises(ConfigError, match=r"the task 'mine.py:wrong' returned list, not a groupwise.tasks.Task"):
+        load_task(make_recipe({"task": "mine.py:wrong"}), base=tmp_path)
+    with pytest.raises(ConfigError, match=r"task 'mine.py:maek': there is no 'maek' in mine.py; did you mean 'make'\?"):
+        load_task(make_recipe({"task": "mine.py:maek"}), base=tmp_path)
+
+
+def test_the_quiz_is_found_by_name():
+    task = load_task(make_recipe({"task": "quiz", "data": {"train_rows": 8, "held_out_rows": 4}}))
+    assert (task.name, len(task.train), len(task.held_out)) == ("quiz", 8, 4)
+
+
+def test_the_metric_must_be_one_of_the_grades():
+    grades = {"accuracy": lambda row, answer: True}
+    with pytest.raises(
+        ConfigError, match=r"the task 'x' is judged by 'acuracy', which is none of its grades \(accuracy"
+    ):
+        Task("x", [], grades=grades, metric="acuracy")
+    with pytest.raises(ConfigError, match="the task 'x' is judged by None"):
+        Task("x", [], grades=grades)
+    assert Task("x", [], grades=grades, metric="accuracy").metric == "accuracy"

@@ -1,0 +1,363 @@
+"""The outside of a run: whose folder it is, what is exported, and what is said about it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import groupwise
+from groupwise.config import make_recipe
+from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.rundir import RunDir, read_json, verify_manifest, write_bytes
+from groupwise.tasks import Task
+from groupwise.train import output
+from groupwise.train.output import differences, open_run, versions
+from groupwise.train.trainer import Trainer
+from tests.train.runs import ROWS, go, merged, metrics_of, small_trainer
+
+QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
+LORA = {"model": {"lora": {"rank": 4}}, "optimizer": {"learning_rate": 1e-2}}
+
+
+def graded_trainer(folder, changes, rights, **options) -> Trainer:
+    """A run whose held-out metric is what ``rights`` says for each step: so many of three answers are right."""
+    found: list[Trainer] = []
+
+    def grade(row, answer):
+        return ROWS.index(row) < rights[min(found[0].step, len(rights) - 1)]
+
+    task = Task("graded", ROWS, ROWS[:3], grades={"right": grade}, metric="right")
+    found.append(small_trainer(folder, merged(QUICK, changes), task=task, **options))
+    return found[0]
+
+
+def logits_of(model) -> torch.Tensor:
+    ids = torch.tensor([[72, 101, 108, 108, 111, 32, 53, 58]])
+    with torch.no_grad():
+        return model.eval()(input_ids=ids).logits
+
+
+# --- whose folder it is ----------------------------------------------------------------------------------------------
+
+
+def test_an_existing_run_is_not_written_over(tmp_path):
+    folder = tmp_path / "run"
+    go(small_trainer(folder, QUICK), 1)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(RunDirError, match=r"run already holds a run: resume it, or choose another folder"):
+        small_trainer(folder, QUICK)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    go(small_trainer(folder, QUICK, {"evaluate": {"first": False}}, overwrite=True), 1)
+    assert [row["step"] for row in metrics_of(folder)] == [1]
+
+
+def test_overwriting_begins_anew(tmp_path):
+    with open_run(make_recipe(), tmp_path / "run", resume=False, overwrite=False) as run:
+        run.metrics.record(5, {"x": 1})
+        (run.path / "checkpoint-5").mkdir()
+    with open_run(make_recipe(), tmp_path / "run", resume=False, overwrite=True) as run:
+        assert run.metrics.last_step is None
+        assert not (run.path / "checkpoint-5").exists()
+
+
+def test_only_a_run_is_ever_deleted(tmp_path):
+    place = tmp_path / "thesis"
+    place.mkdir()
+    (place / "chapter.tex").write_text("years of work")
+    for overwrite in (True, False):
+        with pytest.raises(RunDirError, match="thesis is not empty and holds no run; choose a new folder"):
+            open_run(make_recipe(), place, resume=False, overwrite=overwrite)
+    assert (place / "chapter.tex").read_text() == "years of work"
+    with pytest.raises(RunDirError, match=r"chapter\.tex is a file, not a folder; choose another place for the run"):
+        open_run(make_recipe(), place / "chapter.tex", resume=False, overwrite=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    open_run(make_recipe(), empty, resume=False, overwrite=True).close()
+
+
+def test_nothing_to_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunDirError, match=r"nowhere holds no run \(there is no run\.json in it\): nothing to resume"):
+        open_run(make_recipe(), "nowhere", resume=True, overwrite=False)
+    sentence = r"there is no run called 'quiz' below runs/ to resume; name its folder with --run\.folder"
+    with pytest.raises(RunDirError, match=sentence):
+        open_run(make_recipe({"task": "quiz"}), None, resume=True, overwrite=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_in_use(tmp_path):
+    with RunDir.create(tmp_path / "run"):
+        for options in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
+            with pytest.raises(RunDirError, match=r"run is in use by process .*: wait for it, stop it, or choose"):
+                open_run(make_recipe(), tmp_path / "run", **options)
+    assert (tmp_path / "run" / "run.json").exists()
+
+
+def test_a_name_of_its_own(tmp_path, monkeypatch):
+    """Without a folder each run gets a new one below runs/, and the newest of that name is resumed."""
+    monkeypatch.chdir(tmp_path)
+    paths = []
+    for _ in range(3):
+        with open_run(make_recipe({"task": "quiz"}), None, resume=False, overwrite=False) as run:
+            paths.append(run.path)
+    assert len(set(paths)) == 3
+    assert all(re.fullmatch(r"runs/\d{8}-\d{6}-quiz(-\d)?", str(path)) for path in paths)
+    with open_run(make_recipe({"task": "mine:task"}), None, resume=False, overwrite=False) as run:
+        assert run.path.name.endswith("-run")
+    with open_run(make_recipe({"task": "quiz", "run": {"name": "first"}}), None, resume=False, overwrite=False) as run:
+        assert run.path.name.endswith("-first")
+    with open_run(make_recipe({"task": "quiz"}), None, resume=True, overwrite=False) as run:
+        assert run.path == sorted(paths)[-1]
+    with pytest.raises(InputError, match=r"a run's name may hold letters, digits, '\.', '_' and '-', got 'a/b'"):
+        open_run(make_recipe({"run": {"name": "a/b"}}), None, resume=False, overwrite=False)
+
+
+def test_the_folder_of_the_recipe(tmp_path):
+    recipe = make_recipe({"run": {"folder": str(tmp_path / "there")}})
+    open_run(recipe, None, resume=False, overwrite=False).close()
+    assert (tmp_path / "there" / "run.json").exists()
+    open_run(recipe, tmp_path / "here", resume=False, overwrite=False).close()
+    assert (tmp_path / "here" / "run.json").exists()
+
+
+# --- what is kept beside ---------------------------------------------------------------------------------------------
+
+
+def test_differences():
+    before = {"a": 1, "b": {"c": 2, "d": {"e": [1]}}, "gone": True, "run": {"folder": "x", "keep": 1}}
+    after = {"a": 1, "b": {"c": 3, "d": {"e": [1, 2]}}, "new": None, "more": 1, "run": {"folder": "y", "keep": 2}}
+    assert differences(before, after) == [
+        ("b.c", 2, 3),
+        ("b.d.e", [1], [1, 2]),
+        ("gone", True, None),
+        ("run.keep", 1, 2),
+        ("more", None, 1),
+    ]
+    assert differences(after, after) == []
+    assert differences({"model": {"lora": None}}, {"model": {"lora": {"rank": 4}}}) == [
+        ("model.lora", None, {"rank": 4})
+    ]
+
+
+def test_versions(monkeypatch):
+    found = versions()
+    assert found["groupwise"] == groupwise.__version__
+    assert found["torch"] == version("torch")
+    assert found["transformers"] == version("transformers")
+    monkeypatch.setattr(output, "PACKAGES", ("torch", "no-such-package"))
+    assert set(versions()) == {"groupwise", "python", "machine", "torch"}
+
+
+def test_recipe_and_versions_of_a_run(tmp_path):
+    trainer = small_trainer(tmp_path / "run", QUICK)
+    go(trainer, 1)
+    assert make_recipe(read_json(tmp_path / "run" / "recipe.json")) == trainer.recipe
+    assert read_json(tmp_path / "run" / "versions.json") == versions()
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_and_every_policy_load_elsewhere(tmp_path):
+    """transformers, which knows nothing of groupwise, gets the logits that the trainer has."""
+    trainer = small_trainer(tmp_path / "run", QUICK, {"evaluate": {"every": 1}})
+    untrained = logits_of(trainer.parts.model).clone()
+    result = trainer.run()
+    assert result.model == tmp_path / "run" / "model"
+    own = logits_of(trainer.parts.model)
+    assert not torch.equal(own, untrained)
+    best = tmp_path / "run" / f"checkpoint-{result.best_step}" / "policy"
+    last = tmp_path / "run" / "checkpoint-2" / "policy"
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(last)), own)
+    exported = AutoModelForCausalLM.from_pretrained(result.model)
+    assert torch.equal(logits_of(exported), logits_of(AutoModelForCausalLM.from_pretrained(best)))
+    for folder in (last, result.model):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("Say 5: ")["input_ids"] == trainer.parts.tokenizer("Say 5: ")["input_ids"]
+        verify_manifest(folder)
+
+
+def test_lora_is_merged(tmp_path):
+    """A checkpoint holds the adapter alone, the model is whole."""
+    trainer = graded_trainer(tmp_path / "run", LORA, [0, 1, 2])
+    untrained = logits_of(trainer.parts.model).clone()
+    result = trainer.run()
+    policy = tmp_path / "run" / "checkpoint-2" / "policy"
+    assert (policy / "adapter_model.safetensors").exists()
+    assert not (policy / "model.safetensors").exists()
+    assert all("lora_" in name for name in load_file(policy / "adapter_model.safetensors"))
+    own = logits_of(trainer.parts.model)
+    exported = AutoModelForCausalLM.from_pretrained(result.model)
+    assert type(exported).__name__ == "LlamaForCausalLM"
+    assert not list(result.model.glob("adapter*"))
+    assert torch.allclose(logits_of(exported), own, atol=1e-5)
+    assert not torch.allclose(own, untrained, atol=1e-3)
+
+
+def dtypes_in(path) -> set[str]:
+    with safe_open(path, "pt") as opened:
+        return {str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118 - no mapping
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(None, "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
+def test_export_dtype(tmp_path, dtype, name):
+    """What is exported is rounded; what the run goes on from is not."""
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"export_dtype": dtype}, "train": {"steps": 1}})
+    result = trainer.run()
+    assert dtypes_in(result.model / "model.safetensors") == {name}
+    assert dtypes_in(tmp_path / "run" / "checkpoint-1" / "policy" / "model.safetensors") == {name}
+    assert dtypes_in(tmp_path / "run" / "checkpoint-1" / "masters.safetensors") == {"F32"}
+    assert "model.safetensors" in {path.name for path in result.model.iterdir()}
+    assert torch.allclose(
+        logits_of(AutoModelForCausalLM.from_pretrained(result.model, dtype=torch.float32)),
+        logits_of(trainer.parts.model),
+        atol=1e-6 if dtype is None else 0.05,
+    )
+
+
+FADING = [0, 1, 3, 2, 1]  # after steps 0 to 4
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"run": {"resumable": False}}, LORA, merged(LORA, {"run": {"resumable": False}})], ids=str
+)
+def test_the_best_is_exported(tmp_path, changes):
+    """The held-out metric is at its height after step 2: that policy it is, though the run went on to step 4."""
+    trainer = graded_trainer(
+        tmp_path / "run", merged({"train": {"steps": 4}, "evaluate": {"every": 1}, "run": {"keep": 1}}, changes), FADING
+    )
+    at_the_height = []
+    with trainer:
+        for report in trainer.steps():
+            if report.step == 2:
+                at_the_height.append(logits_of(trainer.parts.model).clone())
+        result = trainer.finish()
+    assert (result.step, result.best_step) == (4, 2)
+    assert result.first["right"] == 0
+    assert result.last["right"] == pytest.approx(1 / 3)
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
+    assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-2"
+    assert read_json(folder / "best.json")["value"] == 1.0
+    exported = logits_of(AutoModelForCausalLM.from_pretrained(result.model))
+    assert torch.allclose(exported, at_the_height[0], atol=1e-5)
+    own = logits_of(trainer.parts.model)
+    assert not torch.allclose(exported, own, atol=1e-4)  # the trainer itself still has the last one
+    assert "the best was step 2, which is what is exported" in trainer.display.summary
+    card = (result.model / "README.md").read_text()
+    assert "after 2 steps" in card
+    assert "| right | 0.0% [0.0%, 56.2%] | 100.0% [43.8%, 100.0%] |" in card
+
+
+def test_the_best_is_damaged(tmp_path):
+    """It is not exported, whatever is in it; the last policy is named instead."""
+    changes = {"train": {"steps": 3}, "evaluate": {"every": 1}}
+    folder = tmp_path / "run"
+    trainer = graded_trainer(folder, changes, FADING)
+    with trainer:
+        for _ in trainer.steps():
+            pass
+        path = folder / "checkpoint-2" / "masters.safetensors"
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        sentence = (
+            r"the best checkpoint cannot be exported: .*masters\.safetensors has been changed .* The last policy is "
+            rf"in {folder}/checkpoint-3/policy"
+        )
+        with pytest.raises(CheckpointError, match=sentence):
+            trainer.finish()
+    assert not (folder / "model").exists()
+
+
+def test_model_card(tmp_path):
+    """What it is, what was measured, and every setting that was chosen."""
+    trainer = graded_trainer(tmp_path / "run", {"run": {"name": "mine"}, "loss": {"clip_low": 0.1}}, [1, 1, 3])
+    result = trainer.run()
+    card = (result.model / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- grpo\n---\n\n# mine\n")
+    assert "`tiny` after 2 steps of `dapo` on the task `graded`, trained with groupwise " in card
+    assert "| right | 33.3% [6.1%, 79.2%] | 100.0% [43.8%, 100.0%] |" in card
+    for name, value in {"loss.clip_low": 0.1, "optimizer.learning_rate": 0.001, "train.steps": 2}.items():
+        assert f"- {name}: {value!r}\n" in card
+    assert "loss.clip_high" not in card
+    assert f"torch {version('torch')}" in card
+    assert str(tmp_path) not in card
+
+
+def test_model_card_without_held_out_rows(tmp_path):
+    trainer = small_trainer(tmp_path / "run", QUICK, task=Task("plain", ROWS))
+    result = trainer.run()
+    assert (result.first, result.last, result.best_step) == ({}, {}, None)
+    card = (result.model / "README.md").read_text()
+    assert "held out" not in card
+    assert "# plain" in card
+    assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
+
+
+def test_summary_of_rewards(tmp_path, monkeypatch):
+    """Without grades the reward is what is told; paths are told as one would type them."""
+    monkeypatch.chdir(tmp_path)
+    trainer = small_trainer(tmp_path / "run", QUICK)
+    trainer.run()
+    first, *rest = trainer.display.summary
+    number = r"-?\d\.\d{3}"
+    shown = rf"{number} \[{number}, {number}\]"
+    assert re.fullmatch(rf"reward on 2 held-out rows: {shown} before, {shown} after", first)
+    assert rest[-2:] == ["model: run/model", "run: run"]
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
+    """The push fails with a sentence; the model is there, and so is the exit status of a run that went well."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to": "nobody/nothing"}})
+    result = trainer.run()
+    (said,) = [text for text in trainer.display.said if "push" in text]
+    assert said.startswith("the model could not be pushed to nobody/nothing (")
+    assert said.endswith(f"it is in {result.model}")
+    assert result.exit_status == 0
+    verify_manifest(result.model)
+
+
+def test_a_push(tmp_path, monkeypatch):
+    calls = []
+
+    class Hub:
+        def create_repo(self, name, **options):
+            calls.append(("create", name, options))
+
+        def upload_folder(self, **options):
+            calls.append(("upload", options["repo_id"], sorted(p.name for p in (tmp_path / "run/model").iterdir())))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to": "me/mine"}})
+    trainer.run()
+    assert trainer.display.heard("pushed to me/mine")
+    assert calls[0] == ("create", "me/mine", {"exist_ok": True})
+    assert calls[1][:2] == ("upload", "me/mine")
+    assert {"README.md", "config.json", "model.safetensors"} <= set(calls[1][2])
+
+
+def test_the_picture(tmp_path):
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"picture": True}})
+    trainer.run()
+    assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"picture: {tmp_path / 'run' / 'curves.png'}" in trainer.display.summary
+
+
+def test_a_model_from_before_is_replaced(tmp_path):
+    """A finished run that was given more steps exports anew; nothing of the old model stays."""
+    folder = tmp_path / "run"
+    small_trainer(folder, QUICK).run()
+    write_bytes(folder / "model" / "stale.txt", b"old")
+    small_trainer(folder, QUICK, {"train": {"steps": 3}}, resume=True).run()
+    assert not (folder / "model" / "stale.txt").exists()
+    verify_manifest(folder / "model")
+    assert "- train.steps: 3\n" in (folder / "model" / "README.md").read_text()
