@@ -12,8 +12,8 @@ import time
 import pytest
 
 import groupwise
-from groupwise import cli
 from groupwise.cli import main
+from groupwise.cli import models as models_command
 from groupwise.errors import GroupwiseError
 from groupwise.model import weights
 from tests.weights import make_weights, only_from
@@ -107,7 +107,7 @@ def test_an_error_is_one_line_whatever_is_in_it(capsys, monkeypatch):
     def fail(arguments):
         raise GroupwiseError("first [red]line[/red]\n  second line " + "x" * 200)
 
-    monkeypatch.setattr(cli, "_models_list", fail)
+    monkeypatch.setattr(models_command, "_models_list", fail)
     assert main(["models", "list"]) == 2
     assert capsys.readouterr().err == f"groupwise: first [red]line[/red] second line {'x' * 200}\n"
 

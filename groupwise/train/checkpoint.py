@@ -139,8 +139,8 @@ def rewind(run: RunDir, step: int, best: str | None) -> list[str]:
     gone = [folder for folder in _folders(run) if step_of(folder) > step]
     for folder in gone:
         _delete(folder)
-    if (run.path / BEST).exists() and read_json(run.path / BEST).get("checkpoint") != best:
-        (run.path / BEST).unlink()
+    if _named_best(run) != best:
+        (run.path / BEST).unlink(missing_ok=True)
     return [folder.name for folder in gone]
 
 
@@ -149,6 +149,15 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
     for folder in _folders(run)[:-keep]:
         if folder.name != best:
             _delete(folder)
+
+
+def _named_best(run: RunDir) -> str | None:
+    """The checkpoint that ``best.json`` names; None where there is no such file, or no sense in it."""
+    try:
+        found = read_json(run.path / BEST)
+        return str(found["checkpoint"])
+    except (CheckpointError, KeyError, TypeError):
+        return None
 
 
 def _folders(run: RunDir) -> list[Path]:

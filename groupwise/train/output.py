@@ -15,15 +15,16 @@ from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.model.export import export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
-from groupwise.rundir import RunDir, new_run_path, read_json, verify_manifest, write_bytes
+from groupwise.rundir import RunDir, atomic_folder, new_run_path, read_json, verify_manifest, write_bytes
 from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
+from groupwise.train.events import Result
 from groupwise.train.records import draw_curves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from groupwise.train.trainer import Result, Trainer
+    from groupwise.train.trainer import Trainer
 
 RUNS = Path("runs")
 RECIPE, VERSIONS, MODEL, CARD = "recipe.json", "versions.json", "model", "README.md"
@@ -85,8 +86,6 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str
 
 def finish_run(trainer: Trainer) -> Result:
     """Export the best policy (the last one, if nothing was evaluated), draw the curves, and sum up."""
-    from groupwise.train.trainer import Result
-
     stopped = bool(trainer.stopping)
     run = trainer.run_dir
     model = None
@@ -133,7 +132,8 @@ def _export(trainer: Trainer) -> Path:
         ) from error
     kept = _weights_in(source, trainer)
     if kept is None:
-        shutil.copytree(source / checkpoint.POLICY, folder)
+        with atomic_folder(folder) as unfinished:
+            shutil.copytree(source / checkpoint.POLICY, unfinished, dirs_exist_ok=True)
         write_bytes(folder / CARD, model_card(trainer).encode())
         return folder
     last = {name: value.clone() for name, value in trainer.masters.state_dict().items()}

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import torch
 
-from groupwise.config import Recipe
+from groupwise.config import Recipe, make_recipe
 from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation
@@ -25,57 +24,25 @@ from groupwise.generate import Engine
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
-from groupwise.tasks import Task
+from groupwise.tasks.base import Row, Task
 from groupwise.train import checkpoint
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.clock import Clock
 from groupwise.train.compare import compare, find_advantage, find_grouping
 from groupwise.train.display import Display, Facts, LineDisplay
+from groupwise.train.doubt import doubt_about_sampler, has_dropout
+from groupwise.train.events import Callback, Report, Result
 from groupwise.train.held_out import evaluate_held_out, metric_of
 from groupwise.train.measure import rollout_table, step_metrics
 from groupwise.train.output import finish_run, open_run, write_resolved
 from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
-from groupwise.train.rollout import Sampler, chance
+from groupwise.train.rollout import Sampled, Sampler, chance
 from groupwise.train.schedule import warmup_decay
 from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, steps_of
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Update, Updater, Work, plan_work
 from groupwise.train.warmup import warm_up
-
-
-class Callback:
-    """Derive from this and override what you want to see; everything of the trainer may be looked at."""
-
-    def on_start(self, trainer: Trainer) -> None: ...
-    def on_rollout(self, trainer: Trainer, batch: Batch, comparison: Comparison) -> None: ...
-    def on_step(self, trainer: Trainer, report: Report) -> None: ...
-    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None: ...
-    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None: ...
-    def on_end(self, trainer: Trainer, result: Result) -> None: ...
-
-
-@dataclass(frozen=True)
-class Report:
-    """One step: its number (from 1), its metrics, and the batch that it learned from."""
-
-    step: int
-    metrics: dict[str, float]
-    batch: Batch
-    comparison: Comparison
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended: the held-out metric before and after, where the model is, and who stopped it, if anybody."""
-
-    step: int
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
-    best_step: int | None = None
-    model: Path | None = None
-    folder: Path | None = None
-    exit_status: int = 0
 
 
 class Trainer:
@@ -156,6 +123,35 @@ class Trainer:
         self.warned = False
         self.total_steps = steps_of(recipe, len(self.parts.train))
 
+    @classmethod
+    def from_rows(
+        cls,
+        rows: Sequence[Row],
+        rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
+        *,
+        model: str = "tiny",
+        held_out: Sequence[Row] = (),
+        algorithm: str = "dapo",
+        callbacks: Sequence[Callback] = (),
+        folder: str | Path | None = None,
+        resume: bool = False,
+        **sections: Mapping[str, Any],
+    ) -> Trainer:
+        """A trainer without a recipe file: rows with a ``prompt``, a reward or several, and any section as a keyword.
+
+        ``Trainer.from_rows(rows, reward, model="smollm2-135m", train={"steps": 50}, loss={"kl_coef": 0.01})``
+        """
+        table: dict[str, Any] = {**sections, "algorithm": algorithm}
+        table["model"] = {"source": model, **sections.get("model", {})}
+        return cls(
+            make_recipe(table, where="from_rows"),
+            task=Task("rows", list(rows), list(held_out)),
+            rewards=[rewards] if callable(rewards) else list(rewards),
+            callbacks=callbacks,
+            folder=folder,
+            resume=resume,
+        )
+
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> Result:
@@ -235,7 +231,7 @@ class Trainer:
             metrics["reference_refreshes"] = self.reference.refreshes
         timing = self.clock.take()
         metrics |= {"tokens_per_second": sampled.tokens / timing["step_time"], **timing}
-        self._warn_about(metrics, now, sampled.failures)
+        self._warn_about(metrics, now, sampled)
         return Report(self.step, metrics, batch, comparison)
 
     def _learn(self, batch: Batch, comparison: Comparison, now: Recipe) -> tuple[list[Work], list[Update]]:
@@ -477,13 +473,10 @@ class Trainer:
         model = self.parts.prepared.model
         if self.recipe.model.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train(self.recipe.model.gradient_checkpointing or self._has_dropout())
-
-    def _has_dropout(self) -> bool:
-        return self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0
+        model.train(self.recipe.model.gradient_checkpointing or has_dropout(self.recipe))
 
     def _seed_dropout(self, update: int, iteration: int) -> None:
-        if self._has_dropout():
+        if has_dropout(self.recipe):
             torch.manual_seed(chance(self.recipe.train.seed, 3, self.step, update, iteration))
 
     def _shuffled(self, number: int) -> list[int]:
@@ -501,28 +494,12 @@ class Trainer:
             raise ConfigError("the run has not begun yet: iterate over steps() first")
         return self.records
 
-    def _warn_about(self, metrics: dict[str, float], now: Recipe, failures: Sequence[str]) -> None:
-        if failures:
-            self.say(f"step {self.step}: {len(failures)} samples dropped, a reward failed ({failures[0]})")
-        gap = metrics.get("sampler/logp_difference_mean", 0.0)
-        if gap > now.train.self_check and not self.warned:
+    def _warn_about(self, metrics: dict[str, float], now: Recipe, sampled: Sampled) -> None:
+        if sampled.failures:
+            self.say(f"step {self.step}: {len(sampled.failures)} rewards failed; the first: {sampled.failures[0]}")
+        if not self.warned and (sentence := doubt_about_sampler(metrics, now, self.parts)):
             self.warned = True
-            self.say(
-                f"step {self.step}: before the update, sampler and trainer differ by {gap:.3f} in a token's log-prob "
-                f"on average (train.self_check is {now.train.self_check:g}); {self._likely_cause()}"
-            )
-
-    def _likely_cause(self) -> str:
-        prepared = self.parts.prepared
-        if self._has_dropout():
-            return "the adapter's dropout is the likely cause: set model.lora.dropout = 0"
-        if prepared.dtype in (torch.bfloat16, torch.float16):
-            name = str(prepared.dtype).removeprefix("torch.")
-            return (
-                f"rounding in {name} is the likely cause: loss.importance_cap = 2.0 corrects for it, model.dtype = "
-                "'float32' avoids it"
-            )
-        return "the model may have layers that act differently in training: report it with the model's name"
+            self.say(f"step {self.step}: {sentence}")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Tell the callbacks."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-import groupwise.model.logprobs as logprobs
-from groupwise.model import load_model
-from groupwise.model.logprobs import completion_logps
+from groupwise.model.logprobs import _at, completion_logps
 from groupwise.model.prepared import prepare
+from tests.model.models import SIZE
 
 REPETITIONS = 30
 
@@ -21,29 +21,35 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def gradients(prepared):
-    """Of log-probs whose first tokens all come from one position: sixteen gradients are added there."""
+def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
+    """Forty first tokens come from one position, and the model is wide enough for the threads to share the work."""
+    shape = {"hidden_size": 512, "intermediate_size": 16, "num_hidden_layers": 1}
+    prepared = prepare(LlamaForCausalLM(LlamaConfig(**{**SIZE, **shape})).eval())
     generator = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(256, (length,), generator=generator) for length in (9, 30)]
-    completions = [[torch.randint(256, (12,), generator=generator) for _ in range(16)] for _ in prompts]
-    found = completion_logps(prepared, prompts, completions)
-    model = prepared.model
-    model.zero_grad()
-    (found.logps * torch.linspace(-1, 2, found.logps.numel()).view_as(found.logps)).sum().backward()
-    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    prompt = torch.randint(SIZE["vocab_size"], (3,), generator=generator)
+    answers = [torch.randint(SIZE["vocab_size"], (3,), generator=generator) for _ in range(40)]
+    weights = torch.randn(40, 3, generator=generator)
 
+    def gradient():
+        prepared.model.zero_grad()
+        (completion_logps(prepared, [prompt], [answers]).logps * weights).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in prepared.model.parameters()])
 
-def test_the_gradient_has_the_same_bits_each_time(two_threads):
-    prepared = prepare(load_model("tiny", dtype="float32", device="cpu"))
-    first = gradients(prepared)
+    first = gradient()
     assert float(first.norm()) > 0
-    assert all(torch.equal(gradients(prepared), first) for _ in range(REPETITIONS))
+    assert all(torch.equal(gradient(), first) for _ in range(REPETITIONS))
 
 
-def test_the_hidden_states_are_chosen_by_a_way_that_adds_in_order():
-    """On a CPU by index_select; indexing would add gradients of one position in any order of the threads."""
-    hidden = torch.randn(5, 3, requires_grad=True)
-    positions = torch.tensor([4, 0, 4, 4])
-    found = logprobs._at(hidden, positions)
-    assert torch.equal(found, hidden[positions])
-    assert "IndexSelect" in type(found.grad_fn).__name__
+def test_choosing_hidden_states_adds_their_gradients_in_one_order(two_threads):
+    hidden = torch.randn(4, 128, requires_grad=True)
+    positions = torch.randint(4, (600,))
+    weights = torch.randn(600, 128)
+    assert torch.equal(_at(hidden, positions), hidden[positions])
+
+    def gradient():
+        return torch.autograd.grad((_at(hidden, positions) * weights).sum(), hidden)[0]
+
+    first = gradient()
+    wanted = torch.zeros(4, 128, dtype=torch.float64).index_add(0, positions, weights.double())
+    torch.testing.assert_close(first.double(), wanted, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(gradient(), first) for _ in range(REPETITIONS))

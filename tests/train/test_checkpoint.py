@@ -268,7 +268,9 @@ def test_rewind(run):
     assert (run.path / "best.json").exists()
     assert checkpoint.rewind(run, 2, "checkpoint-1") == ["checkpoint-3"]
     assert not (run.path / "best.json").exists()
-    assert checkpoint.rewind(run, 2, None) == []
+    (run.path / "best.json").write_text("{")  # whatever it was, it is not what the checkpoint knows
+    assert checkpoint.rewind(run, 2, "checkpoint-2") == []
+    assert not (run.path / "best.json").exists()
 
 
 def test_best_of_which_the_checkpoint_does_not_know(tmp_path):

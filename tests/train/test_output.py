@@ -245,6 +245,7 @@ def test_the_best_is_exported(tmp_path, changes):
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-2"
     assert read_json(folder / "best.json")["value"] == 1.0
+    verify_manifest(result.model)
     exported = logits_of(AutoModelForCausalLM.from_pretrained(result.model))
     assert torch.allclose(exported, at_the_height[0], atol=1e-5)
     own = logits_of(trainer.parts.model)
@@ -252,7 +253,7 @@ def test_the_best_is_exported(tmp_path, changes):
     assert "the best was step 2, which is what is exported" in trainer.display.summary
     card = (result.model / "README.md").read_text()
     assert "after 2 steps" in card
-    assert "| right | 0.0% [0.0%, 56.2%] | 100.0% [43.8%, 100.0%] |" in card
+    assert "| right | 0.0% [0.0%, 56.1%] | 100.0% [43.9%, 100.0%] |" in card
 
 
 def test_the_best_is_damaged(tmp_path):
@@ -283,7 +284,7 @@ def test_model_card(tmp_path):
     card = (result.model / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- grpo\n---\n\n# mine\n")
     assert "`tiny` after 2 steps of `dapo` on the task `graded`, trained with groupwise " in card
-    assert "| right | 33.3% [6.1%, 79.2%] | 100.0% [43.8%, 100.0%] |" in card
+    assert "| right | 33.3% [6.1%, 79.2%] | 100.0% [43.9%, 100.0%] |" in card
     for name, value in {"loss.clip_low": 0.1, "optimizer.learning_rate": 0.001, "train.steps": 2}.items():
         assert f"- {name}: {value!r}\n" in card
     assert "loss.clip_high" not in card

@@ -216,14 +216,16 @@ def test_bfloat16(tmp_path):
     assert any(not torch.equal(value, value.bfloat16().float()) for value in masters)
 
 
-def test_two_threads(tmp_path):
+@pytest.mark.parametrize("name", ["reference that is mixed", "iterations and mini-batches"])
+def test_two_threads(tmp_path, name):
     """The number of threads changes sums in their last bits, so it belongs to the run."""
+    changes = {**SETTINGS[name][0], "evaluate": {"every": 0}}
     torch.set_num_threads(2)
-    small_trainer(tmp_path / "a").run()
-    go(small_trainer(tmp_path / "b"), 2)
+    small_trainer(tmp_path / "a", changes).run()
+    go(small_trainer(tmp_path / "b", changes), 2)
     assert checkpoint_of(tmp_path / "b", 2)["state"]["threads"] == 2
     torch.set_num_threads(1)
-    trainer = small_trainer(tmp_path / "b", resume=True)
+    trainer = small_trainer(tmp_path / "b", changes, resume=True)
     trainer.run()
     assert torch.get_num_threads() == 2
     assert trainer.display.heard("the run was begun with 2 threads; that many are used again, for the same bits")

@@ -1,0 +1,38 @@
+"""The on-policy self-check: sampler and trainer compute the same log-probs, or somebody is told why they may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from groupwise.config import Recipe
+from groupwise.train.setup import Parts
+
+
+def doubt_about_sampler(metrics: Mapping[str, float], now: Recipe, parts: Parts) -> str | None:
+    """A sentence if, before the update, the two differed by more than ``train.self_check``; None if all is well."""
+    gap = metrics.get("sampler/logp_difference_mean", 0.0)
+    if gap <= now.train.self_check:
+        return None
+    return (
+        f"before the update, sampler and trainer differ by {gap:.3f} in a token's log-prob on average "
+        f"(train.self_check is {now.train.self_check:g}); {_likely_cause(parts)}"
+    )
+
+
+def has_dropout(recipe: Recipe) -> bool:
+    """Whether the same tokens get other log-probs from one pass to the next."""
+    return recipe.model.lora is not None and recipe.model.lora.dropout > 0
+
+
+def _likely_cause(parts: Parts) -> str:
+    if has_dropout(parts.recipe):
+        return "the adapter's dropout is the likely cause: set model.lora.dropout = 0"
+    if parts.prepared.dtype in (torch.bfloat16, torch.float16):
+        name = str(parts.prepared.dtype).removeprefix("torch.")
+        return (
+            f"rounding in {name} is the likely cause: loss.importance_cap = 2.0 corrects for it, model.dtype = "
+            "'float32' avoids it"
+        )
+    return "something changed the weights in between, or the model has layers that act differently in training"

@@ -1,0 +1,117 @@
+"""The recipes that are shipped: each parses, says what it promises, and its first step runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from groupwise.cli import main
+from groupwise.cli.settings import parse_settings, split_settings
+from groupwise.config import load_recipe
+from groupwise.rundir import read_metrics
+from groupwise.tasks import TASKS
+
+FOLDER = Path(__file__).parents[1] / "recipes"
+RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
+
+# Small enough for a second, whatever the recipe says.
+SMALL = {
+    "model.source": "tiny",
+    "model.device": "cpu",
+    "data.train_rows": 8,
+    "data.held_out_rows": 2,
+    "data.max_prompt_length": 2000,  # the tiny model reads bytes
+    "sampling.samples_per_prompt": 4,
+    "sampling.max_new_tokens": 6,
+    "sampling.min_new_tokens": 0,
+    "evaluate.max_new_tokens": 6,
+    "train.steps": 1,
+    "train.batch_size": 2,
+    "train.accumulation": 1,
+    "train.mini_batches": 1,
+    "run.tensorboard": "false",
+    "run.picture": "false",
+}
+
+# Rows in the shape that a task expects of its files.
+ROWS = {
+    "gsm8k": [{"question": f"What is {n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(10)],
+    "rows": [{"prompt": f"Say {n}: ", "answer": str(n)} for n in range(10)],
+}
+
+
+def header_of(path: Path) -> str:
+    """The comment that a recipe begins with."""
+    lines = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(lines)
+
+
+def test_there_are_recipes():
+    assert "gsm8k.toml" in RECIPES
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_it_parses(name):
+    recipe = load_recipe(FOLDER / name)
+    assert recipe.task in TASKS or ":" in recipe.task
+    given = tomllib.loads((FOLDER / name).read_text(encoding="utf-8"))
+    for section, table in given.items():
+        if section == "phases" or section == "rules" or section == "ramps" or section == "rewards":
+            continue
+        for key, value in table.items() if isinstance(table, dict) else [("", table)]:
+            if not isinstance(value, dict):
+                assert recipe.get(f"{section}.{key}".strip(".")) == value
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_header_promises_something(name):
+    """A reader learns what should come out, or where that stands, and what to type."""
+    header = header_of(FOLDER / name)
+    assert len(header.split()) >= 15
+    assert re.search(r"\d\s?%|docs/[\w-]+\.md", header)
+    assert re.search(rf"groupwise train recipes/{re.escape(name)}|make train", header)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_commands_in_its_header_are_commands(name):
+    for line in header_of(FOLDER / name).splitlines():
+        words = shlex.split(line[line.index("groupwise train ") :])[2:] if "groupwise train " in line else []
+        if not words and " --" in line:
+            words = shlex.split(line[line.index("--") :])
+        own, settings = split_settings(words, {"--resume", "--overwrite"})
+        recipe = load_recipe(FOLDER / name, parse_settings(settings))
+        assert recipe.task
+        assert [word for word in own if not word.startswith("--")] in ([], [f"recipes/{name}"])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_first_step_runs(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    recipe = load_recipe(FOLDER / name)
+    settings = {**SMALL, "run.folder": "run"}
+    if recipe.warm_up.steps:
+        settings |= {"warm_up.steps": 1, "warm_up.batch_size": 2}
+    for key in ("train", "held_out"):
+        source = recipe.get(f"data.{key}")
+        if source is not None and not (FOLDER / source).exists():
+            rows = ROWS[recipe.task]
+            (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            settings[f"data.{key}"] = f"{key}.jsonl"
+    words = [f"--{setting}={value}" for setting, value in settings.items()]
+    status = main(["train", str(FOLDER / name), *words])
+    said = capsys.readouterr()
+    assert (status, said.err) == (0, "")
+    assert "step 1/1" in said.out
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["step"] == 1
+    assert "reward" in row
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
