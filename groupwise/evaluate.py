@@ -47,9 +47,13 @@ def evaluate(
     samples: int = 1,
     stop: Stop | None = None,
     prompt_column: str = "prompt",
+    trainer_state: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Answer every row and grade the answers. Without grades the mean reward is what is measured."""
+    """Answer every row and grade the answers. Without grades the mean reward is what is measured.
+
+    trainer_state: what reward functions that ask for it are given.
+    """
     if not rows:
         raise ConfigError("there is nothing to evaluate on: give held-out rows (data.held_out)")
     if not grades and scorer is None:
@@ -80,7 +84,7 @@ def evaluate(
         for record, result in zip(answers, results, strict=True):
             record[name] = result
     if scorer is not None:
-        rewards = _rewards(scorer, asked, texts, tokens, prompt_column)
+        rewards = _rewards(scorer, asked, texts, tokens, prompt_column, trainer_state)
         _add(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
         for record, reward in zip(answers, rewards, strict=True):
@@ -91,12 +95,18 @@ def evaluate(
 
 
 def _rewards(
-    scorer: Scorer, rows: Sequence[Row], texts: Sequence[str], tokens: Sequence[Sequence[int]], prompt_column: str
+    scorer: Scorer,
+    rows: Sequence[Row],
+    texts: Sequence[str],
+    tokens: Sequence[Sequence[int]],
+    prompt_column: str,
+    state: Any,
 ) -> list[float]:
     """The weighted sum for every answer; NaN where no function had anything to say, or one failed and may."""
     asked = [row[prompt_column] for row in rows]
     given = [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
-    scores = scorer.score(asked, given, columns_of(rows, without=prompt_column), completion_ids=tokens)
+    columns = columns_of(rows, without=prompt_column)
+    scores = scorer.score(asked, given, columns, completion_ids=tokens, trainer_state=state)
     table = scores.rewards
     weighted = (table * table.new_tensor([function.weight for function in scorer.functions])).nansum(1)
     total: list[float] = weighted.masked_fill(table.isnan().all(1), math.nan).tolist()

@@ -53,6 +53,9 @@ def needs_gold(prompts, completions, gold, **_):
 
 def breaks(prompts, completions, **_):
     return [1 / 0 for _ in prompts]
+
+def counts_steps(prompts, completions, trainer_state, **_):
+    return [float(trainer_state.global_step + number % 2) for number in range(len(prompts))]
 """
 GSM8K = [
     {"question": f"Tom has {number} apples and buys one more. How many has he?", "answer": f"#### {number + 1}"}
@@ -126,7 +129,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--rewards", "[]"], "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "
                               "'file.py:function', or choose a task that brings its own"),
         (["--rewards", '[{function = "scores.py:vowls"}]'], "reward 'scores.py:vowls': there is no 'vowls' in "
-         "scores.py; did you mean 'vowels'? (functions there: breaks, needs_gold, vowels)"),
+         "scores.py; did you mean 'vowels'? (functions there: breaks, counts_steps, needs_gold, vowels)"),
         (["--rewards", '[{function = "nomodule:f"}]'], "reward 'nomodule:f': there is no module 'nomodule' in {here} "
          "or on Python's path; a file is given as path/file.py:function"),
         (["--rewards", '[{function = "nofile.py:f"}]'], "reward 'nofile.py:f': no file {here}/nofile.py"),
@@ -148,7 +151,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--phases", '[{ name = "a", temprature = 0.5 }]'], "[[phases]] number 1: unknown setting 'temprature' in a "
                                                              "schedule; did you mean 'temperature'?"),
         (["--advantages.function", "scores.py:mine"], "advantage 'scores.py:mine': there is no 'mine' in scores.py "
-                                                      "(functions there: breaks, needs_gold, vowels)"),
+                                                      "(functions there: breaks, counts_steps, needs_gold, vowels)"),
         (["--advantages.grouping", "promt"], "unknown advantages.grouping 'promt'; did you mean 'prompt'? (allowed: "
                                              "'prompt', 'module:function')"),
         (["--data.held_out", "rows.jsonl", "--evaluate.metric", "accuracy"], "evaluate.metric 'accuracy' is not "
@@ -506,6 +509,13 @@ def test_eval_is_greedy_unless_told_otherwise(here, maths, capsys):
     assert sampled.count("\n") == 12
     assert answers("--evaluate.temperature", "1.0", "--evaluate.samples", "3") == sampled
     capsys.readouterr()
+
+
+def test_eval_by_a_reward_that_looks_at_the_trainer(capsys):
+    words = ["--rewards", '[{function = "scores.py:counts_steps"}]', "--data.held_out", "rows.jsonl"]
+    assert main(["eval", "r.toml", *words]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2] == "0.5000"  # as before the first step
+    assert main(["train", "r.toml", *words, "--train.steps", "1", "--run.folder", "run"]) == 0
 
 
 def test_eval_by_rewards(capsys):

@@ -19,7 +19,8 @@ def python_blocks():
 
 
 @pytest.mark.parametrize("block", python_blocks())
-def test_example_runs(block):
+def test_example_runs(block, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a run is kept below the current folder
     names: dict = {}
     exec(compile(block, "example", "exec"), names)
     if "rollout" in names:
@@ -28,7 +29,10 @@ def test_example_runs(block):
         assert names["loss"].isfinite()
         learns = names["model"].lm_head.weight if "model" in names else names["logps"]
         assert learns.grad is not None or "masters" in names
-    assert {"rollout", "loss"} & names.keys()
+    if "result" in names:
+        assert names["result"].step == 2
+        assert (names["result"].model / "model.safetensors").exists()
+    assert {"rollout", "loss", "result"} & names.keys()
 
 
 def test_the_readme_says_what_comes_out():

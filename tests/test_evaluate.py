@@ -210,12 +210,14 @@ def test_rewards_that_score_nothing():
 def test_what_a_reward_is_given():
     seen = {}
 
-    def reward(prompts, completions, completion_ids, right, **columns):
+    def reward(prompts, completions, completion_ids, right, trainer_state, **columns):
         seen.update(prompts=prompts, completions=completions, ids=completion_ids, right=right, others=sorted(columns))
+        seen["state"] = trainer_state
         return [0.0] * len(prompts)
 
     rows = [{"prompt": "1", "right": "a"}, {"prompt": "2", "right": "b", "more": 5}]
-    run([["a"], ["bc"]], rows, scorer=Scorer([reward]))
+    run([["a"], ["bc"]], rows, scorer=Scorer([reward]), trainer_state="state")
+    assert seen["state"] == "state"
     assert seen["prompts"] == ["1", "2"]
     assert seen["completions"] == ["a", "bc"]
     assert seen["ids"] == [[ord("a"), END], [ord("b"), ord("c"), END]]

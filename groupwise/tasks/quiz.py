@@ -1,6 +1,6 @@
 """A quiz that the package makes itself: which of four drugs is for the complaint that is named?
 
-    A luvkast
+    A luvatin
     B rivenac
     C pujovir
     D wemolol
@@ -43,9 +43,7 @@ ENDINGS = {
     "lipid": "atin",
     "fungi": "zole",
     "virus": "ovir",
-    "anxiety": "epam",
     "cancer": "inib",
-    "asthma": "kast",
     "pain": "enac",
 }
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"

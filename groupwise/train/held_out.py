@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
@@ -13,6 +15,8 @@ from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts, load_parts
 
 Progress = Callable[[int, int], None]
+# What a reward that looks at ``trainer_state`` sees where nothing is trained.
+NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_tokens_seen=0)
 
 
 def metric_of(parts: Parts) -> str | None:
@@ -26,7 +30,9 @@ def metric_of(parts: Parts) -> str | None:
     return name
 
 
-def evaluate_held_out(parts: Parts, engine: Engine, progress: Progress = lambda done, total: None) -> Evaluation:
+def evaluate_held_out(
+    parts: Parts, engine: Engine, progress: Progress = lambda done, total: None, trainer_state: Any = NO_STEPS
+) -> Evaluation:
     """Answer and grade the held-out rows as the recipe's [evaluate] says."""
     how = parts.recipe.evaluate
     return evaluate(
@@ -45,6 +51,7 @@ def evaluate_held_out(parts: Parts, engine: Engine, progress: Progress = lambda 
         samples=how.samples,
         stop=parts.stop,
         prompt_column=parts.recipe.data.prompt,
+        trainer_state=trainer_state,
         progress=progress,
     )
 

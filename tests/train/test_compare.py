@@ -121,7 +121,7 @@ def test_none_and_failures_of_a_reward_function_in_a_run(tmp_path):
     assert report.metrics["rewards_failed"] == 1
     assert report.metrics["masks/dropped"] == 1 / 8
     assert report.metrics["reward"] == pytest.approx((1 + 2 + 0 + 1 + 2) / 5)
-    assert any("1 samples dropped, a reward failed (reward:" in text for text in trainer.display.said)
+    assert any("failed; the first: reward: " in text for text in trainer.display.said)
 
 
 def test_the_overlong_penalty_is_a_column_of_its_own():

@@ -216,9 +216,10 @@ def test_the_mean_entropy_is_that_of_what_was_computed():
     assert updater.update(work, now).statistics["entropy"] == pytest.approx(float(wanted), rel=1e-9)
 
 
-def test_clip_fractions_are_shares_of_all_tokens():
-    """The second update: by hand, the tokens beyond the bounds on the side that clips, over all 67 of the batch."""
-    now = made_recipe({"loss.clip_low": 0.02, "loss.clip_high": 0.03})
+@pytest.mark.parametrize(("loss", "low", "high", "everything"), [("dapo", 0.02, 0.03, 67), ("gspo", 1e-3, 2e-3, 16)])
+def test_clip_fractions_are_shares_of_everything(loss, low, high, everything):
+    """The second update: what is beyond the bounds on the side that clips, by hand, over all tokens or answers."""
+    now = made_recipe({"loss.name": loss, "loss.clip_low": low, "loss.clip_high": high})
     batch = made_batch()
     comparison = compare(batch, now, [1.0])
     updater = made_updater(now, budget=30, lr=0.05)
@@ -230,17 +231,21 @@ def test_clip_fractions_are_shares_of_all_tokens():
     with torch.no_grad():
         after = literal_logps(updater.prepared, batch, range(4), now)
     found = updater.update(work, now)
-    mask, advantages = before["mask"], comparison.advantages[:, None]
-    ratio = (after["logps"] - before["logps"]).exp()
-    low = ((ratio < 0.98) & (advantages < 0) & mask).sum() / 67
-    high = ((ratio > 1.03) & (advantages > 0) & mask).sum() / 67
-    assert low > 0
-    assert high > 0
-    assert found.statistics["clip_fraction_low"] == pytest.approx(float(low))
-    assert found.statistics["clip_fraction_high"] == pytest.approx(float(high))
-    computed = mask & torch.isin(torch.arange(16), torch.tensor(work.samples))[:, None]
+    present, difference = before["mask"], after["logps"] - before["logps"]
+    if loss == "gspo":
+        difference = torch.where(present, difference, 0.0).sum(1, keepdim=True) / present.sum(1, keepdim=True)
+        present = torch.ones_like(difference, dtype=torch.bool)
+    ratio, advantages = difference.exp(), comparison.advantages[:, None]
+    below = int(((ratio < 1 - low) & (advantages < 0) & present).sum())
+    above = int(((ratio > 1 + high) & (advantages > 0) & present).sum())
+    assert below
+    assert above
+    assert found.statistics["clip_fraction_low"] == pytest.approx(below / everything)
+    assert found.statistics["clip_fraction_high"] == pytest.approx(above / everything)
+    computed = present & torch.isin(torch.arange(16), torch.tensor(work.samples))[:, None]
+    assert not bool(computed.all())
     assert found.statistics["ratio"] == pytest.approx(float(ratio[computed].mean()), rel=1e-9)
-    assert abs(found.statistics["ratio"] - 1) > 1e-4
+    assert abs(found.statistics["ratio"] - 1) > 1e-5
 
 
 def test_importance_weights_are_the_ratio_to_the_sampler_at_most_the_cap():
