@@ -117,7 +117,7 @@ def _check(recipe: Recipe, where: str) -> None:
     """What concerns more than one setting."""
     if recipe.loss.name not in LOSSES and ":" not in recipe.loss.name:
         raise ConfigError(f"{where}: unknown loss {recipe.loss.name!r}{hint(recipe.loss.name, LOSSES)} (allowed: "
-                          f"{', '.join(LOSSES)}, or module:object)")  # fmt: skip
+                          f"{', '.join(LOSSES)}, or module:function)")  # fmt: skip
     if (
         recipe.loss.name in LOSSES
         and recipe.loss.ratio is not None

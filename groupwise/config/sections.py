@@ -46,6 +46,8 @@ class ModelSection(Section):
     """what the model computes in; auto is bfloat16 where the device has it in hardware, else float32"""
     device: str = "auto"
     """auto is the first CUDA device where there is one, else the CPU"""
+    threads: Count | None = None
+    """CPU threads; by default as many as there are cores. A model of less than a million weights is fastest with one"""
     gradient_checkpointing: bool = True
     """compute activations again in the backward pass instead of keeping them: less memory, a third more time"""
     compile: bool | None = None
@@ -149,7 +151,7 @@ class AdvantagesSection(Section):
 
 class LossSection(Section):
     name: str = "dapo"
-    """one of {losses}, or module:object that is a groupwise.core.Loss"""
+    """one of {losses}, or module:function of one's own (one number per token)"""
     ratio: Literal["token", "sequence"] | None = None
     """one ratio per token or per answer; by default the loss's own"""
     clip_low: NotNegative = 0.2

@@ -235,12 +235,12 @@ class _Shared(torch.autograd.Function):
                 *(batch(x[:, part]) for x in (query, wide_key, wide_value)), 0.0, True, scale=scale
             )
             out[:, part], lse[:, part] = _unbatched(found), _unbatched(found_lse)
-        for rows, keys in layout.prefix:
+        for number, rows, keys in _equal_prefixes(layout.prefix):
             found, found_lse = _cpu_forward(
-                *(x.unsqueeze(0) for x in (query[:, rows], wide_key[:, keys], wide_value[:, keys])),
+                *(_cut(x[:, at], number) for x, at in ((query, rows), (wide_key, keys), (wide_value, keys))),
                 0.0, False, scale=scale,
             )  # fmt: skip
-            out[:, rows], lse[:, rows] = join([out[:, rows], found[0]], [lse[:, rows], found_lse[0]])
+            out[:, rows], lse[:, rows] = join([out[:, rows], _unbatched(found)], [lse[:, rows], _unbatched(found_lse)])
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -259,13 +259,13 @@ class _Shared(torch.autograd.Function):
             found = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
             for total, share in zip(grads, found, strict=True):
                 total[:, part] += _unbatched(share)
-        for rows, keys in layout.prefix:
+        for number, rows, keys in _equal_prefixes(layout.prefix):
+            places = (rows, rows, keys, keys, rows, rows)
             found = _cpu_backward(
-                *(x[:, at].unsqueeze(0) for x, at in zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)),
-                0.0, False, scale=ctx.scale,
-            )  # fmt: skip
+                *(_cut(x[:, at], number) for x, at in zip(tensors, places, strict=True)), 0.0, False, scale=ctx.scale
+            )
             for total, share, at in zip(grads, found, (rows, keys, keys), strict=True):
-                total[:, at] += share[0]
+                total[:, at] += _unbatched(share)
         if repeat > 1:
             grads[1:] = [x.view(-1, repeat, *x.shape[1:]).sum(1) for x in grads[1:]]
         return *grads, None, None
@@ -280,13 +280,29 @@ def _equal_lengths(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, 
     return [list(run) for _, run in groupby(segments, key=lambda segment: segment[1] - segment[0])]
 
 
+def _equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
+    """Neighbours of one size together: how many groups make a batch, and where their rows and their prompts lie."""
+    found: list[tuple[int, slice, slice]] = []
+    size = (-1, -1)
+    for rows, keys in prefixes:
+        lengths = (rows.stop - rows.start, keys.stop - keys.start)
+        if found and lengths == size and (found[-1][1].stop, found[-1][2].stop) == (rows.start, keys.start):
+            number, first_rows, first_keys = found[-1]
+            found[-1] = (number + 1, slice(first_rows.start, rows.stop), slice(first_keys.start, keys.stop))
+        else:
+            found.append((1, rows, keys))
+        size = lengths
+    return found
+
+
 def _batched(segments: Sequence[tuple[int, int]]) -> tuple[slice, Any]:
-    """Where a run of segments lies, and how to cut (H, n · L, …) into (n, H, L, …)."""
+    """Where a run of segments lies, and how to cut it."""
+    return slice(segments[0][0], segments[-1][1]), lambda x: _cut(x, len(segments))
 
-    def cut(x: Tensor) -> Tensor:
-        return x.reshape(x.shape[0], len(segments), -1, *x.shape[2:]).transpose(0, 1)
 
-    return slice(segments[0][0], segments[-1][1]), cut
+def _cut(x: Tensor, number: int) -> Tensor:
+    """(H, n · L, …) as (n, H, L, …)."""
+    return x.reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
 
 
 def _unbatched(x: Tensor) -> Tensor:

@@ -1,14 +1,14 @@
 """A quiz that the package makes itself: which of four drugs is for the complaint that is named?
 
-    A luvatin
-    B rivenac
-    C pujovir
-    D wemolol
-    For pain
+    A lutin
+    B rivir
+    C pulol
+    D wepam
+    For virus
 
-The answer is one letter and nothing else, here B: names that end in -enac are for pain. The names are invented, the
-endings are those of real drugs (diclofenac, atenolol, aciclovir), and what they stand for is said nowhere: a reward of
-1 for the right letter is all there is to learn it from. Rows have the keys of the USMLE questions.
+The answer is one letter and nothing else, here B: names that end in -vir are for a virus. The names are invented, the
+endings are those of real drugs (aciclovir, atenolol, diazepam), and what they stand for is said nowhere: a reward of 1
+for the right letter is all there is to learn it from. Rows have the keys of the USMLE questions.
 
 What the quiz promises, and its tests hold:
 
@@ -37,14 +37,13 @@ from groupwise.rewards import RewardFunction, text_of
 from groupwise.tasks.base import Row, Task
 
 LETTERS = ("A", "B", "C", "D")
-# Complaints end in different bytes, and so do the names for them: one look is enough to tell them apart.
+# Complaints end in different bytes, and so do the names for them: one look is enough to tell them apart. All have five
+# letters, so that all questions are of one length.
 ENDINGS = {
-    "heart": "olol",
-    "lipid": "atin",
-    "fungi": "zole",
-    "virus": "ovir",
-    "cancer": "inib",
-    "pain": "enac",
+    "heart": "lol",
+    "virus": "vir",
+    "tumor": "nib",
+    "sleep": "pam",
 }
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 PARTS = {"train": range(7), "held_out": range(7, 9), "examples": range(9, 10)}  # shares in tenths of all beginnings
@@ -64,6 +63,7 @@ def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROW
         grades={"accuracy": grade_letter},
         metric="accuracy",
         examples=_examples(seed),
+        stop=LETTERS,  # the letter is the answer, and nothing needs to follow it
         goal=0.9,
     )
 
@@ -99,12 +99,12 @@ def questions(part: str, seed: int) -> Iterator[Row]:
 
 
 def beginnings_of(part: str) -> list[str]:
-    """The beginnings of names that only this part uses. Each letter is found in each place of every part's."""
+    """The beginnings of names that only this part uses."""
     tenths = PARTS[part]
     return [
-        CONSONANTS[first] + VOWELS[second] + CONSONANTS[third]
-        for first, second, third in product(range(len(CONSONANTS)), range(len(VOWELS)), range(len(CONSONANTS)))
-        if (7 * first + 3 * second + third) % 10 in tenths
+        CONSONANTS[first] + VOWELS[second]
+        for first, second in product(range(len(CONSONANTS)), range(len(VOWELS)))
+        if (7 * first + 3 * second) % 10 in tenths
     ]
 
 

@@ -19,11 +19,11 @@ def step_metrics(
 ) -> dict[str, float]:
     """Everything about a step but its timing and the settings that were in force."""
     return {
+        **sampled.metrics,  # first: what a reward logs must not pass for what is measured here
         **_rewards(sampled.batch, comparison, names),
         **_completions(sampled.batch),
         **_signal(sampled, comparison, works),
         **_updates(works, updates, len(sampled.batch)),
-        **sampled.metrics,
     }
 
 

@@ -73,6 +73,10 @@ def load_parts(
     scorer = make_scorer(recipe, task, rewards, base)
     loss = find_loss(recipe.loss.name, base)
     make_schedule(recipe)
+    if recipe.warm_up.steps and not task.examples:
+        raise ConfigError(
+            f"warm_up.steps is {recipe.warm_up.steps}, but the task {task.name!r} has no examples; set it to 0"
+        )
     settings = recipe.model
     lora = None
     if settings.lora is not None:
@@ -88,6 +92,8 @@ def load_parts(
         revision=settings.revision,
         seed=recipe.train.seed,
     )
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     builder = PromptBuilder(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
@@ -145,12 +151,24 @@ def make_schedule(recipe: Recipe) -> Schedule:
     def resolve(name: str) -> str:
         return resolve_scheduled(recipe, name)
 
-    return Schedule(
-        scheduled_names(recipe),
-        phases=parse_phases(recipe.phases, resolve),
-        ramps=parse_ramps(recipe.ramps, resolve),
-        rules=parse_rules(recipe.rules, resolve),
-    )
+    phases, ramps = parse_phases(recipe.phases, resolve), parse_ramps(recipe.ramps, resolve)
+    for phase in phases:
+        _try(recipe, dict(phase.set), f"phase {phase.name!r}")
+    for ramp in ramps:
+        for _, value in ramp.points:
+            whole = isinstance(recipe.get(ramp.setting), int)
+            _try(recipe, {ramp.setting: round(value) if whole else float(value)}, f"the ramp of {ramp.setting}")
+    return Schedule(scheduled_names(recipe), phases=phases, ramps=ramps, rules=parse_rules(recipe.rules, resolve))
+
+
+def _try(recipe: Recipe, values: dict[str, Any], where: str) -> None:
+    """A value that a schedule will set later is refused now, not after hours."""
+    try:
+        recipe.with_settings(
+            {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()}
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def make_optimizer(recipe: Recipe, model: Any, masters: MasterWeights) -> torch.optim.AdamW:

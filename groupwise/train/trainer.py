@@ -381,8 +381,8 @@ class Trainer:
         self.tokens = int(state["tokens"])
         self.order.load_state(state["order"])
         self.schedule.load_state(state["schedule"])
-        self.updater.token_budget = int(state["token_budget"])
-        self.engine.max_rows = int(state["max_rows"])
+        self.updater.token_budget = self.recipe.train.token_budget or int(state["token_budget"])
+        self.engine.max_rows = self.recipe.sampling.max_rows or int(state["max_rows"])
         self.best, self.worse = state["best"], int(state["worse"])
         self.first, self.last, self.evaluated_at = state["first"], state["last"], int(state["evaluated_at"])
         if torch.get_num_threads() != state["threads"]:
@@ -401,7 +401,10 @@ class Trainer:
             return None
         self.display.stage("evaluating")
         found = evaluate_held_out(
-            self.parts, self.engine, lambda done, total: self.display.stage(f"evaluating: {done} of {total}")
+            self.parts,
+            self.engine,
+            lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
+            self._state_for_rewards(),
         )
         self.evaluated_at, self.last = self.step, found.metrics
         self.first = self.first or found.metrics

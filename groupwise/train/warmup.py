@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from groupwise.core.losses import aggregation_weights
-from groupwise.errors import ConfigError
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights
 from groupwise.train.rollout import chance
@@ -17,10 +16,6 @@ from groupwise.train.setup import Parts
 def warm_up(parts: Parts, masters: MasterWeights, progress: Callable[[int, int], None]) -> float:
     """Train on the examples' answers, each followed by the end of text; the last step's loss per token."""
     how = parts.recipe.warm_up
-    if not parts.task.examples:
-        raise ConfigError(
-            f"warm_up.steps is {how.steps}, but the task {parts.task.name!r} has no examples; set it to 0"
-        )
     column = parts.recipe.data.prompt
     prompts = parts.builder.build([{column: prompt} for prompt, _ in parts.task.examples], column)
     texts = [parts.task.examples[number][1] for number in parts.builder.kept]

@@ -29,14 +29,14 @@ from groupwise.tasks.quiz import (
 
 seeds = st.integers(0, 2**31)
 FIRST_TRAIN = {
-    "prompt": "A tavzole\nB kerolol\nC dewovir\nD limepam\nFor fungi",
-    "question": "For fungi",
-    "options": {"A": "tavzole", "B": "kerolol", "C": "dewovir", "D": "limepam"},
-    "answer_idx": "A",
-    "answer": "tavzole",
+    "prompt": "A monib\nB vatin\nC solol\nD nupam\nFor sleep",
+    "question": "For sleep",
+    "options": {"A": "monib", "B": "vatin", "C": "solol", "D": "nupam"},
+    "answer_idx": "D",
+    "answer": "nupam",
 }
-FIRST_HELD_OUT = "A tockast\nB gobovir\nC javepam\nD vofolol\nFor virus"
-FIRST_EXAMPLE = ("A kitepam\nB hilatin\nC firolol\nD bewkast\nFor asthma", "D")
+FIRST_HELD_OUT = "A zopam\nB ganib\nC vuvir\nD hetin\nFor tumor"
+FIRST_EXAMPLE = ("A kapam\nB puole\nC notin\nD zalol\nFor fungi", "D")
 QUIZ = make_quiz(train_rows=4000, held_out_rows=4000, seed=3)
 
 
@@ -68,8 +68,8 @@ def test_rows_are_those_of_usmle_with_a_prompt():
         assert row["prompt"] == f"A {a}\nB {b}\nC {c}\nD {d}\n{row['question']}"
 
 
-def test_prompts_are_short():
-    assert max(len(row["prompt"].encode()) for row in QUIZ.train) == len("A .......\n" * 4 + "For anxiety") == 51
+def test_prompts_are_short_and_all_of_one_length():
+    assert {len(row["prompt"].encode()) for row in QUIZ.train} == {len("A .....\n" * 4 + "For .....")} == {41}
 
 
 @given(seed=seeds)
@@ -121,8 +121,8 @@ def most_often_right():
     asked, right = Counter(), Counter()
     for row in QUIZ.train:
         for name in row["options"].values():
-            asked.update([name, name[-4:]])
-        right.update([row["answer"], row["answer"][-4:]])
+            asked.update([name, name[-3:]])
+        right.update([row["answer"], row["answer"][-3:]])
     return {text: right[text] / asked[text] for text in asked}
 
 
@@ -134,7 +134,7 @@ SHORTCUTS = {
     "longest": lambda row: letter_of(row, max(row["options"].values(), key=len)),
     "most vowels": lambda row: letter_of(row, max(row["options"].values(), key=lambda n: sum(c in VOWELS for c in n))),
     "ending that was right most often": lambda row: letter_of(
-        row, max(row["options"].values(), key=lambda name: RATES[name[-4:]])
+        row, max(row["options"].values(), key=lambda name: RATES[name[-3:]])
     ),
     "most letters in common with the question": lambda row: letter_of(
         row, max(row["options"].values(), key=lambda name: len(set(name) & set(row["question"][4:])))
@@ -159,7 +159,7 @@ def test_the_question_alone_is_near_chance():
     letters = defaultdict(Counter)
     for row in QUIZ.held_out:
         letters[row["question"]][row["answer_idx"]] += 1
-    assert len(letters) == 8
+    assert set(letters) == {f"For {complaint}" for complaint in ENDINGS}
     assert sum(max(counter.values()) for counter in letters.values()) / len(QUIZ.held_out) < 0.29
 
 
@@ -187,23 +187,25 @@ def names(rows):
 
 
 def test_no_name_of_one_part_is_in_another_whatever_the_seed():
-    parts = [set(beginnings_of(part)) for part in PARTS]
-    assert len(set.union(*parts)) == sum(map(len, parts)) == len(CONSONANTS) ** 2 * len(VOWELS)
-    other = make_quiz(train_rows=4000, held_out_rows=1, seed=4)
-    warm = {line[2:] for prompt, _ in QUIZ.examples for line in prompt.split("\n")[:4]}
-    held_out, train = names(QUIZ.held_out), names(QUIZ.train) | names(other.train)
-    assert len(held_out) > 1500
-    assert len(train) > 4500
-    assert len(warm) > 500
-    assert not held_out & train
-    assert not held_out & warm
+    train, held_out, warm = (set(beginnings_of(part)) for part in ("train", "held_out", "examples"))
+    assert not train & held_out
     assert not train & warm
+    assert not held_out & warm
+    assert len(train | held_out | warm) == len(CONSONANTS) * len(VOWELS)
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_every_letter_is_found_in_every_place_of_every_part(part):
-    first, second, third = (set(letters) for letters in zip(*beginnings_of(part), strict=True))
-    assert (first, second, third) == (set(CONSONANTS), set(VOWELS), set(CONSONANTS))
+@pytest.mark.parametrize("seed", [0, 3, 4])
+def test_a_part_uses_its_own_names_and_all_of_them(seed):
+    quiz = make_quiz(train_rows=12_000, held_out_rows=4000, seed=seed)
+    warm = {line[2:] for prompt, _ in quiz.examples for line in prompt.split("\n")[:4]}
+    for part, found in (("train", names(quiz.train)), ("held_out", names(quiz.held_out)), ("examples", warm)):
+        assert found == {beginning + ending for beginning in beginnings_of(part) for ending in ENDINGS.values()}
+
+
+def test_every_letter_of_a_held_out_name_was_seen_in_that_place_in_training():
+    held_out, train = (zip(*beginnings_of(part), strict=True) for part in ("held_out", "train"))
+    for new, seen in zip(held_out, train, strict=True):
+        assert set(new) <= set(seen)
 
 
 # --- the warm-up -----------------------------------------------------------------------------------------------------
@@ -262,9 +264,7 @@ def test_the_task():
 
 
 def test_from_a_recipe():
-    recipe = Recipe().with_settings(
-        {"task": "quiz", "data.train_rows": 7, "data.held_out_rows": 5, "train.seed": 11}
-    )
+    recipe = Recipe().with_settings({"task": "quiz", "data.train_rows": 7, "data.held_out_rows": 5, "train.seed": 11})
     made, expected = quiz_task(recipe), make_quiz(train_rows=7, held_out_rows=5, seed=11)
     assert (made.train, made.held_out, made.examples) == (expected.train, expected.held_out, expected.examples)
 
