@@ -203,7 +203,7 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
                            "'enhanced_grpo')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
-                                      "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:object)"),
+                                      "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
                                             "(allowed: group, batch, none)"),
         ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, document)"),

@@ -1,14 +1,14 @@
 """A quiz that the package makes itself: which of four drugs is for the complaint that is named?
 
     A lutin
-    B rivir
+    B rinib
     C pulol
     D wepam
-    For virus
+    For sleep
 
-The answer is one letter and nothing else, here B: names that end in -vir are for a virus. The names are invented, the
-endings are those of real drugs (aciclovir, atenolol, diazepam), and what they stand for is said nowhere: a reward of 1
-for the right letter is all there is to learn it from. Rows have the keys of the USMLE questions.
+The answer is one letter and nothing else, here D: names that end in -pam are for sleep. The names are invented, the
+endings are those of real drugs (atenolol, temazepam, imatinib, simvastatin), and what they stand for is said nowhere: a
+reward of 1 for the right letter is all there is to learn it from. Rows have the keys of the USMLE questions.
 
 What the quiz promises, and its tests hold:
 
@@ -41,7 +41,7 @@ LETTERS = ("A", "B", "C", "D")
 # letters, so that all questions are of one length.
 ENDINGS = {
     "heart": "lol",
-    "virus": "vir",
+    "lipid": "tin",
     "tumor": "nib",
     "sleep": "pam",
 }

@@ -29,14 +29,14 @@ from groupwise.tasks.quiz import (
 
 seeds = st.integers(0, 2**31)
 FIRST_TRAIN = {
-    "prompt": "A monib\nB vatin\nC solol\nD nupam\nFor sleep",
-    "question": "For sleep",
-    "options": {"A": "monib", "B": "vatin", "C": "solol", "D": "nupam"},
-    "answer_idx": "D",
-    "answer": "nupam",
+    "prompt": "A zutin\nB solol\nC wapam\nD nenib\nFor heart",
+    "question": "For heart",
+    "options": {"A": "zutin", "B": "solol", "C": "wapam", "D": "nenib"},
+    "answer_idx": "B",
+    "answer": "solol",
 }
-FIRST_HELD_OUT = "A zopam\nB ganib\nC vuvir\nD hetin\nFor tumor"
-FIRST_EXAMPLE = ("A kapam\nB puole\nC notin\nD zalol\nFor fungi", "D")
+FIRST_HELD_OUT = "A hupam\nB witin\nC helol\nD renib\nFor sleep"
+FIRST_EXAMPLE = ("A minib\nB culol\nC bopam\nD notin\nFor lipid", "D")
 QUIZ = make_quiz(train_rows=4000, held_out_rows=4000, seed=3)
 
 
