@@ -16,7 +16,7 @@ import numpy as np
 from groupwise.data import Prompt, columns_of, completion_for_reward
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
-from groupwise.rewards import Scorer
+from groupwise.rewards import Scorer, weighted_total
 from groupwise.stats import Interval, bootstrap_interval, proportion_interval
 from groupwise.tasks.base import Grade, Row
 
@@ -107,9 +107,8 @@ def _rewards(
     given = [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
     columns = columns_of(rows, without=prompt_column)
     scores = scorer.score(asked, given, columns, completion_ids=tokens, trainer_state=state)
-    table = scores.rewards
-    weighted = (table * table.new_tensor([function.weight for function in scorer.functions])).nansum(1)
-    total: list[float] = weighted.masked_fill(table.isnan().all(1), math.nan).tolist()
+    weights = [function.weight for function in scorer.functions]
+    total: list[float] = weighted_total(scores.rewards, weights).tolist()
     if all(map(math.isnan, total)):
         reason = f" ({scores.failures[0].reason})" if scores.failures else ": they returned None for every one"
         raise RewardError(f"the rewards scored none of the {len(total)} answers to the held-out rows{reason}")

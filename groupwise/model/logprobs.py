@@ -101,11 +101,17 @@ def default_token_budget(prepared: Prepared) -> int:
     """
     if prepared.device.type != "cuda":
         return CPU_TOKENS
-    config = prepared.model.config.get_text_config()
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    each = config.num_hidden_layers * (7 * config.hidden_size + 3 * mlp) * prepared.dtype.itemsize
+    each = activation_bytes(prepared)
     memory = torch.cuda.get_device_properties(prepared.device).total_memory
     return max(1024, min(MOST_TOKENS, int(memory * SHARE_OF_MEMORY / each) // 1024 * 1024))
+
+
+def activation_bytes(prepared: Prepared, *, checkpointing: bool = False) -> int:
+    """About what the backward pass keeps of one token; with gradient checkpointing the inputs of layers alone."""
+    config = prepared.model.config.get_text_config()
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widths = config.hidden_size if checkpointing else 7 * config.hidden_size + 3 * mlp
+    return int(config.num_hidden_layers * widths * prepared.dtype.itemsize)
 
 
 def completion_logps(

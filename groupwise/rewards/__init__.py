@@ -1,6 +1,6 @@
 """Rewards: the contract that a function of the user's keeps, how it is loaded and called, and some to start with."""
 
-from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named
+from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named, weighted_total
 from groupwise.rewards.load import load_function
 from groupwise.rewards.maths import (
     correct_number,
@@ -32,4 +32,5 @@ __all__ = [
     "same_number",
     "strict_answer",
     "text_of",
+    "weighted_total",
 ]

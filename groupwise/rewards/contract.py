@@ -285,6 +285,12 @@ class _Column:
         ]
 
 
+def weighted_total(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """One reward per sample ``(B,)`` from ``(B, K)``: the weighted sum of what was scored, NaN where nothing was."""
+    factors = rewards.new_tensor(list(weights))
+    return torch.where(rewards.isnan().all(1), math.nan, (rewards * factors).nansum(1))
+
+
 def _is_number(value: object) -> bool:
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 

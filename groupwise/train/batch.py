@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -34,9 +35,14 @@ class Batch:
     def __len__(self) -> int:
         return len(self.ids)
 
-    @property
+    @cached_property
     def lengths(self) -> Tensor:
         return torch.tensor([len(ids) for ids in self.ids])
+
+    @property
+    def scored(self) -> Tensor:
+        """The rewards ``(B, K)`` that count: none of a sample that was dropped."""
+        return torch.where(self.dropped[:, None], torch.nan, self.rewards)
 
     @property
     def prompt_of(self) -> Tensor:

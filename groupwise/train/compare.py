@@ -17,7 +17,7 @@ from groupwise.config import Recipe
 from groupwise.core import group_advantages, group_index, group_statistics
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import ConfigError, RewardError, check_choice
-from groupwise.rewards import load_function, overlong_penalty
+from groupwise.rewards import load_function, overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.train.batch import Batch, Comparison
 
@@ -69,9 +69,7 @@ def compare(
     graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
     groups = _groups(batch, grouping)
     factors = torch.tensor(list(weights), dtype=torch.float64)
-    rewards = torch.where(batch.dropped[:, None], torch.nan, batch.rewards)
-    scored = ~rewards.isnan().all(1)
-    total = torch.where(scored, (rewards * factors).nansum(1), torch.nan)
+    rewards, total = batch.scored, weighted_total(batch.scored, weights)
     if advantage is not None:
         advantages = _checked(advantage(rewards, groups, factors), len(batch))
     else:

@@ -13,7 +13,7 @@ from groupwise.config import Recipe, setting_names
 from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
-from groupwise.model.logprobs import completion_logps, default_token_budget
+from groupwise.model.logprobs import activation_bytes, completion_logps, default_token_budget
 from groupwise.train.compare import find_advantage, find_grouping
 from groupwise.train.held_out import metric_of
 from groupwise.train.setup import Parts, load_parts, make_schedule, steps_of
@@ -75,9 +75,6 @@ def _memory(parts: Parts) -> Iterator[str]:
     trained = sum(weight.numel() for weight in parts.model.parameters() if weight.requires_grad)
     held = sum(weight.numel() * weight.element_size() for weight in parts.model.parameters())
     low = prepared.dtype in (torch.bfloat16, torch.float16)
-    config = prepared.model.config.get_text_config()
-    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    widths = config.hidden_size if recipe.model.gradient_checkpointing else 7 * config.hidden_size + 3 * mlp
     budget = recipe.train.token_budget or default_token_budget(prepared)
     how = recipe.sampling
     rows = min(recipe.train.batch_size * recipe.train.accumulation * how.samples_per_prompt, Engine(prepared).max_rows)
@@ -89,7 +86,8 @@ def _memory(parts: Parts) -> Iterator[str]:
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "reference": trained * prepared.dtype.itemsize if uses_reference else 0,
-        f"activations of {budget:,} tokens": config.num_hidden_layers * widths * prepared.dtype.itemsize * budget,
+        f"activations of {budget:,} tokens": budget
+        * activation_bytes(prepared, checkpointing=recipe.model.gradient_checkpointing),
         f"cache of {rows} answers": bytes_per_token(prepared.shapes, prepared.dtype)
         * (prompts + rows * how.max_new_tokens),
     }

@@ -16,9 +16,9 @@ import torch
 
 from groupwise.config import Recipe
 from groupwise.core import group_statistics
-from groupwise.data import Order, Prompt, completion_for_reward
+from groupwise.data import Order, Prompt, columns_of, completion_for_reward
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
-from groupwise.rewards import Scorer
+from groupwise.rewards import Scorer, weighted_total
 from groupwise.tasks.base import Row
 from groupwise.train.batch import Batch, join
 from groupwise.train.compare import OVERLONG, with_overlong_penalty
@@ -134,15 +134,10 @@ class Sampler:
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         data = [self.rows[row] for row in rows]
         asked = [row[self.prompt_column] for row in data for _ in range(count)]
-        columns = {
-            name: [row.get(name) for row in data for _ in range(count)]
-            for name in dict.fromkeys(key for row in data for key in row)
-            if name != self.prompt_column
-        }
         scores = self.scorer.score(
             asked,
             [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)],
-            columns,
+            columns_of([row for row in data for _ in range(count)], without=self.prompt_column),
             completion_ids=[row.tolist() for row in ids],
             trainer_state=state,
         )
@@ -172,9 +167,7 @@ class Sampler:
 
     def _equal_prompts(self, batch: Batch) -> list[int]:
         """The prompts whose samples all have the same reward."""
-        rewards = torch.where(batch.dropped[:, None], torch.nan, batch.rewards)
-        factors = torch.tensor(self.weights, dtype=torch.float64)
-        total = torch.where(rewards.isnan().all(1), torch.nan, (rewards * factors).nansum(1))
+        total = weighted_total(batch.scored, self.weights)
         return [i for i, equal in enumerate(group_statistics(total, batch.samples).equal.tolist()) if equal]
 
 

@@ -191,22 +191,11 @@ class Updater:
         policy_mask, work_totals = self._policy_mask(work, now, found)
         objective = Objective(now, self.loss, work_totals)
         if not compare_terms:
-            for part, rows in self._parts(work, now, policy_mask):
-                values, statistics = objective.terms(part)
-                torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
-                self._note(found, values, statistics)
-                if found.gap is not None:
-                    found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
+            self._backward(work, now, objective, policy_mask, found)
             return found
         gradients: dict[str, list[Tensor]] = {}
-        names = [name for name, active in _active_terms(now).items() if active]
-        for name in names:
-            for part, rows in self._parts(work, now, policy_mask):
-                values, statistics = objective.terms(part)
-                values[name].backward()  # type: ignore[no-untyped-call]
-                self._note(found, {name: values[name]}, statistics if name == names[0] else {})
-                if found.gap is not None and name == names[0]:
-                    found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
+        for name in [name for name, active in _active_terms(now).items() if active]:
+            self._backward(work, now, objective, policy_mask, found, only=name, watch=not gradients)
             gradients[name] = [
                 torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
             ]
@@ -215,6 +204,27 @@ class Updater:
         for master, *shares in zip(self.masters.parameters(), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
         return found
+
+    def _backward(
+        self,
+        work: Work,
+        now: Recipe,
+        objective: Objective,
+        policy_mask: Tensor | None,
+        found: Update,
+        *,
+        only: str | None = None,
+        watch: bool = True,
+    ) -> None:
+        """One pass over all packs, of all terms or of one; ``watch`` also takes the statistics, once per update."""
+        for part, rows in self._parts(work, now, policy_mask):
+            values, statistics = objective.terms(part)
+            if only is not None:
+                values = {only: values[only]}
+            torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
+            self._note(found, values, statistics if watch else {})
+            if found.gap is not None and watch:
+                found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
 
     def _parts(self, work: Work, now: Recipe, policy_mask: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
         packs = each_pack(
