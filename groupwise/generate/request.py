@@ -66,10 +66,13 @@ class Chance:
 
     def enter(self, samples: Sequence[int], slots: Sequence[int]) -> None:
         """Samples take their slots."""
-        request = self.request
-        for sample, slot in zip(samples, slots, strict=True):
-            key, number = request.keys[request.prompt_of[sample]], int(request.number_of[sample])
-            self._numbers[slot] = uniforms(request.sampling.seed, key, number, request.longest)
+        request, numbers, places = self.request, np.array(samples), np.array(slots)
+        prompts = request.prompt_of[numbers]
+        for prompt in np.unique(prompts).tolist():
+            own = prompts == prompt
+            self._numbers[places[own]] = uniforms(
+                request.sampling.seed, request.keys[prompt], request.number_of[numbers[own]], request.longest
+            )
 
     def of(self, rows: Rows) -> np.ndarray:
         """The number of each row's next token."""

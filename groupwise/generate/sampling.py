@@ -16,6 +16,7 @@ from torch import Tensor
 
 from groupwise.core.filters import filter_logits
 from groupwise.generate.types import Sampling
+from groupwise.model.attention import to_device
 from groupwise.model.prepared import Prepared
 
 
@@ -26,10 +27,20 @@ class Drawn(NamedTuple):
     filtered: Tensor  # (rows, V) its logits, −inf for what was filtered away
 
 
-def uniforms(seed: int, key: int, sample: int, count: int) -> np.ndarray:
-    """The numbers in [0, 1) that decide a sample's tokens, ``(count,)`` float32; more of them begin with the same."""
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, key, sample])))
-    return generator.random(count, dtype=np.float32)
+def uniforms(seed: int, key: int, samples: Sequence[int], count: int) -> np.ndarray:
+    """The numbers in [0, 1) that decide the tokens of a prompt's samples, ``(samples, count)`` float32.
+
+    ``count`` may grow: more of them begin with the same. The generator counts in 256 bits, of which a sample's number
+    takes the third 64: no sample ever reaches another's numbers.
+    """
+    bits = np.random.Philox(np.random.SeedSequence([seed, key]))
+    generator, state = np.random.Generator(bits), bits.state
+    found = np.empty((len(samples), count), np.float32)
+    for row, sample in enumerate(samples):
+        state["state"]["counter"] = np.array([0, 0, sample, 0], np.uint64)
+        bits.state = state
+        generator.random(out=found[row], dtype=np.float32)
+    return found
 
 
 def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> Drawn:
@@ -69,7 +80,7 @@ def eos_mask(eos: Sequence[int], prepared: Prepared) -> Tensor:
     """Which tokens end a completion, ``(V,)``."""
     mask = torch.zeros(prepared.vocabulary, dtype=torch.bool)
     mask[list(eos)] = True
-    return mask.to(prepared.device)
+    return to_device(mask, prepared.device)
 
 
 def _at(logits: Tensor, ids: Tensor, total: Tensor) -> Tensor:

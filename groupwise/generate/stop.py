@@ -8,6 +8,7 @@ from typing import Any
 from groupwise.errors import InputError
 
 REPLACEMENT = "\ufffd"  # what half a character decodes to
+REMEMBERED = 1024  # decoded endings
 
 
 class StopStrings:
@@ -26,6 +27,7 @@ class StopStrings:
         # A character takes up to four tokens (its bytes); a few more for tokens that decode to nothing.
         self._tail = 4 * max(map(len, self.strings)) + 8
         self._may_end: dict[int, bool] = {}
+        self._ends: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, ids: Sequence[int]) -> bool:
         """Whether the newest of ``ids`` completes a stop string."""
@@ -35,8 +37,13 @@ class StopStrings:
             self._may_end[newest] = REPLACEMENT in text or any(character in text for character in self._last)
         if not self._may_end[newest]:
             return False
-        text = self._decode(ids[-self._tail :])
-        return any(wanted in text for wanted in self.strings)
+        tail = tuple(ids[-self._tail :])
+        if tail not in self._ends:  # short answers, such as a letter, end alike again and again
+            if len(self._ends) >= REMEMBERED:
+                self._ends.clear()
+            text = self._decode(tail)
+            self._ends[tail] = any(wanted in text for wanted in self.strings)
+        return self._ends[tail]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

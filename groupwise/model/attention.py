@@ -16,7 +16,7 @@ transformers' models look their attention up by name. `attention` is registered 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -126,6 +126,13 @@ class PackedLayout:
             (prompt + max(lengths, default=0) for prompt, lengths in zip(prompts, completions, strict=True)), default=0
         )
         self._gathered: dict[int, tuple[Tensor, Tensor, int]] = {}
+
+    def gather(self, windows: Iterable[int]) -> None:
+        """Work out beforehand what layers with these windows need: within a compiled layer the first would be traced
+        otherwise than those that find it done, and otherwise again when gradient checkpointing comes back to it."""
+        for window in windows:
+            if window < self.longest:
+                self._keys_of_each(window)
 
     def attend(self, call: Call) -> Tensor:
         _, query, key, value, scale, window, softcap = call

@@ -177,17 +177,17 @@ def each_pack(
     if prepared.why_plain:  # every sample is a row with its own prompt, and counts as such
         prompt_ids = [p for p, members in zip(prompt_ids, completion_ids, strict=True) for _ in members]
         completion_ids = [[ids] for members in completion_ids for ids in members]
-    lengths = [[len(ids) for ids in members] for members in completion_ids]
+    prompt_lengths, lengths = [len(ids) for ids in prompt_ids], _lengths(completion_ids)
     if token_budget is None:
-        longest = max(len(p) + max(map(len, c)) for p, c in zip(prompt_ids, completion_ids, strict=True))
+        longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))
         token_budget = max(default_token_budget(prepared), longest)
     flat = [ids for members in completion_ids for ids in members]
     if kept is not None:
-        ends = [0, *accumulate(len(ids) for ids in flat)]
+        ends = [0, *accumulate(length for members in lengths for length in members)]
         if len(kept) != ends[-1]:
             raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
     run = padded_logps if prepared.why_plain else _packed_logps
-    for pack in plan_packs([len(ids) for ids in prompt_ids], lengths, token_budget):
+    for pack in plan_packs(prompt_lengths, lengths, token_budget):
         members = iter([flat[i] for i in pack.samples.tolist()])
         chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
         sets = None
@@ -217,17 +217,20 @@ def _packed_logps(
     if prepared.head is None:
         raise InputError(f"this model's prompts cannot be shared: {prepared.why_plain}")
     device = prepared.device
-    flat = [ids for members in completions for ids in members]
-    layout = PackedLayout(
-        [len(ids) for ids in prompts], [[len(ids) - 1 for ids in members] for members in completions], device
-    )
-    row = to_device(torch.cat([*prompts, *(ids[:-1] for ids in flat)]), device)
+    prompt_lengths, by_prompt = [len(ids) for ids in prompts], _lengths(completions)
+    layout = PackedLayout(prompt_lengths, [[length - 1 for length in members] for members in by_prompt], device)
+    lengths = np.array([length for members in by_prompt for length in members])
+    chosen = torch.cat([ids for members in completions for ids in members])
+    computed = torch.ones(len(chosen), dtype=torch.bool)
+    computed[torch.from_numpy(lengths.cumsum() - 1)] = False  # the last of each predicts nothing
+    row = to_device(torch.cat([*prompts, chosen[computed]]), device)
     hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
     head = prepared.head
+    sources = _sources(np.array(prompt_lengths), np.array([len(members) for members in by_prompt]), lengths)
     found = selective_logps(
-        _at(hidden, to_device(_sources(prompts, completions), device)),
+        _at(hidden, to_device(sources, device)),
         head.weight,
-        to_device(torch.cat(flat), device),
+        to_device(chosen, device),
         bias=head.bias,
         softcap=head.softcap,
         scale=head.scale,
@@ -235,7 +238,7 @@ def _packed_logps(
         kept=kept,
         with_entropy=with_entropy,
     )
-    return _in_rows(found, [len(ids) for ids in flat], with_entropy)
+    return _in_rows(found, lengths, with_entropy)
 
 
 def _at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -247,14 +250,12 @@ def _at(hidden: Tensor, positions: Tensor) -> Tensor:
     return hidden[positions] if hidden.is_cuda else hidden.index_select(0, positions)
 
 
-def _sources(prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Which position of the packed row predicts each completion token.
+def _sources(prompt_lengths: np.ndarray, sizes: np.ndarray, lengths: np.ndarray) -> Tensor:
+    """Which position of the packed row predicts each completion token; ``sizes`` are the groups'.
 
     A completion's first token is predicted by its prompt's last, every other by the one before it.
     """
-    sizes = [len(members) for members in completions]
-    prompt_ends = np.cumsum([len(ids) for ids in prompts])
-    lengths = np.array([len(ids) for members in completions for ids in members])
+    prompt_ends = prompt_lengths.cumsum()
     ends, row_ends = lengths.cumsum(), (lengths - 1).cumsum()
     within = np.arange(ends[-1]) - (ends - lengths).repeat(lengths)
     own = (prompt_ends[-1] + row_ends - lengths).repeat(lengths) + within
@@ -286,7 +287,7 @@ def padded_logps(
     predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
     chosen = torch.cat([ids for _, ids in pairs]).to(device)
     found = _logps_of_logits(torch.cat(predicting), chosen, temperature, kept, with_entropy)
-    return _in_rows(found, [len(ids) for _, ids in pairs], with_entropy)
+    return _in_rows(found, np.array([len(ids) for _, ids in pairs]), with_entropy)
 
 
 def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:
@@ -300,10 +301,14 @@ def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: Kept
     return chosen, -(prob * torch.where(prob > 0, logps, 0.0)).sum(-1)
 
 
-def _in_rows(found: Any, lengths: Sequence[int], with_entropy: bool) -> TokenLogps:
+def _lengths(completions: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [[ids.shape[0] for ids in members] for members in completions]
+
+
+def _in_rows(found: Any, lengths: np.ndarray, with_entropy: bool) -> TokenLogps:
     """Numbers per token, one sample after another, as rows ``(b, T)``."""
     logps, entropy = found if with_entropy else (found, None)
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    mask = torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
     mask = mask.to(logps.device)
 
     def rows(flat: Tensor) -> Tensor:
@@ -323,18 +328,30 @@ def _tensors(
         if not len(members):
             raise InputError(f"prompt {number} has no completion; leave it out")
     checked = [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)]
-    answers = [
-        [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
-        for number, members in enumerate(completions)
-    ]
-    for number, (prompt, members) in enumerate(zip(checked, answers, strict=True)):
-        longest = len(prompt) + max(map(len, members))
+    if _surely_ids([ids for members in completions for ids in members], prepared):
+        answers: list[list[Tensor]] = [list(members) for members in completions]  # type: ignore[arg-type]
+    else:
+        answers = [
+            [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+            for number, members in enumerate(completions)
+        ]
+    for number, (prompt, lengths) in enumerate(zip(checked, _lengths(answers), strict=True)):
+        longest = len(prompt) + max(lengths)
         if prepared.window is not None and longest > prepared.window:
             raise InputError(
                 f"prompt {number} and its longest completion have {longest} tokens; the model's window is "
                 f"{prepared.window}"
             )
     return checked, answers
+
+
+def _surely_ids(completions: Sequence[Ids], prepared: Prepared) -> bool:
+    """Whether all are what `check_ids` makes of them, asked of all at once: thousands of short ones take long."""
+    for ids in completions:
+        if not isinstance(ids, Tensor) or ids.dtype != torch.long or ids.is_cuda or ids.dim() != 1 or not ids.shape[0]:
+            return False
+    low, high = torch.cat(list(completions)).aminmax()  # type: ignore[arg-type]
+    return int(low) >= 0 and int(high) < prepared.vocabulary
 
 
 def check_ids(ids: Ids, prepared: Prepared, what: str) -> Tensor:

@@ -56,6 +56,7 @@ class Prepared:
     window: int | None  # the longest text that the model is made for
     why_plain: str | None = None
     compiled: CompiledLayers | None = None
+    windows: tuple[int, ...] = ()  # of its sliding layers
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +96,11 @@ class Prepared:
             hidden: Tensor = out.last_hidden_state
             return hidden
 
-        return run() if self.compiled is None else self.compiled.run(run, self.model)
+        if self.compiled is None:
+            return run()
+        if isinstance(layout, PackedLayout):
+            layout.gather(self.windows)
+        return self.compiled.run(run, self.model)
 
 
 class CompiledLayers:
@@ -243,7 +248,9 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
             off = (got.log_softmax(-1) - wanted.log_softmax(-1)).abs().max().item()
             if not off <= (0.25 if model.dtype in (torch.bfloat16, torch.float16) else 1e-2):
                 return f"packed and plain log-probs differ by {off:.2g}", {}
-    return None, {"head": head, "attentions": attentions, "shapes": tuple(shape for _, shape, _ in recorder.seen)}
+    shapes = tuple(shape for _, shape, _ in recorder.seen)
+    windows = tuple(sorted({window for _, _, window in recorder.seen if window is not None}))
+    return None, {"head": head, "attentions": attentions, "shapes": shapes, "windows": windows}
 
 
 def _output_of(model: PreTrainedModel) -> Any:

@@ -235,15 +235,14 @@ class Scorer:
         extra: dict[str, list[Any]] = {}
         metrics: dict[str, list[float]] = {}
         for number, column in enumerate(columns):
-            for row, cell in enumerate(column.cells):
-                if isinstance(cell, Bad):
-                    dropped[row] = True
-                elif cell is not None:
-                    rewards[row, number] = cell
+            if column.cells:
+                numbers = [math.nan if cell is None or isinstance(cell, Bad) else cell for cell in column.cells]
+                rewards[:, number] = torch.tensor(numbers, dtype=torch.float64)
+                dropped |= torch.tensor([isinstance(cell, Bad) for cell in column.cells])
             for name, values in column.log.extra.items():  # a column that an earlier function has is not mixed with it
                 extra[name if name not in extra else f"{column.name}/{name}"] = values
-            for name, numbers in column.log.metrics.items():
-                metrics.setdefault(name, []).extend(numbers)
+            for name, logged in column.log.metrics.items():
+                metrics.setdefault(name, []).extend(logged)
         rewards[dropped] = torch.nan
         if len(batch):
             self._lost = self._lost + 1 if bool(dropped.all()) else 0

@@ -37,7 +37,7 @@ class Batch:
 
     @cached_property
     def lengths(self) -> Tensor:
-        return torch.tensor([len(ids) for ids in self.ids])
+        return torch.tensor([ids.shape[0] for ids in self.ids])
 
     @property
     def scored(self) -> Tensor:
@@ -134,9 +134,8 @@ class Comparison:
 
     def why_not(self) -> list[str | None]:
         """For each sample, the first reason why it does not teach."""
-        reasons = {**self.silenced, "equal_rewards": self.equal}
-        found: list[str | None] = []
-        for number, teaches in enumerate(self.teaches.tolist()):
-            why = next((name for name, failed in reasons.items() if bool(failed[number])), "no_advantage")
-            found.append(None if teaches else why)
-        return found
+        reasons = {name: failed.tolist() for name, failed in {**self.silenced, "equal_rewards": self.equal}.items()}
+        return [
+            None if teaches else next((name for name, failed in reasons.items() if failed[number]), "no_advantage")
+            for number, teaches in enumerate(self.teaches.tolist())
+        ]

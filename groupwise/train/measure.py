@@ -63,9 +63,7 @@ def _signal(sampled: Sampled, comparison: Comparison, works: Sequence[Work]) -> 
     """What taught, what was left out of the computation, and what refilling cost."""
     batch = sampled.batch
     everything = sum(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.sum())
-    computed = sum(
-        sum(map(len, work.prompts)) + sum(len(ids) for members in work.completions for ids in members) for work in works
-    )
+    computed = sum(sum(map(len, work.prompts)) + work.totals.computed_tokens for work in works)
     found = {
         "signal/teaching": _mean(comparison.teaches.double()),
         "signal/tokens_not_computed": 1 - computed / everything,

@@ -130,7 +130,7 @@ class Sampler:
     def _scored(self, rows: list[int], prompts: list[Prompt], rollout: Rollout, now: Recipe, state: Any) -> Sampled:
         count = now.sampling.samples_per_prompt
         lengths = rollout.lengths.tolist()
-        ids = [row[:length] for row, length in zip(rollout.ids, lengths, strict=True)]
+        ids = [row[:length] for row, length in zip(rollout.ids.tolist(), lengths, strict=True)]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         data = [self.rows[row] for row in rows]
         asked = [row[self.prompt_column] for row in data for _ in range(count)]
@@ -138,20 +138,21 @@ class Sampler:
             asked,
             [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)],
             columns_of([row for row in data for _ in range(count)], without=self.prompt_column),
-            completion_ids=[row.tolist() for row in ids],
+            completion_ids=ids,
             trainer_state=state,
         )
         rewards = scores.rewards
         logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
+        mask = torch.arange(rollout.ids.shape[1]) < rollout.lengths[:, None]
         batch = Batch(
             rows=data,
             row_numbers=rows,
             prompts=prompts,
             samples=count,
-            ids=ids,
+            ids=list(torch.split(rollout.ids[mask], lengths)),
             texts=texts,
             stop_reasons=list(rollout.stop_reasons),
-            sampler_logps=[row[:length] for row, length in zip(logps, lengths, strict=True)],
+            sampler_logps=list(torch.split(logps[mask], lengths)),
             kept=rollout.kept,
             rewards=with_overlong_penalty(rewards, lengths, now) if self.overlong else rewards,
             dropped=scores.dropped,

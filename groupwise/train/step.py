@@ -101,6 +101,8 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
     divided_by = members
     if now.loss.denominator == "policy_mask":
         divided_by = [i for i in members if allowed[i]]
+    lengths = batch.lengths
+    mask = _mask(lengths[chosen])
     return Work(
         samples=chosen,
         prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
@@ -108,14 +110,14 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
         kept=None if batch.kept is None else batch.kept.select(batch.places(chosen)),
         advantages=comparison.advantages[chosen],
         allowed=comparison.allowed[chosen],
-        sampler_logps=_padded([batch.sampler_logps[i] for i in chosen]),
-        mask=_padded([torch.ones(len(batch.ids[i]), dtype=torch.bool) for i in chosen]),
+        sampler_logps=_padded([batch.sampler_logps[i] for i in chosen], mask),
+        mask=mask,
         totals=Totals(
-            tokens=sum(len(batch.ids[i]) for i in members),
+            tokens=int(lengths[members].sum()),
             sequences=len(members),
-            policy_tokens=sum(len(batch.ids[i]) for i in divided_by),
+            policy_tokens=int(lengths[divided_by].sum()),
             policy_sequences=len(divided_by),
-            computed_tokens=sum(len(batch.ids[i]) for i in chosen),
+            computed_tokens=int(mask.sum()),
             computed_sequences=len(chosen),
         ),
     )
@@ -366,15 +368,20 @@ def _compare_gradients(gradients: dict[str, list[Tensor]]) -> dict[str, float]:
 
 def _longest(work: Work) -> int:
     return max(
-        len(prompt) + max(len(ids) for ids in members)
+        len(prompt) + max(ids.shape[0] for ids in members)
         for prompt, members in zip(work.prompts, work.completions, strict=True)
     )
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
+def _mask(lengths: Tensor) -> Tensor:
+    return torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
+
+
+def _padded(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
+    """Numbers of each sample as rows ``(n, T)``, zero where the mask is false."""
     if not rows:
-        return torch.zeros(0, 0)
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+        return torch.zeros(mask.shape)
+    return torch.zeros(mask.shape, dtype=rows[0].dtype).masked_scatter(mask, torch.cat(list(rows)))
 
 
 def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
