@@ -57,7 +57,7 @@ class Echo:
 class Words:
     def batch_decode(self, ids, skip_special_tokens):
         assert skip_special_tokens
-        return [" ".join(map(str, row.tolist())) for row in ids]
+        return [" ".join(map(str, row)) for row in ids]
 
 
 def sampler_of(dull, generator=None, rows=30, reward=None, said=None, **more):

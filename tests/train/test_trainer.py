@@ -103,7 +103,8 @@ def test_metrics(tmp_path):
     expected = [(0, "eval"), (1, "step"), (2, "step"), (2, "eval"), (3, "step"), (4, "step"), (4, "eval")]
     assert kinds == [*expected, (5, "step"), (5, "eval")]
     assert all(name == "step" or name.startswith("eval/") for name in rows[0])
-    assert [row["num_tokens"] for row in rows if "num_tokens" in row] == [32, 64, 96, 128, 160]
+    lengths = read_rollouts(tmp_path / "run").to_pandas().groupby("step")["completion_tokens"].sum()
+    assert [row["num_tokens"] for row in rows if "num_tokens" in row] == lengths.cumsum().tolist()
     assert {"reward", "rewards/even/mean", "entropy", "grad_norm", "learning_rate", "epoch"} <= rows[1].keys()
     assert result.first["reward"] == rows[0]["eval/reward"]
     assert result.last["reward"] == rows[-1]["eval/reward"]
