@@ -146,8 +146,11 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
          "prompts out with too_long='drop'"),
         (["--data.system_prompt", "Be brief."], "a system_prompt is a chat message, but these prompts are given to the "
          "model as plain texts; use chat=True, or write it into the prompts and leave system_prompt out"),
-        (["--sampling.max_new_tokens", "5000"], "the longest prompt has 7 tokens; with sampling.max_new_tokens 5000 "
-         "that is more than the model's window of 4096; lower one of them (data.max_prompt_length)"),
+        (["--sampling.max_new_tokens", "5000"], "the longest training prompt has 7 tokens; with "
+         "sampling.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them (data.max_prompt_length)"),
+        (["--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "5000"], "the longest held-out prompt has 7 "
+         "tokens; with evaluate.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them "
+         "(data.max_prompt_length)"),
         (["--phases", '[{ name = "a", temprature = 0.5 }]'], "[[phases]] number 1: unknown setting 'temprature' in a "
                                                              "schedule; did you mean 'temperature'?"),
         (["--advantages.function", "scores.py:mine"], "advantage 'scores.py:mine': there is no 'mine' in scores.py "
@@ -440,7 +443,9 @@ def test_a_run_is_not_overwritten_unless_asked(here, complaint, capsys):
     words = ["train", "r.toml", "--run.folder", "run", "--train.steps", "1"]
     assert main(words) == 0
     capsys.readouterr()
-    assert complaint(*words) == "run already holds a run: resume it, or choose another folder"
+    assert complaint(*words) == (
+        "run already holds a run: go on with it (--resume), write over it (--overwrite), or choose another folder"
+    )
     assert complaint(*words, "--overwrite", "--data.train", "gone.jsonl").startswith("there is no file or folder 'gone")
     assert (here / "run" / "model").exists()  # what is wrong is found before anything is deleted
     assert main([*words, "--overwrite", "--train.seed", "3"]) == 0
@@ -525,3 +530,10 @@ def test_eval_by_rewards(capsys):
     assert lines[1].startswith("reward *")
     assert lines[1].endswith("0.0%")
     assert lines[2].startswith("4 answers by tiny: 3.0 tokens on average, 100.0% cut off")
+
+
+def test_eval_needs_no_rows_to_train_on(complaint, capsys):
+    words = ["r.toml", "--data.train", "none", "--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "3"]
+    assert main(["eval", *words]) == 0
+    assert "4 answers" in capsys.readouterr().out
+    assert complaint("train", *words) == "the task 'rows' has no rows to train on; set data.train"

@@ -538,3 +538,50 @@ def test_no_setting_is_literal_outside_its_words():
     assert choices_of(NAMES["loss.name"]) == ()
     assert get_origin(NAMES["optimizer.decay"].annotation) is Literal
     assert get_args(NAMES["optimizer.decay"].annotation) == choices_of(NAMES["optimizer.decay"])
+
+
+BESIDE = """
+task = "own.py:task"
+rewards = [{ function = "own.py:one" }, { function = "groupwise.rewards:length" }, { function = "none.py:two" }]
+[data]
+train = "rows.jsonl"
+held_out = "owner/name"
+[loss]
+name = "own.py:loss"
+[advantages]
+function = "own.py:advantage"
+grouping = "prompt"
+"""
+
+
+def test_files_beside_a_recipe(tmp_path, monkeypatch):
+    folder, here = tmp_path / "some recipes", tmp_path / "here"
+    for each in (folder, here):
+        each.mkdir()
+    for name in ("own.py", "rows.jsonl", "recipe.toml"):
+        (folder / name).write_text(BESIDE)
+    (here / "own.py").write_text("")
+    monkeypatch.chdir(here)
+    found = load_recipe("../some recipes/recipe.toml", {"advantages.grouping": "own.py:grouping"})
+    beside = "../some recipes"
+    assert found.task == f"{beside}/own.py:task"
+    assert [each.function for each in found.rewards] == [
+        f"{beside}/own.py:one",
+        "groupwise.rewards:length",
+        "none.py:two",
+    ]
+    assert (found.data.train, found.data.held_out) == (f"{beside}/rows.jsonl", "owner/name")
+    assert (found.loss.name, found.advantages.function) == (f"{beside}/own.py:loss", f"{beside}/own.py:advantage")
+    assert found.advantages.grouping == "own.py:grouping"
+    # A run keeps the names by which it found its files, and looks for nothing beside its own recipe.
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "own.py").write_text("")
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(found.model_dump()))
+    assert load_recipe(tmp_path / "run" / "recipe.json") == found
+
+
+@pytest.mark.parametrize("text", ["rewards = 3", "rewards = [3]", "data = 3", "task = 3", "[data]\ntrain = 3"])
+def test_a_fault_where_a_file_may_be_named(tmp_path, text):
+    (tmp_path / "recipe.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"recipe\.toml: "):
+        load_recipe(tmp_path / "recipe.toml")

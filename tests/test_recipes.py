@@ -69,7 +69,8 @@ def test_it_parses(name):
             continue
         for key, value in table.items() if isinstance(table, dict) else [("", table)]:
             if not isinstance(value, dict):
-                assert recipe.get(f"{section}.{key}".strip(".")) == value
+                got = recipe.get(f"{section}.{key}".strip("."))
+                assert got == (str(FOLDER / value) if isinstance(value, str) and ".py:" in value else value)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -73,7 +73,6 @@ def _train(arguments: argparse.Namespace) -> int:
         trainer = Trainer(
             recipe,
             display=display,
-            base=_base(arguments.recipe),
             resume=arguments.resume,
             overwrite=arguments.overwrite,
         )
@@ -85,7 +84,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from groupwise.train.estimate import describe_run
 
     out = console()
-    for line in describe_run(recipe, base=_base(arguments.recipe), timed=not arguments.quick):
+    for line in describe_run(recipe, timed=not arguments.quick):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -98,7 +97,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     from groupwise.train.held_out import evaluate_recipe
 
-    found, metric = evaluate_recipe(recipe, base=_base(arguments.recipe))
+    found, metric = evaluate_recipe(recipe)
     out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     graded = any(f"{name}_no_answer" in found.metrics for name in found.metrics)
@@ -136,8 +135,3 @@ def _recipe(arguments: argparse.Namespace) -> Recipe:
     from groupwise.config import load_recipe
 
     return load_recipe(arguments.recipe, parse_settings(arguments.settings))
-
-
-def _base(recipe: Path) -> Path | None:
-    """The folder in which a recipe's files are looked for. A run's recipe.json does not lie where they do."""
-    return None if recipe.suffix.lower() == ".json" else recipe.parent

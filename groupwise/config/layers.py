@@ -18,11 +18,17 @@ from groupwise.config.sections import Recipe
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
 
+# Settings that may name a file, by section and key: a recipe finds it beside itself. Its rewards do so too.
+DATA_FILES = (("data", "train"), ("data", "held_out"))
+FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
+
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in a TOML file, or a run's ``recipe.json``, with dotted ``overrides`` on top.
 
-    The latter holds every setting, so no preset lies beneath it; for the same reason its algorithm stays what it is.
+    Files that a TOML file names are looked for beside it, and then in the current folder; overrides start in the
+    current folder. A ``recipe.json`` names them as the run found them. It holds every setting, so no preset lies
+    beneath it; for the same reason its algorithm stays what it is.
     """
     path, overrides = Path(path), dict(overrides or {})
     try:
@@ -36,7 +42,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is no valid TOML: {error}") from error
-        return make_recipe(table, where=str(path), overrides=overrides)
+        return make_recipe(_beside(table, path.parent), where=str(path), overrides=overrides)
     try:
         table = json.loads(text)
     except json.JSONDecodeError as error:
@@ -52,6 +58,33 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             "would change nothing; change the algorithm in the recipe that the run was made from"
         )
     return make_recipe(table, where=str(path), base={}, overrides=overrides)
+
+
+def _beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The table with the files that lie in the recipe's folder under the names by which they are found from here.
+
+    What is no file, or not where it should be, stays as it is: whoever reads it has a sentence for it.
+    """
+
+    def data(value: Any) -> Any:
+        return str(folder / value) if isinstance(value, str) and value and (folder / value).exists() else value
+
+    def function(value: Any) -> Any:
+        file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+        return f"{folder / file}:{name}" if file and (folder / file).is_file() else value
+
+    def reward(entry: Any) -> Any:
+        return {**entry, "function": function(entry["function"])} if "function" in entry else entry
+
+    found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    for locate, names in ((data, DATA_FILES), (function, FUNCTION_FILES)):
+        for section, key in names:
+            holder = found.get(section) if section else found
+            if isinstance(holder, dict) and key in holder:
+                holder[key] = locate(holder[key])
+    if isinstance(found.get("rewards"), list) and all(isinstance(entry, Mapping) for entry in found["rewards"]):
+        found["rewards"] = [reward(entry) for entry in found["rewards"]]
+    return found
 
 
 def make_recipe(

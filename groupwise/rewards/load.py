@@ -6,7 +6,6 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +21,10 @@ from groupwise.rewards.text import excerpt
 _helpers: dict[str, Path] = {}  # modules that loaded files brought along, and the folder of each
 
 
-def load_function(spec: str, *, what: str = "reward", base: Path | None = None) -> Callable[..., Any]:
+def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     """The function that ``spec`` names; after the colon it may be dotted, as in ``file.py:Class.method``.
 
-    A relative path starts at ``base``, or at the current directory. A file is imported under a name of its own, and
+    A relative path starts at the current directory. A file is imported under a name of its own, and
     again only when it has changed; a module is searched for in the current directory too. Either can import what lies
     in that folder while it is imported itself, but not later: such imports belong at the top of a file.
     """
@@ -34,7 +33,7 @@ def load_function(spec: str, *, what: str = "reward", base: Path | None = None) 
         raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}")
     where = f"{what} {spec!r}"
     if origin.endswith(".py") or "/" in origin or "\\" in origin:
-        module = _from_file((base or Path.cwd()) / os.path.expanduser(origin), where)
+        module = _from_file(Path(origin).expanduser(), where)
     else:
         module = _from_path(origin, where)
     found: Any = module

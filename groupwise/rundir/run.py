@@ -71,7 +71,10 @@ class RunDir:
         if path.exists() and not path.is_dir():
             raise RunDirError(f"{path} is a file, not a folder; choose another place for the run")
         if (path / MARKER).exists():
-            raise RunDirError(f"{path} already holds a run: resume it, or choose another folder")
+            raise RunDirError(
+                f"{path} already holds a run: go on with it (--resume), write over it (--overwrite), or choose another "
+                "folder"
+            )
         if path.exists() and any(entry.name not in (LOCK, HOLDER) for entry in path.iterdir()):
             raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
         try:

@@ -7,7 +7,6 @@ and not under the second.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from groupwise import data
@@ -33,11 +32,11 @@ FORMAT_WEIGHT = 0.1
 HUB = "openai/gsm8k"
 
 
-def gsm8k_task(recipe: Recipe, base: Path | None = None) -> Task:
+def gsm8k_task(recipe: Recipe) -> Task:
     """GSM8K from files with the columns ``question`` and ``answer``, or from the hub (openai/gsm8k, subset main)."""
     if HUB in (recipe.data.train, recipe.data.held_out) and recipe.data.subset is None:
         recipe = recipe.with_settings({"data.subset": "main"})
-    train, held_out = read_both(recipe, base)
+    train, held_out = read_both(recipe)
     return Task(
         "gsm8k",
         [make_row(row) for row in train],

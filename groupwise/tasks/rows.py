@@ -10,26 +10,26 @@ from groupwise.errors import ConfigError
 from groupwise.tasks.base import Row, Task
 
 
-def rows_task(recipe: Recipe, base: Path | None = None) -> Task:
+def rows_task(recipe: Recipe) -> Task:
     """The rows that ``[data]`` names, as they are."""
-    train, held_out = read_both(recipe, base)
+    train, held_out = read_both(recipe)
     return Task("rows", train, held_out)
 
 
-def read_both(recipe: Recipe, base: Path | None) -> tuple[list[Row], list[Row]]:
-    """The training and the held-out rows of a recipe; an error where there is nothing to train on."""
+def read_both(recipe: Recipe) -> tuple[list[Row], list[Row]]:
+    """The training and the held-out rows of a recipe; the former may be missing where a model is only measured."""
     data = recipe.data
+    if data.train is None and data.held_out is not None:
+        return [], _read(data.held_out, data.held_out_split, data.subset, data.held_out_rows)
     if data.train is None:
         raise ConfigError(
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
             "to a hub data set owner/name"
         )
-    source = locate(data.train, base)
-    held_out_source = source
-    if data.held_out is not None:
-        held_out_source = locate(data.held_out, base)
-    elif data.held_out_split is None:
+    source = data.train
+    if data.held_out is None and data.held_out_split is None:
         return _read(source, data.train_split, data.subset, data.train_rows), []
+    held_out_source = source if data.held_out is None else data.held_out
     # A subset is the hub's: it does not concern a file beside which it is needed for the other rows.
     on_hub = [each for each in (source, held_out_source) if not _exists(each)]
     subset_of = {each: data.subset if each in on_hub or not on_hub else None for each in (source, held_out_source)}
@@ -45,10 +45,3 @@ def _read(source: str, split: str | None, subset: str | None, limit: int | None)
 
 def _exists(source: str) -> bool:
     return Path(source).expanduser().exists()
-
-
-def locate(source: str, base: Path | None) -> str:
-    """A path beside the recipe, if there is such a file there and none here; otherwise as it was written."""
-    if base is not None and not _exists(source) and (base / source).exists():
-        return str(base / source)
-    return source

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from groupwise.train.events import Callback, Report, Result
-    from groupwise.train.records import read_rollouts
+    from groupwise.train.rollouts import read_rollouts
     from groupwise.train.trainer import Trainer
 
 _HOMES = {

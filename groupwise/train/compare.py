@@ -7,7 +7,6 @@ entropy) are the updater's. Samples that are silenced stay in the baseline and i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,22 +33,22 @@ GROUPINGS: dict[str, GroupingFunction | None] = {"prompt": None}
 """Who is compared with whom, by name: put one here and name it in ``advantages.grouping``."""
 
 
-def find_advantage(name: str | None, base: Path | None = None) -> AdvantageFunction | None:
+def find_advantage(name: str | None) -> AdvantageFunction | None:
     """A registered advantage or ``module:function``; None for the built-in one."""
     if name is None or name in ADVANTAGES:
         return ADVANTAGES[name] if name is not None else None
     if ":" not in name:
         check_choice("advantages.function", name, [*ADVANTAGES, "module:function"], ConfigError)
-    return load_function(name, what="advantage", base=base)
+    return load_function(name, what="advantage")
 
 
-def find_grouping(name: str, base: Path | None = None) -> GroupingFunction | None:
+def find_grouping(name: str) -> GroupingFunction | None:
     """A registered grouping or ``module:function``; None for the prompt's own group."""
     if name in GROUPINGS:
         return GROUPINGS[name]
     if ":" not in name:
         check_choice("advantages.grouping", name, [*GROUPINGS, "module:function"], ConfigError)
-    return load_function(name, what="grouping", base=base)
+    return load_function(name, what="grouping")
 
 
 def compare(

@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import groupby
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
+from groupwise.train.chart import Chart, empty_chart
 from groupwise.train.records import EVALUATION, is_share
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-Array = np.ndarray[Any, Any]
 Clock = Callable[[], float]
 Rows = Sequence[str | Sequence[str]]
 
@@ -44,8 +43,6 @@ REFRESHES = 4  # a second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 NARROW = 74  # columns below which there is room for one chart only
 TILE = 13
-# Which dot of a character each bit is, from the top, left and right: Unicode's braille patterns begin at 0x2800.
-DOTS = np.array([[[0x01, 0x08]], [[0x02, 0x10]], [[0x04, 0x20]], [[0x40, 0x80]]])
 
 
 @dataclass(frozen=True)
@@ -415,7 +412,7 @@ class LiveDisplay(Display):
         if "reward_std" in self._metrics:
             head.append(f" ±{_short(self._metrics['reward_std'])}", "dim")
         if not self._rewards:
-            return _empty_chart(head, width, rows, "comes with the first step")
+            return empty_chart(head, width, rows, "comes with the first step")
         steps, raw, smooth = map(np.array, zip(*self._rewards, strict=True))
         # A lone outlier may leave the picture: it must not press the curve flat.
         span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
@@ -429,7 +426,7 @@ class LiveDisplay(Display):
 
         head = Text.assemble((f"{self.facts.metric}, held out ", "bold green"))
         if not self._evaluations:
-            return _empty_chart(head, width, rows, "comes with the first evaluation")
+            return empty_chart(head, width, rows, "comes with the first evaluation")
         goal, change = _drawable(self.facts.goal), self._change()
         head.append(f" {self._held_out(self._evaluations[-1].value)}", "bold")
         if change is not None:
@@ -470,89 +467,6 @@ class LiveDisplay(Display):
         return table
 
 
-class Chart:
-    """A picture in braille characters, of two by four dots each, with labels at its left and below it."""
-
-    def __init__(self, width: int, rows: int, steps: Array, span: Sequence[float], share: bool) -> None:
-        low, high = min(span), max(span)
-        extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also of a curve that is flat
-        unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
-        self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
-        places = {0: self.high, rows // 2: (self.high + self.low) / 2, rows - 1: self.low}
-        self.labels = {row: _axis_label(value, unit, share) for row, value in places.items()}
-        self.margin = max(map(len, self.labels.values()))
-        self.rows, self.columns = rows, max(4, width - self.margin - 2)
-        self.first, self.last = int(steps.min()), max(int(steps.max()), int(steps.min()) + 1)
-        self.layers: list[tuple[Array, str]] = []  # (rows, columns) of character codes, 0 where there is nothing
-
-    def dots(self, steps: Array, values: Array, style: str) -> None:
-        seen, canvas = (values >= self.low) & (values <= self.high), self._canvas()
-        canvas[self._down(values[seen]), self._across(steps[seen])] = True
-        self._add(canvas, style)
-
-    def line(self, steps: Array, values: Array, style: str) -> None:
-        canvas, end = self._canvas(), self._across(steps).max() + 1
-        at = self.first + np.arange(end) / (2 * self.columns - 1) * (self.last - self.first)
-        down = self._down(np.interp(at, steps, values))
-        before = np.concatenate([down[:1], down[:-1]])
-        for column, (top, bottom) in enumerate(zip(np.minimum(down, before), np.maximum(down, before), strict=True)):
-            canvas[top : bottom + 1, column] = True
-        self._add(canvas, style)
-
-    def intervals(self, steps: Array, low: Array, high: Array, style: str) -> None:
-        canvas = self._canvas()
-        for column, top, bottom in zip(self._across(steps), self._down(high), self._down(low), strict=True):
-            canvas[top : bottom + 1, column] = True
-        self._add(canvas, style)
-
-    def level(self, value: float, style: str) -> None:
-        canvas = self._canvas()
-        canvas[self._down(np.array([value])), ::3] = True
-        self._add(canvas, style)
-
-    def marks(self, steps: Array, values: Array, style: str) -> None:
-        codes = np.zeros((self.rows, self.columns), dtype=int)
-        codes[self._down(values) // 4, self._across(steps) // 2] = ord("●")
-        self.layers.append((codes, style))
-
-    def text(self, head: Text) -> Text:
-        """The picture below its heading. Where layers meet in a character, the last one has it."""
-        from rich.text import Text
-
-        width = self.margin + 2 + self.columns
-        head.truncate(width, overflow="ellipsis")
-        codes = np.full((self.rows, self.columns), ord(" "))
-        owners = np.zeros((self.rows, self.columns), dtype=int)
-        for number, (layer, _) in enumerate(self.layers):
-            codes, owners = np.where(layer, layer, codes), np.where(layer, number, owners)
-        lines = [head]
-        for row in range(self.rows):
-            line = Text(f"{self.labels.get(row, ''):>{self.margin}} {'┤' if row in self.labels else '│'}", style="dim")
-            cells = zip(codes[row].tolist(), owners[row].tolist(), strict=True)
-            for owner, run in groupby(cells, key=lambda cell: cell[1]):
-                line.append("".join(chr(code) for code, _ in run), self.layers[owner][1])
-            lines.append(line)
-        first, last = f" {self.first} ", f" {self.last}"
-        rule = "─" * max(0, self.columns - len(first) - len(last))
-        lines.append(Text(f"{'':>{self.margin}} └{first}{rule}{last}"[:width], style="dim"))
-        return Text("\n", no_wrap=True).join(lines)
-
-    def _canvas(self) -> Array:
-        return np.zeros((4 * self.rows, 2 * self.columns), dtype=bool)
-
-    def _add(self, canvas: Array, style: str) -> None:
-        bits = (canvas.reshape(self.rows, 4, self.columns, 2) * DOTS).sum((1, 3))
-        self.layers.append((np.where(bits, 0x2800 + bits, 0), style))
-
-    def _across(self, steps: Array) -> Array:
-        share = (steps - self.first) / (self.last - self.first)
-        return np.rint(share * (2 * self.columns - 1)).astype(int)
-
-    def _down(self, values: Array) -> Array:
-        share = (self.high - np.clip(values, self.low, self.high)) / (self.high - self.low)
-        return np.rint(share * (4 * self.rows - 1)).astype(int)
-
-
 TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "entropy": ("entropy", lambda value: _short(value)),
     "kl": ("KL", lambda value: _short(value)),
@@ -565,20 +479,6 @@ TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "grad_norm": ("grad norm", lambda value: _short(value)),
     "learning_rate": ("learning rate", lambda value: f"{value:.1e}"),
 }
-
-
-def _empty_chart(head: Text, width: int, rows: int, text: str) -> Text:
-    from rich.text import Text
-
-    blank = Text("\n" * (rows // 2) + text.center(width), style="dim")
-    return Text("\n", no_wrap=True).join([head, blank, Text("\n" * (rows - rows // 2 - 1))])
-
-
-def _axis_label(value: float, unit: float, share: bool) -> str:
-    if share:
-        value, unit = 100 * value, 100 * unit
-    text = f"{value:.{max(0, -round(math.log10(unit)))}f}"
-    return f"{text if len(text) < 8 else format(value, '.1e')}{' %' if share else ''}"
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import mean
 
 import torch
@@ -22,12 +21,12 @@ PROBE_TOKENS = 16
 GIB, MIB = 2**30, 2**20
 
 
-def describe_run(recipe: Recipe, *, base: Path | None = None, timed: bool = True) -> Iterator[str]:
+def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     """Lines that say what a recipe comes to. Nothing is trained and nothing is written."""
     notices: list[str] = []
-    parts = load_parts(recipe, base=base, say=notices.append)
-    find_advantage(recipe.advantages.function, base)
-    find_grouping(recipe.advantages.grouping, base)
+    parts = load_parts(recipe, say=notices.append)
+    find_advantage(recipe.advantages.function)
+    find_grouping(recipe.advantages.grouping)
     metric_of(parts)
     yield from _settings(recipe)
     yield ""

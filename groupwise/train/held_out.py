@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,9 +55,9 @@ def evaluate_held_out(
     )
 
 
-def evaluate_recipe(recipe: Recipe, *, base: Path | None = None) -> tuple[Evaluation, str | None]:
+def evaluate_recipe(recipe: Recipe) -> tuple[Evaluation, str | None]:
     """Load a recipe's model and held-out rows, and measure; also the name of the metric that counts."""
-    parts = load_parts(recipe, base=base)
+    parts = load_parts(recipe)
     if not len(parts.held_out):
         raise ConfigError("there is nothing to evaluate on: set data.held_out")
     metric = metric_of(parts)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -146,7 +145,7 @@ def entropy_term(objective: Objective, part: Part) -> Found:
 TERMS: dict[str, Term] = {"policy": policy_term, "kl": kl_term, "entropy": entropy_term}
 
 
-def find_loss(name: str, base: Path | None = None) -> Loss:
+def find_loss(name: str) -> Loss:
     """The record of a loss: a registered one (`core.LOSSES`), or ``module:function``.
 
     A function of one's own takes `core.Tokens` and `core.Settings` and returns the loss per token ``(b, T)``, or a
@@ -154,7 +153,7 @@ def find_loss(name: str, base: Path | None = None) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    own = load_function(name, what="loss", base=base)
+    own = load_function(name, what="loss")
 
     def token_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
         found = own(tokens, settings)

@@ -18,8 +18,8 @@ from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
 from groupwise.rundir import RunDir, atomic_folder, new_run_path, read_json, verify_manifest, write_bytes
 from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
+from groupwise.train.curves import draw_curves
 from groupwise.train.events import Result
-from groupwise.train.records import draw_curves
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,7 +1,7 @@
 """Sampling for a step: rows to prompts, prompts to answers, answers to rewards.
 
-A batch may be refilled: groups in which all rewards are equal teach nothing, so fresh prompts are sampled in their
-place, for a limited number of rounds; what the extra rounds cost and brought is counted.
+A batch may be refilled: where none of a prompt's answers teaches, as when all have the same reward, a fresh prompt is
+sampled in its place, for a limited number of rounds; what the extra rounds cost and brought is counted.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from groupwise.config import Recipe
-from groupwise.core import group_statistics
 from groupwise.data import Order, Prompt, columns_of, completion_for_reward
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
-from groupwise.rewards import Scorer, weighted_total
+from groupwise.rewards import Scorer
 from groupwise.tasks.base import Row
-from groupwise.train.batch import Batch, join
+from groupwise.train.batch import Batch, Comparison, join
 from groupwise.train.compare import OVERLONG, with_overlong_penalty
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -34,7 +33,7 @@ class Sampled:
     tokens: int = 0  # sampled, in all rounds
     prompts: int = 0  # sampled, in all rounds
     rounds: int = 0  # of refilling
-    replaced: int = 0  # groups with equal rewards that gave way to others
+    replaced: int = 0  # prompts that taught nothing and gave way to others
     failures: list[str] = field(default_factory=list)  # rewards that failed and were dropped
     metrics: dict[str, float] = field(default_factory=dict)  # what rewards wanted logged
 
@@ -50,6 +49,7 @@ class Sampler:
         prompts: Sequence[Prompt],
         scorer: Scorer,
         order: Order,
+        compare: Callable[[Batch, Recipe], Comparison],
         *,
         prompt_column: str,
         seed: int,
@@ -58,7 +58,7 @@ class Sampler:
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
-        self.rows, self.prompts = rows, prompts
+        self.rows, self.prompts, self.compare = rows, prompts, compare
         self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
 
     @property
@@ -75,13 +75,13 @@ class Sampler:
         wanted = now.train.batch_size * now.train.accumulation
         found = self._round(step, 0, wanted, now, state, timer)
         for number in range(1, now.train.refill + 1):
-            equal = self._equal_prompts(found.batch)
-            if not equal:
+            dull = self._dull_prompts(found.batch, now)
+            if not dull:
                 break
-            fresh = self._round(step, number, len(equal), now, state, timer)
-            dull = set(self._equal_prompts(fresh.batch))
-            better = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in dull]
-            gone = set(equal[: len(better)])
+            fresh = self._round(step, number, len(dull), now, state, timer)
+            no_better = set(self._dull_prompts(fresh.batch, now))
+            better = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in no_better]
+            gone = set(dull[: len(better)])
             kept = [prompt for prompt in range(len(found.batch.prompts)) if prompt not in gone]
             found = Sampled(
                 batch=join([found.batch.take(kept), fresh.batch.take(better)]) if better else found.batch,
@@ -166,10 +166,10 @@ class Sampler:
             metrics=dict(scores.metrics),
         )
 
-    def _equal_prompts(self, batch: Batch) -> list[int]:
-        """The prompts whose samples all have the same reward."""
-        total = weighted_total(batch.scored, self.weights)
-        return [i for i, equal in enumerate(group_statistics(total, batch.samples).equal.tolist()) if equal]
+    def _dull_prompts(self, batch: Batch, now: Recipe) -> list[int]:
+        """The prompts of whose samples none teaches."""
+        teaches = self.compare(batch, now).teaches.view(-1, batch.samples).any(1)
+        return [prompt for prompt, some in enumerate(teaches.tolist()) if not some]
 
 
 def chance(*numbers: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,8 @@ from groupwise.rewards import RewardFunction, Scorer, load_function, named
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import Row
 from groupwise.train.objective import find_loss
-from groupwise.train.schedule import Schedule, parse_phases, parse_ramps, parse_rules
+from groupwise.train.schedule import Schedule
+from groupwise.train.schedule_tables import parse_phases, parse_ramps, parse_rules
 
 Say = Callable[[str], None]
 
@@ -65,13 +65,12 @@ def load_parts(
     *,
     task: Task | None = None,
     rewards: Sequence[Any] = (),
-    base: Path | None = None,
     say: Say = lambda text: None,
 ) -> Parts:
-    """Load and check everything. ``base`` is the folder of the recipe, beside which files are looked for."""
-    task = task or load_task(recipe, base=base)
-    scorer = make_scorer(recipe, task, rewards, base)
-    loss = find_loss(recipe.loss.name, base)
+    """Load and check everything."""
+    task = task or load_task(recipe)
+    scorer = make_scorer(recipe, task, rewards)
+    loss = find_loss(recipe.loss.name)
     make_schedule(recipe)
     if recipe.warm_up.steps and not task.examples:
         raise ConfigError(
@@ -104,7 +103,7 @@ def load_parts(
     )
     train = _questions(builder, task.train, recipe.data.prompt, "training", say)
     held_out = _questions(builder, task.held_out, recipe.data.prompt, "held-out", say)
-    scorer.check_arguments(dict.fromkeys(key for row in train.rows for key in row))
+    scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
     prepared = prepare(model, compile=settings.compile, notice=say)
     _check_window(recipe, prepared, train, held_out)
     strings = [*recipe.sampling.stop, *task.stop]
@@ -131,11 +130,11 @@ def steps_of(recipe: Recipe, rows: int) -> int:
     return max(1, round(rows * (train.epochs or 1.0) / (train.batch_size * train.accumulation)))
 
 
-def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], base: Path | None) -> Scorer:
+def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any]) -> Scorer:
     """The task's rewards, those of the recipe, and those given in Python."""
     functions = list(task.rewards)
     for entry in recipe.rewards:
-        functions.append(named(load_function(entry.function, base=base), entry.weight, entry.name))
+        functions.append(named(load_function(entry.function), entry.weight, entry.name))
     functions += [given if isinstance(given, RewardFunction) else named(given) for given in rewards]
     if not functions:
         raise ConfigError(
@@ -206,9 +205,14 @@ def _questions(builder: PromptBuilder, rows: Sequence[Row], column: str, which: 
 
 
 def _check_window(recipe: Recipe, prepared: Prepared, train: Questions, held_out: Questions) -> None:
-    longest = max(train.longest, held_out.longest)
-    if prepared.window is not None and longest + recipe.sampling.max_new_tokens > prepared.window:
-        raise ConfigError(
-            f"the longest prompt has {longest} tokens; with sampling.max_new_tokens {recipe.sampling.max_new_tokens} "
-            f"that is more than the model's window of {prepared.window}; lower one of them (data.max_prompt_length)"
-        )
+    if prepared.window is None:
+        return
+    sampled, evaluated = recipe.sampling.max_new_tokens, recipe.evaluate.max_new_tokens
+    cases = [("training", train, "sampling", sampled)]
+    cases.append(("held-out", held_out, *(("sampling", sampled) if evaluated is None else ("evaluate", evaluated))))
+    for which, questions, section, tokens in cases:
+        if len(questions) and questions.longest + tokens > prepared.window:
+            raise ConfigError(
+                f"the longest {which} prompt has {questions.longest} tokens; with {section}.max_new_tokens {tokens} "
+                f"that is more than the model's window of {prepared.window}; lower one of them (data.max_prompt_length)"
+            )

@@ -19,7 +19,7 @@ import torch
 from groupwise.config import Recipe, make_recipe
 from groupwise.data import Order
 from groupwise.errors import ConfigError
-from groupwise.evaluate import Evaluation
+from groupwise.evaluate import REWARD, Evaluation
 from groupwise.generate import Engine
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
@@ -49,7 +49,6 @@ class Trainer:
     """A run of GRPO. ``run()`` does it all; ``for report in trainer.steps()`` leaves the loop to you.
 
     task: in place of the one that the recipe names. rewards: functions beside the task's and the recipe's.
-    base: the folder of the recipe, beside which its files are looked for.
     folder, resume, overwrite: where the run is kept, and whether to go on with one or to begin it anew.
     """
 
@@ -61,7 +60,6 @@ class Trainer:
         rewards: Sequence[Callable[..., Any]] = (),
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
-        base: Path | None = None,
         folder: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
@@ -69,11 +67,11 @@ class Trainer:
         self.recipe, self.callbacks = recipe, list(callbacks)
         self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
-        self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, base=base, say=self.say)
+        self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, say=self.say)
         if not len(self.parts.train):
-            raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on")
-        self.advantage = find_advantage(recipe.advantages.function, base)
-        self.grouping = find_grouping(recipe.advantages.grouping, base)
+            raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on; set data.train")
+        self.advantage = find_advantage(recipe.advantages.function)
+        self.grouping = find_grouping(recipe.advantages.grouping)
         self.metric = metric_of(self.parts)
         self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
         self.resuming = resume
@@ -92,6 +90,7 @@ class Trainer:
             self.parts.train.prompts,
             self.parts.scorer,
             self.order,
+            self.compare,
             prompt_column=recipe.data.prompt,
             seed=recipe.train.seed,
             stop=self.parts.stop,
@@ -201,15 +200,7 @@ class Trainer:
         now = self.now()
         sampled = self.sampler.sample(self.step, now, self._state_for_rewards(), self.clock)
         batch = sampled.batch
-        comparison = compare(
-            batch,
-            now,
-            self.sampler.weights,
-            advantage=self.advantage,
-            grouping=self.grouping,
-            grades=self.parts.task.grades,
-            metric=self.parts.task.metric,
-        )
+        comparison = self.compare(batch, now)
         self.call("on_rollout", batch, comparison)
         with self.clock("train"):
             works, updates = self._learn(batch, comparison, now)
@@ -233,6 +224,18 @@ class Trainer:
         metrics |= {"tokens_per_second": sampled.tokens / timing["step_time"], **timing}
         self._warn_about(metrics, now, sampled)
         return Report(self.step, metrics, batch, comparison)
+
+    def compare(self, batch: Batch, now: Recipe) -> Comparison:
+        """Who is better than whom, and who may teach, by the recipe of this step."""
+        return compare(
+            batch,
+            now,
+            self.sampler.weights,
+            advantage=self.advantage,
+            grouping=self.grouping,
+            grades=self.parts.task.grades,
+            metric=self.parts.task.metric,
+        )
 
     def _learn(self, batch: Batch, comparison: Comparison, now: Recipe) -> tuple[list[Work], list[Update]]:
         """μ passes over the batch, each cut into mini-batches of whole prompts."""
@@ -408,11 +411,7 @@ class Trainer:
         )
         self.evaluated_at, self.last = self.step, found.metrics
         self.first = self.first or found.metrics
-        if self.metric not in found.metrics:
-            raise ConfigError(
-                f"evaluate.metric {self.metric!r} was not measured (there are: {', '.join(found.metrics)})"
-            )
-        value, better = found.metrics[self.metric], False
+        value, better = found.metrics[self.metric or REWARD], False
         if self.step:
             self._tell_schedule({f"eval/{name}": number for name, number in found.metrics.items()})
             better = self.best is None or value > self.best["value"]

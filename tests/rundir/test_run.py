@@ -35,7 +35,7 @@ def test_a_run_from_start_to_resume(tmp_path):
 
 def test_a_run_is_never_started_over_another(tmp_path):
     RunDir.create(tmp_path / "a").close()
-    with pytest.raises(RunDirError, match="already holds a run: resume it"):
+    with pytest.raises(RunDirError, match="already holds a run: go on with it"):
         RunDir.create(tmp_path / "a")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("precious")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.config import make_recipe
+from groupwise.config import load_recipe, make_recipe
 from groupwise.data import read_rows
 from groupwise.errors import DataError
 from groupwise.rewards import Scorer
@@ -85,8 +85,8 @@ def test_the_rewards(tmp_path):
 def test_the_task(tmp_path):
     for name, rows in (("train", [ROW] * 3), ("test", [ROW])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = make_recipe({"task": "gsm8k", "data": {"train": "train.jsonl", "held_out": "test.jsonl"}})
-    task = load_task(recipe, base=tmp_path)
+    (tmp_path / "recipe.toml").write_text('task = "gsm8k"\ndata = { train = "train.jsonl", held_out = "test.jsonl" }\n')
+    task = load_task(load_recipe(tmp_path / "recipe.toml"))
     assert (task.name, len(task.train), len(task.held_out)) == ("gsm8k", 3, 1)
     assert task.metric == "accuracy"
     assert {name: grade(task.held_out[0], "#### 3") for name, grade in task.grades.items()} == {

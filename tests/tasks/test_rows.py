@@ -7,11 +7,11 @@ import re
 
 import pytest
 
-from groupwise.config import make_recipe
+from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.tasks import TASKS, Task, load_task
 from groupwise.tasks import rows as rows_module
-from groupwise.tasks.rows import locate, read_both, rows_task
+from groupwise.tasks.rows import read_both, rows_task
 
 
 def write(path, *prompts):
@@ -45,26 +45,24 @@ def test_rows_as_they_are(tmp_path):
 
 def test_nothing_is_held_out_unless_it_is_named(tmp_path):
     path = write(tmp_path / "a.jsonl", "one", "two", "three")
-    assert read_both(recipe_of(train=str(path)), None)[1] == []
-    train, held_out = read_both(recipe_of(train=str(path), held_out=str(path), train_rows=2, held_out_rows=1), None)
+    assert read_both(recipe_of(train=str(path)))[1] == []
+    train, held_out = read_both(recipe_of(train=str(path), held_out=str(path), train_rows=2, held_out_rows=1))
     assert [row["n"] for row in train] == [0, 1]
     assert [row["n"] for row in held_out] == [0]
 
 
 def test_files_beside_the_recipe(tmp_path, elsewhere):
     write(tmp_path / "a.jsonl", "beside the recipe")
-    recipe = recipe_of(train="a.jsonl", held_out="a.jsonl")
-    train, held_out = read_both(recipe, tmp_path)
-    assert train[0]["prompt"] == held_out[0]["prompt"] == "beside the recipe"
-    write(elsewhere / "a.jsonl", "here")  # what lies here comes first
-    assert read_both(recipe, tmp_path)[0][0]["prompt"] == "here"
-    assert locate("a.jsonl", tmp_path) == "a.jsonl"
-    (elsewhere / "a.jsonl").unlink()
-    assert locate("a.jsonl", tmp_path) == str(tmp_path / "a.jsonl")
-    assert locate("a.jsonl", None) == "a.jsonl"
-    assert locate("owner/name", tmp_path) == "owner/name"
-    with pytest.raises(DataError, match=rf"there is no file or folder 'b.jsonl' in {re.escape(str(elsewhere))}"):
-        read_both(recipe_of(train="b.jsonl"), tmp_path)
+    write(elsewhere / "a.jsonl", "here")
+    write(elsewhere / "b.jsonl", "only here")
+    (tmp_path / "recipe.toml").write_text('data = { train = "a.jsonl", held_out = "b.jsonl" }')
+    train, held_out = read_both(load_recipe(tmp_path / "recipe.toml"))
+    assert (train[0]["prompt"], held_out[0]["prompt"]) == ("beside the recipe", "only here")
+    recipe = load_recipe(tmp_path / "recipe.toml", {"data.train": "a.jsonl"})
+    assert read_both(recipe)[0][0]["prompt"] == "here"  # what the command line names starts here
+    (tmp_path / "recipe.toml").write_text('data = { train = "c.jsonl" }')
+    with pytest.raises(DataError, match=rf"there is no file or folder 'c.jsonl' in {re.escape(str(elsewhere))}"):
+        read_both(load_recipe(tmp_path / "recipe.toml"))
 
 
 def test_a_recipe_without_rows():
@@ -87,7 +85,7 @@ def asked(monkeypatch):
 
 def test_splits_of_a_hub_data_set(asked):
     recipe = recipe_of(train="a/b", subset="main", train_split="train", held_out_split="test", train_rows=5)
-    train, held_out = read_both(recipe, None)
+    train, held_out = read_both(recipe)
     assert asked == [
         ("a/b", {"split": "train", "subset": "main", "limit": 5}),
         ("a/b", {"split": "test", "subset": "main", "limit": None}),
@@ -96,7 +94,7 @@ def test_splits_of_a_hub_data_set(asked):
 
 
 def test_another_data_set_may_be_held_out(asked):
-    read_both(recipe_of(train="a/b", held_out="c/d", held_out_split="test", held_out_rows=3), None)
+    read_both(recipe_of(train="a/b", held_out="c/d", held_out_split="test", held_out_rows=3))
     assert asked == [
         ("a/b", {"split": None, "subset": None, "limit": None}),
         ("c/d", {"split": "test", "subset": None, "limit": 3}),
@@ -107,7 +105,7 @@ def test_another_data_set_may_be_held_out(asked):
 def test_a_subset_does_not_concern_a_file(asked, tmp_path, file):
     path = str(write(tmp_path / "a.jsonl", "one"))
     other = "held_out" if file == "train" else "train"
-    read_both(recipe_of(**{file: path, other: "a/b", "subset": "main"}), None)
+    read_both(recipe_of(**{file: path, other: "a/b", "subset": "main"}))
     assert {source: options["subset"] for source, options in asked} == {path: None, "a/b": "main"}
 
 
@@ -115,9 +113,9 @@ def test_a_subset_of_files_is_refused(tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
     for data in ({"train": path}, {"train": path, "held_out": path}):
         with pytest.raises(DataError, match="subset='main' chooses among the parts of a data set on the hub"):
-            read_both(recipe_of(**data, subset="main"), None)
+            read_both(recipe_of(**data, subset="main"))
     with pytest.raises(DataError, match="split='test' chooses among the parts of a data set on the hub"):
-        read_both(recipe_of(train=path, held_out_split="test"), None)
+        read_both(recipe_of(train=path, held_out_split="test"))
 
 
 # --- how a task is found ---------------------------------------------------------------------------------------------
@@ -137,12 +135,14 @@ def test_a_task_of_ones_own(tmp_path, elsewhere):
         "def make(recipe):\n    return Task('mine', [{'prompt': recipe.model.source}])\n"
         "def wrong(recipe):\n    return []\n"
     )
-    task = load_task(make_recipe({"task": "mine.py:make"}), base=tmp_path)
+    (tmp_path / "recipe.toml").write_text('task = "mine.py:make"')
+    task = load_task(load_recipe(tmp_path / "recipe.toml"))
     assert (task.name, task.train) == ("mine", [{"prompt": "tiny"}])
-    with pytest.raises(ConfigError, match=r"the task 'mine.py:wrong' returned list, not a groupwise.tasks.Task"):
-        load_task(make_recipe({"task": "mine.py:wrong"}), base=tmp_path)
-    with pytest.raises(ConfigError, match=r"task 'mine.py:maek': there is no 'maek' in mine.py; did you mean 'make'\?"):
-        load_task(make_recipe({"task": "mine.py:maek"}), base=tmp_path)
+    file = tmp_path / "mine.py"
+    with pytest.raises(ConfigError, match=r"the task '.*mine.py:wrong' returned list, not a groupwise.tasks.Task"):
+        load_task(make_recipe({"task": f"{file}:wrong"}))
+    with pytest.raises(ConfigError, match=r"mine.py:maek': there is no 'maek' in .*mine.py; did you mean 'make'\?"):
+        load_task(make_recipe({"task": f"{file}:maek"}))
 
 
 def test_the_quiz_is_found_by_name():

@@ -15,7 +15,7 @@ from groupwise.rundir import read_json, read_metrics, verify_manifest
 from groupwise.tasks import Task
 from groupwise.train.clock import is_timing
 from groupwise.train.display import Display
-from groupwise.train.records import read_rollouts
+from groupwise.train.rollouts import read_rollouts
 from groupwise.train.trainer import Trainer
 
 ROWS = [{"prompt": f"Say number {number}: "} for number in range(10)]

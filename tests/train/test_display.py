@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from groupwise.train.display import Chart, Display, Facts, LineDisplay, LiveDisplay, make_display
+from groupwise.train.chart import Chart
+from groupwise.train.display import Display, Facts, LineDisplay, LiveDisplay, make_display
 
 FACTS = Facts(
     name="quiz [bold]x[/]",

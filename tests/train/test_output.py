@@ -50,7 +50,7 @@ def test_an_existing_run_is_not_written_over(tmp_path):
     folder = tmp_path / "run"
     go(small_trainer(folder, QUICK), 1)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunDirError, match=r"run already holds a run: resume it, or choose another folder"):
+    with pytest.raises(RunDirError, match=r"run already holds a run: go on with it \(--resume\)"):
         small_trainer(folder, QUICK)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     go(small_trainer(folder, QUICK, {"evaluate": {"first": False}}, overwrite=True), 1)

@@ -18,7 +18,9 @@ from hypothesis import strategies as st
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError, RunDirError
 from groupwise.rundir import RunDir, read_metrics
-from groupwise.train.records import COLUMNS, Records, draw_curves, is_share, read_rollouts, rewind
+from groupwise.train.curves import draw_curves
+from groupwise.train.records import Records, is_share, rewind
+from groupwise.train.rollouts import COLUMNS, read_rollouts
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.tasks.quiz import make_quiz
-from groupwise.train.records import read_rollouts
+from groupwise.train.rollouts import read_rollouts
 from tests.train.runs import ROWS, TASK, check_same, checkpoint_of, even, go, merged, metrics_of, small_trainer, vowels
 
 

@@ -15,6 +15,7 @@ from groupwise.data import Order, Prompt
 from groupwise.generate.types import Rollout
 from groupwise.rewards import Scorer, named
 from groupwise.train.batch import join
+from groupwise.train.compare import compare
 from groupwise.train.rollout import Sampler, chance
 from tests.train.made import made_batch, made_recipe, made_trainer
 
@@ -60,7 +61,7 @@ class Words:
         return [" ".join(map(str, row)) for row in ids]
 
 
-def sampler_of(dull, generator=None, rows=30, reward=None, said=None, **more):
+def sampler_of(dull, generator=None, rows=30, reward=None, said=None, advantage=None, **more):
     """Row n has the prompt id 100 + n; the answers to a dull row all get the same reward."""
 
     def by_row(prompts, completions, number, **_):
@@ -73,6 +74,7 @@ def sampler_of(dull, generator=None, rows=30, reward=None, said=None, **more):
         [Prompt((100 + number, 7), f"row {number}", None) for number in range(rows)],
         Scorer([named(reward or by_row)], timeout=None),
         Order(rows, shuffle=False),
+        lambda batch, now: compare(batch, now, [1.0], advantage=advantage),
         prompt_column="prompt",
         seed=5,
         say=(said if said is not None else []).append,
@@ -156,6 +158,14 @@ def test_groups_without_a_score_are_replaced_too():
 
     found = sample(sampler_of(set(), reward=nothing), **{"train.refill": 1})
     assert found.batch.row_numbers == [0, 1, 3, 4]
+
+
+def test_groups_that_teach_otherwise_are_kept():
+    """What teaches is what the comparison says: with a baseline of none, equal rewards teach too; masks silence."""
+    found = sample(sampler_of({1}), **{"train.refill": 1, "advantages.baseline": "none"})
+    assert found.batch.row_numbers == [0, 1, 2, 3]
+    own = sampler_of({1}, advantage=lambda rewards, groups, weights: (groups != 2).float())
+    assert sample(own, **{"train.refill": 1}).batch.row_numbers == [0, 1, 3, 4]
 
 
 def test_what_rewards_record_stays_with_its_sample():

@@ -12,7 +12,7 @@ from groupwise.config import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, RewardError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
-from groupwise.train.records import read_rollouts
+from groupwise.train.rollouts import read_rollouts
 from groupwise.train.trainer import Callback, Result, Trainer
 from tests.train.runs import ROWS, check_same, even, go, metrics_of, small_recipe, small_trainer
 
@@ -313,7 +313,7 @@ def test_warm_up_without_examples(tmp_path):
 
 
 def test_no_rows(tmp_path):
-    with pytest.raises(ConfigError, match="the task 'none' has no rows to train on"):
+    with pytest.raises(ConfigError, match=r"the task 'none' has no rows to train on; set data\.train"):
         small_trainer(tmp_path / "run", QUICK, task=Task("none", []))
     assert not (tmp_path / "run").exists()
 
