@@ -147,7 +147,8 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--data.system_prompt", "Be brief."], "a system_prompt is a chat message, but these prompts are given to the "
          "model as plain texts; use chat=True, or write it into the prompts and leave system_prompt out"),
         (["--sampling.max_new_tokens", "5000"], "the longest training prompt has 7 tokens; with "
-         "sampling.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them (data.max_prompt_length)"),
+         "sampling.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them "
+         "(data.max_prompt_length)"),
         (["--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "5000"], "the longest held-out prompt has 7 "
          "tokens; with evaluate.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them "
          "(data.max_prompt_length)"),

@@ -2,8 +2,8 @@
 
 ``log softmax(head(hidden))[id]`` needs (N, V) numbers if written plainly: 12 GiB in float32 for a batch of 65,536
 tokens and a vocabulary of 49,152, and as much again for the gradient. Here the head is applied a chunk of rows at a
-time, in the forward pass and, once more, in the backward pass; only one number per row is kept in between. The result
-is the plain computation's, not an approximation.
+time, in the forward pass and, once more, in the backward pass; only one number per row is kept in between. (On a CPU,
+where products are dear, few logits are kept instead.) The result is the plain computation's, not an approximation.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
+KEPT_BYTES = 512 * 2**20  # of logits that a CPU keeps for the backward pass rather than compute them again
 COMPILE_FROM = 2**26  # logits, on a GPU
 
 
@@ -97,10 +98,11 @@ def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> Tensor:
     """A head's logits ``(N, V)`` as the sampler sees them. What follows the product is done in float32."""
-    return _transform(hidden @ weight.to(hidden.dtype).T, bias, scale, softcap, temperature)
+    return finish_logits(hidden @ weight.to(hidden.dtype).T, bias, scale, softcap, temperature)
 
 
-def _transform(raw: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float) -> Tensor:
+def finish_logits(raw: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float) -> Tensor:
+    """Logits from the product of hidden states and weights, in float32 or better."""
     logits = working(raw)
     if bias is not None:
         logits = logits + bias
@@ -147,10 +149,15 @@ class _SelectiveLogps(torch.autograd.Function):
         entropy = torch.empty_like(logps) if head.with_entropy else None
         normaliser = torch.empty_like(logps)
         forward = _chunk_functions(hidden, weight)[0]
+        few = hidden.device.type == "cpu" and len(ids) * len(weight) * hidden.itemsize <= KEPT_BYTES
+        ctx.products = [] if few and any(ctx.needs_input_grad[:3]) else None
         for start in range(0, len(ids), head.chunk):
             part = slice(start, start + head.chunk)
             kept = head.kept_rows(part.start, part.stop, len(weight))
-            found = forward(hidden[part] @ used, bias, kept, ids[part, None], head.numbers, head.with_entropy)
+            product = hidden[part] @ used
+            if ctx.products is not None:
+                ctx.products.append(product)
+            found = forward(product, bias, kept, ids[part, None], head.numbers, head.with_entropy)
             logps[part], normaliser[part] = found[:2]
             if entropy is not None:
                 entropy[part] = found[2]
@@ -178,11 +185,12 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
     grad_weight = torch.zeros_like(weight, dtype=logps.dtype) if needs_weight else None
     grad_bias = torch.zeros_like(bias, dtype=logps.dtype) if needs_bias else None
     backward = _chunk_functions(hidden, weight)[1]
-    for start in range(0, len(ids), head.chunk):
+    for number, start in enumerate(range(0, len(ids), head.chunk)):
         part = slice(start, start + head.chunk)
+        product = hidden[part] @ used.T if ctx.products is None else ctx.products[number]
         kept = head.kept_rows(part.start, part.stop, len(weight))
         rows = [None if x is None else x[part, None] for x in (normaliser, grad_logps, grad_entropy, entropy)]
-        grad = backward(hidden[part] @ used.T, bias, kept, ids[part, None], head.numbers, *rows)
+        grad = backward(product, bias, kept, ids[part, None], head.numbers, *rows)
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad = grad.to(hidden.dtype)
@@ -209,13 +217,20 @@ def _forward_in_steps(
     raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Log-probs of the ids, the logarithm of the softmax's denominator, and entropies, each ``(n,)``."""
-    logits = _transform(raw, bias, *numbers)
+    logits = finish_logits(raw, bias, *numbers)
     if kept is not None:
         logits = logits.masked_fill(~kept, -math.inf)
-    normaliser = logits.logsumexp(-1, keepdim=True)
-    chosen = (logits.gather(1, ids) - normaliser).squeeze(1)
-    entropy = torch.special.entr((logits - normaliser).exp_()).sum(-1) if with_entropy else None
-    return chosen, normaliser.squeeze(1), entropy
+    largest = logits.amax(-1, keepdim=True)
+    shifted = logits - largest
+    weights = shifted.exp()
+    total = weights.sum(-1, keepdim=True)
+    normaliser = largest + total.log()
+    entropy = None
+    if with_entropy:  # log Z − Σ p z
+        if kept is not None:
+            shifted.masked_fill_(~kept, 0.0)  # 0 · −inf
+        entropy = (total.log() - torch.linalg.vecdot(weights, shifted)[:, None] / total).squeeze(1)
+    return (logits.gather(1, ids) - normaliser).squeeze(1), normaliser.squeeze(1), entropy
 
 
 def _backward_in_steps(
@@ -229,7 +244,7 @@ def _backward_in_steps(
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    logits = _transform(raw, bias, *numbers)
+    logits = finish_logits(raw, bias, *numbers)
     slope = _slope(logits, numbers)
     prob = (logits - normaliser).exp_()
     if kept is not None:
@@ -254,7 +269,7 @@ def _slope(logits: Tensor, numbers: Numbers) -> Tensor | float:
 def _forward_in_one_pass(
     raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    logits = _transform(raw, bias, *numbers)
+    logits = finish_logits(raw, bias, *numbers)
     if kept is not None:
         logits = torch.where(kept, logits, -math.inf)
     largest = logits.amax(-1, keepdim=True)
@@ -279,7 +294,7 @@ def _backward_in_one_pass(
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
 ) -> Tensor:
-    logits = _transform(raw, bias, *numbers)
+    logits = finish_logits(raw, bias, *numbers)
     log_prob = logits - normaliser
     up = grad_logps
     if grad_entropy is not None and entropy is not None:

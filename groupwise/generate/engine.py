@@ -24,6 +24,7 @@ from groupwise.generate.runner import Rows, Runner
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
+from groupwise.model.few_rows import few_rows_layers
 from groupwise.model.logprobs import Ids
 from groupwise.model.prepared import Prepared, prepare
 
@@ -83,7 +84,7 @@ class Engine:
         if self.prepared.head is None:
             return PlainGenerator(self.prepared).generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.prepared, prompts, samples, sampling, keys)
-        with _without_dropout(self.prepared.model):
+        with _without_dropout(self.prepared.model), few_rows_layers(self.prepared.trunk):
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:

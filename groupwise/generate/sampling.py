@@ -47,13 +47,12 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
     """One token per row of raw logits ``(rows, V)``; where ``banned`` ``(rows,)`` is true, none of ``eos`` ``(V,)``."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
     full = logits / temperature if temperature != 1.0 else logits
-    total = full.logsumexp(-1, keepdim=True)
     filtered = full
     if banned is not None:
         logits = logits.masked_fill(banned[:, None] & eos, -torch.inf)
         filtered = logits / temperature
     if sampling.greedy:
-        ids = logits.argmax(-1)
+        ids, total = logits.argmax(-1), full.logsumexp(-1, keepdim=True)
         return Drawn(ids, _at(full, ids, total), torch.zeros_like(total[:, 0]), filtered)
     if sampling.filters:
         filtered = filter_logits(
@@ -64,11 +63,14 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
             min_p=sampling.min_p,
             order=sampling.order,
         )
+    largest = filtered.amax(-1, keepdim=True)
+    weights = (filtered - largest).exp()
+    filtered_total = largest + weights.sum(-1, keepdim=True).log()
     whole = filtered is full
-    filtered_total = total if whole else filtered.logsumexp(-1, keepdim=True)
+    total = filtered_total if whole else full.logsumexp(-1, keepdim=True)
     # A running sum of 50,000 float32 numbers is off by 1e-5 where it is added one by one, as on a CPU.
     exact = torch.float64 if logits.device.type == "cpu" else torch.float32
-    cumulated = (filtered - filtered_total).exp().cumsum(-1, dtype=exact)
+    cumulated = weights.cumsum(-1, dtype=exact)
     last = cumulated[:, -1:]
     target = torch.minimum(uniform[:, None].to(exact) * last, torch.nextafter(last, torch.zeros_like(last)))
     ids = torch.searchsorted(cumulated, target, right=True).squeeze(-1)

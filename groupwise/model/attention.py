@@ -211,20 +211,19 @@ class PackedLayout:
             visible = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device=at.device)
             visible = _within(visible, at[rows], at[keys], window)
             out, lse = _part(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
-            result.append(join([own_out[:, rows], out], [own_lse[:, rows], lse])[0])
+            result.append(join(own_out[:, rows], own_lse[:, rows], out, lse)[0])
             first = rows.stop
         return torch.cat([*result, own_out[:, first:]], 1)
 
 
-def join(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the union of sets of keys, from the attention ``(…, d)`` over each and its normaliser ``(…)``.
+def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two sets of keys, from the attention ``(…, d)`` over each and its normaliser ``(…)``.
 
-    The first set must not be empty for any query; an empty one among the others has the normaliser −inf.
+    The first set must not be empty for any query; the other has the normaliser −inf where it is.
     """
-    lse = torch.stack(list(lses)).logsumexp(0)
-    weights = [(part - lse).exp().unsqueeze(-1) for part in lses]
-    out = sum(weight * out for weight, out in zip(weights, outs, strict=True))
-    return out.to(outs[0].dtype), lse  # type: ignore[union-attr]
+    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # of the other set in all weights
+    both = torch.lerp(out.to(share.dtype), other.to(share.dtype), share)
+    return both.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
 class _Shared(torch.autograd.Function):
@@ -247,7 +246,7 @@ class _Shared(torch.autograd.Function):
                 *(_cut(x[:, at], number) for x, at in ((query, rows), (wide_key, keys), (wide_value, keys))),
                 0.0, False, scale=scale,
             )  # fmt: skip
-            out[:, rows], lse[:, rows] = join([out[:, rows], _unbatched(found)], [lse[:, rows], _unbatched(found_lse)])
+            out[:, rows], lse[:, rows] = join(out[:, rows], lse[:, rows], _unbatched(found), _unbatched(found_lse))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out

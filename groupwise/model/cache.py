@@ -122,6 +122,7 @@ class DecodeLayout:
         at = torch.arange(self.longest, device=self.slots.device)
         self.own_visible = at <= self.lengths[:, None]  # (rows, longest)
         self.even = bool(self.own_visible.all())
+        self.runs = _runs(self.groups, rows)
 
     # Its loop over groups would be unrolled, and compiled anew for every step.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -145,6 +146,9 @@ class DecodeLayout:
             visible = self.own_visible & (self.lengths[:, None] - at < window)
         visible = None if visible is None else visible[:, None, None, :].expand(-1, shared_heads, per_head, -1)
         own_out, own_lse = part_attention(query, own_keys, own_values, scale, visible, softcap)
+        if self.runs is not None and window is None:
+            shared, shared_lse = self._of_equal_groups(query, storage, scale, softcap)
+            return join(own_out, own_lse, shared, shared_lse)[0].reshape(rows, 1, heads, width)
         shared, shared_lse = torch.zeros_like(own_out), torch.full_like(own_lse, -torch.inf)
         for start, length, members in self.groups:
             one = query[members].transpose(0, 1).reshape(1, shared_heads, -1, width)  # a prompt read once for all
@@ -159,4 +163,46 @@ class DecodeLayout:
             out, lse = part_attention(one, keys, values, scale, seen, softcap)
             shared[members] = out.view(shared_heads, -1, per_head, width).transpose(0, 1)
             shared_lse[members] = lse.view(shared_heads, -1, per_head).transpose(0, 1)
-        return join([own_out, shared], [own_lse, shared_lse])[0].reshape(rows, 1, heads, width)
+        return join(own_out, own_lse, shared, shared_lse)[0].reshape(rows, 1, heads, width)
+
+    def _of_equal_groups(
+        self, query: Tensor, storage: Storage, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """The prompts' part where all groups have as many rows: queries are put in order once for all groups, and
+        prompts of one length that lie side by side are one call."""
+        groups, (rows, shared_heads, per_head, width) = len(self.groups), query.shape
+        ordered = query.view(groups, -1, shared_heads, per_head, width).transpose(1, 2)
+        ordered = ordered.reshape(groups, shared_heads, -1, width)
+        outs, lses = [], []
+        for first, number, start, length in self.runs or ():
+            keys, values = (
+                x[start : start + number * length].view(number, length, shared_heads, width).transpose(1, 2)
+                for x in (storage.pool_keys, storage.pool_values)
+            )
+            out, lse = part_attention(ordered[first : first + number], keys, values, scale, None, softcap)
+            outs.append(out)
+            lses.append(lse)
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        out = out.reshape(groups, shared_heads, -1, per_head, width).transpose(1, 2)
+        lse = lse.reshape(groups, shared_heads, -1, per_head).transpose(1, 2)
+        return out.reshape(rows, shared_heads, per_head, width), lse.reshape(rows, shared_heads, per_head)
+
+
+def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int, int, int, int]] | None:
+    """Groups whose prompts are equally long and lie side by side: the first's number, how many, where, and how long.
+
+    None unless the groups are all the rows, in their order and equally many each.
+    """
+    if not groups or rows % len(groups):
+        return None
+    size = rows // len(groups)
+    found: list[tuple[int, int, int, int]] = []
+    for number, (start, length, members) in enumerate(groups):
+        if (members.start, members.stop) != (number * size, (number + 1) * size):
+            return None
+        if found and found[-1][3] == length and found[-1][2] + found[-1][1] * length == start:
+            first, many, begin, _ = found[-1]
+            found[-1] = (first, many + 1, begin, length)
+        else:
+            found.append((number, 1, start, length))
+    return found

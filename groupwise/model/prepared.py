@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from groupwise.core.logps import head_logits
+from groupwise.core.logps import finish_logits
 from groupwise.errors import InputError
 from groupwise.model.attention import IMPLEMENTATION, LAYOUT, Call, PackedLayout, no_mask
+from groupwise.model.few_rows import few_rows_product
 from groupwise.model.flash import FLASH_DTYPES
 
 
@@ -33,7 +34,8 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``(…, V)`` in float32, or float64 where the model is."""
-        return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap, 1.0)
+        raw = few_rows_product(hidden, self.weight.to(hidden.dtype))
+        return finish_logits(raw, self.bias, self.scale, self.softcap, 1.0)
 
 
 class LayerShape(NamedTuple):
