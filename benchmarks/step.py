@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from common import arguments, fill, load, median
 
+import groupwise  # noqa: F401  (what it sets in the environment, how memory is given back, goes to both sides)
+
 LEARNING_RATE = 1e-6
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
