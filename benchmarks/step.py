@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -28,8 +29,7 @@ from typing import Any
 import torch
 from common import arguments, fill, load, median
 
-import groupwise  # noqa: F401  (what it sets in the environment, how memory is given back, goes to both sides)
-
+GIVEN = dict(os.environ)
 LEARNING_RATE = 1e-6
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
@@ -99,11 +99,20 @@ def in_own_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
     for name in ("device", "prompts", "prompt_tokens", "samples", "new_tokens", "repeat", "micro", "top_k"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     command += ["--dtype", args.dtype] if args.dtype else []
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(side))
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
         raise SystemExit(f"{side} failed:\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}")
     return dict(json.loads(lines[-1].removeprefix("RESULT ")))
+
+
+def environment(side: str) -> dict[str, str]:
+    """What the user gave; for groupwise with what it sets itself when it is imported before torch, as in a program."""
+    if side != "groupwise":
+        return GIVEN
+    import groupwise  # noqa: F401
+
+    return dict(os.environ)
 
 
 # --- the two sides ---------------------------------------------------------------------------------------------------

@@ -456,9 +456,7 @@ def test_a_run_is_not_overwritten_unless_asked(here, complaint, capsys):
 def test_a_runs_recipe_is_a_recipe(here, capsys):
     assert main(["train", "r.toml", "--run.folder", "run", "--train.steps", "1", "--sampling.temperature", "0.7"]) == 0
     resolved = load_recipe(here / "run" / "recipe.json")
-    assert resolved == load_recipe(
-        here / "r.toml", {"run.folder": "run", "train.steps": 1, "sampling.temperature": 0.7}
-    )
+    assert resolved == load_recipe("r.toml", {"run.folder": "run", "train.steps": 1, "sampling.temperature": 0.7})
     capsys.readouterr()
     words = ["eval", "run/recipe.json", "--model.source", "run/model", "--data.held_out", "rows.jsonl"]
     assert main(words) == 0

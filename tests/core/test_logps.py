@@ -65,8 +65,9 @@ BOTH_WAYS = pytest.mark.parametrize(
 
 
 @contextmanager
-def chunks_by(functions):
+def chunks_by(functions, keep=True):
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logps_module, "KEPT_BYTES", 2**40 if keep else 0)
         patch.setattr(logps_module, "_chunk_functions", lambda *_: functions)
         yield
 
@@ -81,11 +82,13 @@ def chunks_by(functions):
     with_entropy=st.booleans(),
     with_bias=st.booleans(),
     chunk_size=st.sampled_from([None, 1, 4, 15]),
+    keep=st.booleans(),
 )
 def test_equals_the_plain_computation(
-    functions, seed, softcap, scale, temperature, with_kept, with_entropy, with_bias, chunk_size
+    functions, seed, softcap, scale, temperature, with_kept, with_entropy, with_bias, chunk_size, keep
 ):
-    with chunks_by(functions):
+    """Whether the backward pass finds the logits kept or computes them again."""
+    with chunks_by(functions, keep):
         case = Case(seed)
         mask = case.kept_mask() if with_kept else None
         kept = mask
