@@ -42,7 +42,7 @@ def make_task(recipe: Recipe) -> Task:
         [row for number, row in enumerate(rows) if number % 8],
         [row for number, row in enumerate(rows) if not number % 8][: recipe.data.held_out_rows],
         rewards=(RewardFunction("in_form", in_form),),
-        grades={"in_form": graded},
-        metric="in_form",
+        grades={"right_form": graded},
+        metric="right_form",
         goal=0.9,
     )

@@ -246,7 +246,7 @@ class TrainSection(Section):
     token_budget: Count | None = None
     """tokens of one forward and backward pass; by default what fits. It does not change the result"""
     refill: CountOrNone = 0
-    """how many further rounds of prompts may be sampled to replace groups with equal rewards"""
+    """how many further rounds of prompts may be sampled to replace those that teach nothing"""
     skip_equal: bool = True
     """compute nothing for groups with equal rewards, unless a KL or entropy term needs them"""
     not_finite: Literal["stop", "skip"] = "stop"

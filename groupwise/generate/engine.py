@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
 from groupwise.model.few_rows import few_rows_layers
 from groupwise.model.logprobs import Ids
-from groupwise.model.prepared import Prepared, prepare
+from groupwise.model.prepared import Prepared, prepare, without_dropout
 
 
 class Engine:
@@ -84,7 +83,7 @@ class Engine:
         if self.prepared.head is None:
             return PlainGenerator(self.prepared).generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.prepared, prompts, samples, sampling, keys)
-        with _without_dropout(self.prepared.model), few_rows_layers(self.prepared.trunk):
+        with without_dropout(self.prepared.model), few_rows_layers(self.prepared.trunk):
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
@@ -152,16 +151,6 @@ class Engine:
                 self.prepared, head, self._cache, None if self.isolated else max(request.prompt_lengths)
             )
         return GraphRunner(self._graphs, request, self.isolated)
-
-
-@contextmanager
-def _without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    training = model.training
-    model.train(False)
-    try:
-        yield
-    finally:
-        model.train(training)
 
 
 def _can_capture(prepared: Prepared) -> bool:

@@ -9,7 +9,8 @@ a notice that says why.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -189,6 +190,17 @@ def prepare(
         compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
     layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
     return Prepared(**facts, **found, compiled=CompiledLayers(layers) if compile and layers else None)
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """Within this block the model computes as it is, whatever it does while it is trained."""
+    training = model.training
+    model.train(False)
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 class _Recorder:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.errors import GroupwiseError
 from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
 from groupwise.model.precision import MasterWeights
-from groupwise.model.prepared import Prepared
+from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.objective import Objective, Part, Totals
 from groupwise.train.reference import Reference
@@ -136,11 +137,12 @@ class Updater:
         token_budget: int,
         loss: Loss,
         *,
+        dropout: bool = False,
         release: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.prepared, self.masters, self.optimizer, self.reference = prepared, masters, optimizer, reference
-        self.token_budget, self.loss = token_budget, loss
+        self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
         self.release, self.say = release, say
 
     def know(self, work: Work, now: Recipe, *, old: bool) -> None:
@@ -156,7 +158,7 @@ class Updater:
             if not old:
                 work.old_logps = None
         if self.reference is not None and (now.loss.kl_coef or now.masks.off_policy == "document"):
-            with self.reference.in_place():
+            with self.reference.in_place(), without_dropout(self.prepared.model) if self.dropout else nullcontext():
                 work.ref_logps = self._logps(work, now).logps.cpu()
 
     def update(self, work: Work, now: Recipe, *, check: bool = False, compare_terms: bool = False) -> Update:

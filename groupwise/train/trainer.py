@@ -105,6 +105,7 @@ class Trainer:
             None,
             recipe.train.token_budget or default_token_budget(prepared),
             self.parts.loss,
+            dropout=has_dropout(recipe),
             release=self.engine.release,
             say=self.say,
         )

@@ -10,7 +10,9 @@ from groupwise.model import LoraSettings, load_model
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights
 from groupwise.train.reference import Reference
+from groupwise.train.step import plan_work
 from tests.train.made import made_trainer, perturb, small_llama
+from tests.train.runs import small_trainer
 
 PROMPTS, COMPLETIONS = [[5, 6, 7]], [[[1, 2, 3], [4, 5]]]
 
@@ -226,3 +228,22 @@ def test_a_run_whose_reference_is_mixed(tmp_path):
         kls = [report.metrics["kl"] for report in trainer.steps()]
     assert kls[0] == pytest.approx(0.0, abs=1e-9)
     assert min(kls[1:]) > 1e-7
+
+
+def test_the_reference_has_no_dropout(tmp_path):
+    """The policy's log-probs differ from pass to pass, the reference's do not."""
+    changes = {
+        "model": {"lora": {"rank": 4, "dropout": 0.5}},
+        "loss": {"kl_coef": 0.1},
+        "reference": {"refresh_every": 1},
+    }
+    with small_trainer(tmp_path / "run", changes) as trainer:
+        report = next(trainer.steps())
+        now, works = trainer.now(), []
+        for _ in range(2):
+            work = plan_work(report.batch, report.comparison, range(3), now)
+            trainer.updater.know(work, now, old=True)
+            works.append(work)
+        assert torch.equal(works[0].ref_logps, works[1].ref_logps)
+        assert not torch.equal(works[0].old_logps, works[1].old_logps)
+        assert trainer.parts.prepared.model.training
