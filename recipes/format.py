@@ -32,10 +32,11 @@ def graded(row: dict[str, Any], answer: str) -> bool | None:
 
 def make_task(recipe: Recipe) -> Task:
     """Questions such as "Name a river that begins with T."; every eighth is held out."""
+    named = [f"an {thing}" if thing[0] in "aio" else f"a {thing}" for thing in THINGS]
     rows = [
-        {"prompt": f"Name a {thing} that begins with {letter}. Answer in one short sentence."}
+        {"prompt": f"Name {thing} that begins with {letter}. Answer in one short sentence."}
         for letter in LETTERS
-        for thing in THINGS
+        for thing in named
     ]
     return Task(
         "format",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -180,3 +181,10 @@ def test_importing_the_rest_waits_for_matplotlib():
 def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'cor'"):
         _ = groupwise.cor
+
+
+@pytest.mark.parametrize("package", ["groupwise", *(f"groupwise.{name}" for name in groupwise._SUBMODULES)])
+def test_what_a_package_promises_is_there(package):
+    """Names that are loaded when they are asked for, too."""
+    module = importlib.import_module(package)
+    assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []

@@ -15,7 +15,7 @@ _HOMES = {
     "Report": "events",
     "Result": "events",
     "Trainer": "trainer",
-    "read_rollouts": "records",
+    "read_rollouts": "rollouts",
 }
 
 __all__ = ["Callback", "Report", "Result", "Trainer", "read_rollouts"]
