@@ -339,10 +339,10 @@ def test_functions_are_found_by_name_or_by_file(tmp_path, monkeypatch):
     monkeypatch.setitem(GROUPINGS, "ours", own)
     assert find_advantage(None) is None
     assert find_advantage("mine") is own
-    assert find_advantage("own.py:doubled", tmp_path)(None, [0, 0], None) == [0.0, 2.0]
+    assert find_advantage(f"{tmp_path}/own.py:doubled")(None, [0, 0], None) == [0.0, 2.0]
     assert find_grouping("prompt") is None
     assert find_grouping("ours") is own
-    assert find_grouping("own.py:everybody", tmp_path)([1, 2, 3]) == [0, 0, 0]
+    assert find_grouping(f"{tmp_path}/own.py:everybody")([1, 2, 3]) == [0, 0, 0]
 
 
 def test_names_that_are_not_known(monkeypatch):

@@ -355,7 +355,7 @@ def test_a_function_of_ones_own(own, name):
     now, _, _, updater, work, _ = moved_on(settings)
     updater.update(work, now)
     wanted = last_gradient(updater)
-    updater.loss = find_loss(f"own.py:{name}", own)
+    updater.loss = find_loss(f"{own}/own.py:{name}")
     assert updater.loss.aggregation == "token_mean"
     found = updater.update(work, now)
     assert_same(last_gradient(updater), wanted, 1e-12)
@@ -368,7 +368,7 @@ def test_a_function_of_ones_own(own, name):
 )
 def test_a_function_that_returns_something_else(own, name, returned):
     now, _, _, updater, work, _ = moved_on({"train.skip_equal": False}, budget=10**6)
-    updater.loss = find_loss(f"own.py:{name}", own)
+    updater.loss = find_loss(f"{own}/own.py:{name}")
     with pytest.raises(
         ConfigError, match=rf"own.py:{name} returned {returned}; expected one number per token, \(12, 7\)"
     ):
@@ -376,10 +376,10 @@ def test_a_function_that_returns_something_else(own, name, returned):
 
 
 def test_a_function_that_is_not_there(own):
-    with pytest.raises(ConfigError, match=r"loss 'own\.py:absent': there is no 'absent'"):
-        find_loss("own.py:absent", own)
+    with pytest.raises(ConfigError, match=r"own\.py:absent': there is no 'absent'"):
+        find_loss(f"{own}/own.py:absent")
     with pytest.raises(ConfigError, match="a loss is given as module:function"):
-        find_loss("mine", own)
+        find_loss("mine")
 
 
 def test_a_function_of_ones_own_in_a_run(own):
