@@ -26,6 +26,8 @@ class Chart:
         extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also of a curve that is flat
         unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
         self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
+        if share and low >= 0 and high <= 1 and low < high:
+            self.low, self.high = max(self.low, 0.0), min(self.high, 1.0)  # there is no share beyond these
         places = {0: self.high, rows // 2: (self.high + self.low) / 2, rows - 1: self.low}
         self.labels = {row: _axis_label(value, unit, share) for row, value in places.items()}
         self.margin = max(map(len, self.labels.values()))

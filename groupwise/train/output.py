@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -212,11 +213,15 @@ def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
     return [(name, shown(trainer.first, name), shown(after, name)) for name in names]
 
 
-def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str]:
-    lines = []
+def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str | tuple[str, ...]]:
+    lines: list[str | tuple[str, ...]] = []
     if trainer.first and trainer.last and trainer.metric is not None:
-        for name, before, after in _rows_of_metrics(trainer):
-            lines.append(f"{name} on {len(trainer.parts.held_out)} held-out rows: {before} before, {after} after")
+        measured, goal = trainer.best or {"step": trainer.evaluated_at, "value": math.nan}, trainer.parts.task.goal
+        lines.append((f"{len(trainer.parts.held_out):,} held-out rows", "before", f"after {measured['step']} steps"))
+        lines += _rows_of_metrics(trainer)
+        if goal is not None:
+            shown = f"{goal:.0%}" if trainer.parts.task.grades else f"{goal:g}"
+            lines.append(("goal", shown, "reached" if measured["value"] >= goal else "not reached"))
     if trainer.stopping:
         lines.append(f"stopped after step {trainer.step} of {trainer.total_steps}; go on with --resume")
     if result.best_step is not None and result.best_step != trainer.step:

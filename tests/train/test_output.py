@@ -307,11 +307,29 @@ def test_summary_of_rewards(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = small_trainer(tmp_path / "run", QUICK)
     trainer.run()
-    first, *rest = trainer.display.summary
+    head, (name, *values), *rest = trainer.display.summary
+    assert head == ("2 held-out rows", "before", f"after {trainer.best['step']} steps")
+    assert name == "reward"
     number = r"-?\d\.\d{3}"
-    shown = rf"{number} \[{number}, {number}\]"
-    assert re.fullmatch(rf"reward on 2 held-out rows: {shown} before, {shown} after", first)
+    assert all(re.fullmatch(rf"{number} \[{number}, {number}\]", value) for value in values)
     assert rest[-2:] == ["model: run/model", "run: run"]
+
+
+@pytest.mark.parametrize(("goal", "said"), [(0.0, "reached"), (1.1, "not reached")])
+def test_summary_with_a_goal(tmp_path, goal, said):
+    task = Task(
+        "graded",
+        ROWS,
+        ROWS[:2],
+        grades={"accuracy": lambda row, answer: len(answer) % 2 == 0},
+        metric="accuracy",
+        goal=goal,
+    )
+    trainer = small_trainer(tmp_path / "run", QUICK, task=task)
+    trainer.run()
+    rows = [row for row in trainer.display.summary if isinstance(row, tuple)]
+    assert [row[0] for row in rows] == ["2 held-out rows", "accuracy", "goal"]
+    assert rows[2][1:] == (f"{goal:.0%}", said)
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
