@@ -241,7 +241,7 @@ class _Shared(torch.autograd.Function):
                 *(batch(x[:, part]) for x in (query, wide_key, wide_value)), 0.0, True, scale=scale
             )
             out[:, part], lse[:, part] = _unbatched(found), _unbatched(found_lse)
-        for number, rows, keys in _equal_prefixes(layout.prefix):
+        for number, rows, keys in equal_prefixes(layout.prefix):
             found, found_lse = _cpu_forward(
                 *(_cut(x[:, at], number) for x, at in ((query, rows), (wide_key, keys), (wide_value, keys))),
                 0.0, False, scale=scale,
@@ -265,7 +265,7 @@ class _Shared(torch.autograd.Function):
             found = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
             for total, share in zip(grads, found, strict=True):
                 total[:, part] += _unbatched(share)
-        for number, rows, keys in _equal_prefixes(layout.prefix):
+        for number, rows, keys in equal_prefixes(layout.prefix):
             places = (rows, rows, keys, keys, rows, rows)
             found = _cpu_backward(
                 *(_cut(x[:, at], number) for x, at in zip(tensors, places, strict=True)), 0.0, False, scale=ctx.scale
@@ -286,7 +286,7 @@ def _equal_lengths(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, 
     return [list(run) for _, run in groupby(segments, key=lambda segment: segment[1] - segment[0])]
 
 
-def _equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
+def equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
     """Neighbours of one size together: how many groups make a batch, and where their rows and their prompts lie."""
     found: list[tuple[int, slice, slice]] = []
     size = (-1, -1)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.model.attention import Call, PackedLayout, join, part_attention, to_device
+from groupwise.model.attention import Call, PackedLayout, equal_prefixes, join, part_attention, to_device
 from groupwise.model.prepared import LayerShape, Prepared
 
 STORAGE = "groupwise_cache"  # the attribute of an attention module
@@ -196,13 +196,11 @@ def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int
     if not groups or rows % len(groups):
         return None
     size = rows // len(groups)
-    found: list[tuple[int, int, int, int]] = []
-    for number, (start, length, members) in enumerate(groups):
+    for number, (_, _, members) in enumerate(groups):
         if (members.start, members.stop) != (number * size, (number + 1) * size):
             return None
-        if found and found[-1][3] == length and found[-1][2] + found[-1][1] * length == start:
-            first, many, begin, _ = found[-1]
-            found[-1] = (first, many + 1, begin, length)
-        else:
-            found.append((number, 1, start, length))
-    return found
+    found = equal_prefixes([(members, slice(start, start + length)) for start, length, members in groups])
+    return [
+        (members.start // size, number, keys.start, (keys.stop - keys.start) // number)
+        for number, members, keys in found
+    ]

@@ -238,7 +238,7 @@ def _packed_logps(
         kept=kept,
         with_entropy=with_entropy,
     )
-    return _in_rows(found, lengths, with_entropy)
+    return _token_logps(found, lengths, with_entropy)
 
 
 def _at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def padded_logps(
     predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
     chosen = torch.cat([ids for _, ids in pairs]).to(device)
     found = _logps_of_logits(torch.cat(predicting), chosen, temperature, kept, with_entropy)
-    return _in_rows(found, np.array([len(ids) for _, ids in pairs]), with_entropy)
+    return _token_logps(found, np.array([len(ids) for _, ids in pairs]), with_entropy)
 
 
 def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:
@@ -305,16 +305,16 @@ def _lengths(completions: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     return [[ids.shape[0] for ids in members] for members in completions]
 
 
-def _in_rows(found: Any, lengths: np.ndarray, with_entropy: bool) -> TokenLogps:
-    """Numbers per token, one sample after another, as rows ``(b, T)``."""
+def _token_logps(found: Any, lengths: np.ndarray, with_entropy: bool) -> TokenLogps:
     logps, entropy = found if with_entropy else (found, None)
     mask = torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
     mask = mask.to(logps.device)
+    return TokenLogps(in_rows(logps, mask), mask, None if entropy is None else in_rows(entropy, mask))
 
-    def rows(flat: Tensor) -> Tensor:
-        return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
-    return TokenLogps(rows(logps), mask, None if entropy is None else rows(entropy))
+def in_rows(flat: Tensor, mask: Tensor) -> Tensor:
+    """Numbers of all tokens, one sample after another, as rows ``(n, T)``; zero where the mask is false."""
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat)
 
 
 def _tensors(

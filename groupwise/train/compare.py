@@ -68,7 +68,8 @@ def compare(
     graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
     groups = _groups(batch, grouping)
     factors = torch.tensor(list(weights), dtype=torch.float64)
-    rewards, total = batch.scored, weighted_total(batch.scored, weights)
+    rewards = batch.scored
+    total = weighted_total(rewards, weights)
     if advantage is not None:
         advantages = _checked(advantage(rewards, groups, factors), len(batch))
     else:

@@ -143,16 +143,15 @@ class Sampler:
         )
         rewards = scores.rewards
         logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
-        mask = torch.arange(rollout.ids.shape[1]) < rollout.lengths[:, None]
         batch = Batch(
             rows=data,
             row_numbers=rows,
             prompts=prompts,
             samples=count,
-            ids=list(torch.split(rollout.ids[mask], lengths)),
+            ids=list(torch.split(rollout.ids[rollout.mask], lengths)),
             texts=texts,
             stop_reasons=list(rollout.stop_reasons),
-            sampler_logps=list(torch.split(logps[mask], lengths)),
+            sampler_logps=list(torch.split(logps[rollout.mask], lengths)),
             kept=rollout.kept,
             rewards=with_overlong_penalty(rewards, lengths, now) if self.overlong else rewards,
             dropped=scores.dropped,

@@ -21,7 +21,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.core.losses import Loss
 from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.errors import GroupwiseError
-from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
+from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, in_rows
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.train.batch import Batch, Comparison
@@ -380,10 +380,7 @@ def _mask(lengths: Tensor) -> Tensor:
 
 
 def _padded(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    """Numbers of each sample as rows ``(n, T)``, zero where the mask is false."""
-    if not rows:
-        return torch.zeros(mask.shape)
-    return torch.zeros(mask.shape, dtype=rows[0].dtype).masked_scatter(mask, torch.cat(list(rows)))
+    return in_rows(torch.cat(list(rows)), mask) if rows else torch.zeros(mask.shape)
 
 
 def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:

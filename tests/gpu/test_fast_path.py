@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 
 import pytest
 import torch
@@ -24,13 +23,6 @@ pytestmark = pytest.mark.gpu
 RAGGED = ([5, 9, 1, 12], [[4, 4, 7], [1, 1], [12, 3], [2, 9, 9, 1]])
 PROMPTS, _ = random_groups([5, 9, 1, 30, 17], [])
 COUNTS = [3, 1, 4, 2, 4]
-
-
-@pytest.fixture(autouse=True)
-def _quiet_compiler() -> None:
-    warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch).*")
-    warnings.filterwarnings("ignore", message="Synchronization debug mode")
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -12,12 +10,6 @@ from tests.train.runs import checkpoint_of, go, merged, metrics_of, small_traine
 pytestmark = pytest.mark.gpu
 
 MANY = {"sampling": {"samples_per_prompt": 16, "max_new_tokens": 96}, "train": {"steps": 1, "batch_size": 32}}
-
-
-@pytest.fixture(autouse=True)
-def _quiet_compiler() -> None:
-    warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch).*")
-    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
 
 
 def masters(folder, step):
