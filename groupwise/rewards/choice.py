@@ -1,0 +1,272 @@
+r"""The answer to a multiple-choice question, found in what a model wrote.
+
+The strict reading asks for the form that was required: a line ``Answer: C``, a ``\boxed{C}``, or the letter (with its
+own option's text, if any) as the first or the last line. The lenient one is what a careful reader would take: it follows
+corrections, knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option, accepts
+an option's text in place of its letter, and does not choose for an answer that names two. Every result says by which
+rule it was found, or why there is none.
+
+The time is linear: sentences are read one by one, patterns look at a bounded stretch, and of a text longer than any
+answer the beginning and the end are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from groupwise.errors import InputError
+from groupwise.rewards.choice_text import Options, Sentence, options_of, parts_of, prepared, sentences, without_lists
+
+NOTHING, SEVERAL, DECLINED, BEYOND = "nothing", "several", "declined", "beyond the options"
+NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
+"""The rules that say why there is no answer; every other one found a letter."""
+BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
+ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
+DISAGREES = ", text disagrees"  # added to a rule: the letter stands beside another option's text, and counts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The letter that a text gives as its answer, or None, and the rule by which that was decided."""
+
+    letter: str | None
+    rule: str
+
+
+def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, strict: bool = False) -> Choice:
+    """The answer in a model's text to a question with these options: letters with their texts, or letters alone.
+
+    Where the strict reading finds a letter, the lenient one finds the same.
+    """
+    known = _known(options)
+    found = Choice(None, NOTHING)
+    for part in parts_of(prepared(text)):
+        lenient = _lenient(part, known)
+        if lenient.rule != NOTHING:
+            found = lenient
+            if strict:
+                exact = _strict(part, known)
+                found = exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
+            break
+    return found
+
+
+def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
+    pairs = options.items() if isinstance(options, Mapping) else [(letter, "") for letter in options]
+    texts = tuple((str(letter).upper(), str(text or "")) for letter, text in pairs)
+    if not texts or any(len(letter) != 1 or not "A" <= letter <= "Z" for letter, _ in texts):
+        raise InputError(f"options must be letters from A to Z, with their texts or without, got {options!r}")
+    return options_of(texts)
+
+
+# --- the required form ------------------------------------------------------------------------------------------------
+
+_ANSWER_LINE = re.compile(
+    r"\W{0,4}(?:(?:the )?(?:final |correct )?answer(?: is ?:?| ?:)|the correct option is) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})",
+    re.IGNORECASE,
+)
+_LETTER_FIRST = re.compile(r"[(\[]{0,2}(?P<letter>[A-Za-z])(?!\w)[)\]]{0,2}(?P<rest>.{0,400})", re.DOTALL)
+_BOX = re.compile(r"⟦([^⟧\n]{0,200})⟧")
+
+
+def _strict(text: str, options: Options) -> Choice:
+    lines = [line.strip() for line in without_lists(text, options).split("\n") if line.strip()]
+    last: Choice | None = None
+    for line in lines:
+        if boxes := _BOX.findall(line):
+            last = _letter_and_text(boxes[-1], options, BOXED)
+        elif (stated := _ANSWER_LINE.fullmatch(line)) is not None:
+            last = _letter_and_text(stated["rest"], options, STATED)
+    if last is not None or not lines:
+        return last or Choice(None, NOTHING)
+    for line in (lines[-1], lines[0]):
+        if line.strip("([")[:1].isupper() and (found := _letter_and_text(line, options, ALONE)).letter is not None:
+            return found
+    return Choice(None, NOTHING)
+
+
+def _letter_and_text(text: str, options: Options, rule: str) -> Choice:
+    """A letter with nothing behind it but punctuation and its own option's text."""
+    match = _LETTER_FIRST.fullmatch(text.strip(" .:)\"'"))
+    if match is None:
+        return Choice(None, NOTHING)
+    letter, rest = match["letter"].upper(), match["rest"].strip(" .):-–—,\"'")
+    if letter not in options:
+        return Choice(None, BEYOND)
+    return Choice(letter, rule) if not rest or options.is_text(letter, rest) else Choice(None, NOTHING)
+
+
+# --- what a careful reader takes --------------------------------------------------------------------------------------
+# Patterns over marked sentences: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
+
+_ONE = r"[@#][A-Z]"
+_AND = r" (?:, )?(?:and|or|/|&|,|as well as) (?:maybe |possibly |perhaps |also |else |even )?(?:the )?"
+_LIST = rf"{_ONE}(?:{_AND}{_ONE}){{0,9}}"
+_ADVERB = r"(?:therefore|also|both|all|clearly|probably|likely|simply|just|thus|actually|very|more|each|definitely|certainly)"
+_WRONG = (
+    r"(?:not|never|incorrect|wrong|unlikely|less|least|ruled|excluded|false|inappropriate|eliminated|implausible|unrelated|"
+    r"contraindicated|inconsistent|distractors?|insufficient|irrelevant|untrue|tempting|too|out|neither|no)"
+)
+_DENIED = (
+    re.compile(
+        rf"\b(?:not|isn't|never|rule out|rules out|ruled out|ruling out|eliminates?|eliminated|eliminating|excludes?|excluded|"
+        rf"excluding|discard(?:ed)?|rejects?|rejected|rather than|instead of|unlike|than|versus|vs|over|except|against|neither|"
+        rf"nor|dismiss(?:ed)?|incorrect|wrong)(?: (?:likely|the|be|is|it|just|simply|in|for|:)){{0,2}} ({_LIST})"
+    ),
+    re.compile(
+        rf"({_LIST})(?: (?!because|since|,|but|{_ONE})[^ ]{{1,20}}){{0,6}} (?:is|are|was|were|would be|would|can be|could be|"
+        rf"does|do|seems?|appears?|looks?|may be|might be|should be)(?: {_ADVERB}){{0,2}} (?:a |an )?{_WRONG}\b"
+    ),
+    re.compile(
+        rf"({_LIST})(?: (?!because|since|,|but|{_ONE})[^ ]{{1,20}}){{0,5}} (?:cannot|can't|isn't|aren't|wouldn't|doesn't|don't|"
+        r"can not|does not|do not|would not|lacks?|fails?)\b"
+    ),
+    re.compile(rf"({_LIST}) (?:[:\-–—(] )?(?:incorrect|wrong|no|unlikely|false|ruled out|less likely|excluded)\b"),
+    re.compile(rf"\b(?:cannot|can't|can not|could not|couldn't|won't|will not) be(?: the)? ({_LIST})"),
+    re.compile(rf"\b(?:wrong|incorrect|tempting|worst|least likely) (?:answer|option|choice|one)s?(?: (?:is|are|:))? ({_LIST})"),
+    re.compile(rf"\b(?:thought(?: of| it was)?|suspected|considered|assumed|said) ({_LIST})"),
+)
+_MNEMONIC = re.compile(r"[@#]([A-Z]) (?=(?:is|stands) for\b)")
+_NOUN = r"(?:answer|ans|option|choice|letter|response|selection|respuesta|réponse|antwort|risposta|resposta)s?"
+_IS = r"(?:is|are|was|would be|should be|must be|will be|has to be|seems to be|appears to be|be|es|est|ist|è|é|=|:|-|–|—|→)"
+_FILL = (
+    r"(?: (?:therefore|thus|most|likely|probably|clearly|definitely|hence|indeed|obviously|option|choice|letter|the|a|to|this|"
+    r"correct|best|actually|still|then|simply|of|question|case|in|here|,|:|\(|-|–|—|again|it|is|would|be|so|really|now|overall|"
+    r"final|answer|my|for|patient|appropriate|given|above|scenario|single|one|right)){0,8}"
+)
+_STATES = re.compile(rf"\b{_NOUN}{_FILL} {_IS}{_FILL} ({_LIST})")
+_STATES_NEXT = re.compile(rf"^(?:the |my |final |correct |best )*{_NOUN} ({_LIST})|\b(?:答案|正解|正确)\w{{0,4}} (?:: )?({_LIST})")
+_CHOOSES = re.compile(
+    r"\b(?:choose|chose|choosing|select|selected|selecting|pick|picked|picking|go with|going with|opt for|answer with|answer|"
+    rf"settle on|lean towards?|leaning towards?|vote for|say|guess|conclude|mark)(?: (?:on|for|the|that|it|is|be|:|,)){{0,3}} ({_LIST})"
+)
+_IS_RIGHT = re.compile(
+    rf"({_LIST})(?: (?!because|since|but|{_ONE})[^ ]{{1,24}}){{0,8}} (?:is|are|was|would be|must be|should be|seems?|appears?|"
+    r"remains?|as|has to be|looks)(?: (?:to|be|the|a|therefore|thus|clearly|indeed|still|then|probably|definitely|our|my|most|"
+    r"likely|single|only|also|actually|more|much|far)){0,4} (?:correct|right|best|answer|likely|appropriate|probable|diagnosis|choice|"
+    rf"accurate|fitting)\b|({_LIST}) (?:as )?the (?:best|correct|right|most likely) (?:answer|option|choice|diagnosis)\b"
+)
+_SUPPOSES = re.compile(r"\bif\b.{0,200}\b(?:answer|option|choice|it) would (?:then )?be\b")
+_RETRACTS = re.compile(r"\b(?:wait|that is wrong|that's wrong|that was wrong|scratch that|i was wrong|not right|reconsider)\b")
+_CORRECTS = re.compile(
+    r"\b(?:wait|actually|correction|sorry|reflection|reconsider(?:ing)?|meant|mean|mistake|second thoughts?|instead|change|"
+    r"scratch|hmm|rather)\b|^no ,|^no\b"
+)
+_CONCLUDES = re.compile(
+    r"\b(?:so|thus|therefore|hence|conclusion|conclude|overall|ultimately|finally|likely|best|suggests?|suggesting|consistent|"
+    r"points?|indicates?|indicating|diagnosis|treatment|management|mechanism|cause|step|based on|given|which is|it is|it's|must|"
+    r"explains?|explained|confirms?|correct|most|fits?|characteristic|due to|caused by|classic|typical|makes?|leaves?|leaving)\b"
+)
+_HEDGES = re.compile(
+    r"[@#][A-Z] would\b|\b(?:could|may|might|possible|possibly|consider(?:ed|ing)?|if|differential|include[sd]?|including|such as|e g|"
+    r"between|whether|unsure|options?|let's|first|also)\b|\?"
+)
+_DECLINES = re.compile(
+    r"\b(?:none of (?:the|these|those|them)|no (?:correct|right) (?:answer|option)|cannot (?:be )?(?:answer|determine)|can't (?:answer|"
+    r"determine)|unable to|not (?:able|possible) to (?:answer|determine)|don't know|do not know|not sure|insufficient information|"
+    r"not enough information)"
+)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    letters: tuple[str, ...]
+    rule: str
+    disagrees: bool
+
+
+def _lenient(text: str, options: Options) -> Choice:
+    read = sentences(without_lists(text, options), options)
+    if not read:
+        return Choice(None, NOTHING)
+    denied = [_with_denials(sentence) for sentence in read]
+    last = _last_verdict(denied)
+    if last is not None:
+        return _choice(last, options)
+    concluded = _conclusion(denied, options)
+    if concluded is not None:
+        return concluded
+    if any(_DECLINES.search(sentence.words) for sentence in denied):
+        return Choice(None, DECLINED)
+    return _by_what_is_named(denied, options)
+
+
+def _choice(verdict: _Verdict, options: Options) -> Choice:
+    letters = tuple(dict.fromkeys(verdict.letters))
+    if len(letters) > 1:
+        return Choice(None, SEVERAL)
+    if not letters:
+        return Choice(None, DECLINED)
+    if letters[0] not in options:
+        return Choice(None, BEYOND)
+    return Choice(letters[0], verdict.rule + (DISAGREES if verdict.disagrees else ""))
+
+
+def _with_denials(sentence: Sentence) -> Sentence:
+    words = _MNEMONIC.sub(r"\1 ", sentence.words)
+    for pattern in _DENIED:
+        words = pattern.sub(lambda match: re.sub(r"[@#](?=[A-Z]\b)", "~", match[0]), words)
+    return Sentence(words, sentence.disagrees)
+
+
+def _last_verdict(read: Sequence[Sentence]) -> _Verdict | None:
+    last: _Verdict | None = None
+    taken_back = False
+    for number, sentence in enumerate(read):
+        found = _verdict(sentence, at_the_edge=number in (0, len(read) - 1))
+        named = _marks(sentence.words)
+        if found is None and named and last is not None and (taken_back or _CORRECTS.search(sentence.words)):
+            found = _Verdict(named[-1:], STATED, sentence.disagrees)
+        taken_back = found is None and (taken_back or (last is not None and _RETRACTS.search(sentence.words) is not None))
+        last = found or last
+    return last
+
+
+def _verdict(sentence: Sentence, *, at_the_edge: bool) -> _Verdict | None:
+    """What a sentence says the answer is. A letter by itself says so in the first and in the last sentence."""
+    words = sentence.words
+    if (boxes := re.findall(rf"boxed ({_LIST})", words)) and not _SUPPOSES.search(words):
+        return _Verdict(_marks(boxes[-1]), BOXED, sentence.disagrees)
+    for pattern in () if _SUPPOSES.search(words) else (_STATES, _STATES_NEXT, _CHOOSES, _IS_RIGHT):
+        matches = list(pattern.finditer(words))
+        if matches:
+            named = next(group for group in matches[-1].groups() if group)
+            return _Verdict(_marks(named), STATED, sentence.disagrees)
+    if re.search(rf"\b{_NOUN}{_FILL} {_IS} (?:none|neither|not (?:listed|given|among|here))\b", words):
+        return _Verdict((), DECLINED, False)
+    if at_the_edge and re.fullmatch(rf"[(:,\-–—) ]{{0,4}}({_LIST})[):,\-–—. ]{{0,4}}", words):
+        return _Verdict(_marks(words), ALONE, sentence.disagrees)
+    return None
+
+
+def _conclusion(read: Sequence[Sentence], options: Options) -> Choice | None:
+    """The option of the last sentence that draws a conclusion and names one."""
+    for sentence in reversed(read):
+        named = tuple(letter for letter in dict.fromkeys(_marks(sentence.words)) if letter in options)
+        if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(sentence.words):
+            rule = CONCLUDED if f"@{named[0]}" in sentence.words else BY_TEXT
+            return _choice(_Verdict(named, rule, sentence.disagrees), options)
+    return None
+
+
+def _by_what_is_named(read: Sequence[Sentence], options: Options) -> Choice:
+    """The only option that is named at all, by its letter or by its text, or the only one that was not ruled out."""
+    firm = [sentence for sentence in read if not _HEDGES.search(sentence.words)]
+    by_letter = {letter for sentence in read for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options}
+    by_text = {letter for sentence in firm for letter in re.findall(r"#([A-Z])\b", sentence.words)}
+    ruled_out = {letter for sentence in read for letter in re.findall(r"~([A-Z])\b", sentence.words)}
+    left = [letter for letter in options.texts if letter not in ruled_out]
+    if len(left) == 1:
+        return Choice(left[0], ELIMINATED)
+    for found, rule in ((by_letter - ruled_out, ONLY), (by_text - ruled_out, BY_TEXT)):
+        if len(found) == 1 and not (rule == BY_TEXT and by_letter):
+            return Choice(found.pop(), rule)
+        if len(found) > 1 and rule == ONLY:
+            return Choice(None, SEVERAL)
+    return Choice(None, NOTHING)
+
+
+def _marks(words: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[@#]([A-Z])\b", words))
