@@ -4,12 +4,25 @@ A preset is the layer below a recipe: the recipe's own keys win over it, key by 
 second document's whole block of defaults, which are TRL's; the others say in what they differ. Two of its lines are
 read with care: bfloat16 is used where the device has it in hardware (``model.dtype = "auto"``), and its batch of 4
 with accumulation 4 counts prompts, so that a step compares 16 groups.
+
+The first document quotes three features of DeepSeek-V3.2 and writes each down in another form than the paper's. There
+are two presets, with the same numbers; they differ in
+
+- the KL: the paper's estimate k3 · π_θ/π_old is unbiased under samples of an older policy. The document's, the exact KL
+  times the mean of π_θ/π_ref over the vocabulary, is no estimate, and the factor makes it larger than the KL;
+- the off-policy mask: the paper's drops an answer that did worse than its group and that the policy has left behind
+  since it was sampled. The document's drops whatever has become likelier than under the reference, good or bad;
+- the 'keep sampling mask': the paper's renormalises the policy over the tokens that top-k had left, so that what is
+  trained is what was sampled from. The document's drops answers that are too short, repetitive or without a letter,
+  which also takes away the reason not to give such answers.
+
+``enhanced_grpo`` has the paper's forms, ``enhanced_grpo_document`` the document's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +31,19 @@ from groupwise.errors import ConfigError, check_choice
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A named choice of settings; keys are dotted, as on the command line."""
+    """A named choice of settings; keys are dotted, as on the command line.
+
+    ``metrics`` are further names under which a run logs what it measures: alias → the name that groupwise has for it.
+    """
 
     name: str
     summary: str
     settings: Mapping[str, Any]
+    metrics: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
     def but(self, name: str, summary: str, changes: Mapping[str, Any]) -> Algorithm:
         """The same algorithm with some settings changed, under another name."""
-        return Algorithm(name, summary, MappingProxyType({**self.settings, **changes}))
+        return Algorithm(name, summary, MappingProxyType({**self.settings, **changes}), self.metrics)
 
 
 DAPO = Algorithm(
@@ -85,7 +102,7 @@ CISPO = DAPO.but(
 
 ENHANCED_GRPO = Algorithm(
     "enhanced_grpo",
-    "the first document: the policy gradient with DeepSeek-V3.2's KL, off-policy mask and a refreshed reference",
+    "the first document with DeepSeek-V3.2's own forms: its unbiased KL, off-policy mask and keep sampling mask",
     MappingProxyType(
         {
             "sampling.samples_per_prompt": 16,
@@ -105,15 +122,35 @@ ENHANCED_GRPO = Algorithm(
             "advantages.scale": "none",
             "masks.off_policy": "v3.2",
             "masks.off_policy_threshold": 0.5,
-            "masks.validity": True,
+            "masks.keep_sampling": True,
+            "masks.validity": False,
             "reference.refresh_every": 100,
             "data.max_prompt_length": 1024,
         }
     ),
+    MappingProxyType(
+        {
+            "policy_loss": "loss/policy",
+            "kl_penalty": "loss/kl",
+            "kl_divergence": "kl",
+            "avg_reward": "reward",
+        }
+    ),
+)
+
+ENHANCED_GRPO_DOCUMENT = ENHANCED_GRPO.but(
+    "enhanced_grpo_document",
+    "the first document as it is written: the weighted full KL, its off-policy mask, invalid answers dropped",
+    {
+        "loss.kl": "full_document",
+        "masks.off_policy": "document",
+        "masks.validity": True,
+        "masks.keep_sampling": False,
+    },
 )
 
 ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm for algorithm in (DAPO, GRPO, DR_GRPO, GSPO, CISPO, ENHANCED_GRPO)
+    algorithm.name: algorithm for algorithm in (DAPO, GRPO, DR_GRPO, GSPO, CISPO, ENHANCED_GRPO, ENHANCED_GRPO_DOCUMENT)
 }
 
 

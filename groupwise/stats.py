@@ -1,4 +1,4 @@
-"""The few statistics that a comparison of runs needs: intervals, a paired test, the interquartile mean.
+"""The few statistics that a comparison of runs needs: intervals, paired tests, the interquartile mean, pass@k.
 
 Resampling with a fixed seed, so that a figure in a report can be computed again. Few seeds are few: five runs give an
 honest but wide interval, and nothing here makes them more.
@@ -116,6 +116,31 @@ def paired_test(
     p_value = extreme / len(patterns) if exact else (extreme + 1) / (resamples + 1)
     interval = bootstrap_interval(difference, level=level, seed=seed)
     return PairedTest(interval, float(p_value), len(first), exact)
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The exact two-sided p-value of McNemar's test: of the pairs that changed, as many would change either way.
+
+    The sum is one of whole numbers, so thousands of pairs are no trouble.
+    """
+    if gained < 0 or lost < 0:
+        raise InputError(f"gained and lost are counts, got {gained} and {lost}")
+    changed = gained + lost
+    patterns, tail = 1, 0
+    for number in range(min(gained, lost) + 1):
+        tail += patterns
+        patterns = patterns * (changed - number) // (number + 1)
+    return min(1.0, 2 * tail / (1 << changed))
+
+
+def pass_at_k(number: int, right: int, k: int) -> float:
+    """How likely one of ``k`` answers at least is right, drawn from ``number`` of which ``right`` are, none twice.
+
+    Averaged over many samplings this is the chance that one of k fresh answers is right: it is unbiased.
+    """
+    if not 0 <= right <= number or not 1 <= k <= number:
+        raise InputError(f"need 0 ≤ right ≤ number and 1 ≤ k ≤ number, got right {right}, number {number} and k {k}")
+    return 1 - math.comb(number - right, k) / math.comb(number, k)
 
 
 def probability_of_improvement(

@@ -50,15 +50,21 @@ FIRST_DOCUMENT = {
     "loss.kl_coef": 0.01,
     "advantages.baseline": "mean",
     "advantages.scale": "none",
-    "loss.kl": "unbiased",
     "masks.off_policy_threshold": 0.5,
-    "masks.validity": True,
     "masks.min_length": 10,
     "optimizer.max_grad_norm": 1.0,
     "reference.refresh_every": 100,
     "reference.mix": 1.0,
     "loss.name": "reinforce",
     "loss.denominator": "policy_mask",
+}
+# In what DeepSeek-V3.2 and the document that quotes it differ.
+PAPER = {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling": True, "masks.validity": False}
+DOCUMENT = {
+    "loss.kl": "full_document",
+    "masks.off_policy": "document",
+    "masks.keep_sampling": False,
+    "masks.validity": True,
 }
 
 
@@ -110,12 +116,26 @@ def test_their_losses_are_what_they_are_called():
     assert LOSSES["gspo"].ratios == ("sequence",)
 
 
-def test_enhanced_grpo_is_the_first_document():
-    recipe = make_recipe({"algorithm": "enhanced_grpo"})
+@pytest.mark.parametrize(("name", "forms"), [("enhanced_grpo", PAPER), ("enhanced_grpo_document", DOCUMENT)])
+def test_enhanced_grpo_is_the_first_document(name, forms):
+    recipe = make_recipe({"algorithm": name})
     assert {name: recipe.get(name) for name in FIRST_DOCUMENT} == FIRST_DOCUMENT
-    assert recipe.masks.off_policy == "v3.2"  # as the paper it quotes has it; the document's own rule is "document"
-    assert set(differences(recipe, Recipe())) <= {*FIRST_DOCUMENT, "algorithm", "masks.off_policy",
-                                                  "data.max_prompt_length"}  # fmt: skip
+    assert {name: recipe.get(name) for name in forms} == forms
+    assert set(differences(recipe, Recipe())) <= {*FIRST_DOCUMENT, *forms, "algorithm", "data.max_prompt_length"}
+
+
+def test_the_two_forms_of_enhanced_grpo_differ_in_nothing_else():
+    paper, document = (make_recipe({"algorithm": name}) for name in ("enhanced_grpo", "enhanced_grpo_document"))
+    assert differences(document, paper) == {"algorithm": "enhanced_grpo_document", **DOCUMENT}
+
+
+def test_the_names_of_the_documents_metrics():
+    """Of the seven that its step returns, loss, accuracy and mask_ratio are what they are called everywhere."""
+    names = {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"}
+    for name, algorithm in ALGORITHMS.items():
+        assert dict(algorithm.metrics) == (names if name.startswith("enhanced_grpo") else {})
+    with pytest.raises(TypeError):
+        ALGORITHMS["enhanced_grpo"].metrics["loss"] = "mine"
 
 
 def test_another_loss_on_the_default_preset_brings_its_own_ratio():

@@ -113,17 +113,18 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
     ("words", "sentence"),
     [
         (["--train.steps", "three"], "on the command line: train.steps = 'three' cannot be used; it should be a whole "
-                                     "number of at least 1"),
+                                     "number of at least 0"),
         (["--train.steps=4.0"], "on the command line: train.steps = 4.0 cannot be used; it should be a whole number of "
-                                "at least 1: write 4"),
+                                "at least 0: write 4"),
         (["--train.steps"], "on the command line: train.steps = True cannot be used; it should be a whole number of at "
-                            "least 1"),
+                            "least 0"),
         (["--train.steps", "3", "--train.steps=4"], "--train.steps is given twice"),
         (["--algorithm", "grop"], "on the command line: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
-                                  "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo')"),
+                                  "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', "
+                                  "'enhanced_grpo_document')"),
         (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k')"),
         (["--loss.kl", "unbiasd"], "on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'? "
-                                   "(allowed: k1, k2, k3, unbiased)"),
+                                   "(allowed: k1, k2, k3, unbiased, full, full_document)"),
         (["more.toml"], "'more.toml' is not understood; settings are given as --section.key VALUE"),
         (["-x"], "'-x' is not understood; settings are given as --section.key VALUE"),
         (["--rewards", "[]"], "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "
@@ -236,9 +237,9 @@ def test_recipes_that_cannot_be_read(complaint, here):
 
 
 def test_several_faults_are_one_line(complaint):
-    assert complaint("check", "r.toml", "--train.steps", "0", "--sampling.temperature", "hot") == (
+    assert complaint("check", "r.toml", "--train.steps", "-1", "--sampling.temperature", "hot") == (
         "on the command line: sampling.temperature = 'hot' cannot be used; it should be a number above 0; on the "
-        "command line: train.steps = 0 cannot be used; it should be a whole number of at least 1"
+        "command line: train.steps = -1 cannot be used; it should be a whole number of at least 0"
     )
 
 

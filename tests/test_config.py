@@ -27,6 +27,7 @@ from groupwise.config.fields import choices_of, kinds_of
 from groupwise.config.layers import nested
 from groupwise.config.names import KNOWN_ELSEWHERE
 from groupwise.config.sections import CHOICES, LoraSection
+from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
 
@@ -125,6 +126,7 @@ def test_a_resolved_recipe_is_read_back_as_it_was(tmp_path):
             "algorithm": "enhanced_grpo",
             "model": {"lora": {"targets": ["q_proj"]}},
             "sampling": {"top_k": None, "stop": ["\n"]},
+            "masks": {"keep_sampling": False},
             "rewards": [{"function": "a:b", "weight": 2}],
             "phases": [{"name": "one", "steps": 3, "temperature": 0.7}],
         }
@@ -199,9 +201,9 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
          "the recipe: unknown key 'wieght' in [[rewards]] number 2; did you mean 'weight'?"),
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
         ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
-                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo')"),
+                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document')"),
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
-                           "'enhanced_grpo')"),
+                           "'enhanced_grpo', 'enhanced_grpo_document')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
@@ -235,12 +237,12 @@ def test_the_names_of_the_second_document_are_all_known():
 @pytest.mark.parametrize(
     ("name", "value", "expected"),
     [
-        ("train.steps", 4.5, "a whole number of at least 1"),
-        ("train.steps", 4.0, "a whole number of at least 1: write 4"),
-        ("train.steps", 0, "a whole number of at least 1"),
-        ("train.steps", True, "a whole number of at least 1"),
-        ("train.steps", "4", "a whole number of at least 1: write 4 without quotes"),
-        ("train.steps", "many", "a whole number of at least 1"),
+        ("train.batch_size", 4.5, "a whole number of at least 1"),
+        ("train.batch_size", 4.0, "a whole number of at least 1: write 4"),
+        ("train.batch_size", 0, "a whole number of at least 1"),
+        ("train.batch_size", True, "a whole number of at least 1"),
+        ("train.batch_size", "4", "a whole number of at least 1: write 4 without quotes"),
+        ("train.batch_size", "many", "a whole number of at least 1"),
         ("train.seed", -1, "a whole number of at least 0"),
         ("sampling.top_k", "x", "a whole number of at least 0"),
         ("sampling.temperature", "hot", "a number above 0"),
@@ -294,7 +296,7 @@ def test_all_faults_are_listed_and_each_once():
         "r.toml: model.lora.targets = 5 cannot be used",
         'it should be a text or a list of texts, such as ["one", "two"]',
         "r.toml: train.steps = 4.5 cannot be used",
-        "it should be a whole number of at least 1",
+        "it should be a whole number of at least 0",
         "on the command line: train.seed = -1 cannot be used",
         "it should be a whole number of at least 0",
         "r.toml: unknown key 'train.stps'",
@@ -358,14 +360,18 @@ def test_every_choice_that_the_core_knows_is_held_to_it():
     """A new Literal is either in CHOICES, or one that is not the core's."""
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert own == {"model.dtype", "data.too_long", "scoring.on_error", "optimizer.decay", "train.not_finite",
-                   "run.export_dtype"}  # fmt: skip
+                   "run.export_dtype", "advantages.difficulty"}  # fmt: skip
 
 
 def test_the_other_choices_are_those_of_the_code_they_go_to():
     from groupwise.data.prompts import TOO_LONG
     from groupwise.rewards.contract import ON_ERROR
+    from groupwise.train.difficulty import WEIGHTS
+    from groupwise.train.exact_kl import FACTOR_OF
     from groupwise.train.schedule import DECAYS
 
+    assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
+    assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *FACTOR_OF}
     assert set(choices_of(NAMES["data.too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
     assert set(choices_of(NAMES["optimizer.decay"])) == set(DECAYS)

@@ -19,7 +19,7 @@ from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
 
 # Settings that may name a file, by section and key: a recipe finds it beside itself. Its rewards do so too.
-DATA_FILES = (("data", "train"), ("data", "held_out"))
+DATA_FILES = (("data", "train"), ("data", "held_out"), ("usmle", "vocabulary"))
 FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
 
 
@@ -67,6 +67,8 @@ def _beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """
 
     def data(value: Any) -> Any:
+        if isinstance(value, list):
+            return [data(entry) for entry in value]
         return str(folder / value) if isinstance(value, str) and value and (folder / value).exists() else value
 
     def function(value: Any) -> Any:
@@ -132,7 +134,7 @@ def parse_override(name: str, text: str) -> Any:
     value: Any = parsed["value"] if len(parsed) == 1 else text
     if float in kinds and int not in kinds and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    return text if kinds <= {str, type(None)} and not isinstance(value, str) else value
+    return text if kinds <= {str, list, type(None)} and not isinstance(value, (str, *(kinds & {list}))) else value
 
 
 def _number_or_text(text: str, kinds: Collection[Any]) -> Any:

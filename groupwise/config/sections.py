@@ -14,6 +14,8 @@ from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
 
+KL_FORMS = (*ESTIMATORS, "full", "full_document")  # the last two need whole distributions: `core.full_kl`
+
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -61,10 +63,12 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    train: str | None = None
-    """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, or a hub data set owner/name"""
-    held_out: str | None = None
+    train: str | list[str] | None = None
+    """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, a hub data set owner/name, or a list of such"""
+    held_out: str | list[str] | None = None
     """rows to evaluate on; never trained on"""
+    held_out_from_train: CountOrNone = 0
+    """take so many rows, drawn by the seed, out of the training rows to evaluate on; for data without a part of its own"""
     subset: str | None = None
     """the configuration of a hub data set"""
     train_split: str | None = None
@@ -89,6 +93,27 @@ class DataSection(Section):
     """what becomes of a longer prompt: stop with an error, leave it out, or keep its end"""
     shuffle: bool = True
     """a new order of the rows in every epoch, from the run's seed"""
+
+
+class UsmleSection(Section):
+    prompt: Literal["chat", "direct", "document"] = "chat"
+    """how a question is put: reason first and end with "Answer: X"; that line alone; or the first document's wording"""
+    reading: Literal["strict", "lenient"] = "strict"
+    """what counts as an answer for the reward: the required form only, or what a careful reader would take"""
+    reward: Literal["binary", "enhanced", "enhanced_when_right"] = "binary"
+    """1 for the right letter; the first document's with bonus and penalty; or that with its bonus for right answers only"""
+    term_bonus: NotNegative = 0.05
+    """enhanced: what medical terminology in an answer is worth"""
+    short_penalty: NotNegative = 0.1
+    """enhanced: what a very short answer loses"""
+    short_length: CountOrNone = 50
+    """enhanced: an answer of fewer characters is very short"""
+    vocabulary: str | None = None
+    """enhanced: a file of medical words, one a line, in place of the packaged one"""
+    copies: Count = 1
+    """how often each training question is there, from the second time on with its options in another order"""
+    bad_rows: Literal["error", "skip"] = "error"
+    """what becomes of a row that is no sound question: stop with an error, or leave it out and count it"""
 
 
 class RewardSection(Section):
@@ -147,6 +172,8 @@ class AdvantagesSection(Section):
     """an advantage of one's own, module:function(rewards (B, K), groups (B,), weights) -> (B,)"""
     grouping: str = "prompt"
     """who is compared with whom: "prompt", or module:function(batch) -> one label per sample"""
+    difficulty: Literal["none", "hard", "uncertain"] = "none"
+    """let groups weigh more that are seldom right (hard), or right about half the time (uncertain)"""
 
 
 class LossSection(Section):
@@ -164,8 +191,8 @@ class LossSection(Section):
     """what a mean is divided by: all answers, or only what the masks leave (the first document)"""
     kl_coef: NotNegative = 0.0
     """β: weight of the KL to the reference"""
-    kl: Literal["k1", "k2", "k3", "unbiased"] = "k3"
-    """estimator of the KL; unbiased is DeepSeek-V3.2's"""
+    kl: Literal["k1", "k2", "k3", "unbiased", "full", "full_document"] = "k3"
+    """the KL: an estimate (unbiased is DeepSeek-V3.2's), or over the whole vocabulary (full_document: weighted)"""
     entropy_coef: Finite = 0.0
     """bonus on the entropy of the policy"""
     importance_cap: Positive | None = None
@@ -202,7 +229,9 @@ class OptimizerSection(Section):
     learning_rate: NotNegative = 1e-6
     """of AdamW, on float32 master weights"""
     embedding_learning_rate: NotNegative | None = None
-    """for the token embeddings; by default the same"""
+    """for the token embeddings; by default the same. Embeddings that are also the head keep the plain one"""
+    tied_embedding_rate: bool = False
+    """apply embedding_learning_rate even where the embeddings are also the head"""
     weight_decay: NotNegative = 0.0
     """of matrices; norms and biases have none"""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -224,6 +253,8 @@ class OptimizerSection(Section):
 class WarmUpSection(Section):
     steps: CountOrNone = 0
     """supervised steps on the task's examples before the first GRPO step, to teach the answer's format"""
+    epochs: Positive | None = None
+    """passes over the examples, each in a new order; if given, it decides rather than steps"""
     batch_size: Count = 32
     """examples in a step"""
     learning_rate: Positive = 1e-3
@@ -231,8 +262,8 @@ class WarmUpSection(Section):
 
 
 class TrainSection(Section):
-    steps: Count | None = None
-    """how many steps; if given, it decides rather than epochs"""
+    steps: CountOrNone | None = None
+    """how many steps; if given, it decides rather than epochs. 0 is the supervised warm-up alone"""
     epochs: Positive | None = 3.0
     """how often every row is used"""
     batch_size: Count = 4
@@ -305,11 +336,12 @@ class Recipe(Section):
     """A whole run."""
 
     task: str = "rows"
-    """"rows" (your data and rewards), "quiz", "gsm8k", or module:function that returns a groupwise.tasks.Task"""
+    """"rows" (your data and rewards), "quiz", "gsm8k", "usmle", or module:function that returns a groupwise.tasks.Task"""
     algorithm: str = "dapo"
     """the preset below everything else: {algorithms}"""
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
+    usmle: UsmleSection = Field(default_factory=UsmleSection)
     rewards: list[RewardSection] = Field(default_factory=list)
     """[[rewards]]: added to the task's own"""
     scoring: ScoringSection = Field(default_factory=ScoringSection)
@@ -360,7 +392,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "advantages.scale": SCALES,
     "advantages.baseline": BASELINES,
     "advantages.combine": COMBINATIONS,
-    "loss.kl": ESTIMATORS,
+    "loss.kl": KL_FORMS,
     "loss.ratio": RATIOS,
     "loss.denominator": DENOMINATORS,
     "masks.off_policy": OFF_POLICY_RULES,

@@ -3,7 +3,7 @@
 from groupwise.data.order import Order
 from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward, conversational
 from groupwise.data.read import read_rows
-from groupwise.data.rows import Row, check_prompts, columns_of
+from groupwise.data.rows import Row, check_prompts, columns_of, where_of
 
 __all__ = [
     "Order",
@@ -15,4 +15,5 @@ __all__ = [
     "completion_for_reward",
     "conversational",
     "read_rows",
+    "where_of",
 ]

@@ -14,8 +14,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, Any
@@ -40,7 +41,12 @@ _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.I
 
 
 def read_rows(
-    source: str | Path, *, split: str | None = None, subset: str | None = None, limit: int | None = None
+    source: str | Path,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    limit: int | None = None,
+    header: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of ``source``, the first ``limit`` of them if it is given; what comes after those is not looked at.
 
@@ -48,6 +54,7 @@ def read_rows(
         with a header, whose values are all texts), a folder of files of one kind, read in the order of their names, or
         ``owner/name`` on the hub.
     split, subset: the part of a data set on the hub, ``"train"`` and the only one if not given. Files have none.
+    header: the columns of a .csv file that has no line with their names.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise DataError(f"a data set is named by a text or a path, not by {source!r}")
@@ -62,7 +69,7 @@ def read_rows(
                     f"{option}={value!r} chooses among the parts of a data set on the hub, but {path} is on this "
                     f"machine, and files have none: leave {option} out and name the file you want"
                 )
-        found = _files(path) if path.is_dir() else _file(path)
+        found = _files(path, header) if path.is_dir() else _file(path, header)
     elif isinstance(source, os.PathLike) or _looks_like_a_path(name):
         raise DataError(_missing(path))
     elif _HUB_ID.fullmatch(name):
@@ -98,7 +105,7 @@ def _missing(path: Path) -> str:
     return f"there is no file or folder {path.name!r} in {folder}{hint}"
 
 
-def _files(folder: Path) -> Iterator[Row]:
+def _files(folder: Path, header: Sequence[str] | None) -> Iterator[Row]:
     """The rows of all data files of a folder. Other files, such as a README, are left alone."""
     try:
         entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
@@ -119,10 +126,10 @@ def _files(folder: Path) -> Iterator[Row]:
         some = ", ".join(sorted(by_split.values()))
         raise DataError(f"{folder} holds several splits ({some}); give one file, or a folder for each split")
     for name in names:
-        yield from _file(folder / name)
+        yield from _file(folder / name, header)
 
 
-def _file(path: Path) -> Iterator[Row]:
+def _file(path: Path, header: Sequence[str] | None) -> Iterator[Row]:
     ending = _ending(path.name)
     if ending is None:
         raise DataError(f"{path} is of no kind that can be read here; its name must end in {', '.join(ENDINGS)}")
@@ -131,7 +138,8 @@ def _file(path: Path) -> Iterator[Row]:
         return
     try:
         with gzip.open(path) if ending.endswith(".gz") else open(path, "rb") as file:
-            yield from TEXT_READERS[ENDINGS[ending]](file, path.name)
+            read = partial(_csv, header=header) if ENDINGS[ending] == "csv" else TEXT_READERS[ENDINGS[ending]]
+            yield from read(file, path.name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
             f"{path} is damaged or no gzip file at all: {error or 'it ends too early'}. Get it anew"
@@ -203,9 +211,8 @@ def _object(value: Any, where: str, escapes: bool) -> Row:
     return Row(value, where)
 
 
-def _csv(file: Iterable[bytes], name: str) -> Iterator[Row]:
+def _csv(file: Iterable[bytes], name: str, header: Sequence[str] | None = None) -> Iterator[Row]:
     reader = csv.reader(_lines(file, name), strict=True)
-    header: list[str] = []
     while True:
         # A record may span lines; the reader counts those it has taken.
         where = f"{name}, line {reader.line_num + 1}"
@@ -241,7 +248,7 @@ def _long_fields() -> Iterator[None]:
         csv.field_size_limit(before)
 
 
-TEXT_READERS: dict[str, Callable[[Any, str], Iterator[Row]]] = {"jsonl": _json_lines, "json": _json, "csv": _csv}
+TEXT_READERS: dict[str, Callable[[Any, str], Iterator[Row]]] = {"jsonl": _json_lines, "json": _json}
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -35,6 +35,7 @@ class TokenLogps(NamedTuple):
     logps: Tensor  # (b, T)
     mask: Tensor  # (b, T), bool
     entropy: Tensor | None  # (b, T)
+    states: Tensor | None = None  # (tokens, D) or (tokens, V), see `each_states`
 
 
 @dataclass(frozen=True)
@@ -163,16 +164,58 @@ def each_pack(
     temperature: float = 1.0,
     kept: KeptSets | None = None,
     with_entropy: bool = False,
+    with_states: bool = False,
     token_budget: int | None = None,
 ) -> Iterator[tuple[Tensor, TokenLogps]]:
-    """One pack after another: which samples ``(b,)``, and their log-probs ``(b, T)``.
+    """One pack after another: which samples ``(b,)``, and their log-probs ``(b, T)``; on request also their states.
 
     Take the loss of a part and its backward pass before the next part is asked for: memory is then that of one pack,
     at most ``token_budget`` tokens (by default `default_token_budget`, or the longest sample).
     ``kept`` holds a set for every token of every completion, in their order.
     """
     prepared = prepare(model)
-    device = prepared.device
+    run = padded_logps if prepared.why_plain else _packed_logps
+    for part in _cut(prepared, prompts, completions, kept, token_budget):
+        found = run(
+            prepared,
+            part.prompts,
+            part.completions,
+            temperature=temperature,
+            kept=part.kept,
+            with_entropy=with_entropy,
+            with_states=with_states,
+        )
+        yield part.samples, found
+
+
+def each_states(
+    model: Any, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], *, token_budget: int | None = None
+) -> Iterator[Tensor]:
+    """For each pack, cut as `each_pack` cuts them, what predicts its tokens, one sample after another: the hidden
+    states that the head is applied to ``(tokens, D)``, or on the plain path the logits ``(tokens, V)``."""
+    prepared = prepare(model)
+    run = _plain_logits if prepared.why_plain else _packed_states
+    for part in _cut(prepared, prompts, completions, None, token_budget):
+        yield run(prepared, part.prompts, part.completions)
+
+
+class _Part(NamedTuple):
+    """What a pack computes."""
+
+    samples: Tensor  # (b,)
+    prompts: list[Tensor]
+    completions: list[list[Tensor]]  # by prompt
+    kept: KeptSets | None
+
+
+def _cut(
+    prepared: Prepared,
+    prompts: Sequence[Ids],
+    completions: Sequence[Sequence[Ids]],
+    kept: KeptSets | None,
+    token_budget: int | None,
+) -> Iterator[_Part]:
+    """The samples, checked, pack by pack."""
     prompt_ids, completion_ids = _tensors(prepared, prompts, completions)
     if prepared.why_plain:  # every sample is a row with its own prompt, and counts as such
         prompt_ids = [p for p, members in zip(prompt_ids, completion_ids, strict=True) for _ in members]
@@ -186,23 +229,14 @@ def each_pack(
         ends = [0, *accumulate(length for members in lengths for length in members)]
         if len(kept) != ends[-1]:
             raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
-    run = padded_logps if prepared.why_plain else _packed_logps
     for pack in plan_packs(prompt_lengths, lengths, token_budget):
         members = iter([flat[i] for i in pack.samples.tolist()])
         chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
         sets = None
         if kept is not None:
             tokens = [torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()]
-            sets = kept.select(torch.cat(tokens)).to(device)
-        found = run(
-            prepared,
-            [prompt_ids[group] for group in pack.groups],
-            chosen,
-            temperature=temperature,
-            kept=sets,
-            with_entropy=with_entropy,
-        )
-        yield pack.samples, found
+            sets = kept.select(torch.cat(tokens)).to(prepared.device)
+        yield _Part(pack.samples, [prompt_ids[group] for group in pack.groups], chosen, sets)
 
 
 def _packed_logps(
@@ -213,9 +247,28 @@ def _packed_logps(
     temperature: float,
     kept: KeptSets | None,
     with_entropy: bool,
+    with_states: bool,
 ) -> TokenLogps:
-    if prepared.head is None:
+    head = prepared.head
+    if head is None:
         raise InputError(f"this model's prompts cannot be shared: {prepared.why_plain}")
+    states = _packed_states(prepared, prompts, completions)
+    found = selective_logps(
+        states,
+        head.weight,
+        to_device(torch.cat([ids for members in completions for ids in members]), prepared.device),
+        bias=head.bias,
+        softcap=head.softcap,
+        scale=head.scale,
+        temperature=temperature,
+        kept=kept,
+        with_entropy=with_entropy,
+    )
+    lengths = np.array([length for members in _lengths(completions) for length in members])
+    return _token_logps(found, lengths, with_entropy, states if with_states else None)
+
+
+def _packed_states(prepared: Prepared, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
     device = prepared.device
     prompt_lengths, by_prompt = [len(ids) for ids in prompts], _lengths(completions)
     layout = PackedLayout(prompt_lengths, [[length - 1 for length in members] for members in by_prompt], device)
@@ -225,20 +278,8 @@ def _packed_logps(
     computed[torch.from_numpy(lengths.cumsum() - 1)] = False  # the last of each predicts nothing
     row = to_device(torch.cat([*prompts, chosen[computed]]), device)
     hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
-    head = prepared.head
     sources = _sources(np.array(prompt_lengths), np.array([len(members) for members in by_prompt]), lengths)
-    found = selective_logps(
-        _at(hidden, to_device(sources, device)),
-        head.weight,
-        to_device(chosen, device),
-        bias=head.bias,
-        softcap=head.softcap,
-        scale=head.scale,
-        temperature=temperature,
-        kept=kept,
-        with_entropy=with_entropy,
-    )
-    return _token_logps(found, lengths, with_entropy)
+    return _at(hidden, to_device(sources, device))
 
 
 def _at(hidden: Tensor, positions: Tensor) -> Tensor:
@@ -270,11 +311,20 @@ def padded_logps(
     temperature: float = 1.0,
     kept: KeptSets | None = None,
     with_entropy: bool = False,
+    with_states: bool = False,
 ) -> TokenLogps:
     """The same the plain way: each sample is a row with its prompt, padded at its end, through the model's own code.
 
     Causal models never look ahead, so what stands in the padding does not matter.
     """
+    logits = _plain_logits(prepared, prompts, completions)
+    flat = [ids for members in completions for ids in members]
+    found = _logps_of_logits(logits, torch.cat(flat).to(logits.device), temperature, kept, with_entropy)
+    lengths = np.array([len(ids) for ids in flat])
+    return _token_logps(found, lengths, with_entropy, logits if with_states else None)
+
+
+def _plain_logits(prepared: Prepared, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
     device = prepared.device
     pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
@@ -285,9 +335,7 @@ def padded_logps(
         seen[row, : len(prompt) + len(ids)] = 1
     logits = prepared.model(input_ids=rows.to(device), attention_mask=seen.to(device), use_cache=False).logits
     predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
-    chosen = torch.cat([ids for _, ids in pairs]).to(device)
-    found = _logps_of_logits(torch.cat(predicting), chosen, temperature, kept, with_entropy)
-    return _token_logps(found, np.array([len(ids) for _, ids in pairs]), with_entropy)
+    return torch.cat(predicting)
 
 
 def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: KeptSets | None, with_entropy: bool) -> Any:
@@ -305,11 +353,11 @@ def _lengths(completions: Sequence[Sequence[Tensor]]) -> list[list[int]]:
     return [[ids.shape[0] for ids in members] for members in completions]
 
 
-def _token_logps(found: Any, lengths: np.ndarray, with_entropy: bool) -> TokenLogps:
+def _token_logps(found: Any, lengths: np.ndarray, with_entropy: bool, states: Tensor | None) -> TokenLogps:
     logps, entropy = found if with_entropy else (found, None)
     mask = torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
     mask = mask.to(logps.device)
-    return TokenLogps(in_rows(logps, mask), mask, None if entropy is None else in_rows(entropy, mask))
+    return TokenLogps(in_rows(logps, mask), mask, None if entropy is None else in_rows(entropy, mask), states)
 
 
 def in_rows(flat: Tensor, mask: Tensor) -> Tensor:

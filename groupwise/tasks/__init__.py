@@ -24,6 +24,12 @@ def _gsm8k(recipe: Recipe) -> Task:
     return gsm8k_task(recipe)
 
 
+def _usmle(recipe: Recipe) -> Task:
+    from groupwise.tasks.usmle import usmle_task
+
+    return usmle_task(recipe)
+
+
 def _rows(recipe: Recipe) -> Task:
     from groupwise.tasks.rows import rows_task
 
@@ -31,7 +37,7 @@ def _rows(recipe: Recipe) -> Task:
 
 
 # A new task is a function from a recipe to a `Task`, named here.
-TASKS: dict[str, Callable[[Recipe], Task]] = {"rows": _rows, "quiz": _quiz, "gsm8k": _gsm8k}
+TASKS: dict[str, Callable[[Recipe], Task]] = {"rows": _rows, "quiz": _quiz, "gsm8k": _gsm8k, "usmle": _usmle}
 
 
 def load_task(recipe: Recipe) -> Task:

@@ -15,6 +15,9 @@ Row = dict[str, Any]
 Grade = Callable[[Row, str], bool | None]
 """One answer's text against its row: right, wrong, or None where no answer can be found in it."""
 
+Choices = Callable[[Row], Mapping[str, str]]
+"""The answers that can be given to a row of multiple choice, by letter, in their shortest form."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -22,7 +25,8 @@ class Task:
 
     ``grades`` are for evaluation and never teach; the one named ``metric`` chooses the best checkpoint. Without any,
     held-out rows are judged by the mean reward. ``examples`` are (prompt, answer) pairs for a supervised warm-up that
-    teaches the form of an answer.
+    teaches the form of an answer. ``choices`` marks multiple choice: rows then have ``options`` and ``answer``, a letter.
+    ``notes`` are sentences that whoever starts a run should read.
     """
 
     name: str
@@ -35,6 +39,8 @@ class Task:
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
     goal: float | None = None
+    choices: Choices | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.grades and self.metric not in self.grades:

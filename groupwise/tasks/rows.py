@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.data import read_rows
 from groupwise.errors import ConfigError
 from groupwise.tasks.base import Row, Task
+
+Reader = Callable[..., list[dict[str, Any]]]
 
 
 def rows_task(recipe: Recipe) -> Task:
@@ -16,31 +21,54 @@ def rows_task(recipe: Recipe) -> Task:
     return Task("rows", train, held_out)
 
 
-def read_both(recipe: Recipe) -> tuple[list[Row], list[Row]]:
-    """The training and the held-out rows of a recipe; the former may be missing where a model is only measured."""
+def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], list[Row]]:
+    """The training and the held-out rows of a recipe; the former may be missing where a model is only measured.
+
+    ``read`` is called in place of `data.read_rows`, for files that are not read as they are.
+    """
     data = recipe.data
-    if data.train is None and data.held_out is not None:
-        return [], _read(data.held_out, data.held_out_split, data.subset, data.held_out_rows)
-    if data.train is None:
+    if data.train is None and data.held_out is None:
         raise ConfigError(
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
             "to a hub data set owner/name"
         )
-    source = data.train
-    if data.held_out is None and data.held_out_split is None:
-        return _read(source, data.train_split, data.subset, data.train_rows), []
-    held_out_source = source if data.held_out is None else data.held_out
+    if data.held_out_from_train and (data.held_out is not None or data.held_out_split is not None):
+        raise ConfigError("data.held_out_from_train is for data without held-out rows, but data.held_out is set; drop one")
+    train_sources = _listed(data.train)
+    # One source with two splits is the hub's way to hold rows out.
+    held_out_sources = _listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
     # A subset is the hub's: it does not concern a file beside which it is needed for the other rows.
-    on_hub = [each for each in (source, held_out_source) if not _exists(each)]
-    subset_of = {each: data.subset if each in on_hub or not on_hub else None for each in (source, held_out_source)}
+    on_hub = [source for source in (*train_sources, *held_out_sources) if not _exists(source)]
+
+    def rows(sources: Sequence[str], split: str | None, limit: int | None) -> list[Row]:
+        found: list[Row] = []
+        for source in sources:
+            subset = data.subset if source in on_hub or not on_hub else None
+            left = None if limit is None else limit - len(found)
+            if left is None or left > 0:
+                found += (read or read_rows)(source, split=split, subset=subset, limit=left)
+        return found
+
+    train = rows(train_sources, data.train_split, data.train_rows)
+    held_out = rows(held_out_sources, data.held_out_split, data.held_out_rows)
+    return hold_out(train, data.held_out_from_train, recipe.train.seed) if data.held_out_from_train else (train, held_out)
+
+
+def hold_out(rows: Sequence[Row], number: int, seed: int) -> tuple[list[Row], list[Row]]:
+    """Rows to train on and ``number`` rows, drawn by the seed, to evaluate on; both in their old order."""
+    if number >= len(rows):
+        raise ConfigError(
+            f"data.held_out_from_train is {number}, but there are {len(rows)} rows, and some must be left to train on"
+        )
+    chosen = set(random.Random(f"held out {seed}").sample(range(len(rows)), number))
     return (
-        _read(source, data.train_split, subset_of[source], data.train_rows),
-        _read(held_out_source, data.held_out_split, subset_of[held_out_source], data.held_out_rows),
+        [row for place, row in enumerate(rows) if place not in chosen],
+        [rows[place] for place in sorted(chosen)],
     )
 
 
-def _read(source: str, split: str | None, subset: str | None, limit: int | None) -> list[Row]:
-    return list(read_rows(source, split=split, subset=subset, limit=limit))
+def _listed(sources: str | list[str] | None) -> list[str]:
+    return [] if sources is None else [sources] if isinstance(sources, str) else list(sources)
 
 
 def _exists(source: str) -> bool:

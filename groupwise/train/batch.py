@@ -31,6 +31,7 @@ class Batch:
     rewards: Tensor  # (B, K) float64, NaN where a function has nothing to say
     dropped: Tensor  # (B,) bool: a reward failed, and the sample counts nowhere
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that rewards want recorded
+    cut_away: Tensor | None = None  # (B,) probability that the filters took, summed over tokens; known with kept sets
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -65,6 +66,7 @@ class Batch:
             rewards=self.rewards[chosen],
             dropped=self.dropped[chosen],
             extra={name: [values[i] for i in chosen] for name, values in self.extra.items()},
+            cut_away=None if self.cut_away is None else self.cut_away[chosen],
         )
 
     def places(self, samples: Sequence[int]) -> Tensor:
@@ -80,6 +82,7 @@ def join(batches: Sequence[Batch]) -> Batch:
         return batches[0]
     first = batches[0]
     sets = [batch.kept for batch in batches if batch.kept is not None]
+    cut_away = [batch.cut_away for batch in batches if batch.cut_away is not None]
     names = {name for batch in batches for name in batch.extra}
     return Batch(
         rows=[row for batch in batches for row in batch.rows],
@@ -97,6 +100,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             name: [value for batch in batches for value in batch.extra.get(name, [None] * len(batch))]
             for name in sorted(names)
         },
+        cut_away=torch.cat(cut_away) if cut_away else None,
     )
 
 
@@ -118,6 +122,7 @@ class Comparison:
     silenced: dict[str, Tensor]  # why a sample may not teach: (B,) bool each
     equal: Tensor  # (B,) bool: in a group whose rewards are all equal
     graded: dict[str, list[bool | None]] = field(default_factory=dict)  # what the task's grades say; it does not teach
+    difficulty: Tensor | None = None  # (B,) what the advantages were multiplied by, if anything
 
     @property
     def allowed(self) -> Tensor:

@@ -7,6 +7,7 @@ entropy) are the updater's. Samples that are silenced stay in the baseline and i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.rewards import load_function, overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.train.batch import Batch, Comparison
+from groupwise.train.difficulty import difficulty_weights, how_right
 
 OVERLONG = "overlong"  # the name of the soft penalty among the rewards
 
@@ -63,7 +65,8 @@ def compare(
 ) -> Comparison:
     """Rewards ``(B, K)`` become advantages ``(B,)``; ``advantage`` and ``grouping`` replace the built-in ones.
 
-    ``grades`` only watch; the one named ``metric`` also says for the validity mask whether an answer can be found.
+    ``grades`` only watch; the one named ``metric`` also says for the validity mask whether an answer can be found, and
+    for weights by difficulty whether it is right.
     """
     graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
     groups = _groups(batch, grouping)
@@ -85,7 +88,7 @@ def compare(
             combine=how.combine,
         )
     statistics = group_statistics(total, groups)
-    return Comparison(
+    found = Comparison(
         rewards=total,
         groups=groups,
         advantages=torch.where(batch.dropped, 0.0, advantages).float(),
@@ -93,6 +96,11 @@ def compare(
         equal=statistics.equal[statistics.index],
         graded=graded,
     )
+    if now.advantages.difficulty == "none":
+        return found
+    right = how_right(graded.get(metric or ""), total)
+    louder = difficulty_weights(now.advantages.difficulty, right, groups, found.teaches)
+    return replace(found, advantages=(found.advantages * louder).float(), difficulty=louder)
 
 
 def _graded(batch: Batch, grade: Grade) -> list[bool | None]:

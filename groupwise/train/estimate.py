@@ -16,6 +16,7 @@ from groupwise.model.logprobs import activation_bytes, completion_logps, default
 from groupwise.train.compare import find_advantage, find_grouping
 from groupwise.train.held_out import metric_of
 from groupwise.train.setup import Parts, load_parts, make_schedule, steps_of
+from groupwise.train.warmup import WarmUp
 
 PROBE_TOKENS = 16
 GIB, MIB = 2**30, 2**20
@@ -35,6 +36,9 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     yield ""
     yield from _memory(parts)
     steps = steps_of(recipe, len(parts.train))
+    if not steps:
+        yield f"steps: {WarmUp(parts).steps:,}, all of them supervised (train.steps is 0)"
+        return
     answers = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
     yield f"steps: {steps:,}, each with {answers:,} answers of up to {recipe.sampling.max_new_tokens} tokens"
     phase = make_schedule(recipe).phase(0, 0)

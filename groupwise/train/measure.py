@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.config import Recipe
 from groupwise.core import group_statistics
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.rollout import Sampled
@@ -15,7 +16,12 @@ from groupwise.train.step import Update, Work
 
 
 def step_metrics(
-    sampled: Sampled, comparison: Comparison, names: Sequence[str], works: Sequence[Work], updates: Sequence[Update]
+    sampled: Sampled,
+    comparison: Comparison,
+    names: Sequence[str],
+    works: Sequence[Work],
+    updates: Sequence[Update],
+    now: Recipe,
 ) -> dict[str, float]:
     """Everything about a step but its timing and the settings that were in force."""
     return {
@@ -23,8 +29,14 @@ def step_metrics(
         **_rewards(sampled.batch, comparison, names),
         **_completions(sampled.batch),
         **_signal(sampled, comparison, works),
-        **_updates(works, updates, len(sampled.batch)),
+        **_updates(updates),
+        **_masks(sampled.batch, comparison, works, updates, now),
     }
+
+
+def with_aliases(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:
+    """The metrics, and those that an algorithm's document calls otherwise under its names too."""
+    return {**metrics, **{alias: metrics[name] for alias, name in aliases.items() if name in metrics}}
 
 
 def _rewards(batch: Batch, comparison: Comparison, names: Sequence[str]) -> dict[str, float]:
@@ -69,8 +81,9 @@ def _signal(sampled: Sampled, comparison: Comparison, works: Sequence[Work]) -> 
         "signal/tokens_not_computed": 1 - computed / everything,
         "rewards_failed": float(len(sampled.failures)),
     }
-    for name, failed in comparison.silenced.items():
-        found[f"masks/{name}"] = _mean(failed.double())
+    if comparison.difficulty is not None:
+        taught = comparison.difficulty[comparison.teaches]
+        found["difficulty/weight_max"] = float(taught.max()) if len(taught) else 1.0
     if sampled.rounds:
         found["refill/rounds"] = float(sampled.rounds)
         found["refill/replaced"] = float(sampled.replaced)
@@ -78,7 +91,35 @@ def _signal(sampled: Sampled, comparison: Comparison, works: Sequence[Work]) -> 
     return found
 
 
-def _updates(works: Sequence[Work], updates: Sequence[Update], samples: int) -> dict[str, float]:
+def _masks(
+    batch: Batch, comparison: Comparison, works: Sequence[Work], updates: Sequence[Update], now: Recipe
+) -> dict[str, float]:
+    """What each mask took, by its cause; and what they left, where any is switched on.
+
+    A mask that depends on the policy may take a sample in one pass over the batch and not in the next: it counts by
+    the share of passes. Samples that teach nothing and are not computed are not taken.
+    """
+    found = {f"masks/{name}": _mean(failed.double()) for name, failed in comparison.silenced.items()}
+    left = comparison.allowed.double()
+    passes = len(updates) / max(1, sum(1 for work in works if len(work)))  # over the batch, in mini-batches
+    for name in dict.fromkeys(name for update in updates for name in update.silenced):
+        taken = [sample for update in updates for sample in update.silenced.get(name, ())]
+        found[f"masks/{name}"] = len(taken) / passes / len(batch)
+        left -= torch.bincount(torch.tensor(taken, dtype=torch.long), minlength=len(batch)) / passes
+    if batch.cut_away is not None:
+        found["masks/keep_sampling"] = float(batch.cut_away.sum()) / max(1, int(batch.lengths.sum()))
+    masks = now.masks
+    if not (masks.truncated or masks.validity or masks.off_policy or masks.high_entropy or masks.keep_sampling):
+        return found
+    found["mask_ratio"] = _mean(left)
+    if bool(left.any()):
+        for name, results in comparison.graded.items():
+            right = torch.tensor([bool(result) for result in results]).double()
+            found[f"{name}_masked"] = float((left * right).sum() / left.sum())
+    return found
+
+
+def _updates(updates: Sequence[Update]) -> dict[str, float]:
     moved = [update for update in updates if not update.skipped]
     found: dict[str, float] = {"updates": float(len(moved)), "updates_not_finite": float(len(updates) - len(moved))}
     if not moved:
@@ -93,9 +134,6 @@ def _updates(works: Sequence[Work], updates: Sequence[Update], samples: int) -> 
     found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     found |= statistics
     found["grad_norm"] = sum(update.grad_norm for update in moved) / len(moved)
-    passes = len(updates) / sum(1 for work in works if len(work))  # over the batch, in mini-batches
-    for name in dict.fromkeys(name for update in updates for name in update.silenced):
-        found[f"masks/{name}"] = sum(update.silenced.get(name, 0) for update in updates) / passes / samples
     gap = updates[0].gap
     if gap is not None and gap.tokens:
         found["sampler/logp_difference_mean"] = gap.mean

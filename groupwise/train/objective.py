@@ -43,6 +43,7 @@ class Part:
     old_logps: Tensor | None  # None: the batch is used once
     ref_logps: Tensor | None
     entropy: Tensor | None
+    exact_kl: Tensor | None = None  # over the whole vocabulary, with its gradient, where loss.kl asks for that
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,13 @@ def _shares(objective: Objective, part: Part, statistics: dict[str, Tensor]) -> 
 
 def kl_term(objective: Objective, part: Part) -> Found:
     """β · KL(π_θ ‖ π_ref), aggregated as the policy's loss is. Masks that silence the policy do not touch it."""
-    if part.ref_logps is None:
-        return None
     how = objective.now.loss
-    per_token = kl_estimate(part.logps, part.ref_logps, estimator=how.kl, old_logps=part.old_logps, mask=part.mask)
+    if part.exact_kl is not None:
+        per_token = part.exact_kl
+    elif part.ref_logps is not None:
+        per_token = kl_estimate(part.logps, part.ref_logps, estimator=how.kl, old_logps=part.old_logps, mask=part.mask)
+    else:
+        return None
     mean = (per_token.detach() * objective.weights(part, "token_mean")).sum()
     return how.kl_coef * (per_token * objective.weights(part)).sum(), {"kl": mean}
 

@@ -21,6 +21,7 @@ from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
 from groupwise.train.curves import draw_curves
 from groupwise.train.events import Result
+from groupwise.train.questions import summarise
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,6 +175,7 @@ def model_card(trainer: Trainer) -> str:
     """What this model is, how it was made, and what was measured; in the form that the hub shows."""
     recipe, task = trainer.recipe, trainer.parts.task
     step = trainer.step if trainer.best is None else int(trainer.best["step"])
+    trained = "supervised steps" if trainer.supervised else f"steps of `{recipe.algorithm}`"
     lines = [
         "---",
         "library_name: transformers",
@@ -184,8 +186,8 @@ def model_card(trainer: Trainer) -> str:
         "",
         f"# {recipe.run.name or task.name}",
         "",
-        f"`{recipe.model.source}` after {step} steps of `{recipe.algorithm}` on the task `{task.name}`, trained with "
-        f"groupwise {__version__}.",
+        f"`{recipe.model.source}` after {step} {trained} on the task `{task.name}`, trained with groupwise "
+        f"{__version__}.",
         "",
     ]
     if trainer.metric is not None and trainer.last:
@@ -222,6 +224,8 @@ def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str
         if goal is not None:
             shown = f"{goal:.0%}" if trainer.parts.task.grades else f"{goal:g}"
             lines.append(("goal", shown, "reached" if measured["value"] >= goal else "not reached"))
+    if trainer.parts.task.grades and not trainer.supervised:
+        lines.append(summarise(trainer.questions.table()))
     if trainer.stopping:
         lines.append(f"stopped after step {trainer.step} of {trainer.total_steps}; go on with --resume")
     if result.best_step is not None and result.best_step != trainer.step:

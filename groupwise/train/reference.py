@@ -45,6 +45,11 @@ class Reference:
             for name, parameter in self._parameters.items():
                 parameter.data = own[name]
 
+    def own(self, parameter: Tensor) -> Tensor:
+        """The reference's values of one of the model's parameters; the parameter itself where it is not trained."""
+        names = (name for name, trained in self._parameters.items() if trained is parameter)
+        return self._weights.get(next(names, ""), parameter)
+
     @torch.no_grad()
     def refresh(self, mix: float = 1.0) -> None:
         """Move the reference to the policy, or ``mix`` of the way there."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.data import Order, Prompt, columns_of, completion_for_reward
@@ -36,6 +37,7 @@ class Sampled:
     replaced: int = 0  # prompts that taught nothing and gave way to others
     failures: list[str] = field(default_factory=list)  # rewards that failed and were dropped
     metrics: dict[str, float] = field(default_factory=dict)  # what rewards wanted logged
+    left_out: list[Batch] = field(default_factory=list)  # prompts that were sampled and gave way, or came for nothing
 
 
 class Sampler:
@@ -83,6 +85,9 @@ class Sampler:
             better = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in no_better]
             gone = set(dull[: len(better)])
             kept = [prompt for prompt in range(len(found.batch.prompts)) if prompt not in gone]
+            left_out = [
+                own.take(sorted(prompts)) for own, prompts in ((found.batch, gone), (fresh.batch, no_better)) if prompts
+            ]
             found = Sampled(
                 batch=join([found.batch.take(kept), fresh.batch.take(better)]) if better else found.batch,
                 tokens=found.tokens + fresh.tokens,
@@ -90,7 +95,8 @@ class Sampler:
                 rounds=number,
                 replaced=found.replaced + len(better),
                 failures=found.failures + fresh.failures,
-                metrics={**found.metrics, **fresh.metrics},
+                metrics=_pooled(found, fresh),
+                left_out=[*found.left_out, *left_out],
             )
         return found
 
@@ -156,6 +162,7 @@ class Sampler:
             rewards=with_overlong_penalty(rewards, lengths, now) if self.overlong else rewards,
             dropped=scores.dropped,
             extra={name: list(values) for name, values in scores.extra.items()},
+            cut_away=_cut_away(rollout) if rollout.kept is not None else None,
         )
         return Sampled(
             batch,
@@ -169,6 +176,21 @@ class Sampler:
         """The prompts of whose samples none teaches."""
         teaches = self.compare(batch, now).teaches.view(-1, batch.samples).any(1)
         return [prompt for prompt, some in enumerate(teaches.tolist()) if not some]
+
+
+def _cut_away(rollout: Rollout) -> Tensor:
+    """The probability that the filters took from each token, summed over an answer, ``(B,)``."""
+    left = (rollout.logps.double() - rollout.filtered_logps.double()).exp()
+    return torch.where(rollout.mask, 1 - left, 0.0).clamp(min=0.0).sum(1)
+
+
+def _pooled(found: Sampled, fresh: Sampled) -> dict[str, float]:
+    """What rewards wanted logged in all rounds: means, in which each round weighs as much as it had prompts."""
+    pooled = {**found.metrics, **fresh.metrics}
+    for name in found.metrics.keys() & fresh.metrics.keys():
+        total = found.metrics[name] * found.prompts + fresh.metrics[name] * fresh.prompts
+        pooled[name] = total / (found.prompts + fresh.prompts)
+    return pooled
 
 
 def chance(*numbers: int) -> int:

@@ -112,7 +112,8 @@ class Rule:
     Steps that do not report the metric do not count, neither for ``over`` nor for ``cooldown``, the steps until the
     rule may fire again (``over`` if not given, so that a window is never used twice); it fires ``times`` times at most.
     ``at_least`` and ``at_most`` stop the rule's change there; they do not pull back what a phase or a ramp has put
-    outside them. A rule that would change nothing does not fire. ``inclusive`` makes the comparison ≤ or ≥.
+    outside them. A rule that would change nothing does not fire. ``inclusive`` makes the comparison ≤ or ≥. A rule
+    ``during`` a phase sees the steps of that phase alone; what it changed by * or + stays changed afterwards.
     """
 
     metric: str
@@ -128,6 +129,7 @@ class Rule:
     at_most: float | None = None
     cooldown: int | None = None
     times: int | None = None
+    during: str | None = None
 
     def __post_init__(self) -> None:
         where = f"the rule on {self.metric!r} for {self.setting}"
@@ -199,6 +201,7 @@ class Schedule:
         given += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
         given += [(f"the ramp of {ramp.setting}", ramp.setting, value) for ramp in ramps for _, value in ramp.points]
         for rule in rules:
+            self._check_during(rule)
             numbers = (rule.set, rule.at_least, rule.at_most)
             given += [(f"the rule on {rule.metric!r}", rule.setting, value) for value in numbers]
         for where, name, value in given:
@@ -240,7 +243,7 @@ class Schedule:
         said = [
             self._consider(index, step, numbers[rule.metric])
             for index, rule in enumerate(self._rules)
-            if rule.metric in numbers
+            if rule.metric in numbers and rule.during in (None, self._name(self._phase_at(step)))
         ]
         if new and self._observed == PATIENCE + 1:  # not a step earlier: the 50th may have an evaluation still to come
             said += [self._never(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
@@ -251,7 +254,7 @@ class Schedule:
         return {
             "phases": [[self._name(index), *begun] for index, begun in enumerate(self._begun)],
             "rules": [
-                {"rule": asdict(rule), "window": [list(pair) for pair in window], "wait": wait}
+                {"rule": _saved(rule), "window": [list(pair) for pair in window], "wait": wait}
                 for rule, window, wait in zip(self._rules, self._windows, self._waits, strict=True)
             ],
             "fired": [list(pair) for pair in self._fired],
@@ -284,10 +287,20 @@ class Schedule:
                 f"the saved run had gone through the phases {names}, the recipe has {expected[:-1]}; "
                 "put back the phases that have begun, or start a new run"
             )
-        if rules != [asdict(rule) for rule in self._rules]:
+        if rules != [_saved(rule) for rule in self._rules]:
             raise ConfigError("the recipe's rules are not those of the saved run; put them back or start a new run")
         self._begun, self._windows, self._waits, self._fired = begun, windows, waits, fired
         self._known, self._observed, self._last, self._tokens = known, observed, last, tokens
+
+    def _check_during(self, rule: Rule) -> None:
+        names = [phase.name for phase in self._phases]
+        if rule.during is not None and not names:
+            raise ConfigError(
+                f"the rule on {rule.metric!r} is for the phase {rule.during!r}, but there are no phases; add "
+                "[[phases]] or leave 'during' out"
+            )
+        if rule.during is not None:
+            check_choice(f"phase in the rule on {rule.metric!r}: during =", rule.during, names, ConfigError)
 
     def _advance(self, step: int, tokens: int) -> None:
         self._tokens = max(self._tokens, tokens)
@@ -360,6 +373,11 @@ class Schedule:
         return (
             f"a rule waits for the metric {metric!r}, but none of {PATIENCE} steps reported a number of that name{hint}"
         )
+
+
+def _saved(rule: Rule) -> dict[str, Any]:
+    """A rule as JSON. ``during`` is left out where there is none, as in checkpoints from before there was any."""
+    return {name: value for name, value in asdict(rule).items() if name != "during" or value is not None}
 
 
 def warmup_decay(step: int, *, warmup_steps: int, total_steps: int | None, shape: str, final: float) -> float:

@@ -73,9 +73,12 @@ def _ramp(setting: str, entry: Any, where: str) -> Ramp:
 
 
 def parse_rules(tables: Any, resolve: Resolve) -> tuple[Rule, ...]:
-    """The recipe's ``[[rules]]``: when = "accuracy < 0.15", over = 10, then = "learning_rate * 0.5", and limits."""
+    """The recipe's ``[[rules]]``: when = "accuracy < 0.15", over = 10, then = "learning_rate * 0.5", and limits.
+
+    ``during`` names the phase that a rule is for.
+    """
     rules = []
-    limits = ("at_least", "at_most", "cooldown", "times")
+    limits = ("at_least", "at_most", "cooldown", "times", "during")
     for where, table in _tables("rules", tables):
         for key in table:
             check_choice(f"key in {where}:", key, ("when", "over", "then", *limits), ConfigError)

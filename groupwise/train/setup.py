@@ -72,10 +72,7 @@ def load_parts(
     scorer = make_scorer(recipe, task, rewards)
     loss = find_loss(recipe.loss.name)
     make_schedule(recipe)
-    if recipe.warm_up.steps and not task.examples:
-        raise ConfigError(
-            f"warm_up.steps is {recipe.warm_up.steps}, but the task {task.name!r} has no examples; set it to 0"
-        )
+    _check_warm_up(recipe, task)
     settings = recipe.model
     lora = None
     if settings.lora is not None:
@@ -170,11 +167,22 @@ def _try(recipe: Recipe, values: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def make_optimizer(recipe: Recipe, model: Any, masters: MasterWeights) -> torch.optim.AdamW:
-    """AdamW on the masters: embeddings may have a learning rate of their own, and only matrices decay."""
-    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    embedding = {id(end.weight) for end in ends if end is not None}
-    names = {name for name, parameter in model.named_parameters() if id(parameter) in embedding}
+def make_optimizer(
+    recipe: Recipe, model: Any, masters: MasterWeights, say: Say = lambda text: None
+) -> torch.optim.AdamW:
+    """AdamW on the masters: input embeddings may have a learning rate of their own, and only matrices decay.
+
+    The head never has that rate. Where it is the same matrix as the embeddings, the plain rate holds for both, unless
+    optimizer.tied_embedding_rate says otherwise; what is not applied is said.
+    """
+    names = _embeddings(recipe, model)
+    trained = {name for name, _ in masters.named_parameters()}
+    if recipe.optimizer.embedding_learning_rate is not None and not names & trained:
+        why = "are also the head (optimizer.tied_embedding_rate = true applies it)" if not names else "are not trained"
+        say(
+            f"optimizer.embedding_learning_rate {recipe.optimizer.embedding_learning_rate:g} is not applied: the "
+            f"embeddings {why}"
+        )
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, master in masters.named_parameters():
         groups.setdefault((name in names, master.dim() > 1), []).append(master)
@@ -190,6 +198,29 @@ def make_optimizer(recipe: Recipe, model: Any, masters: MasterWeights) -> torch.
         weight_decay=0.0,
         fused=next(masters.parameters()).is_cuda,
     )
+
+
+def _embeddings(recipe: Recipe, model: Any) -> set[str]:
+    """The names of the weights that have the embeddings' learning rate."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = outputs is not None and outputs.weight is inputs.weight
+    if tied and not recipe.optimizer.tied_embedding_rate:
+        return set()
+    return {name for name, parameter in model.named_parameters() if parameter is inputs.weight}
+
+
+def _check_warm_up(recipe: Recipe, task: Task) -> None:
+    name, wanted = next(
+        ((name, value) for name in ("epochs", "steps") if (value := recipe.get(f"warm_up.{name}"))), ("steps", None)
+    )
+    if wanted is not None and not task.examples:
+        off = "leave it out" if name == "epochs" else "set it to 0"
+        raise ConfigError(f"warm_up.{name} is {wanted:g}, but the task {task.name!r} has no examples; {off}")
+    if recipe.train.steps == 0 and wanted is None:
+        raise ConfigError(
+            "train.steps is 0 and there is no supervised warm-up, so nothing would be trained; set train.steps, or "
+            "warm_up.steps or warm_up.epochs for a supervised run"
+        )
 
 
 def _questions(builder: PromptBuilder, rows: Sequence[Row], column: str, which: str, say: Say) -> Questions:

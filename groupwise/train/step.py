@@ -25,6 +25,7 @@ from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, in
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.train.batch import Batch, Comparison
+from groupwise.train.exact_kl import FACTOR_OF, ExactKL
 from groupwise.train.objective import Objective, Part, Totals
 from groupwise.train.reference import Reference
 
@@ -64,7 +65,7 @@ class Update:
     statistics: dict[str, Any] = field(default_factory=dict)
     grad_norm: float = 0.0
     skipped: bool = False  # not finite, and told to go on
-    silenced: dict[str, int] = field(default_factory=dict)  # samples that a mask of the policy's log-probs took out
+    silenced: dict[str, list[int]] = field(default_factory=dict)  # which samples a mask of the policy's log-probs took
     gap: Gap | None = None
     terms: dict[str, float] = field(default_factory=dict)  # gradient norms and cosines, on request
 
@@ -157,7 +158,8 @@ class Updater:
             work.weights = ratio.clamp(max=now.loss.importance_cap)
             if not old:
                 work.old_logps = None
-        if self.reference is not None and (now.loss.kl_coef or now.masks.off_policy == "document"):
+        estimated = now.loss.kl_coef and now.loss.kl not in FACTOR_OF
+        if self.reference is not None and (estimated or now.masks.off_policy == "document"):
             with self.reference.in_place(), without_dropout(self.prepared.model) if self.dropout else nullcontext():
                 work.ref_logps = self._logps(work, now).logps.cpu()
 
@@ -231,6 +233,7 @@ class Updater:
                 found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
 
     def _parts(self, work: Work, now: Recipe, policy_mask: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+        exact = self._exact_kl(work, now)
         packs = each_pack(
             self.prepared,
             work.prompts,
@@ -238,9 +241,11 @@ class Updater:
             temperature=now.sampling.temperature,
             kept=work.kept,
             with_entropy=True,
+            with_states=exact is not None,
             token_budget=self._budget(work),
         )
         for rows, found in packs:
+            states = found.states
             yield (
                 Part(
                     logps=found.logps,
@@ -250,9 +255,24 @@ class Updater:
                     old_logps=_optional_rows(work.old_logps, rows, found.logps),
                     ref_logps=_optional_rows(work.ref_logps, rows, found.logps) if now.loss.kl_coef else None,
                     entropy=found.entropy,
+                    exact_kl=None if exact is None or states is None else exact.next(states, found.mask),
                 ),
                 rows,
             )
+
+    def _exact_kl(self, work: Work, now: Recipe) -> ExactKL | None:
+        if self.reference is None or not now.loss.kl_coef or now.loss.kl not in FACTOR_OF:
+            return None
+        return ExactKL(
+            self.prepared,
+            self.reference,
+            work.prompts,
+            work.completions,
+            form=now.loss.kl,
+            temperature=now.sampling.temperature,
+            token_budget=self._budget(work),
+            dropout=self.dropout,
+        )
 
     def _policy_mask(self, work: Work, now: Recipe, found: Update) -> tuple[Tensor | None, Totals]:
         """What may teach, ``(n, T)``: the batch's own masks, and those that need the policy's log-probs now."""
@@ -263,13 +283,13 @@ class Updater:
             logps = current.logps.cpu()
             if masks.off_policy is not None:
                 near = self._near(work, now, logps)
-                found.silenced["off_policy"] = int((work.allowed & ~near).sum())
+                gone = work.allowed & ~near
+                found.silenced["off_policy"] = [work.samples[row] for row in gone.nonzero().flatten().tolist()]
                 if now.loss.denominator == "policy_mask":
-                    gone = work.allowed & ~near
                     totals = replace(
                         totals,
                         policy_tokens=totals.policy_tokens - int(work.mask[gone].sum()),
-                        policy_sequences=totals.policy_sequences - found.silenced["off_policy"],
+                        policy_sequences=totals.policy_sequences - int(gone.sum()),
                     )
                 teaching = teaching & near[:, None]
             if masks.high_entropy is not None and current.entropy is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from groupwise.algorithms import find_algorithm
 from groupwise.config import Recipe, make_recipe
 from groupwise.data import Order
 from groupwise.errors import ConfigError
@@ -27,14 +28,16 @@ from groupwise.rundir import RunDir, read_metrics
 from groupwise.tasks.base import Row, Task
 from groupwise.train import checkpoint
 from groupwise.train.batch import Batch, Comparison
+from groupwise.train.checks import Checks
 from groupwise.train.clock import Clock
 from groupwise.train.compare import compare, find_advantage, find_grouping
 from groupwise.train.display import Display, Facts, LineDisplay
 from groupwise.train.doubt import doubt_about_sampler, has_dropout
 from groupwise.train.events import Callback, Report, Result
 from groupwise.train.held_out import evaluate_held_out, metric_of
-from groupwise.train.measure import rollout_table, step_metrics
+from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.output import finish_run, open_run, write_resolved
+from groupwise.train.questions import QuestionLog
 from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
 from groupwise.train.rollout import Sampled, Sampler, chance
@@ -42,7 +45,7 @@ from groupwise.train.schedule import warmup_decay
 from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, steps_of
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Update, Updater, Work, plan_work
-from groupwise.train.warmup import warm_up
+from groupwise.train.warmup import WarmUp, do_warm_up
 
 
 class Trainer:
@@ -73,13 +76,16 @@ class Trainer:
         self.advantage = find_advantage(recipe.advantages.function)
         self.grouping = find_grouping(recipe.advantages.grouping)
         self.metric = metric_of(self.parts)
+        self.aliases = find_algorithm(recipe.algorithm).metrics
+        self.warm_up = WarmUp(self.parts) if recipe.warm_up.steps or recipe.warm_up.epochs else None
+        self.supervised = recipe.train.steps == 0  # the warm-up is the run, and its steps are the run's
         self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
         self.resuming = resume
 
         prepared = self.parts.prepared
         self._prepare_model()
         self.masters = MasterWeights(self.parts.model)
-        self.optimizer = make_optimizer(recipe, self.parts.model, self.masters)
+        self.optimizer = make_optimizer(recipe, self.parts.model, self.masters, self.say)
         self.schedule = make_schedule(recipe)
         self.engine = Engine(prepared, max_rows=recipe.sampling.max_rows)
         self.order = Order(len(self.parts.train), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
@@ -121,7 +127,11 @@ class Trainer:
         self.evaluated_at = -1
         self.saved: tuple[int, dict[str, Any]] | None = None  # the last checkpoint's step and state
         self.warned = False
+        self.checks = Checks(self.parts.task.metric)
+        self.questions = QuestionLog(self.parts.train.rows, self.parts.task.metric)
         self.total_steps = steps_of(recipe, len(self.parts.train))
+        if self.supervised and self.warm_up is not None:
+            self.total_steps = self.warm_up.steps
 
     @classmethod
     def from_rows(
@@ -209,9 +219,12 @@ class Trainer:
         self.tokens += sampled.tokens
         if self.reference is not None and now.reference.refresh_every and self.step % now.reference.refresh_every == 0:
             self.reference.refresh(now.reference.mix)
-        metrics = step_metrics(sampled, comparison, self.sampler.names, works, updates)
+        self.questions.observe(batch, comparison)
+        for others in sampled.left_out:
+            self.questions.observe(others, self.compare(others, now))
+        metrics = step_metrics(sampled, comparison, self.sampler.names, works, updates, now)
         metrics |= {
-            "learning_rate": self.optimizer.param_groups[-1]["lr"],
+            "learning_rate": self.optimizer.param_groups[0]["lr"],  # the embeddings' group, if any, is the last
             "temperature": now.sampling.temperature,
             "samples_per_prompt": now.sampling.samples_per_prompt,
             "kl_coef": now.loss.kl_coef,
@@ -223,6 +236,7 @@ class Trainer:
             metrics["reference_refreshes"] = self.reference.refreshes
         timing = self.clock.take()
         metrics |= {"tokens_per_second": sampled.tokens / timing["step_time"], **timing}
+        metrics = with_aliases(metrics, self.aliases)
         self._warn_about(metrics, now, sampled)
         return Report(self.step, metrics, batch, comparison)
 
@@ -293,9 +307,8 @@ class Trainer:
         if found is None and self.resuming:
             self.say("there is no finished checkpoint in this run: it begins anew")
             rewind(self.run_dir, -1)
-        if found is None and self.recipe.warm_up.steps:
-            self.display.stage("warm-up")
-            warm_up(self.parts, self.masters, lambda done, total: self.display.stage(f"warm-up {done} of {total}"))
+        if found is None and not self.supervised:
+            do_warm_up(self)
         if self._uses_reference():
             self.reference = Reference(
                 self.masters, mixes=self._drives("reference.mix") or self.recipe.reference.mix < 1
@@ -329,8 +342,10 @@ class Trainer:
             past=read_metrics(self.run_dir.path / "metrics.jsonl"),
         )
         self.call("on_start")
-        if found is None and self.recipe.evaluate.first:
+        if found is None and self.recipe.evaluate.first and not self.stopping:
             self.evaluate()
+        if found is None and self.supervised:
+            self.step = do_warm_up(self)
         self.clock.restart()
 
     def state(self) -> dict[str, Any]:
@@ -348,6 +363,9 @@ class Trainer:
             "first": self.first,
             "last": self.last,
             "evaluated_at": self.evaluated_at,
+            "checks": self.checks.state(),
+            "questions": self.questions.state(),
+            "supervised": self.supervised,
         }
 
     def save(self) -> Path:
@@ -373,11 +391,17 @@ class Trainer:
                 {"checkpoint": self.best_name, "metric": self.metric, **self.best},
             )
         checkpoint.prune(self.run_dir, self.recipe.run.keep, self.best_name)
+        self.questions.write(self.run_dir.path)
         self.saved = (self.step, copy.deepcopy(state))
         self.call("on_checkpoint", folder)
         return folder
 
     def _load(self, folder: Path) -> None:
+        if bool(checkpoint.read_state(folder).get("supervised")) != self.supervised:
+            raise ConfigError(
+                "a run that is supervised alone (train.steps = 0) cannot go on as another, nor another as that; start "
+                f"a new one from --model.source {folder / checkpoint.POLICY}"
+            )
         state = checkpoint.load_checkpoint(
             folder, masters=self.masters, optimizer=self.optimizer, reference=self.reference
         )
@@ -389,6 +413,9 @@ class Trainer:
         self.engine.max_rows = self.recipe.sampling.max_rows or int(state["max_rows"])
         self.best, self.worse = state["best"], int(state["worse"])
         self.first, self.last, self.evaluated_at = state["first"], state["last"], int(state["evaluated_at"])
+        self.checks.load_state(state.get("checks", self.checks.state()))
+        self.questions.load_state(state.get("questions", {}))
+        self.questions.write(self.run_dir.path)
         if torch.get_num_threads() != state["threads"]:
             self.say(f"the run was begun with {state['threads']} threads; that many are used again, for the same bits")
             torch.set_num_threads(int(state["threads"]))
@@ -467,7 +494,9 @@ class Trainer:
 
     def _uses_reference(self) -> bool:
         recipe = self.recipe
-        return bool(recipe.loss.kl_coef) or self._drives("loss.kl_coef") or recipe.masks.off_policy == "document"
+        return not self.supervised and (
+            bool(recipe.loss.kl_coef) or self._drives("loss.kl_coef") or recipe.masks.off_policy == "document"
+        )
 
     def _drives(self, name: str) -> bool:
         return name in self.schedule.values(self.step, self.tokens)
@@ -503,6 +532,9 @@ class Trainer:
         if not self.warned and (sentence := doubt_about_sampler(metrics, now, self.parts)):
             self.warned = True
             self.say(f"step {self.step}: {sentence}")
+        for warning in self.checks.observe(self.step, metrics, now):
+            metrics[f"warnings/{warning.name}"] = 1.0
+            self.say(f"step {self.step}: warning {warning.name}: {warning.sentence}")
 
     def call(self, name: str, *arguments: Any) -> None:
         """Tell the callbacks."""

@@ -1,42 +1,110 @@
-"""A supervised warm-up: a few steps on a task's examples, so that the model knows what an answer looks like."""
+"""A supervised warm-up: some steps on a task's examples, so that the model knows what an answer looks like. With
+train.steps = 0 it is the whole run: supervised fine-tuning, for comparison."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from groupwise.core.losses import aggregation_weights
-from groupwise.model.logprobs import completion_logps
+from groupwise.data import Order
+from groupwise.model.logprobs import each_pack
 from groupwise.model.precision import MasterWeights
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts
 
+if TYPE_CHECKING:
+    from groupwise.train.trainer import Trainer
 
-def warm_up(parts: Parts, masters: MasterWeights, progress: Callable[[int, int], None]) -> float:
-    """Train on the examples' answers, each followed by the end of text; the last step's loss per token."""
-    how = parts.recipe.warm_up
-    column = parts.recipe.data.prompt
-    prompts = parts.builder.build([{column: prompt} for prompt, _ in parts.task.examples], column)
-    texts = [parts.task.examples[number][1] for number in parts.builder.kept]
-    end = parts.tokenizer.eos_token_id
-    answers = [[*ids, end] for ids in parts.tokenizer(texts, add_special_tokens=False)["input_ids"]]
-    optimizer = torch.optim.AdamW(masters.parameters(), lr=how.learning_rate, weight_decay=0.0)
-    generator = torch.Generator().manual_seed(chance(parts.recipe.train.seed, 1))
-    value = 0.0
-    for step in range(how.steps):
-        chosen = torch.randint(len(prompts), (how.batch_size,), generator=generator).tolist()
-        found = completion_logps(
-            parts.prepared, [prompts[i].ids for i in chosen], [[answers[i]] for i in chosen], token_budget=None
-        )
-        loss = -(found.logps * aggregation_weights(found.mask, "token_mean")).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(list(masters.parameters()), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = how.learning_rate * (1 - step / how.steps)
-        optimizer.step()
-        masters.publish()
-        optimizer.zero_grad(set_to_none=True)
-        value = float(loss.detach())
-        progress(step + 1, how.steps)
-    return value
+Progress = Callable[[int, dict[str, float]], None]
+"""Called after each step with its number, from 1, and its metrics."""
+
+
+def do_warm_up(trainer: Trainer) -> int:
+    """The supervised steps of a run, if it has any. Where they are the whole run, they are recorded as its steps.
+
+    How many were done; 0 if somebody asked for the end before the last one, as the warm-up is not saved by halves.
+    """
+    own = trainer.warm_up
+    if own is None:
+        return 0
+
+    def tell(step: int, metrics: dict[str, float]) -> None:
+        trainer.display.stage(f"warm-up {step} of {own.steps}")
+        if trainer.supervised and trainer.records is not None:
+            trainer.records.step(step, metrics)
+
+    trainer.display.stage("warm-up")
+    done = own.run(trainer.masters, trainer.updater.token_budget, tell, lambda: bool(trainer.stopping))
+    if done < own.steps:
+        trainer.say(f"stopped after {done} of {own.steps} steps of the warm-up, which is not saved and begins anew")
+        return 0
+    return done
+
+
+class WarmUp:
+    """The examples of a task as token ids, and how many steps the recipe makes of them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts, self.how = parts, parts.recipe.warm_up
+        column = parts.recipe.data.prompt
+        prompts = parts.builder.build([{column: prompt} for prompt, _ in parts.task.examples], column)
+        texts = [parts.task.examples[number][1] for number in parts.builder.kept]
+        end = parts.tokenizer.eos_token_id
+        self.prompts = [prompt.ids for prompt in prompts]
+        self.answers = [[*ids, end] for ids in parts.tokenizer(texts, add_special_tokens=False)["input_ids"]]
+        self.steps = self.how.steps
+        if self.how.epochs is not None:
+            self.steps = math.ceil(len(self.prompts) * self.how.epochs / self.how.batch_size)
+
+    def run(
+        self,
+        masters: MasterWeights,
+        token_budget: int,
+        progress: Progress = lambda step, metrics: None,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> int:
+        """Train on the answers, each followed by the end of text; how many steps were done before it was stopped.
+
+        No pass holds more than ``token_budget`` tokens, or the longest example.
+        """
+        optimizer = torch.optim.AdamW(masters.parameters(), lr=self.how.learning_rate, weight_decay=0.0)
+        draw = self._draw()
+        for step in range(self.steps):
+            if stopping():
+                return step
+            rate = self.how.learning_rate * (1 - step / self.steps)
+            loss = self._gradient(draw(), token_budget)
+            torch.nn.utils.clip_grad_norm_(list(masters.parameters()), 1.0)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+            masters.publish()
+            optimizer.zero_grad(set_to_none=True)
+            progress(step + 1, {"loss": loss, "learning_rate": rate})
+        return self.steps
+
+    def _draw(self) -> Callable[[], list[int]]:
+        """The examples of one step after another: any at random, or with epochs each as often as every other."""
+        seed, size = chance(self.parts.recipe.train.seed, 1), self.how.batch_size
+        if self.how.epochs is not None:
+            order = Order(len(self.prompts), seed=seed)
+            return lambda: order.take(size)
+        generator = torch.Generator().manual_seed(seed)
+        return lambda: torch.randint(len(self.prompts), (size,), generator=generator).tolist()
+
+    def _gradient(self, chosen: list[int], token_budget: int) -> float:
+        """Add up the gradients of these examples' mean loss per token; the loss."""
+        prompts, answers = [self.prompts[i] for i in chosen], [[self.answers[i]] for i in chosen]
+        longest = max(len(prompt) + len(own[0]) for prompt, own in zip(prompts, answers, strict=True))
+        total = sum(len(own[0]) for own in answers)
+        value = 0.0
+        for _, found in each_pack(self.parts.prepared, prompts, answers, token_budget=max(token_budget, longest)):
+            weights = aggregation_weights(found.mask, "token_mean", total_tokens=total)
+            loss = -(found.logps * weights).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            value += float(loss.detach())
+        return value

@@ -8,27 +8,35 @@ from dataclasses import replace
 import pytest
 import torch
 
+from groupwise.config import make_recipe
+from groupwise.tasks import Task
 from groupwise.train.batch import Comparison
 from groupwise.train.compare import compare
-from groupwise.train.measure import rollout_table, step_metrics
+from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.rollout import Sampled
 from groupwise.train.step import Gap, Update, plan_work
-from tests.train.made import made_batch, made_recipe, made_trainer
+from groupwise.train.trainer import Trainer
+from tests.train.made import SMALL, Lines, made_batch, made_recipe, made_trainer, spread
 
 NAN = math.nan
 LENGTHS = [[2, 3, 4, 5], [1, 2, 3, 4]]  # with prompts of 3 and 5 tokens
 COLUMNS = [[1, 0], [0, NAN], [3, 2], [0, 0], [5, NAN], [5, NAN], [5, NAN], [NAN, NAN]]
 
 
-def step(settings=None, updates=(), *, cut=(1, 3), dropped=(), grades=None, metric=None, **sampled):
+def odd(row, text):
+    return len(text) % 2 == 1
+
+
+def step(settings=None, updates=(), *, cut=(1, 3), dropped=(), grades=None, metric=None, cut_away=None, **sampled):
     """Metrics of two prompts with four samples; the second group's rewards are equal."""
     now = made_recipe({"advantages.scale": "none", **(settings or {})})
     batch = made_batch(
         [[0.0] * 4] * 2, LENGTHS, columns=torch.tensor(COLUMNS, dtype=torch.float64), cut=cut, dropped=dropped
     )
+    batch = replace(batch, cut_away=None if cut_away is None else torch.tensor(cut_away))
     comparison = compare(batch, now, [1.0, 0.5], grades=grades, metric=metric)
     works = [plan_work(batch, comparison, [0], now), plan_work(batch, comparison, [1], now)]
-    return step_metrics(Sampled(batch, **sampled), comparison, ["right", "form"], works, list(updates))
+    return step_metrics(Sampled(batch, **sampled), comparison, ["right", "form"], works, list(updates), now)
 
 
 def test_rewards():
@@ -57,7 +65,8 @@ def test_nothing_scored_at_all():
     batch = made_batch([[0.0] * 4] * 2, LENGTHS, columns=torch.full((8, 2), NAN, dtype=torch.float64))
     now = made_recipe()
     comparison = compare(batch, now, [1.0, 1.0])
-    found = step_metrics(Sampled(batch), comparison, ["right", "form"], [plan_work(batch, comparison, [0, 1], now)], [])
+    works = [plan_work(batch, comparison, [0, 1], now)]
+    found = step_metrics(Sampled(batch), comparison, ["right", "form"], works, [], now)
     assert (found["reward"], found["reward_std"], found["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
     assert (found["rewards/right/mean"], found["rewards/form/std"]) == (0.0, 0.0)
     assert found["updates"] == 0.0
@@ -150,10 +159,81 @@ def test_updates_that_were_all_skipped():
 def test_a_mask_of_the_updates_is_a_share_of_the_batch(iterations):
     """Two mini-batches, of which 1 and 2 samples are silenced in each pass: 3 of 8, however many passes."""
     settings = {"train.skip_equal": False}
-    both = [Update(silenced={"off_policy": 1}), Update(silenced={"off_policy": 2})]
+    both = [Update(silenced={"off_policy": [1]}), Update(silenced={"off_policy": [4, 6]})]
     assert step(settings, both * iterations)["masks/off_policy"] == 3 / 8
     # Only the first mini-batch teaches, so there is one update a pass.
     assert step(updates=both[:1] * iterations)["masks/off_policy"] == 1 / 8
+
+
+def test_what_all_masks_leave_is_told_where_any_is_switched_on():
+    """Samples 1 and 3 are cut off; the off-policy mask takes sample 0 in both passes and sample 2 in one of two."""
+    right = {"accuracy": lambda row, text: text in ("text 0", "text 2", "text 3", "text 5")}
+    updates = [Update(silenced={"off_policy": [0, 2]}), Update(silenced={"off_policy": [0]})]
+    settings = {"masks.truncated": True, "masks.off_policy": "v3.2"}
+    found = step(settings, updates, grades=right, metric="accuracy")
+    assert found["masks/truncated"] == 2 / 8
+    assert found["masks/off_policy"] == 1.5 / 8
+    assert found["mask_ratio"] == pytest.approx(4.5 / 8)
+    assert found["accuracy"] == 4 / 8
+    assert found["accuracy_masked"] == pytest.approx((0.5 + 1) / 4.5)  # half of sample 2, and sample 5
+    assert "mask_ratio" not in step(grades=right, metric="accuracy")
+    assert "accuracy_masked" not in step(grades=right, metric="accuracy")
+    assert step({"masks.off_policy": "v3.2"})["mask_ratio"] == 1.0
+
+
+def test_masks_that_leave_nothing_leave_no_accuracy():
+    found = step({"masks.truncated": True}, cut=range(8), grades={"accuracy": lambda *_: True}, metric="accuracy")
+    assert found["mask_ratio"] == 0.0
+    assert "accuracy_masked" not in found
+    assert found["accuracy"] == 1.0
+
+
+def test_what_the_sampling_filters_cut_away_is_a_mean_over_tokens():
+    settings = {"masks.keep_sampling": True, "sampling.top_k": 3}
+    found = step(settings, cut_away=[0.2, 0.3, 0.0, 0.5, 0.1, 0.1, 0.0, 0.0])
+    assert found["masks/keep_sampling"] == pytest.approx(1.2 / 24)
+    assert found["mask_ratio"] == 1.0
+    assert "masks/keep_sampling" not in step(settings)
+
+
+def test_what_the_sampling_filters_cut_away_in_a_run(tmp_path):
+    """With one token left of each distribution, what is cut away is all but the likeliest token."""
+    settings = {"train.steps": 1, "masks.keep_sampling": True, "train.skip_equal": False}
+    shares = {}
+    for k in (1, 10**6):
+        with made_trainer(tmp_path / str(k), {**settings, "sampling.top_k": k}) as trainer:
+            (report,) = trainer.steps()
+        shares[k] = report.metrics["masks/keep_sampling"]
+        largest = torch.cat(report.batch.sampler_logps).exp()
+        if k == 1:
+            assert largest.tolist() == pytest.approx([1.0] * len(largest))
+    assert shares[10**6] == pytest.approx(0.0, abs=1e-6)
+    assert 0.1 < shares[1] < 1
+
+
+def test_further_names_of_metrics():
+    found = with_aliases({"kl": 0.25, "reward": 1.0}, {"kl_divergence": "kl", "policy_loss": "loss/policy"})
+    assert found == {"kl": 0.25, "reward": 1.0, "kl_divergence": 0.25}
+
+
+@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_document"])
+def test_the_document_s_metrics_in_a_run(tmp_path, algorithm):
+    """All seven that the first document's step returns, and its masks by their causes."""
+    small = {**SMALL, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-4}, "masks": {"min_length": 0}}
+    task = Task("made", [{"prompt": f"Say {n}: "} for n in range(4)], grades={"accuracy": odd}, metric="accuracy")
+    with Trainer(make_recipe(small), task=task, rewards=[spread], folder=tmp_path / "run", display=Lines()) as trainer:
+        first, second = (report.metrics for report in trainer.steps())
+    for metrics in (first, second):
+        names = {"loss", "policy_loss", "kl_penalty", "kl_divergence", "accuracy", "avg_reward", "mask_ratio"}
+        assert names <= metrics.keys()
+        assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + metrics["kl_penalty"])
+        assert metrics["avg_reward"] == metrics["reward"]
+        assert metrics["kl_divergence"] == metrics["kl"]
+        assert 0 <= metrics["accuracy_masked"] <= 1
+        assert ("masks/keep_sampling" in metrics) is (algorithm == "enhanced_grpo")
+        assert ("masks/too_short" in metrics) is (algorithm == "enhanced_grpo_document")
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] > 1e-8
 
 
 def test_the_off_policy_mask_in_a_run(tmp_path):

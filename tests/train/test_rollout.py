@@ -179,7 +179,22 @@ def test_what_rewards_record_stays_with_its_sample():
     found = sample(sampler_of(set(), reward=noting), **{"train.refill": 1})
     assert found.batch.row_numbers == [0, 2, 3, 4]
     assert found.batch.extra["seen"] == [str(row) for row in found.batch.row_numbers for _ in range(4)]
-    assert found.metrics == {"rounds_seen": 4.0}
+    assert found.metrics == {"rounds_seen": pytest.approx((4 * 0.0 + 1 * 4.0) / 5)}  # a round weighs by its prompts
+    assert [batch.row_numbers for batch in found.left_out] == [[1]]
+
+
+def test_prompts_that_came_for_nothing_are_left_out_too():
+    found = sample(sampler_of({1, 2, 4}), **{"train.refill": 1})
+    assert found.batch.row_numbers == [0, 2, 3, 5]
+    assert [batch.row_numbers for batch in found.left_out] == [[1], [4]]
+    assert sample(sampler_of(set()), **{"train.refill": 1}).left_out == []
+
+
+def test_what_the_filters_cut_away_stays_with_its_sample():
+    one, other = (replace(made_batch(seed=seed), cut_away=torch.arange(16.0) + 100 * seed) for seed in (0, 1))
+    both = join([one.take([2]), other.take([0, 3])])
+    assert both.cut_away.tolist() == [8, 9, 10, 11, *range(100, 104), *range(112, 116)]
+    assert join([made_batch(), made_batch()]).cut_away is None
 
 
 def test_the_sizes_and_settings_of_a_step_reach_the_generator():

@@ -213,6 +213,60 @@ def test_cooldown_and_times():
     assert fires(times=2) == [1, 3]
 
 
+# Rules for a phase
+
+TWO = [Phase("warm-up", steps=3, set={T: 0.7}), Phase("main", set={T: 1.0})]
+
+
+def test_a_rule_for_a_phase_sees_and_does_nothing_in_another():
+    rule = Rule(**HALVE | {"over": 2, "during": "warm-up"})
+    values, said = run(Schedule(BASE, phases=TWO, rules=[rule]), [{"accuracy": 0.0}] * 8)
+    assert [step for step, sentences in enumerate(said) if sentences] == [1]
+    assert [value[LR] for value in values] == [1e-5] * 2 + [5e-6] * 6  # what it changed stays
+    later = Rule(**HALVE | {"over": 2, "during": "main"})
+    schedule = Schedule(BASE, phases=TWO, rules=[later])
+    _, said = run(schedule, [{"accuracy": 0.0}] * 5)
+    assert [step for step, sentences in enumerate(said) if sentences] == [4]  # steps 3 and 4: step 2 is not looked at
+    assert schedule.state()["rules"][0]["window"] == [[3, 0.0], [4, 0.0]]
+
+
+def test_a_rule_for_a_phase_after_the_last_one():
+    """Behind a last phase with a length there is no phase, and no rule for one."""
+    phases = [Phase("only", steps=2, set={T: 0.7})]
+    _, said = run(
+        Schedule(BASE, phases=phases, rules=[Rule(**HALVE | {"over": 3, "during": "only"})]), [{"accuracy": 0}] * 9
+    )
+    assert said == [[]] * 9
+
+
+def test_a_rule_for_a_phase_that_is_not_there():
+    rule = Rule(**HALVE | {"during": "warmup"})
+    with pytest.raises(
+        ConfigError, match=r"'accuracy': during = 'warmup'; did you mean 'warm-up'\? \(allowed: 'warm-up', 'main'\)"
+    ):
+        Schedule(BASE, phases=TWO, rules=[rule])
+    with pytest.raises(
+        ConfigError, match=r"for the phase 'warmup', but there are no phases; add \[\[phases\]\] or leave"
+    ):
+        Schedule(BASE, rules=[rule])
+
+
+def test_a_rule_for_a_phase_is_read_and_saved():
+    table = {"when": "accuracy < 0.15", "over": 10, "then": "learning_rate * 0.5"}
+    (plain,) = parse_rules([table], resolve)
+    (rule,) = parse_rules([{**table, "during": "warm-up"}], resolve)
+    assert (plain.during, rule.during) == (None, "warm-up")
+    schedule = Schedule(BASE, phases=TWO, rules=[rule])
+    run(schedule, [{"accuracy": 0.0}] * 2)
+    again = Schedule(BASE, phases=TWO, rules=[rule])
+    again.load_state(json.loads(json.dumps(schedule.state())))
+    assert again.state() == schedule.state()
+    with pytest.raises(ConfigError, match="rules are not those of the saved run"):
+        Schedule(BASE, phases=TWO, rules=[plain]).load_state(schedule.state())
+    # A checkpoint from before there was such a thing still fits.
+    assert "during" not in Schedule(BASE, phases=TWO, rules=[plain]).state()["rules"][0]["rule"]
+
+
 def test_times_are_counted_for_each_rule():
     often = Rule(metric="r", above=0, over=1, setting=T, add=1)
     once = Rule(metric="r", above=0, over=1, setting=KL, add=1, times=1)

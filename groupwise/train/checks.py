@@ -1,0 +1,226 @@
+"""Signs of a run that goes wrong, seen while it goes: each is a name, a sentence, and what to change.
+
+A check looks at means over the last `WINDOW` steps, so that one odd batch makes no noise, and says the same thing at
+most once in `QUIET` steps. What it looks at is saved with the run: a resumed run says what an unbroken one would have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from groupwise.config import Recipe
+from groupwise.errors import CheckpointError
+
+WINDOW = 10  # steps over which means are taken
+QUIET = 50  # steps before the same warning is said again
+
+HIGH_KL = 0.5
+LOW_KL, LOW_KL_FROM = 1e-4, 50  # and from which step on a KL should have grown
+LEAST_LEFT = 0.7  # of the samples, by all masks together
+MOST_WITHOUT_ANSWER = 0.1
+ONE_LETTER = 0.6
+
+LETTERS, LETTERS_RIGHT = "letters/", "letters_right/"
+CAUSES = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dropped")
+WATCHED = ("kl", "mask_ratio", "chance", "signal/teaching", "completions/clipped_ratio")
+
+
+class Warning_(NamedTuple):
+    """A check that has something to say."""
+
+    name: str
+    sentence: str
+
+
+@dataclass(frozen=True)
+class View:
+    """The last steps: their means, and the settings in force."""
+
+    step: int
+    means: Mapping[str, float]
+    now: Recipe
+    metric: str | None  # the task's
+    samples: int  # in all steps of the window
+
+    def starting(self, prefix: str) -> dict[str, float]:
+        """The means of metrics whose names start so, by the rest of the name."""
+        return {name.removeprefix(prefix): mean for name, mean in self.means.items() if name.startswith(prefix)}
+
+
+class Checks:
+    """Watches a run; ``metric`` is the name of the task's grade."""
+
+    def __init__(self, metric: str | None = None) -> None:
+        self.metric = metric
+        self._window: list[dict[str, float]] = []
+        self._samples: list[int] = []
+        self._said: dict[str, int] = {}
+
+    def observe(self, step: int, metrics: Mapping[str, float], now: Recipe) -> list[Warning_]:
+        """Take in the metrics of a finished step, counted from 1; what there is to say about the last ones."""
+        self._window = [*self._window, dict(self._watched(metrics))][-WINDOW:]
+        samples = now.train.batch_size * now.train.accumulation * now.sampling.samples_per_prompt
+        self._samples = [*self._samples, samples][-WINDOW:]
+        if len(self._window) < WINDOW:
+            return []
+        view = View(step, self._means(), now, self.metric, sum(self._samples))
+        found = []
+        for name, check in CHECKS.items():
+            quiet = name in self._said and step - self._said[name] < QUIET
+            sentence = None if quiet else check(view)
+            if sentence is not None:
+                self._said[name] = step
+                found.append(Warning_(name, sentence))
+        return found
+
+    def state(self) -> dict[str, Any]:
+        """All that is remembered, as JSON."""
+        return {
+            "window": [dict(row) for row in self._window],
+            "samples": list(self._samples),
+            "said": dict(self._said),
+        }
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` gave."""
+        try:
+            window = [{str(name): float(value) for name, value in row.items()} for row in state["window"]]
+            samples = [int(number) for number in state["samples"]]
+            said = {str(name): int(step) for name, step in state["said"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the saved checks are damaged ({type(error).__name__}: {error}); resume from another checkpoint"
+            ) from error
+        self._window, self._samples, self._said = window, samples, said
+
+    def _watched(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+        names = {*WATCHED, *(f"masks/{cause}" for cause in CAUSES)}
+        if self.metric is not None:
+            names |= {self.metric, f"{self.metric}_no_answer"}
+        for name, value in metrics.items():
+            if (name in names or name.startswith((LETTERS, LETTERS_RIGHT))) and math.isfinite(value):
+                yield name, float(value)
+
+    def _means(self) -> dict[str, float]:
+        """Of each metric over the steps that reported it. A letter that a step did not name had no share in it."""
+        found = {}
+        for name in dict.fromkeys(name for row in self._window for name in row):
+            values = [row[name] for row in self._window if name in row]
+            steps = len(self._window) if name.startswith((LETTERS, LETTERS_RIGHT)) else len(values)
+            found[name] = math.fsum(values) / steps
+        return found
+
+
+def _kl_high(view: View) -> str | None:
+    kl, how = view.means.get("kl"), view.now
+    if kl is None or kl <= HIGH_KL:
+        return None
+    return (
+        f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g}); raise loss.kl_coef, now "
+        f"{how.loss.kl_coef:g}, or lower optimizer.learning_rate, now {how.optimizer.learning_rate:g}"
+    )
+
+
+def _kl_low(view: View) -> str | None:
+    kl, weight = view.means.get("kl"), view.now.loss.kl_coef
+    if kl is None or not weight or abs(kl) >= LOW_KL or view.step < LOW_KL_FROM:
+        return None
+    return (
+        f"the KL to the reference is {kl:.1e}: it holds nothing back and yet costs the reference's passes; lower "
+        f"loss.kl_coef, now {weight:g} (0 leaves it out)"
+    )
+
+
+def _masked(view: View) -> str | None:
+    left = view.means.get("mask_ratio")
+    if left is None or left >= LEAST_LEFT:
+        return None
+    taken = {name: share for name, share in view.starting("masks/").items() if name in CAUSES}
+    most = max(taken, key=lambda name: taken[name], default="")
+    start = f"only {left:.0%} of the answers may teach"
+    if not most:
+        return f"{start}; switch off a mask (masks.*)"
+    return f"{start}; the mask {most} takes {taken[most]:.0%}: {_remedy(most, view.now)}"
+
+
+def _remedy(mask: str, now: Recipe) -> str:
+    """What to do about a mask that takes too much."""
+    if mask == "off_policy" and now.masks.off_policy == "document":
+        every = now.reference.refresh_every
+        return f"lower reference.refresh_every, now {every}" if every else "set reference.refresh_every, such as 100"
+    if mask == "off_policy":
+        return (
+            f"lower train.iterations, now {now.train.iterations}, or optimizer.learning_rate, now "
+            f"{now.optimizer.learning_rate:g}"
+        )
+    limit = f"raise sampling.max_new_tokens, now {now.sampling.max_new_tokens}"
+    if mask == "truncated":
+        return limit
+    if mask == "dropped":
+        return "their rewards failed; look at the reward function"
+    return f"ask for the form of an answer in the prompt (data.system_prompt), or {limit}"
+
+
+def _no_answer(view: View) -> str | None:
+    none = view.means.get(f"{view.metric}_no_answer")
+    if none is None or none <= MOST_WITHOUT_ANSWER:
+        return None
+    start = f"in {none:.0%} of the answers no answer can be found"
+    cut = view.means.get("completions/clipped_ratio", 0.0)
+    if cut > MOST_WITHOUT_ANSWER:
+        return f"{start}, and {cut:.0%} are cut off: raise sampling.max_new_tokens, now {_limit(view)}"
+    return f"{start}: say its form in the prompt (data.system_prompt), or reward the form ([[rewards]])"
+
+
+def _limit(view: View) -> int:
+    return view.now.sampling.max_new_tokens
+
+
+def _below_chance(view: View) -> str | None:
+    chance, right = view.means.get("chance"), view.means.get(view.metric or "")
+    if chance is None or right is None:
+        return None
+    error = math.sqrt(max(chance * (1 - chance), 0.0) / view.samples)
+    if right >= chance - 2 * error:
+        return None
+    return (
+        f"{view.metric} is {right:.1%}, below the {chance:.1%} of guessing; check that the data's answer letters are "
+        f"those of the options, or lower optimizer.learning_rate, now {view.now.optimizer.learning_rate:g}"
+    )
+
+
+def _one_letter(view: View) -> str | None:
+    shares, right = view.starting(LETTERS), view.starting(LETTERS_RIGHT)
+    letter = max(shares, key=lambda name: shares[name], default=None)
+    if letter is None or shares[letter] <= max(ONE_LETTER, 2 * right.get(letter, 0.0)):
+        return None
+    how = view.now
+    return (
+        f"{shares[letter]:.0%} of the answers are {letter}; raise loss.entropy_coef, now {how.loss.entropy_coef:g}, "
+        f"sampling.temperature, now {how.sampling.temperature:g}, or loss.kl_coef, now {how.loss.kl_coef:g}, or "
+        "shuffle the options"
+    )
+
+
+def _nothing_taught(view: View) -> str | None:
+    if view.means.get("signal/teaching") != 0.0:
+        return None
+    return (
+        f"for {WINDOW} steps nothing was learned: the rewards in each group are all equal; use easier or harder "
+        f"questions, raise sampling.samples_per_prompt, now {view.now.sampling.samples_per_prompt}, or "
+        f"sampling.temperature, now {view.now.sampling.temperature:g}"
+    )
+
+
+CHECKS: dict[str, Callable[[View], str | None]] = {
+    "kl_high": _kl_high,
+    "kl_low": _kl_low,
+    "masked": _masked,
+    "no_answer": _no_answer,
+    "below_chance": _below_chance,
+    "one_letter": _one_letter,
+    "nothing_taught": _nothing_taught,
+}

@@ -1,0 +1,69 @@
+"""The KL to the reference over the whole vocabulary, pack by pack beside the policy's log-probs.
+
+An estimator needs one log-prob of a token; the exact KL needs both distributions. So the reference's states of a pack
+are computed right behind the policy's and live as long as the pack does; distributions are made of them a chunk at a
+time (`core.full_kl_from_hidden`). They are those of the sampling temperature, and whole: what top-k, top-p and min-p
+cut away counts here, also where masks.keep_sampling renormalises the log-probs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from groupwise.core import full_kl, full_kl_from_hidden
+from groupwise.model.logprobs import Ids, each_states, in_rows
+from groupwise.model.prepared import Prepared, without_dropout
+from groupwise.train.reference import Reference
+
+FACTOR_OF = {"full": "none", "full_document": "document"}
+"""The forms of ``loss.kl`` that need whole distributions, and what `core.full_kl` multiplies each by."""
+
+
+class ExactKL:
+    """The exact KL of the samples of `each_pack`, asked for one pack after another, in its order."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        reference: Reference,
+        prompts: Sequence[Ids],
+        completions: Sequence[Sequence[Ids]],
+        *,
+        form: str,
+        temperature: float,
+        token_budget: int,
+        dropout: bool = False,
+    ) -> None:
+        self.prepared, self.reference, self.dropout = prepared, reference, dropout
+        self.factor, self.temperature = FACTOR_OF[form], temperature
+        self._states: Iterator[Tensor] = each_states(prepared, prompts, completions, token_budget=token_budget)
+
+    def next(self, states: Tensor, mask: Tensor) -> Tensor:
+        """KL(π_θ ‖ π_ref) of the next pack's tokens ``(b, T)``, from the policy's states ``(tokens, …)``."""
+        model = self.prepared.model
+        with torch.no_grad(), self.reference.in_place(), without_dropout(model) if self.dropout else nullcontext():
+            theirs = next(self._states)
+        head = self.prepared.head
+        if head is None:  # on the plain path the states are logits
+            found = full_kl(self._tempered(states), self._tempered(theirs), factor=self.factor)
+        else:
+            found = full_kl_from_hidden(
+                states,
+                head.weight,
+                theirs,
+                self.reference.own(head.weight).detach(),
+                bias=head.bias,
+                ref_bias=None if head.bias is None else self.reference.own(head.bias).detach(),
+                softcap=head.softcap,
+                scale=head.scale,
+                temperature=self.temperature,
+                factor=self.factor,
+            )
+        return in_rows(found, mask)
+
+    def _tempered(self, logits: Tensor) -> Tensor:
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

@@ -1,0 +1,158 @@
+"""Warnings while a run goes: each fires on its side of its limit, says what to change, and is not said all the time."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from groupwise.errors import CheckpointError
+from groupwise.tasks import Task
+from groupwise.train.checks import CHECKS, QUIET, WINDOW, Checks
+from tests.train.made import made_recipe, made_trainer
+from tests.train.runs import go, metrics_of, small_trainer
+
+KL = {"loss.kl_coef": 0.02}
+LETTERS = {"letters/A": 0.7, "letters/B": 0.3}
+
+
+def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
+    """What is said in so many steps of the same metrics, as (step, name) and the sentences by name."""
+    checks, now = Checks(metric), made_recipe(settings)
+    found = [(step, w) for step in range(start, start + steps) for w in checks.observe(step, metrics, now)]
+    return [(step, w.name) for step, w in found], {w.name: w.sentence for _, w in found}
+
+
+@pytest.mark.parametrize(
+    ("name", "metrics", "settings", "says"),
+    [
+        ("kl_high", {"kl": 0.51}, KL, ["0.51", "raise loss.kl_coef, now 0.02", "optimizer.learning_rate, now 0.001"]),
+        ("masked", {"mask_ratio": 0.69, "masks/off_policy": 0.3, "masks/too_short": 0.01},
+         {"masks.off_policy": "document", "reference.refresh_every": 100},
+         ["69%", "off_policy takes 30%", "lower reference.refresh_every, now 100"]),
+        ("masked", {"mask_ratio": 0.5, "masks/off_policy": 0.5}, {"masks.off_policy": "document"},
+         ["set reference.refresh_every, such as 100"]),
+        ("masked", {"mask_ratio": 0.5, "masks/off_policy": 0.5}, {"masks.off_policy": "v3.2", "train.iterations": 4},
+         ["lower train.iterations, now 4, or optimizer.learning_rate"]),
+        ("masked", {"mask_ratio": 0.5, "masks/off_policy": 0.1, "masks/truncated": 0.4}, {"masks.off_policy": "v3.2"},
+         ["truncated takes 40%", "raise sampling.max_new_tokens, now 8"]),
+        ("masked", {"mask_ratio": 0.5, "masks/no_answer": 0.5, "masks/keep_sampling": 0.9}, {"masks.validity": True},
+         ["no_answer takes 50%", "in the prompt (data.system_prompt)", "sampling.max_new_tokens, now 8"]),
+        ("masked", {"mask_ratio": 0.5, "masks/dropped": 0.5}, {}, ["look at the reward function"]),
+        ("masked", {"mask_ratio": 0.5}, {}, ["switch off a mask"]),
+        ("no_answer", {"accuracy_no_answer": 0.11}, {}, ["11%", "data.system_prompt", "[[rewards]]"]),
+        ("no_answer", {"accuracy_no_answer": 0.5, "completions/clipped_ratio": 0.2}, {},
+         ["50%", "20% are cut off", "raise sampling.max_new_tokens, now 8"]),
+        # 10 steps of 2 × 1 × 4 answers: two standard errors are 2 · √(0.25 · 0.75 / 80) = 0.0968.
+        ("below_chance", {"accuracy": 0.15, "chance": 0.25}, {}, ["15.0%", "25.0%", "letters", "learning_rate"]),
+        ("one_letter", LETTERS, {}, ["70%", "are A", "loss.entropy_coef, now 0", "sampling.temperature, now 1",
+                                     "loss.kl_coef, now 0", "shuffle the options"]),
+        ("one_letter", {**LETTERS, "letters_right/A": 0.34}, {}, ["are A"]),
+        ("nothing_taught", {"signal/teaching": 0.0}, {}, ["10 steps", "sampling.samples_per_prompt, now 4",
+                                                          "sampling.temperature, now 1"]),
+    ],
+)  # fmt: skip
+def test_each_says_what_to_change(name, metrics, settings, says):
+    said, sentences = warned(metrics, settings)
+    assert said == [(WINDOW, name)]
+    for part in says:
+        assert part in sentences[name]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "settings"),
+    [
+        ({}, KL),
+        ({"kl": 0.5, "mask_ratio": 0.7, "accuracy_no_answer": 0.1, "signal/teaching": 0.01}, KL),
+        ({"accuracy": 0.16, "chance": 0.25}, {}),
+        ({"accuracy": 0.0}, {}),
+        ({"chance": 0.25}, {}),
+        ({"letters/A": 0.6, "letters/B": 0.4}, {}),
+        ({**LETTERS, "letters_right/A": 0.36}, {}),
+        ({"kl": math.nan, "mask_ratio": math.inf}, KL),
+        ({"other_no_answer": 1.0}, {}),
+    ],
+)
+def test_nothing_is_said_without_a_reason(metrics, settings):
+    assert warned(metrics, settings)[0] == []
+
+
+def test_a_low_kl_is_told_once_it_should_have_grown():
+    assert warned({"kl": 9e-5}, KL, steps=60)[0] == [(50, "kl_low")]
+    assert "lower loss.kl_coef, now 0.02" in warned({"kl": -9e-5}, KL, steps=60)[1]["kl_low"]
+    assert warned({"kl": 1.1e-4}, KL, steps=60)[0] == []
+    assert warned({"kl": -1.0}, KL, steps=60)[0] == []
+    assert warned({"kl": 0.0}, {"loss.kl_coef": 0.0}, steps=60)[0] == []
+
+
+def test_the_mean_of_the_window_counts():
+    """Nine steps at 0.4 and one at 1.5 have a mean of 0.51; a step later, with 0.4 in its place, it is still in."""
+    checks, now = Checks(), made_recipe(KL)
+    values = [0.4] * 9 + [1.5] + [0.4] * 30
+    said = [bool(checks.observe(step, {"kl": kl}, now)) for step, kl in enumerate(values, 1)]
+    assert said == [False] * 9 + [True] + [False] * 30
+    values[9] = 1.4  # a mean of 0.5 is not above
+    checks = Checks()
+    assert not any(checks.observe(step, {"kl": kl}, now) for step, kl in enumerate(values, 1))
+
+
+def test_steps_that_do_not_report_a_metric_do_not_count_and_a_letter_that_is_not_named_was_not_given():
+    checks, now = Checks(), made_recipe(KL)
+    rows = [{"kl": 0.6}, {}] * 5
+    assert [bool(checks.observe(step, row, now)) for step, row in enumerate(rows, 1)] == [False] * 9 + [True]
+    checks = Checks()
+    rows = [{"letters/A": 1.0}, {"letters/B": 1.0}] * 5
+    assert not any(checks.observe(step, row, now) for step, row in enumerate(rows, 1))
+
+
+def test_the_same_is_said_again_after_a_while():
+    said, _ = warned({"kl": 1.0, "signal/teaching": 0.0}, KL, steps=WINDOW + QUIET)
+    first = [(WINDOW, "kl_high"), (WINDOW, "nothing_taught")]
+    assert said == [*first, (WINDOW + QUIET, "kl_high"), (WINDOW + QUIET, "nothing_taught")]
+
+
+@pytest.mark.parametrize("at", [4, 10, 25])
+def test_a_run_that_goes_on_says_the_same(at):
+    rows = [{"kl": 0.4 + step / 50, "accuracy": step / 100, "chance": 0.25, **LETTERS} for step in range(70)]
+    now, whole, broken = made_recipe(KL), Checks("accuracy"), Checks("accuracy")
+    wanted = [whole.observe(step, row, now) for step, row in enumerate(rows, 1)]
+    found = [broken.observe(step, row, now) for step, row in enumerate(rows[:at], 1)]
+    again = Checks("accuracy")
+    again.load_state(json.loads(json.dumps(broken.state())))
+    found += [again.observe(step, row, now) for step, row in enumerate(rows[at:], at + 1)]
+    assert found == wanted
+    assert again.state() == whole.state()
+    assert sum(map(len, wanted)) >= 4
+
+
+@pytest.mark.parametrize("state", [{}, {"window": [3], "samples": [], "said": {}}, {"window": None}])
+def test_a_damaged_state(state):
+    with pytest.raises(CheckpointError, match="the saved checks are damaged"):
+        Checks().load_state(state)
+
+
+def test_names_are_those_that_metrics_get():
+    assert list(CHECKS) == ["kl_high", "kl_low", "masked", "no_answer", "below_chance", "one_letter", "nothing_taught"]
+
+
+def same(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_in_a_run_it_is_said_and_recorded(tmp_path):
+    with made_trainer(tmp_path, {"train.steps": 11, "sampling.max_new_tokens": 2}, reward=same) as trainer:
+        reports = list(trainer.steps())
+        (sentence,) = [text for text in trainer.display.said if "warning" in text]
+    assert sentence.startswith("step 10: warning nothing_taught: for 10 steps nothing was learned")
+    assert [report.metrics.get("warnings/nothing_taught") for report in reports] == [None] * 9 + [1.0, None]
+
+
+def test_a_resumed_run_does_not_say_it_twice(tmp_path):
+    task = Task("try", [{"prompt": "Say: "}])
+    changes = {"train": {"steps": 12, "batch_size": 1}, "sampling": {"max_new_tokens": 1}, "evaluate": {"every": 0}}
+    for name, first in (("early", 8), ("late", 11)):
+        go(small_trainer(tmp_path / name, changes, task=task, rewards=[same]), first)
+        small_trainer(tmp_path / name, changes, task=task, rewards=[same], resume=True).run()
+        steps = [row["step"] for row in metrics_of(tmp_path / name) if "warnings/nothing_taught" in row]
+        assert steps == [10]
