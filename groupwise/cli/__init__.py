@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 
 from groupwise import __version__
 from groupwise.cli.common import Commands, Run, say_error
+from groupwise.cli.evaluate import add_eval
 from groupwise.cli.models import add_models
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import split_settings
-from groupwise.cli.train import add_check, add_eval, add_train
+from groupwise.cli.train import add_check, add_train
 from groupwise.errors import GroupwiseError
 
 # A new command is a function like `add_models`, named here.

@@ -9,6 +9,7 @@ from typing import Any
 from groupwise.errors import ConfigError
 
 WIDTH = 112
+SAME = {"model.name": "model.source"}  # what else a setting may be called on the command line
 TABLES = ("rewards", "phases", "ramps", "rules")
 
 # What a list of tables looks like says more than a sentence about it.
@@ -86,6 +87,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
         name = name.replace("-", "_")
+        name = SAME.get(name, name)
         if name in found:
             raise ConfigError(f"--{name} is given twice")
         found[name] = parse_override(name, text)

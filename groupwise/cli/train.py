@@ -1,4 +1,4 @@
-"""`groupwise train`, `check` and `eval`: what a recipe is for."""
+"""`groupwise train` and `check`, and what all commands that take a recipe share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
 from groupwise.cli.settings import parse_settings, settings_help
-from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -31,7 +30,7 @@ class HelpWithSettings(argparse.Action):
 
 
 def add_train(commands: Commands) -> None:
-    train = _add_with_settings(
+    train = add_with_settings(
         commands, "train", _train, "train a model by a recipe; Ctrl-C finishes the step and saves"
     )
     train.add_argument("--resume", action="store_true", help="go on with the run in run.folder, or the newest one")
@@ -39,7 +38,7 @@ def add_train(commands: Commands) -> None:
 
 
 def add_check(commands: Commands) -> None:
-    check = _add_with_settings(
+    check = add_with_settings(
         commands,
         "check",
         _check,
@@ -48,14 +47,7 @@ def add_check(commands: Commands) -> None:
     check.add_argument("--quick", action="store_true", help="do not time a small batch, so there is no time estimate")
 
 
-def add_eval(commands: Commands) -> None:
-    evaluate = _add_with_settings(commands, "eval", _eval, "measure a model on a recipe's held-out rows")
-    evaluate.add_argument(
-        "--answers", type=Path, metavar="FILE", help="write every answer with its grades, as JSON lines"
-    )
-
-
-def _add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
+def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
     parser = add(commands, name, run, help_text, add_help=False)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help=RECIPE_HELP)
@@ -65,7 +57,7 @@ def _add_with_settings(commands: Commands, name: str, run: Any, help_text: str) 
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
+    recipe = recipe_of(arguments)
     from groupwise.train.display import make_display
     from groupwise.train.trainer import Trainer
 
@@ -80,7 +72,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
+    recipe = recipe_of(arguments)
     from groupwise.train.estimate import describe_run
 
     out = console()
@@ -89,49 +81,7 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _eval(arguments: argparse.Namespace) -> int:
-    recipe = _recipe(arguments)
-    if arguments.answers is not None and arguments.answers.is_dir():
-        raise ConfigError(f"--answers {arguments.answers} is a folder; name a file")
-    from rich.table import Table
-
-    from groupwise.train.held_out import evaluate_recipe
-
-    found, metric = evaluate_recipe(recipe)
-    out = console()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    graded = any(f"{name}_no_answer" in found.metrics for name in found.metrics)
-    for column in ("metric", "value", "95 % interval", "without an answer" if graded else "not scored"):
-        table.add_column(column, justify="left" if column == "metric" else "right")
-    names = [name for name in found.metrics if f"{name}_low" in found.metrics]
-    for name in names:
-        interval = found.interval(name)
-        none = found.metrics[f"{name}_no_answer" if graded else f"{name}_unscored"]
-        table.add_row(
-            f"{name} *" if name == metric else name,
-            f"{interval.estimate:.4f}",
-            f"{interval.low:.4f} – {interval.high:.4f}",
-            f"{none:.1%}",
-        )
-    out.print(table)
-    answered = len(found.answers)
-    length, cut = found.metrics["mean_length"], found.metrics["truncated"]
-    out.print(
-        f"{answered:,} answers by {recipe.model.source}: {length:.1f} tokens on average, {cut:.1%} cut off",
-        markup=False,
-        highlight=False,
-    )
-    if arguments.answers is not None:
-        import json
-
-        from groupwise.rundir import write_bytes
-
-        lines = "".join(json.dumps(answer, ensure_ascii=False) + "\n" for answer in found.answers)
-        write_bytes(arguments.answers, lines.encode())
-    return 0
-
-
-def _recipe(arguments: argparse.Namespace) -> Recipe:
+def recipe_of(arguments: argparse.Namespace) -> Recipe:
     from groupwise.config import load_recipe
 
     return load_recipe(arguments.recipe, parse_settings(arguments.settings))

@@ -64,11 +64,11 @@ class ModelSection(Section):
 
 class DataSection(Section):
     train: str | list[str] | None = None
-    """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, a hub data set owner/name, or a list of such"""
+    """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, a hub data set owner/name, or several"""
     held_out: str | list[str] | None = None
     """rows to evaluate on; never trained on"""
     held_out_from_train: CountOrNone = 0
-    """take so many rows, drawn by the seed, out of the training rows to evaluate on; for data without a part of its own"""
+    """take so many rows, drawn by the seed, out of the training rows to evaluate on, where none are held out"""
     subset: str | None = None
     """the configuration of a hub data set"""
     train_split: str | None = None
@@ -101,7 +101,7 @@ class UsmleSection(Section):
     reading: Literal["strict", "lenient"] = "strict"
     """what counts as an answer for the reward: the required form only, or what a careful reader would take"""
     reward: Literal["binary", "enhanced", "enhanced_when_right"] = "binary"
-    """1 for the right letter; the first document's with bonus and penalty; or that with its bonus for right answers only"""
+    """1 for the right letter; the first document's bonus and penalty on it; or that with its bonus when right only"""
     term_bonus: NotNegative = 0.05
     """enhanced: what medical terminology in an answer is worth"""
     short_penalty: NotNegative = 0.1
@@ -336,7 +336,7 @@ class Recipe(Section):
     """A whole run."""
 
     task: str = "rows"
-    """"rows" (your data and rewards), "quiz", "gsm8k", "usmle", or module:function that returns a groupwise.tasks.Task"""
+    """"rows" (your data and rewards), "quiz", "gsm8k", "usmle", or module:function that returns a Task"""
     algorithm: str = "dapo"
     """the preset below everything else: {algorithms}"""
     model: ModelSection = Field(default_factory=ModelSection)

@@ -1,5 +1,6 @@
 """Rewards: the contract that a function of the user's keeps, how it is loaded and called, and some to start with."""
 
+from groupwise.rewards.choice import Choice, extract_answer
 from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named, weighted_total
 from groupwise.rewards.load import load_function
 from groupwise.rewards.maths import (
@@ -12,19 +13,32 @@ from groupwise.rewards.maths import (
     same_number,
     strict_answer,
 )
+from groupwise.rewards.medical import (
+    EnhancedReward,
+    enhanced_reward,
+    load_medical_vocabulary,
+    medical_terms,
+    uses_medical_terms,
+)
 from groupwise.rewards.text import format_reward, overlong_penalty, text_of
 
 __all__ = [
+    "Choice",
+    "EnhancedReward",
     "Failure",
     "RewardFunction",
     "Scorer",
     "Scores",
     "correct_number",
+    "enhanced_reward",
+    "extract_answer",
     "format_reward",
     "gold_number",
     "lenient_answer",
     "lenient_correct",
     "load_function",
+    "load_medical_vocabulary",
+    "medical_terms",
     "named",
     "number_format",
     "overlong_penalty",
@@ -32,5 +46,6 @@ __all__ = [
     "same_number",
     "strict_answer",
     "text_of",
+    "uses_medical_terms",
     "weighted_total",
 ]

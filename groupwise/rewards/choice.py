@@ -1,10 +1,10 @@
 r"""The answer to a multiple-choice question, found in what a model wrote.
 
 The strict reading asks for the form that was required: a line ``Answer: C``, a ``\boxed{C}``, or the letter (with its
-own option's text, if any) as the first or the last line. The lenient one is what a careful reader would take: it follows
-corrections, knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option, accepts
-an option's text in place of its letter, and does not choose for an answer that names two. Every result says by which
-rule it was found, or why there is none.
+own option's text, if any) as the first or the last line. The lenient one is what a careful reader would take: it
+follows corrections, knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option,
+accepts an option's text in place of its letter, and does not choose for an answer that names two. Every result says by
+which rule it was found, or why there is none.
 
 The time is linear: sentences are read one by one, patterns look at a bounded stretch, and of a text longer than any
 answer the beginning and the end are read.
@@ -24,6 +24,8 @@ NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
 """The rules that say why there is no answer; every other one found a letter."""
 BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
 ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
+FOUND = (BOXED, STATED, ALONE, CONCLUDED, ONLY, ELIMINATED, BY_TEXT)
+"""The rules by which a letter is found."""
 DISAGREES = ", text disagrees"  # added to a rule: the letter stands beside another option's text, and counts
 
 
@@ -42,7 +44,9 @@ def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, str
     """
     known = _known(options)
     found = Choice(None, NOTHING)
-    for part in parts_of(prepared(text)):
+    for number, part in enumerate(parts_of(prepared(text))):
+        if number and not known.are_listed_in(part):
+            break  # a question that the model made up, not the one it was asked
         lenient = _lenient(part, known)
         if lenient.rule != NOTHING:
             found = lenient
@@ -64,8 +68,7 @@ def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
 # --- the required form ------------------------------------------------------------------------------------------------
 
 _ANSWER_LINE = re.compile(
-    r"\W{0,4}(?:(?:the )?(?:final |correct )?answer(?: is ?:?| ?:)|the correct option is) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})",
-    re.IGNORECASE,
+    r"\W{0,4}(?:the )?(?:final |correct )?answer(?: is ?:?| ?:) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})", re.IGNORECASE
 )
 _LETTER_FIRST = re.compile(r"[(\[]{0,2}(?P<letter>[A-Za-z])(?!\w)[)\]]{0,2}(?P<rest>.{0,400})", re.DOTALL)
 _BOX = re.compile(r"⟦([^⟧\n]{0,200})⟧")
@@ -101,72 +104,130 @@ def _letter_and_text(text: str, options: Options, rule: str) -> Choice:
 # --- what a careful reader takes --------------------------------------------------------------------------------------
 # Patterns over marked sentences: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
 
+
+def _any(phrases: str) -> str:
+    """A group that matches any one of the patterns, which are written apart to be read: "so | thus | hence"."""
+    return f"(?:{'|'.join(phrases.split(' | '))})"
+
+
 _ONE = r"[@#][A-Z]"
 _AND = r" (?:, )?(?:and|or|/|&|,|as well as) (?:maybe |possibly |perhaps |also |else |even )?(?:the )?"
 _LIST = rf"{_ONE}(?:{_AND}{_ONE}){{0,9}}"
-_ADVERB = r"(?:therefore|also|both|all|clearly|probably|likely|simply|just|thus|actually|very|more|each|definitely|certainly)"
-_WRONG = (
-    r"(?:not|never|incorrect|wrong|unlikely|less|least|ruled|excluded|false|inappropriate|eliminated|implausible|unrelated|"
-    r"contraindicated|inconsistent|distractors?|insufficient|irrelevant|untrue|tempting|too|out|neither|no)"
+_ANYTHING = rf"(?: (?!because|since|but|{_ONE})[^ ]{{1,24}})"
+_ANYTHING_BUT_A_COMMA = rf"(?: (?!because|since|but|,|{_ONE})[^ ]{{1,24}})"
+
+_WRONG = _any(
+    "not | never | no | neither | incorrect | wrong | untrue | false | unlikely | less | least | too | out | "
+    "ruled | excluded | eliminated | avoided | inappropriate | contraindicated | implausible | inconsistent | "
+    "insufficient | irrelevant | unrelated | distractors? | tempting"
 )
-_DENIED = (
-    re.compile(
-        rf"\b(?:not|isn't|never|rule out|rules out|ruled out|ruling out|eliminates?|eliminated|eliminating|excludes?|excluded|"
-        rf"excluding|discard(?:ed)?|rejects?|rejected|rather than|instead of|unlike|than|versus|vs|over|except|against|neither|"
-        rf"nor|dismiss(?:ed)?|incorrect|wrong)(?: (?:likely|the|be|is|it|just|simply|in|for|:)){{0,2}} ({_LIST})"
-    ),
-    re.compile(
-        rf"({_LIST})(?: (?!because|since|,|but|{_ONE})[^ ]{{1,20}}){{0,6}} (?:is|are|was|were|would be|would|can be|could be|"
-        rf"does|do|seems?|appears?|looks?|may be|might be|should be)(?: {_ADVERB}){{0,2}} (?:a |an )?{_WRONG}\b"
-    ),
-    re.compile(
-        rf"({_LIST})(?: (?!because|since|,|but|{_ONE})[^ ]{{1,20}}){{0,5}} (?:cannot|can't|isn't|aren't|wouldn't|doesn't|don't|"
-        r"can not|does not|do not|would not|lacks?|fails?)\b"
-    ),
-    re.compile(rf"({_LIST}) (?:[:\-–—(] )?(?:incorrect|wrong|no|unlikely|false|ruled out|less likely|excluded)\b"),
-    re.compile(rf"\b(?:cannot|can't|can not|could not|couldn't|won't|will not) be(?: the)? ({_LIST})"),
-    re.compile(rf"\b(?:wrong|incorrect|tempting|worst|least likely) (?:answer|option|choice|one)s?(?: (?:is|are|:))? ({_LIST})"),
-    re.compile(rf"\b(?:thought(?: of| it was)?|suspected|considered|assumed|said) ({_LIST})"),
+_RULES_OUT = _any(
+    "not | isn't | never | neither | nor | rule out | rules out | ruled out | ruling out | "
+    "eliminat(?:e|es|ed|ing) | exclud(?:e|es|ed|ing) | discard(?:ed)? | reject(?:s|ed)? | dismiss(?:ed)? | "
+    "rather than | instead of | unlike | than | versus | vs | over | except | against | incorrect | wrong"
+)
+_MAY_BE = _any(
+    "is | are | was | were | would be | would | can be | could be | does | do | seems? | appears? | looks? | "
+    "may be | might be | should be"
+)
+_IS_NOT = _any(
+    "cannot | can't | isn't | aren't | wouldn't | doesn't | don't | can not | does not | do not | would not | "
+    "lacks? | fails?"
+)
+_ADVERB = _any(
+    "therefore | also | both | all | clearly | probably | likely | simply | just | thus | actually | very | more | "
+    "each | definitely | certainly"
+)
+_DENIED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"\b{_RULES_OUT}(?: (?:likely|the|be|is|it|just|simply|in|for|:)){{0,2}} ({_LIST})",
+        rf"({_LIST}){_ANYTHING_BUT_A_COMMA}{{0,6}} {_MAY_BE}(?: {_ADVERB}){{0,2}} (?:a |an )?{_WRONG}\b",
+        rf"({_LIST}){_ANYTHING_BUT_A_COMMA}{{0,5}} {_IS_NOT}\b",
+        rf"({_LIST}) (?:[:\-–—(] )?(?:incorrect|wrong|no|unlikely|false|ruled out|less likely|excluded)\b",
+        rf"\b(?:cannot|can't|can not|could not|couldn't|won't|will not) be(?: the)? ({_LIST})",
+        rf"\b(?:wrong|incorrect|tempting|worst|least likely) (?:answer|option|choice|one)s?(?: is| are| :)? ({_LIST})",
+        rf"\b(?:thought(?: of| was| it was)?|suspected|considered|assumed|said) ({_LIST})",
+    )
 )
 _MNEMONIC = re.compile(r"[@#]([A-Z]) (?=(?:is|stands) for\b)")
+_WEIGHED = re.compile(rf"\bbetween {_ONE} and {_ONE} ,")
+
 _NOUN = r"(?:answer|ans|option|choice|letter|response|selection|respuesta|réponse|antwort|risposta|resposta)s?"
-_IS = r"(?:is|are|was|would be|should be|must be|will be|has to be|seems to be|appears to be|be|es|est|ist|è|é|=|:|-|–|—|→)"
-_FILL = (
-    r"(?: (?:therefore|thus|most|likely|probably|clearly|definitely|hence|indeed|obviously|option|choice|letter|the|a|to|this|"
-    r"correct|best|actually|still|then|simply|of|question|case|in|here|,|:|\(|-|–|—|again|it|is|would|be|so|really|now|overall|"
-    r"final|answer|my|for|patient|appropriate|given|above|scenario|single|one|right)){0,8}"
+_IS = _any(
+    "is | are | was | would be | should be | must be | will be | has to be | seems to be | appears to be | be | "
+    "es | est | ist | è | é | = | : | - | – | — | →"
 )
+_FILLER = _any(
+    "therefore | thus | hence | so | then | indeed | really | actually | simply | still | now | again | here | "
+    "overall | most | likely | probably | clearly | definitely | obviously | correct | right | best | "
+    "appropriate | final | single | one | option | choice | letter | answer | question | case | scenario | "
+    "patient | given | above | the | a | this | it | my | of | in | for | to | is | would | be | , | : | \\( | - | "
+    "– | —"
+)
+_FILL = rf"(?: {_FILLER}){{0,8}}"
+_BOXES = re.compile(rf"\bboxed ({_LIST})")
+_BY_ITSELF = re.compile(rf"[(:,\-–—) ]{{0,4}}{_LIST}[):,\-–—. ]{{0,4}}")
 _STATES = re.compile(rf"\b{_NOUN}{_FILL} {_IS}{_FILL} ({_LIST})")
-_STATES_NEXT = re.compile(rf"^(?:the |my |final |correct |best )*{_NOUN} ({_LIST})|\b(?:答案|正解|正确)\w{{0,4}} (?:: )?({_LIST})")
-_CHOOSES = re.compile(
-    r"\b(?:choose|chose|choosing|select|selected|selecting|pick|picked|picking|go with|going with|opt for|answer with|answer|"
-    rf"settle on|lean towards?|leaning towards?|vote for|say|guess|conclude|mark)(?: (?:on|for|the|that|it|is|be|:|,)){{0,3}} ({_LIST})"
+_STATES_NEXT = re.compile(
+    rf"^(?:the |my |final |correct |best ){{0,4}}{_NOUN} ({_LIST})|\b(?:答案|正解|正确)\w{{0,4}} (?:: )?({_LIST})"
+)
+_STATES_NONE = re.compile(rf"\b{_NOUN}{_FILL} {_IS} (?:none|neither(?! ~)|not (?:listed|given|among|here))\b")
+_CHOICE_MADE = _any(
+    "choose | chose | choosing | select | selected | selecting | pick | picked | picking | go with | going with | "
+    "opt for | answer with | answer | settle on | lean towards? | leaning towards? | vote for | say | guess | "
+    "conclude | mark"
+)
+_CHOOSES = re.compile(rf"\b{_CHOICE_MADE}(?: (?:on|for|the|that|it|is|be|:|,)){{0,3}} ({_LIST})")
+_MUST_BE = _any(
+    "is | are | was | would be | must be | should be | has to be | seems? | appears? | looks | remains? | as"
+)
+_THE_VERY = _any(
+    "to | be | the | a | our | my | therefore | thus | clearly | indeed | still | then | probably | definitely | "
+    "actually | also | most | more | much | far | better | likely | single | only"
+)
+_RIGHT = _any(
+    "correct | right | best | better | answer | likely | appropriate | probable | diagnosis | choice | accurate | "
+    "fitting"
 )
 _IS_RIGHT = re.compile(
-    rf"({_LIST})(?: (?!because|since|but|{_ONE})[^ ]{{1,24}}){{0,8}} (?:is|are|was|would be|must be|should be|seems?|appears?|"
-    r"remains?|as|has to be|looks)(?: (?:to|be|the|a|therefore|thus|clearly|indeed|still|then|probably|definitely|our|my|most|"
-    r"likely|single|only|also|actually|more|much|far)){0,4} (?:correct|right|best|answer|likely|appropriate|probable|diagnosis|choice|"
-    rf"accurate|fitting)\b|({_LIST}) (?:as )?the (?:best|correct|right|most likely) (?:answer|option|choice|diagnosis)\b"
+    rf"({_LIST}){_ANYTHING}{{0,8}} {_MUST_BE}(?: {_THE_VERY}){{0,4}} {_RIGHT}\b"
+    rf"|({_LIST}) (?:as )?the (?:best|correct|right|most likely) (?:answer|option|choice|diagnosis)\b"
 )
 _SUPPOSES = re.compile(r"\bif\b.{0,200}\b(?:answer|option|choice|it) would (?:then )?be\b")
-_RETRACTS = re.compile(r"\b(?:wait|that is wrong|that's wrong|that was wrong|scratch that|i was wrong|not right|reconsider)\b")
-_CORRECTS = re.compile(
-    r"\b(?:wait|actually|correction|sorry|reflection|reconsider(?:ing)?|meant|mean|mistake|second thoughts?|instead|change|"
-    r"scratch|hmm|rather)\b|^no ,|^no\b"
+_IMAGINES = re.compile(r"\bif\b.{0,200}\bwould\b")
+
+_RETRACTS = re.compile(
+    r"\b(?:wait|that is wrong|that's wrong|that was wrong|scratch that|i was wrong|not right|reconsider)\b"
 )
-_CONCLUDES = re.compile(
-    r"\b(?:so|thus|therefore|hence|conclusion|conclude|overall|ultimately|finally|likely|best|suggests?|suggesting|consistent|"
-    r"points?|indicates?|indicating|diagnosis|treatment|management|mechanism|cause|step|based on|given|which is|it is|it's|must|"
-    r"explains?|explained|confirms?|correct|most|fits?|characteristic|due to|caused by|classic|typical|makes?|leaves?|leaving)\b"
+_CORRECTION = _any(
+    "wait | actually | correction | sorry | reflection | reconsider(?:ing)? | meant | mean | mistake | "
+    "second thoughts? | instead | change | scratch | hmm | rather"
 )
-_HEDGES = re.compile(
-    r"[@#][A-Z] would\b|\b(?:could|may|might|possible|possibly|consider(?:ed|ing)?|if|differential|include[sd]?|including|such as|e g|"
-    r"between|whether|unsure|options?|let's|first|also)\b|\?"
+_CORRECTS = re.compile(rf"\b{_CORRECTION}\b|^no\b")
+_WITHDRAWS = re.compile(
+    r"(?:~([A-Z]) (?:is|was) (?:not (?:the )?(?:correct|right|best|answer)|incorrect|wrong)|\bnot ~([A-Z]))\b"
 )
+
+_CONCLUSION = _any(
+    "so | thus | therefore | hence | conclusion | conclude | overall | ultimately | finally | based on | given | "
+    "likely | best | most | correct | must | preferred | suggests? | suggesting | consistent | points? | "
+    "indicates? | indicating | explains? | explained | confirms? | fits? | makes? | leaves? | leaving | "
+    "characteristic | classic | typical | diagnosis | treatment | management | mechanism | cause | step | due to | "
+    "caused by | which is | it is | it's"
+)
+_CONCLUDES = re.compile(rf"\b{_CONCLUSION}\b")
+_ASIDE = re.compile(r" (?:, (?:which|who|whose|although|though|as)|because|since)\b")
+_HEDGE = _any(
+    "could | may | might | possible | possibly | consider(?:ed|ing)? | if | differential | include[sd]? | "
+    "including | such as | e g | between | whether | unsure | options? | let's | also | at first | "
+    "first (?:glance|sight|look|impression|thought)"
+)
+_HEDGES = re.compile(rf"{_ONE} would\b|\b{_HEDGE}\b|^first\b(?! -)|\?")
 _DECLINES = re.compile(
-    r"\b(?:none of (?:the|these|those|them)|no (?:correct|right) (?:answer|option)|cannot (?:be )?(?:answer|determine)|can't (?:answer|"
-    r"determine)|unable to|not (?:able|possible) to (?:answer|determine)|don't know|do not know|not sure|insufficient information|"
-    r"not enough information)"
+    r"\b(?:none of (?:the|these|those|them)|no (?:correct|right) (?:answer|option)|unable to|don't know|do not know|"
+    r"not sure|(?:cannot|can't) (?:be )?(?:answer|determine)|not (?:able|possible) to (?:answer|determine)|"
+    r"(?:insufficient|not enough) information)"
 )
 
 
@@ -205,38 +266,52 @@ def _choice(verdict: _Verdict, options: Options) -> Choice:
 
 
 def _with_denials(sentence: Sentence) -> Sentence:
-    words = _MNEMONIC.sub(r"\1 ", sentence.words)
+    words = _WEIGHED.sub("", _MNEMONIC.sub(r"\1 ", sentence.words))
     for pattern in _DENIED:
         words = pattern.sub(lambda match: re.sub(r"[@#](?=[A-Z]\b)", "~", match[0]), words)
     return Sentence(words, sentence.disagrees)
 
 
 def _last_verdict(read: Sequence[Sentence]) -> _Verdict | None:
+    """What was said last to be the answer; with no letters where that was taken back and nothing put in its place."""
     last: _Verdict | None = None
     taken_back = False
     for number, sentence in enumerate(read):
+        words = sentence.words
         found = _verdict(sentence, at_the_edge=number in (0, len(read) - 1))
-        named = _marks(sentence.words)
-        if found is None and named and last is not None and (taken_back or _CORRECTS.search(sentence.words)):
-            found = _Verdict(named[-1:], STATED, sentence.disagrees)
-        taken_back = found is None and (taken_back or (last is not None and _RETRACTS.search(sentence.words) is not None))
+        if found is None and last is not None and (taken_back or _corrects(words)):
+            if named := _marks(words):
+                found = _Verdict(named[-1:], STATED, sentence.disagrees)
+            elif last.letters and set(last.letters) <= _withdrawn(words):
+                last = _Verdict((), DECLINED, False)
+        taken_back = found is None and last is not None and (taken_back or not last.letters or _retracts(words))
         last = found or last
     return last
+
+
+def _corrects(words: str) -> bool:
+    return _CORRECTS.search(words) is not None and not _IMAGINES.search(words)
+
+
+def _retracts(words: str) -> bool:
+    return _RETRACTS.search(words) is not None
+
+
+def _withdrawn(words: str) -> set[str]:
+    return {letter for match in _WITHDRAWS.finditer(words) for letter in match.groups() if letter}
 
 
 def _verdict(sentence: Sentence, *, at_the_edge: bool) -> _Verdict | None:
     """What a sentence says the answer is. A letter by itself says so in the first and in the last sentence."""
     words = sentence.words
-    if (boxes := re.findall(rf"boxed ({_LIST})", words)) and not _SUPPOSES.search(words):
-        return _Verdict(_marks(boxes[-1]), BOXED, sentence.disagrees)
-    for pattern in () if _SUPPOSES.search(words) else (_STATES, _STATES_NEXT, _CHOOSES, _IS_RIGHT):
+    for pattern in () if _SUPPOSES.search(words) else (_BOXES, _STATES, _STATES_NEXT, _CHOOSES, _IS_RIGHT):
         matches = list(pattern.finditer(words))
         if matches:
             named = next(group for group in matches[-1].groups() if group)
-            return _Verdict(_marks(named), STATED, sentence.disagrees)
-    if re.search(rf"\b{_NOUN}{_FILL} {_IS} (?:none|neither|not (?:listed|given|among|here))\b", words):
+            return _Verdict(_marks(named), BOXED if pattern is _BOXES else STATED, sentence.disagrees)
+    if _STATES_NONE.search(words):
         return _Verdict((), DECLINED, False)
-    if at_the_edge and re.fullmatch(rf"[(:,\-–—) ]{{0,4}}({_LIST})[):,\-–—. ]{{0,4}}", words):
+    if at_the_edge and _BY_ITSELF.fullmatch(words):
         return _Verdict(_marks(words), ALONE, sentence.disagrees)
     return None
 
@@ -244,17 +319,27 @@ def _verdict(sentence: Sentence, *, at_the_edge: bool) -> _Verdict | None:
 def _conclusion(read: Sequence[Sentence], options: Options) -> Choice | None:
     """The option of the last sentence that draws a conclusion and names one."""
     for sentence in reversed(read):
-        named = tuple(letter for letter in dict.fromkeys(_marks(sentence.words)) if letter in options)
-        if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(sentence.words):
+        claim = _claim(sentence.words)
+        named = tuple(letter for letter in dict.fromkeys(_marks(claim)) if letter in options)
+        if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(claim):
             rule = CONCLUDED if f"@{named[0]}" in sentence.words else BY_TEXT
             return _choice(_Verdict(named, rule, sentence.disagrees), options)
     return None
 
 
+def _claim(words: str) -> str:
+    """A sentence up to where it goes on, behind the first option, with a reason or with what else is known of it."""
+    first = re.search(_ONE, words)
+    aside = _ASIDE.search(words, first.end()) if first else None
+    return words[: aside.start()] if aside else words
+
+
 def _by_what_is_named(read: Sequence[Sentence], options: Options) -> Choice:
     """The only option that is named at all, by its letter or by its text, or the only one that was not ruled out."""
     firm = [sentence for sentence in read if not _HEDGES.search(sentence.words)]
-    by_letter = {letter for sentence in read for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options}
+    by_letter = {
+        letter for sentence in read for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options
+    }
     by_text = {letter for sentence in firm for letter in re.findall(r"#([A-Z])\b", sentence.words)}
     ruled_out = {letter for sentence in read for letter in re.findall(r"~([A-Z])\b", sentence.words)}
     left = [letter for letter in options.texts if letter not in ruled_out]

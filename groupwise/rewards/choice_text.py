@@ -1,8 +1,8 @@
 r"""From a model's text to what it says about the options: sentences in which options are marked and all else is words.
 
-"Option A is unlikely, so I choose **D. Aortic dissection**" becomes "@A is unlikely , so i choose @D". Letters that stand
-for no option (an article, "vitamin D", "E. coli") stay words; an option's text without its letter is marked ``#D``. The
-rules that decide what was answered are written over these sentences, in `choice`.
+"Option A is unlikely, so I choose **D. Aortic dissection**" becomes "@A is unlikely , so i choose @D". Letters that
+stand for no option (an article, "vitamin D", "E. coli") stay words; an option's text without its letter is marked
+``#D``. The rules that decide what was answered are written over these sentences, in `choice`.
 """
 
 from __future__ import annotations
@@ -12,49 +12,68 @@ import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
-LONGEST_HEAD, LONGEST_TAIL = 10_000, 30_000  # characters that are read of a longer text
+LONGEST_HEAD, LONGEST_TAIL = 4_000, 12_000  # characters that are read of a longer text
 LONGEST_OPTION = 12  # words of an option's text that have to be there
 
 _TAG = re.compile(r"<(?:final_)?(?:answer|choice)>\s{0,9}|</(?:final_)?(?:answer|choice)>", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s?\{\s?(?:\\(?:text|textbf|mathrm|mathbf)\s?\{)?([^{}\n]{0,200})\}{1,2}")
 _JSON = re.compile(
-    r"[\"'](?:final_?)?(?:answer|choice|option|letter|prediction)(?:_letter)?[\"']\s?:\s?[\"']([^\"'\n]{1,200})[\"']", re.IGNORECASE
+    r"[\"'](?:final_?)?(?:answer|choice|option|letter|prediction)(?:_letter)?[\"']\s?:\s?[\"']([^\"'\n]{1,200})[\"']",
+    re.IGNORECASE,
 )
 _BOLD_LETTER = re.compile(r"(?<![\w*])([*_]{1,3}|`)\s?[(\[]?([A-Za-z])[)\].:]{0,2}\s?([*_]{1,3}|`)(?![\w*])")
+_QUOTED_LETTER = re.compile(r"(?<!\w)['‘]([A-Za-z])['’](?!\w)")
 _MARKUP = re.compile(r"\*{1,3}|__|`{1,3}|~~|[\"“”„«»]")
 _LINE_MARK = re.compile(r"^[ \t]{0,8}(?:#{1,6}[ \t]|>[ \t]?|[-*•·][ \t]|\d{1,2}[.)][ \t])", re.MULTILINE)
 _NEW_QUESTION = re.compile(
     r"^[ \t]{0,8}(?:next |new |another |medical |sample |patient )?(?:question|case)(?: \d{1,3})?[ \t]?(?:[:.]|$)",
     re.IGNORECASE | re.MULTILINE,
 )
-_LISTED_LETTERS = re.compile(r"\(?(?<!\w)[A-J](?:(?:\s?[,/]\s?|\s)(?:or |and )?[A-J](?!\w))+\)?")
+_LISTED_LETTERS = re.compile(r"\(?(?<!\w)[A-J](?:(?:\s?[,/]\s?|\s)(?:or |and )?[A-J](?!\w)){1,99}\)?")
+_JUDGES = re.compile(
+    r"(?:this|it)(?: \w{1,12}){0,2} (?:is|was|would be) (?:not )?(?:the )?(?:(?:in)?correct|right|wrong|unlikely)\b"
+    r"|(?:(?:in)?correct|right|wrong)\s?(?:[:.,!\-–—]|$)",
+    re.IGNORECASE,
+)
+_TICKS = str.maketrans(dict.fromkeys("✅✓✔", " correct ") | dict.fromkeys("❌✗✘", " incorrect "))
+# A line with a tick does more than list an option, hence none of them here.
+_OPTION_LINE = re.compile(r"\s{0,8}\(?([A-J])[).:\-]\s{0,8}([^✅✓✔❌✗✘\n]{1,400})")
 _SENTENCE_END = re.compile(r"(?<=[.!?;…])\s+|\n+")
 
+
+def _set_of(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
 # A letter behind one of these words is a name: vitamin D, hepatitis B, group A.
-_NAMES_BEFORE = frozenset(
+_NAMES_BEFORE = _set_of(
     """vitamin vitamins hepatitis type types group groups class factor protein grade plan stage phase category level
     influenza blood antigen immunoglobulin cyclosporin cyclosporine amphotericin toxin apolipoprotein hemoglobin
     haemoglobin coenzyme kinase herpes subtype variant serotype schedule wing figure table image panel unit ward lead
     complex cytochrome cathepsin receptor wave troponin penicillin tier appendix section part virus pugh apgar score
-    interferon cluster strain level hemophilia haemophilia neisseria""".split()
+    interferon cluster strain hemophilia haemophilia neisseria"""
 )
-# Words that may follow a letter which stands for an option; behind any other lower-case word it is a name or an article.
-_AFTER_OPTION = frozenset(
-    """is was are were because since as and or but would will seems appears fits best correct which due given based
-    rather not instead matches explains describes remains can cannot could should may might does has have over than vs
-    versus isn't looks represents refers being makes can't wouldn't doesn't also only then here again in on by from
-    therefore thus so if when while whereas although though too alone says suggests indicates out wrong incorrect for the after""".split()
+# Words that may follow a letter which stands for an option; behind any other small word it is a name or an article.
+_AFTER_OPTION = _set_of(
+    """is was are were because since as and or nor but would will seems appears fits best correct which due given based
+    rather not instead matches explains describes remains can cannot could should may might do does has have over than
+    vs versus isn't looks represents refers being makes can't wouldn't doesn't also only then here again in on by from
+    therefore thus so if when while whereas although though too alone says suggests indicates out wrong incorrect for
+    the after"""
 )
-_NOT_BEHIND_ARTICLE = frozenset({"for", "the", "in", "on", "by", "from", "also", "only", "then", "best", "correct", "due", "given"})
+_NOT_BEHIND_ARTICLE = _set_of("for the in on by from also only then best correct due given")
 _LETTER = re.compile(
     r"(?<![0-9A-Za-zÀ-ɏ_\-'’+&.])(?P<open>[(\[{⟦]?)(?P<letter>[A-Za-z])(?P<close>[)\]}⟧]?)(?![0-9A-Za-zÀ-ɏ_'’+&%°]|[-.]\w)"
 )
 _LETTER_LAST = re.compile(r"(?<!\w)([A-Z])\.$")
 _CALLED = re.compile(r"\b(?:option|choice|letter|answer|ans|alternative)\s{0,2}[:#\-–—]?\s{0,2}$", re.IGNORECASE)
 _ASKED_FOR = re.compile(r"\b(?:option|choice|answer)\s(?:is|was|would be)\s{1,2}$", re.IGNORECASE)
+_SAID = re.compile(r"\s{0,2}(?:$|[.!,;:)\n]|(?:because|since|as|due)\b)")
+_IS_CORRECT = re.compile(r"\s(?:is|would be)\s(?:the\s)?(?:correct|right|best|answer)\b")
 _WORD_BEFORE = re.compile(r"([\w-]{1,30})\s{0,3}$")
-_WORD_AFTER = re.compile(r"[ \t]{1,3}([\w'’-]{1,30})")
+_WORD_AFTER = re.compile(r"[ \t]{1,3}(\w[\w'’-]{0,29})")
 _WORD = re.compile(r"[\w'’]+|[:,?=→()⟦⟧/&\-–—]")
 _GAP = r"[^\w\n]{0,3}"  # between two words of an option's text
 _BETWEEN = re.compile(r"[\s.):,\-–—(\[]{0,6}")
@@ -83,7 +102,9 @@ class Options:
     def __init__(self, texts: tuple[tuple[str, str], ...]) -> None:
         self.texts = dict(texts)
         words_of = {letter: _words(text)[:LONGEST_OPTION] for letter, text in texts}
-        told_apart = [letter for letter, words in words_of.items() if words and list(words_of.values()).count(words) == 1]
+        told_apart = [
+            letter for letter, words in words_of.items() if words and list(words_of.values()).count(words) == 1
+        ]
         longest_first = sorted(told_apart, key=lambda letter: -len(" ".join(words_of[letter])))
         parts = [f"(?P<{letter}>{_GAP.join(map(re.escape, words_of[letter]))})" for letter in longest_first]
         self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(parts)})(?!\w)", re.IGNORECASE) if parts else None
@@ -93,6 +114,10 @@ class Options:
         """Where options are named by their texts; the longest where one text contains another."""
         for match in self._pattern.finditer(text) if self._pattern else ():
             yield _Mark(match.start(), match.end(), str(match.lastgroup), by_text=True)
+
+    def are_listed_in(self, text: str) -> bool:
+        """Whether a text names several of the options by their texts, as a repetition of the question does."""
+        return len({mark.letter for mark in self.find(text)}) > 1
 
     def opens(self, letter: str, word: str) -> bool:
         """Whether an option's text begins with this word."""
@@ -116,21 +141,26 @@ def options_of(texts: tuple[tuple[str, str], ...]) -> Options:
 
 def prepared(text: str) -> str:
     r"""The text in plain characters, without markup: ``\boxed{B}`` is ``⟦B⟧``, and a bold letter stands in brackets."""
-    if len(text) > LONGEST_HEAD + LONGEST_TAIL:
-        text = f"{text[:LONGEST_HEAD]}\n{text[-LONGEST_TAIL:]}"
-    text = unicodedata.normalize("NFKC", text).replace("\r\n", "\n").replace("\r", "\n").replace("$", "")
+    # One character can become eighteen when it is normalised, hence the second cut.
+    text = _shortened(unicodedata.normalize("NFKC", _shortened(text)))
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("$", "")
     # What is tagged is an answer, but not in the form that was asked for, hence the other word.
     text = _TAG.sub(lambda tag: "\n" if tag[0].startswith("</") else "\nresponse: ", _JSON.sub(r"response: \1", text))
     text = _BOXED.sub(lambda match: f" boxed ⟦{match[1].strip()}⟧", text)
-    text = _BOLD_LETTER.sub(r"(\2)", text)
+    text = _QUOTED_LETTER.sub(r"\1", _BOLD_LETTER.sub(r"(\2)", text))
     return _LINE_MARK.sub("", _MARKUP.sub("", text))
+
+
+def _shortened(text: str) -> str:
+    """The beginning and the end of a text that is longer than any answer."""
+    return text if len(text) <= LONGEST_HEAD + LONGEST_TAIL else f"{text[:LONGEST_HEAD]}\n{text[-LONGEST_TAIL:]}"
 
 
 def parts_of(text: str) -> list[str]:
     """The text up to where the model goes on with another question of its own making, and what follows."""
     starts = [match.start() for match in _NEW_QUESTION.finditer(text)]
     bounds = [0, *starts, len(text)]
-    return [part for low, high in zip(bounds, bounds[1:], strict=False) if (part := text[low:high]).strip()]
+    return [part for low, high in pairwise(bounds) if (part := text[low:high]).strip()]
 
 
 def without_lists(text: str, options: Options) -> str:
@@ -163,7 +193,7 @@ def without_lists(text: str, options: Options) -> str:
 
 
 def _option_line(line: str, options: Options, *, cut_off: bool) -> str | None:
-    match = re.fullmatch(r"\s*\(?([A-J])[).:\-]\s*(.{1,400})", line)
+    match = _OPTION_LINE.fullmatch(line)
     if match is None or match[1] not in options:
         return None
     begun = cut_off and options.texts[match[1]].casefold().startswith(match[2].strip().casefold())
@@ -175,6 +205,7 @@ def sentences(text: str, options: Options) -> list[Sentence]:
     pieces = [piece for piece in _SENTENCE_END.split(text) if piece and piece.strip()]
     pieces = _put_together(pieces, _is_abbreviated)
     pieces = _put_together(pieces, partial(_goes_on, options=options))
+    pieces = _put_together(pieces, partial(_is_judged, options=options))
     return [_marked(piece, options) for piece in pieces]
 
 
@@ -204,7 +235,13 @@ def _goes_on(before: str, after: str, options: Options) -> bool:
     return text.letter == letter[1] or not after[text.end :].strip(" .)")
 
 
+def _is_judged(before: str, after: str, options: Options) -> bool:
+    """Whether an option that was listed is called right or wrong in the sentence behind it."""
+    return _JUDGES.match(after) is not None and _option_line(before, options, cut_off=False) is not None
+
+
 def _marked(text: str, options: Options) -> Sentence:
+    text = text.translate(_TICKS)
     marks = _joined(text, sorted([*options.find(text), *_letters(text, options)], key=lambda mark: mark.start))
     words: list[str] = []
     at = 0
@@ -245,15 +282,17 @@ def _letters(text: str, options: Options) -> Iterator[_Mark]:
         letter = match["letter"].upper()
         if before.endswith(("N/", "n/")):
             continue
-        if match["letter"].islower() and not called and not _alone(text, match) and not _ends(before, after):
+        if match["letter"].islower() and not called and not _alone(text, match) and not _is_said(before, after):
             continue
         if called or match["close"] or not _is_a_name(letter, before, after, options):
             yield _Mark(match.start(), match.end(), letter, by_text=False)
 
 
-def _ends(before: str, after: str) -> bool:
-    """Whether a small letter ends a sentence that says which the answer is."""
-    return _ASKED_FOR.search(before) is not None and not after.strip(" .!)\n")
+def _is_said(before: str, after: str) -> bool:
+    """Whether a small letter is said to be the answer: "the answer is b because", "b is correct"."""
+    return (_ASKED_FOR.search(before) is not None and _SAID.match(after) is not None) or _IS_CORRECT.match(
+        after
+    ) is not None
 
 
 def _alone(text: str, match: re.Match[str]) -> bool:

@@ -18,6 +18,9 @@ Grade = Callable[[Row, str], bool | None]
 Choices = Callable[[Row], Mapping[str, str]]
 """The answers that can be given to a row of multiple choice, by letter, in their shortest form."""
 
+Reorder = Callable[[Row, str], Row]
+"""A row with its options in an order that comes from a seed; its column ``moved`` says which letter became which."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -25,8 +28,8 @@ class Task:
 
     ``grades`` are for evaluation and never teach; the one named ``metric`` chooses the best checkpoint. Without any,
     held-out rows are judged by the mean reward. ``examples`` are (prompt, answer) pairs for a supervised warm-up that
-    teaches the form of an answer. ``choices`` marks multiple choice: rows then have ``options`` and ``answer``, a letter.
-    ``notes`` are sentences that whoever starts a run should read.
+    teaches the form of an answer. ``choices`` and ``reorder`` mark multiple choice: rows then have ``options`` and
+    ``answer``, a letter. ``notes`` are sentences that whoever starts a run should read.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Task:
     system_prompt: str | None = None
     goal: float | None = None
     choices: Choices | None = None
+    reorder: Reorder | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -33,7 +33,9 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
             "to a hub data set owner/name"
         )
     if data.held_out_from_train and (data.held_out is not None or data.held_out_split is not None):
-        raise ConfigError("data.held_out_from_train is for data without held-out rows, but data.held_out is set; drop one")
+        raise ConfigError(
+            "data.held_out_from_train is for data without held-out rows, but data.held_out is set; drop one"
+        )
     train_sources = _listed(data.train)
     # One source with two splits is the hub's way to hold rows out.
     held_out_sources = _listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
@@ -51,7 +53,9 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
 
     train = rows(train_sources, data.train_split, data.train_rows)
     held_out = rows(held_out_sources, data.held_out_split, data.held_out_rows)
-    return hold_out(train, data.held_out_from_train, recipe.train.seed) if data.held_out_from_train else (train, held_out)
+    return (
+        hold_out(train, data.held_out_from_train, recipe.train.seed) if data.held_out_from_train else (train, held_out)
+    )
 
 
 def hold_out(rows: Sequence[Row], number: int, seed: int) -> tuple[list[Row], list[Row]]:

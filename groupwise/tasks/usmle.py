@@ -1,11 +1,11 @@
 """Multiple-choice questions of the US medical licensing examination: MedQA, MedMCQA, MMLU, and a packaged sample.
 
-A row has a question, options (letters with their texts), the right letter, and where known an explanation, a category and
-the exam's step. Files are read as their makers publish them, and so are the data sets on the hub; what is no sound
+A row has a question, options (letters with their texts), the right letter, and where known an explanation, a category
+and the exam's step. Files are read as their makers publish them, and so are the data sets on the hub; what is no sound
 question is refused by file and line. Without any data the packaged sample is used: questions of our own writing.
 
-The rewards are the first document's: 1 for the right letter, or the enhanced one (`rewards.medical`). An answer is read by
-`rewards.extract_answer`, strictly for the metric ``accuracy`` and as a careful reader would for ``accuracy_lenient``.
+The rewards are the first document's: 1 for the right letter, or the enhanced one (`rewards.medical`). An answer is read
+by `rewards.extract_answer`, strictly for the metric ``accuracy``, as a careful reader would for ``accuracy_lenient``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ def usmle_task(recipe: Recipe) -> Task:
     asked = partial(ask, form=how.prompt)
     rows = [asked(row) for row in train]
     for copy in range(1, how.copies):
-        rows += [asked(shuffled(row, f"copy {copy} {recipe.train.seed} {number}")) for number, row in enumerate(train)]
+        rows += [
+            reordered(row, f"copy {copy} {recipe.train.seed} {number}", form=how.prompt)
+            for number, row in enumerate(train)
+        ]
     return Task(
         "usmle",
         rows,
@@ -68,6 +71,7 @@ def usmle_task(recipe: Recipe) -> Task:
         metric="accuracy",
         examples=[(row["prompt"], worked_answer(row, how.prompt)) for row in rows],
         choices=partial(letter_answers, form=how.prompt),
+        reorder=partial(reordered, form=how.prompt),
         notes=tuple(f"{number} rows are left out: {reason}" for reason, number in skipped.items()),
     )
 
@@ -76,7 +80,7 @@ def usmle_task(recipe: Recipe) -> Task:
 
 
 def format_prompt(row: Mapping[str, Any], form: str = "chat") -> str:
-    """A question as the model is asked it: the first document's wording, or an instruction to end with ``Answer: X``."""
+    """A question as it is asked: in the first document's words, or with the instruction to end with ``Answer: X``."""
     listed = "".join(f"{letter}. {text}\n" for letter, text in sorted(row["options"].items()))
     letters = _either(sorted(row["options"]))
     if form == "document":
@@ -106,20 +110,20 @@ def worked_answer(row: Row, form: str) -> str:
     return f"{explanation.strip()}\n\nAnswer: {letter}" if explanation and form == "chat" else f"Answer: {letter}"
 
 
-def shuffled(row: Row, seed: str) -> Row:
-    """The same question with its options' texts under other letters; the right letter moves along.
+def reordered(row: Row, seed: str, *, form: str) -> Row:
+    """The same question, asked with its options' texts under other letters; the right letter moves along.
 
     ``moved`` says where each option went, from its old letter to the new one.
     """
     letters = sorted(row["options"])
     places = letters.copy()
     chance = random.Random(seed)
-    while len(letters) > 1 and places == letters:
+    while places == letters:
         chance.shuffle(places)
     moved = dict(zip(letters, places, strict=True))
     options = {moved[letter]: row["options"][letter] for letter in letters}
     changed = {**row, "options": dict(sorted(options.items())), "answer": moved[row["answer"]], "moved": moved}
-    return data.Row(changed, data.where_of(row, 0))
+    return ask(data.Row(changed, data.where_of(row, 0)), form=form)
 
 
 def _either(letters: Sequence[str]) -> str:

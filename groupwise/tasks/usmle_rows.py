@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import string
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -30,8 +31,8 @@ LETTERS = "ABCDEFGHIJ"
 MMLU_COLUMNS = ("question", "A", "B", "C", "D", "answer")
 MEDMCQA_OPTIONS = ("opa", "opb", "opc", "opd")
 # Columns that become part of the row; all others go into its metadata.
-TAKEN = {"question", "options", "answer", "answer_idx", "explanation", "exp", "category", "subject_name", "subject", "step",
-         "meta_info", "id", "choices", "cop", *MEDMCQA_OPTIONS, *LETTERS}  # fmt: skip
+TAKEN = {"question", "options", "answer", "answer_idx", "explanation", "exp", "category", "subject_name", "subject",
+         "step", "meta_info", "id", "choices", "cop", *MEDMCQA_OPTIONS, *LETTERS}  # fmt: skip
 
 
 def read_questions(recipe: Recipe, skipped: Counter[str] | None) -> tuple[list[Row], list[Row]]:
@@ -120,10 +121,14 @@ def _sound(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> l
             found.append(question_of(row))
         except DataError as error:
             if skipped is None:
-                raise DataError(f"{error}; mend the row, or leave such rows out with usmle.bad_rows = 'skip'") from error
+                raise DataError(
+                    f"{error}; mend the row, or leave such rows out with usmle.bad_rows = 'skip'"
+                ) from error
             skipped[str(error).split(": ", 1)[-1].split(" (")[0]] += 1
     if rows and not found:
-        raise DataError(f"none of the {len(rows)} rows is a sound question; the first fault: {next(iter(skipped or ['']))}")
+        raise DataError(
+            f"none of the {len(rows)} rows is a sound question; the first fault: {next(iter(skipped or ['']))}"
+        )
     return found
 
 
@@ -131,14 +136,21 @@ def _options(row: Mapping[str, Any], where: str) -> dict[str, str]:
     given = row.get("options")
     if isinstance(given, Mapping):
         pairs = [(letter, text) for letter, text in given.items() if text is not None]  # Arrow fills with nulls
-    elif isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, Mapping) for each in given):
+    elif (
+        isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, Mapping) for each in given)
+    ):
         pairs = [(each.get("key"), each.get("value")) for each in given]
     else:
         listed = given if isinstance(given, Sequence) and not isinstance(given, str) else row.get("choices")
         if listed is None:
             names = MEDMCQA_OPTIONS if MEDMCQA_OPTIONS[0] in row else [name for name in LETTERS if name in row]
             listed = [row.get(name) for name in names]
-        pairs = list(zip(LETTERS, listed, strict=False))
+        pairs = list(zip(string.ascii_uppercase, listed, strict=False))
+    return check_options(pairs, where)
+
+
+def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str]:
+    """Options by their letters, in order; a `DataError` if they are too few or too many, empty, or twice the same."""
     if not 2 <= len(pairs) <= len(LETTERS):
         raise DataError(f"{where}: a question needs 2 to 10 options (it has {len(pairs)})")
     options: dict[str, str] = {}

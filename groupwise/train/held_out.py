@@ -9,6 +9,9 @@ from typing import Any
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.evaluate import REWARD, Evaluation, evaluate
+from groupwise.evaluate.choice import Given, Report
+from groupwise.evaluate.exam import Candidate, examine
+from groupwise.evaluate.exam import Progress as ExamProgress
 from groupwise.generate import Engine, Sampling
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts, load_parts
@@ -51,6 +54,32 @@ def evaluate_held_out(
         stop=parts.stop,
         prompt_column=parts.recipe.data.prompt,
         trainer_state=trainer_state,
+        progress=progress,
+    )
+
+
+def examine_recipe(
+    recipe: Recipe, progress: ExamProgress = lambda what, done, total: None
+) -> tuple[Report, list[Given]]:
+    """Load a recipe's model and held-out questions of multiple choice, and have it sit the exam."""
+    parts = load_parts(recipe)
+    how = recipe.evaluate
+    candidate = Candidate(
+        parts.prepared,
+        Engine(parts.prepared, max_rows=recipe.sampling.max_rows),
+        parts.tokenizer,
+        parts.builder,
+        recipe.data.prompt,
+        parts.stop,
+    )
+    return examine(
+        candidate,
+        parts.task,
+        parts.held_out.rows,
+        max_new_tokens=how.max_new_tokens or recipe.sampling.max_new_tokens,
+        samples=how.samples,
+        temperature=how.temperature or recipe.sampling.temperature,
+        seed=chance(recipe.train.seed, 2),
         progress=progress,
     )
 

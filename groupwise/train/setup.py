@@ -69,6 +69,8 @@ def load_parts(
 ) -> Parts:
     """Load and check everything."""
     task = task or load_task(recipe)
+    for note in task.notes:
+        say(note)
     scorer = make_scorer(recipe, task, rewards)
     loss = find_loss(recipe.loss.name)
     make_schedule(recipe)
