@@ -122,7 +122,8 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--algorithm", "grop"], "on the command line: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
                                   "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', "
                                   "'enhanced_grpo_document')"),
-        (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k')"),
+        (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k', "
+                               "'usmle')"),
         (["--loss.kl", "unbiasd"], "on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'? "
                                    "(allowed: k1, k2, k3, unbiased, full, full_document)"),
         (["more.toml"], "'more.toml' is not understood; settings are given as --section.key VALUE"),
@@ -356,8 +357,8 @@ def test_help_reads_well():
     assert "default: True" not in flat
     assert "default: None" not in flat
     assert re.findall(r"^  \[(\w+)\]$", text, re.MULTILINE) == [
-        "model", "data", "scoring", "sampling", "advantages", "loss", "masks", "reference", "optimizer", "warm_up",
-        "train", "evaluate", "run",
+        "model", "data", "usmle", "scoring", "sampling", "advantages", "loss", "masks", "reference", "optimizer",
+        "warm_up", "train", "evaluate", "run",
     ]  # fmt: skip
     for name in scheduled_names(make_recipe()):
         assert name in flat

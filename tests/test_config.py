@@ -360,7 +360,8 @@ def test_every_choice_that_the_core_knows_is_held_to_it():
     """A new Literal is either in CHOICES, or one that is not the core's."""
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert own == {"model.dtype", "data.too_long", "scoring.on_error", "optimizer.decay", "train.not_finite",
-                   "run.export_dtype", "advantages.difficulty"}  # fmt: skip
+                   "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
+                   "usmle.bad_rows"}  # fmt: skip
 
 
 def test_the_other_choices_are_those_of_the_code_they_go_to():

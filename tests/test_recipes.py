@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli import main
+from groupwise.cli import _parser, main
 from groupwise.cli.settings import TABLES, parse_settings, split_settings
 from groupwise.config import load_recipe
 from groupwise.rundir import read_metrics
@@ -84,13 +84,16 @@ def test_its_header_promises_something(name):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_commands_in_its_header_are_commands(name):
+    commands = _parser()[1]
     for line in header_of(FOLDER / name).splitlines():
-        typed = re.search(r"groupwise train ([^()#]+)|(--[^()#]+)", line)
-        words = shlex.split(typed[1] or typed[2]) if typed else []
-        own, settings = split_settings(words, {"--resume", "--overwrite"})
-        recipe = load_recipe(FOLDER / name, parse_settings(settings))
-        assert recipe.task
-        assert [word for word in own if not word.startswith("--")] in ([], [f"recipes/{name}"])
+        typed = re.search(r"groupwise (train|eval) ([^()#]+)|(--[^()#]+)", line)
+        if typed is None:
+            continue
+        command = commands[typed[1] or "train"]
+        words = shlex.split(typed[2] or f"recipes/{name} {typed[3]}")
+        own, settings = split_settings(words, command._option_string_actions)
+        assert command.parse_args(own).recipe == Path(f"recipes/{name}")
+        assert load_recipe(FOLDER / name, parse_settings(settings)).task
 
 
 @pytest.mark.parametrize("name", RECIPES)

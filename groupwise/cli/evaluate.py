@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, console
 from groupwise.cli.train import add_with_settings, recipe_of
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -64,8 +64,7 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     folder: Path = arguments.report
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--report {folder} is a file; name a folder")
-    comparison = None
-    before = None
+    before = comparison = None
     if arguments.against is not None:
         known = Path(arguments.against)
         if (known / REPORT).exists() or known.name == REPORT:
@@ -75,15 +74,21 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
             before, _ = _examined(earlier)
             write_report(folder / BEFORE, before, title=_title(earlier), facts=_facts(earlier))
     report, answers = _examined(recipe)
+    if arguments.answers is not None:
+        _write_lines(arguments.answers, [asdict(answer) for answer in answers])
+    named: dict[str, Any] = {"title": _title(recipe), "facts": _facts(recipe)}
     if before is not None:
-        comparison = compare(before, report)
-    written = write_report(folder, report, title=_title(recipe), facts=_facts(recipe), comparison=comparison)
+        try:
+            comparison = compare(before, report)
+        except InputError as error:
+            # What took so long to find out is kept.
+            write_report(folder, report, **named)
+            raise InputError(f"{error}; the report without a comparison is in {folder}") from error
+    written = write_report(folder, report, **named, comparison=comparison)
     _print_report(report, comparison)
     out = console()
     for path in written:
         out.print(str(path), markup=False, highlight=False, soft_wrap=True)
-    if arguments.answers is not None:
-        _write_lines(arguments.answers, [asdict(answer) for answer in answers])
     return 0
 
 
@@ -150,6 +155,7 @@ def _print_report(report: Report, comparison: Comparison | None) -> None:
         f"{report.n:,} questions; without an answer: {unread}; {report.mean_tokens:.1f} tokens in an answer, "
         f"{report.cut_off:.1%} cut off",
         highlight=False,
+        soft_wrap=True,
     )
     for measure in comparison.measures if comparison is not None else ():
         verdict = "real" if measure.real else "not to be told from chance"

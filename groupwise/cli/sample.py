@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import string
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS = 4, 64  # by default, for a prompt
 ANSWER_TOKENS = 400  # for a question: room for its reasoning
+
+# Why an answer gives no letter, by the rule that found so (`rewards.choice.NO_ANSWER`).
+WHY_NONE = {
+    "nothing": "it names no option",
+    "several": "it names several options",
+    "declined": "it declines to choose",
+    "beyond the options": "it names a letter beyond the options",
+}
 
 
 def add_sample(commands: Commands) -> None:
@@ -89,6 +98,8 @@ def _sampling(arguments: argparse.Namespace, *, alone: bool) -> Sampling:
 
 
 def _continue(model: Any, tokenizer: Any, sampling: Sampling, samples: int, arguments: argparse.Namespace) -> None:
+    from rich.text import Text
+
     from groupwise.generate import Engine, StopStrings
 
     stop = StopStrings(tokenizer, arguments.stop) if arguments.stop else None
@@ -97,7 +108,7 @@ def _continue(model: Any, tokenizer: Any, sampling: Sampling, samples: int, argu
     rollout = Engine(model).generate(prompts, samples, sampling, stop=stop)
     out, row = console(), 0
     for text, members in zip(arguments.prompts, rollout.completions(), strict=True):
-        out.rule(text.splitlines()[0] if text else "(nothing)", align="left", style="dim")
+        out.rule(Text(text.splitlines()[0] if text else "(nothing)"), align="left", style="dim")
         for ids in members:
             likely = float(rollout.logps[row, : len(ids)].mean())
             facts = f"[{rollout.stop_reasons[row]}, {len(ids)} tokens, {likely:.2f} a token]"
@@ -113,8 +124,10 @@ def _question(arguments: argparse.Namespace) -> dict[str, Any]:
 
     if len(arguments.prompts) != 1:
         raise InputError(f"options belong to one question, but {len(arguments.prompts)} prompts are given")
-    options = check_options(list(zip(string.ascii_uppercase, arguments.option, strict=False)), "the question")
-    return ask({"question": arguments.prompts[0], "options": options}, form=arguments.form)
+    if not arguments.prompts[0].strip():
+        raise InputError("the question is empty; put it in front of its options")
+    options = check_options(list(zip(string.ascii_uppercase, arguments.option, strict=False)), "--option")
+    return ask({"question": arguments.prompts[0].strip(), "options": options}, form=arguments.form)
 
 
 def _answer(
@@ -128,6 +141,7 @@ def _answer(
     from functools import partial
 
     from rich.table import Table
+    from rich.text import Text
 
     from groupwise.data import PromptBuilder
     from groupwise.evaluate.exam import Candidate
@@ -156,14 +170,14 @@ def _answer(
     for letter, text in question["options"].items():
         times = chosen.count(letter)
         shown = "" if not times else "yes" if samples == 1 else f"{times} of {samples}"
-        table.add_row(letter, text, f"{likely[letter]:.1%}", shown)
+        table.add_row(letter, Text(text), f"{likely[letter]:.1%}", shown)  # brackets in it are no markup
     out.print(table)
-    for answer in given:
-        if answer.lenient is None:
-            out.print(f"no letter is taken from this answer: {answer.rule}", highlight=False)
-        elif samples == 1:
-            how = "in the form that was asked for" if answer.strict else f"by the rule '{answer.rule}'"
-            out.print(f"answer: {answer.lenient}, {how}", markup=False, highlight=False)
+    for rule, number in Counter(answer.rule for answer in given if answer.lenient is None).items():
+        which = "this answer" if samples == 1 else f"{number} of {samples} answers"
+        out.print(f"no letter is taken from {which}: {WHY_NONE[rule]}", highlight=False)
+    if samples == 1 and given[0].lenient is not None:
+        how = "in the form that was asked for" if given[0].strict else f"by the rule '{given[0].rule}'"
+        out.print(f"answer: {given[0].lenient}, {how}", markup=False, highlight=False)
 
 
 def _prompt_ids(tokenizer: Any, text: str, chat: bool) -> list[int]:

@@ -68,7 +68,7 @@ class DataSection(Section):
     held_out: str | list[str] | None = None
     """rows to evaluate on; never trained on"""
     held_out_from_train: CountOrNone = 0
-    """take so many rows, drawn by the seed, out of the training rows to evaluate on, where none are held out"""
+    """evaluate on so many rows, drawn by the seed, of the first source of data.train, and do not train on them"""
     subset: str | None = None
     """the configuration of a hub data set"""
     train_split: str | None = None

@@ -81,10 +81,10 @@ class Candidate:
             texts = [choices(row) for row in part]
             answers = [self.tokenizer(list(own.values()), add_special_tokens=False)["input_ids"] for own in texts]
             scored = completion_logps(self.prepared, [prompt.ids for prompt in self.prompts(part)], answers)
-            totals = torch.where(scored.mask, scored.logps, 0.0).sum(-1).float().cpu()
+            totals = torch.where(scored.mask, scored.logps, 0.0).sum(-1).cpu().double()
             ends = torch.tensor([len(own) for own in texts]).cumsum(0).tolist()
             for number, (own, end) in enumerate(zip(texts, ends, strict=True)):
-                shares = totals[end - len(own) : end].double().softmax(0).tolist()
+                shares = totals[end - len(own) : end].softmax(0).tolist()
                 found.append(Letters(start + number, dict(zip(own, shares, strict=True))))
             progress(start + len(part))
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,30 +33,35 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
             "to a hub data set owner/name"
         )
-    if data.held_out_from_train and (data.held_out is not None or data.held_out_split is not None):
+    named = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
+    if data.held_out_from_train and named is not None:
         raise ConfigError(
-            "data.held_out_from_train is for data without held-out rows, but data.held_out is set; drop one"
+            f"data.held_out_from_train is for data without held-out rows, but data.{named} is set; drop one"
         )
     train_sources = _listed(data.train)
     # One source with two splits is the hub's way to hold rows out.
     held_out_sources = _listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
-    # A subset is the hub's: it does not concern a file beside which it is needed for the other rows.
+    # Subsets and splits are the hub's: they do not concern a file beside which they are needed for other rows.
     on_hub = [source for source in (*train_sources, *held_out_sources) if not _exists(source)]
 
-    def rows(sources: Sequence[str], split: str | None, limit: int | None) -> list[Row]:
-        found: list[Row] = []
+    def read_each(sources: Sequence[str], split: str | None, limit: int | None) -> list[list[Row]]:
+        found: list[list[Row]] = []
         for source in sources:
             subset = data.subset if source in on_hub or not on_hub else None
-            left = None if limit is None else limit - len(found)
+            part = split if source in on_hub or not set(sources) & set(on_hub) else None
+            left = None if limit is None else limit - sum(map(len, found))
             if left is None or left > 0:
-                found += (read or read_rows)(source, split=split, subset=subset, limit=left)
+                found.append((read or read_rows)(source, split=part, subset=subset, limit=left))
         return found
 
-    train = rows(train_sources, data.train_split, data.train_rows)
-    held_out = rows(held_out_sources, data.held_out_split, data.held_out_rows)
-    return (
-        hold_out(train, data.held_out_from_train, recipe.train.seed) if data.held_out_from_train else (train, held_out)
-    )
+    train = read_each(train_sources, data.train_split, data.train_rows)
+    if data.held_out_from_train:
+        # Out of the first source: that is what is learned for, the others are there to help.
+        first, *others = train or [[]]
+        first, drawn = hold_out(first, data.held_out_from_train, recipe.train.seed)
+        return list(chain(first, *others)), drawn[: data.held_out_rows]
+    held_out = read_each(held_out_sources, data.held_out_split, data.held_out_rows)
+    return list(chain(*train)), list(chain(*held_out))
 
 
 def hold_out(rows: Sequence[Row], number: int, seed: int) -> tuple[list[Row], list[Row]]:

@@ -72,7 +72,10 @@ def usmle_task(recipe: Recipe) -> Task:
         examples=[(row["prompt"], worked_answer(row, how.prompt)) for row in rows],
         choices=partial(letter_answers, form=how.prompt),
         reorder=partial(reordered, form=how.prompt),
-        notes=tuple(f"{number} rows are left out: {reason}" for reason, number in skipped.items()),
+        notes=tuple(
+            f"{number} {'row is' if number == 1 else 'rows are'} left out: {reason}"
+            for reason, number in skipped.items()
+        ),
     )
 
 

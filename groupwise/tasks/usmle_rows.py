@@ -40,8 +40,11 @@ def read_questions(recipe: Recipe, skipped: Counter[str] | None) -> tuple[list[R
 
     ``skipped``: count rows that are no sound questions there, by their fault, and leave them out; None: refuse them.
     """
-    train, held_out = read_both(recipe, _read)
-    return _sound(train, skipped), _sound(held_out, skipped)
+
+    def read(source: str, **options: Any) -> list[Row]:
+        return _sound(_read(source, **options), skipped)
+
+    return read_both(recipe, read)
 
 
 def sample_questions(recipe: Recipe) -> tuple[list[Row], list[Row]]:
@@ -51,8 +54,10 @@ def sample_questions(recipe: Recipe) -> tuple[list[Row], list[Row]]:
     rows = [question_of(data.Row(values, f"{SAMPLE}, line {at}")) for at, values in enumerate(lines, start=1)]
     settings = recipe.data
     if settings.held_out_from_train:
-        return hold_out(rows, settings.held_out_from_train, recipe.train.seed)
-    return rows[:-SAMPLE_HELD_OUT][: settings.train_rows], rows[-SAMPLE_HELD_OUT:][: settings.held_out_rows]
+        train, held_out = hold_out(rows[: settings.train_rows], settings.held_out_from_train, recipe.train.seed)
+    else:
+        train, held_out = rows[:-SAMPLE_HELD_OUT][: settings.train_rows], rows[-SAMPLE_HELD_OUT:]
+    return train, held_out[: settings.held_out_rows]
 
 
 def question_of(row: Mapping[str, Any]) -> Row:
@@ -78,7 +83,7 @@ def question_of(row: Mapping[str, Any]) -> Row:
 def _read(source: str, *, split: str | None, subset: str | None, limit: int | None) -> list[dict[str, Any]]:
     """`data.read_rows`, also for MMLU's files, which have no header and their subject in their name."""
     path = Path(source).expanduser()
-    if path.is_dir() and (files := sorted(path.glob("*.csv"))) and all(map(_has_no_header, files)):
+    if path.is_dir() and (files := sorted(path.glob("[!.]*.csv"))) and all(map(_has_no_header, files)):
         rows = [row for file in files for row in _read(str(file), split=split, subset=subset, limit=limit)]
         return rows[:limit]
     header = MMLU_COLUMNS if _has_no_header(path) else None
@@ -86,7 +91,10 @@ def _read(source: str, *, split: str | None, subset: str | None, limit: int | No
     if header is not None:
         subject = re.sub(r"^mmlu_|_(?:test|dev|val)$", "", path.stem).replace("_", " ")
         return [data.Row({**row, "subject": subject}, data.where_of(row, 0)) for row in rows]
-    return _counted_from_one(rows, on_hub=not path.exists())
+    on_hub = not path.exists()
+    # How a file counts shows in all of its rows, not in the first few.
+    whole = rows if on_hub or limit is None or "cop" not in rows[0] else data.read_rows(source)
+    return _counted_from_one(rows, whole, on_hub=on_hub)
 
 
 def _has_no_header(path: Path) -> bool:
@@ -97,25 +105,35 @@ def _has_no_header(path: Path) -> bool:
             fields = next(csv.reader(file), [])
     except (OSError, UnicodeDecodeError, csv.Error):
         return False  # whoever reads the file has a sentence for it
-    return len(fields) == len(MMLU_COLUMNS) and fields[-1].strip() in LETTERS[:4] and "question" not in fields
+    names = {field.strip().casefold() for field in fields}
+    return len(fields) == len(MMLU_COLUMNS) and fields[-1].strip() in set("ABCD") and not names & {"question", "answer"}
 
 
-def _counted_from_one(rows: list[dict[str, Any]], *, on_hub: bool) -> list[dict[str, Any]]:
-    """MedMCQA's ``cop`` as its makers' files count it. The hub counts from 0, and so does what was saved from there."""
-    numbers = {row["cop"] for row in rows if isinstance(row.get("cop"), int)}
+def _counted_from_one(
+    rows: list[dict[str, Any]], whole: Sequence[Mapping[str, Any]], *, on_hub: bool
+) -> list[dict[str, Any]]:
+    """MedMCQA's ``cop`` as its makers' files count it. The hub counts from 0, and so does what was saved from there.
+
+    ``whole`` are the rows that tell: some from 0 have a 0 among them, some from 1 a 4.
+    """
+    numbers = {row["cop"] for row in whole if isinstance(row.get("cop"), int)}
     if 0 in numbers and 4 in numbers:
-        where = next(data.where_of(row, 0) for row in rows if row.get("cop") == 4)
+        where = next(data.where_of(row, 0) for row in whole if row.get("cop") == 4)
         raise DataError(f"{where}: cop is 4, but other rows have cop 0; it counts either from 0 or from 1, not both")
     if 0 not in numbers and (4 in numbers or not on_hub):
         return rows
+    # A row without a right answer has -1 in both ways of counting.
     return [
-        data.Row({**row, "cop": row["cop"] + 1}, data.where_of(row, 0)) if isinstance(row.get("cop"), int) else row
+        data.Row({**row, "cop": row["cop"] + 1}, data.where_of(row, 0))
+        if isinstance(row.get("cop"), int) and row["cop"] >= 0
+        else row
         for row in rows
     ]
 
 
 def _sound(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> list[Row]:
     found: list[Row] = []
+    first: DataError | None = None
     for row in rows:
         try:
             found.append(question_of(row))
@@ -124,11 +142,10 @@ def _sound(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> l
                 raise DataError(
                     f"{error}; mend the row, or leave such rows out with usmle.bad_rows = 'skip'"
                 ) from error
-            skipped[str(error).split(": ", 1)[-1].split(" (")[0]] += 1
-    if rows and not found:
-        raise DataError(
-            f"none of the {len(rows)} rows is a sound question; the first fault: {next(iter(skipped or ['']))}"
-        )
+            first = first or error
+            skipped[str(error).removeprefix(f"{data.where_of(row, 0)}: ").split(" (")[0]] += 1
+    if first is not None and not found:
+        raise DataError(f"{first}; and none of the {len(rows)} rows is a sound question") from first
     return found
 
 
@@ -155,7 +172,7 @@ def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str
         raise DataError(f"{where}: a question needs 2 to 10 options (it has {len(pairs)})")
     options: dict[str, str] = {}
     for letter, text in pairs:
-        if not isinstance(letter, str) or letter not in LETTERS or letter in options:
+        if not isinstance(letter, str) or letter not in set(LETTERS) or letter in options:
             raise DataError(f"{where}: options are named by the letters A to J, each once (got {letter!r})")
         if not isinstance(text, (str, int, float)) or not str(text).strip():
             raise DataError(f"{where}: an option is empty ({letter})")
@@ -169,20 +186,31 @@ def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str
 
 def _answer(row: Mapping[str, Any], options: Mapping[str, str], where: str) -> str:
     if "cop" in row:
-        given: Any = row["cop"] - 1 if isinstance(row["cop"], int) else row["cop"]
+        cop = row["cop"]
+        given, letter = cop, _letter(cop - 1 if isinstance(cop, int) else cop, options)
     else:
         given = row["answer_idx"] if row.get("answer_idx") is not None else row.get("answer")
+        letter = _letter(given, options)
+    if letter is None:
+        raise DataError(f"{where}: the answer is none of the options (got {given!r}, options {', '.join(options)})")
+    # In MedQA the answer is the option's text, which may be a letter itself: that of a place in a picture.
+    told = row.get("answer")
+    if "cop" not in row and told != options[letter] and _letter(told, options) not in (None, letter):
+        raise DataError(f"{where}: answer_idx and answer are different options ({given!r} and {told!r})")
+    return letter
+
+
+def _letter(given: Any, options: Mapping[str, str]) -> str | None:
+    """The letter of an option that is given by its letter, by its number from 0, or by its text."""
+    if given is None:
+        return None  # and not the option "None"
     if isinstance(given, int) and not isinstance(given, bool):
         letter = LETTERS[given] if 0 <= given < len(LETTERS) else ""
-    else:
-        letter = str(given).strip()
-    if letter not in options:
-        by_text = [name for name, text in options.items() if text == letter]
-        if len(by_text) == 1:
-            return by_text[0]
-        shown = row.get("cop", given)
-        raise DataError(f"{where}: the answer is none of the options (got {shown!r}, options {', '.join(options)})")
-    return letter
+        return letter if letter in options else None
+    text = str(given).strip()
+    if text in options:
+        return text
+    return next((letter for letter, option in options.items() if option == text), None)
 
 
 def _text(row: Mapping[str, Any], *names: str) -> str | None:

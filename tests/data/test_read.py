@@ -155,6 +155,19 @@ def test_a_long_field_and_the_limit_of_the_process(tmp_path):
         csv.field_size_limit(before)
 
 
+def test_a_csv_file_without_a_header(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('one,"a, ""b"""\ntwo,c\n')
+    rows = read_rows(path, header=("name", "value"))
+    assert rows == [{"name": "one", "value": 'a, "b"'}, {"name": "two", "value": "c"}]
+    assert [row.where for row in rows] == ["rows.csv, line 1", "rows.csv, line 2"]
+    assert read_rows(path, header=("name", "value"), limit=1) == rows[:1]
+    (tmp_path / "more.csv").write_text("zero,d\n")
+    assert read_rows(tmp_path, header=("name", "value")) == [{"name": "zero", "value": "d"}, *rows]  # each file anew
+    with pytest.raises(DataError, match=r"rows.csv, line 1 has 2 fields, but the header names 3 \(a, b, c\)"):
+        read_rows(path, header=("a", "b", "c"))
+
+
 def test_what_comes_after_the_limit_is_not_looked_at(tmp_path):
     path = tmp_path / "q.jsonl"
     path.write_text('{"a": 1}\nnonsense\n')

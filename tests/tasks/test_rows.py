@@ -6,12 +6,14 @@ import json
 import re
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.tasks import TASKS, Task, load_task
 from groupwise.tasks import rows as rows_module
-from groupwise.tasks.rows import read_both, rows_task
+from groupwise.tasks.rows import hold_out, read_both, rows_task
 
 
 def write(path, *prompts):
@@ -118,6 +120,113 @@ def test_a_subset_of_files_is_refused(tmp_path):
         read_both(recipe_of(train=path, held_out_split="test"))
 
 
+# --- several sources, and rows held out of those to train on -------------------------------------------------------
+
+
+def test_several_files_one_after_another(tmp_path):
+    one, two = write(tmp_path / "a.jsonl", "a0", "a1", "a2"), write(tmp_path / "b.jsonl", "b0", "b1")
+    train, held_out = read_both(recipe_of(train=[str(one), str(two)], held_out=[str(two)]))
+    assert [row["prompt"] for row in train] == ["a0", "a1", "a2", "b0", "b1"]
+    assert [row["prompt"] for row in held_out] == ["b0", "b1"]
+    assert train[3].where == "b.jsonl, line 1"
+
+
+@pytest.mark.parametrize(("limit", "found"), [(2, "a0 a1"), (3, "a0 a1 a2"), (4, "a0 a1 a2 b0"), (9, "a0 a1 a2 b0")])
+def test_a_limit_counts_over_all_files(tmp_path, limit, found):
+    one, two = write(tmp_path / "a.jsonl", "a0", "a1", "a2"), write(tmp_path / "b.jsonl", "b0")
+    train, _ = read_both(recipe_of(train=[str(one), str(two)], train_rows=limit))
+    assert [row["prompt"] for row in train] == found.split()
+
+
+def test_a_full_limit_asks_for_no_more(asked):
+    read_both(recipe_of(train=["a/b", "c/d", "e/f"], train_rows=2))
+    assert [(source, options["limit"]) for source, options in asked] == [("a/b", 2), ("c/d", 1)]
+
+
+def test_splits_and_subsets_concern_the_hubs_part_of_a_list(asked, tmp_path):
+    path = str(write(tmp_path / "a.jsonl", "one"))
+    read_both(recipe_of(train=[path, "a/b"], train_split="train", subset="main", held_out=path))
+    assert asked == [
+        (path, {"split": None, "subset": None, "limit": None}),
+        ("a/b", {"split": "train", "subset": "main", "limit": None}),
+        (path, {"split": None, "subset": None, "limit": None}),
+    ]
+
+
+def test_several_hub_data_sets_with_two_splits(asked):
+    read_both(recipe_of(train=["a/b", "c/d"], train_split="train", held_out_split="test"))
+    assert [(source, options["split"]) for source, options in asked] == [
+        ("a/b", "train"),
+        ("c/d", "train"),
+        ("a/b", "test"),
+        ("c/d", "test"),
+    ]
+
+
+@given(st.integers(2, 40), st.data())
+def test_what_is_held_out_is_a_part_in_order(number, data):
+    rows = [{"prompt": str(place)} for place in range(number)]
+    held = data.draw(st.integers(1, number - 1))
+    seed = data.draw(st.integers(0, 5))
+    train, held_out = hold_out(rows, held, seed)
+    assert len(held_out) == held
+    for part in (train, held_out):
+        assert part == sorted(part, key=lambda row: int(row["prompt"]))
+    assert sorted(train + held_out, key=lambda row: int(row["prompt"])) == rows
+    assert hold_out(rows, held, seed) == (train, held_out)
+
+
+def test_another_seed_holds_out_other_rows():
+    rows = [{"prompt": str(place)} for place in range(100)]
+    drawn = [tuple(row["prompt"] for row in hold_out(rows, 10, seed)[1]) for seed in range(5)]
+    assert len(set(drawn)) == 5
+    assert tuple(map(str, range(10))) not in drawn
+    assert tuple(map(str, range(90, 100))) not in drawn
+
+
+def test_rows_held_out_by_the_recipe(tmp_path):
+    path = str(write(tmp_path / "a.jsonl", *"abcdefgh"))
+    recipe = recipe_of(train=path, held_out_from_train=3)
+    train, held_out = read_both(recipe)
+    assert (len(train), len(held_out)) == (5, 3)
+    assert sorted(row["prompt"] for row in train + held_out) == list("abcdefgh")
+    assert (train, held_out) == hold_out(read_both(recipe_of(train=path))[0], 3, recipe.train.seed)
+    # The first rows are chosen before some of them are held out, and of those no more are kept than asked for.
+    train, held_out = read_both(recipe_of(train=path, train_rows=6, held_out_from_train=3, held_out_rows=2))
+    assert (len(train), len(held_out)) == (3, 2)
+    assert {row["prompt"] for row in train + held_out} < set("abcdef")
+
+
+def test_rows_are_held_out_of_the_first_source(tmp_path):
+    """The others are there to help; what they are like is not what is measured."""
+    one, two = str(write(tmp_path / "a.jsonl", *"abcde")), str(write(tmp_path / "b.jsonl", *"xyz"))
+    train, held_out = read_both(recipe_of(train=[one, two], held_out_from_train=3))
+    assert {row["prompt"] for row in held_out} < set("abcde")
+    assert [row["prompt"] for row in train[2:]] == list("xyz")
+    assert held_out == read_both(recipe_of(train=one, held_out_from_train=3))[1]
+    train, held_out = read_both(recipe_of(train=[one, two], held_out_from_train=3, train_rows=6))
+    assert [row["prompt"] for row in train[2:]] == ["x"]
+    with pytest.raises(ConfigError, match=r"held_out_from_train is 5, but there are 5 rows"):
+        read_both(recipe_of(train=[one, two], held_out_from_train=5))
+
+
+def test_a_split_beside_a_file_that_rows_are_held_out_of(asked, tmp_path):
+    path = str(write(tmp_path / "a.jsonl", "one"))
+    with pytest.raises(ConfigError, match=r"there are 1 rows"):
+        read_both(recipe_of(train=[path, "a/b"], train_split="train", held_out_from_train=1))
+    assert [(source, options["split"]) for source, options in asked] == [(path, None), ("a/b", "train")]
+
+
+def test_rows_that_cannot_be_held_out(tmp_path):
+    path = str(write(tmp_path / "a.jsonl", "one", "two", "three"))
+    for number in (3, 4):
+        with pytest.raises(ConfigError, match=rf"held_out_from_train is {number}, but there are 3 rows, and some must"):
+            read_both(recipe_of(train=path, held_out_from_train=number))
+    for name, value in {"held_out": path, "held_out_split": "test"}.items():
+        with pytest.raises(ConfigError, match=rf"is for data without held-out rows, but data.{name} is set; drop one"):
+            read_both(recipe_of(train=path, held_out_from_train=1, **{name: value}))
+
+
 # --- how a task is found ---------------------------------------------------------------------------------------------
 
 
@@ -126,7 +235,7 @@ def test_a_misspelt_task():
         ConfigError, match=r"unknown task 'gms8k'; did you mean 'gsm8k'\? \(allowed: 'rows', 'quiz', 'g"
     ):
         load_task(make_recipe({"task": "gms8k"}))
-    assert set(TASKS) == {"rows", "quiz", "gsm8k"}
+    assert set(TASKS) == {"rows", "quiz", "gsm8k", "usmle"}
 
 
 def test_a_task_of_ones_own(tmp_path, elsewhere):

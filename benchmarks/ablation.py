@@ -1,0 +1,169 @@
+"""What each enhancement of Enhanced GRPO does, on the quiz: accuracy, KL and stability over several seeds.
+
+The quiz of `make train`, made harder in the ways that the enhancements are for: each batch is used for several updates
+(so that samples go stale), answers are sampled among the three likeliest bytes (so that the sampler's distribution is
+not the policy's), and the warm-up is short (so that a good part of the first answers is no letter at all). Each variant
+adds one thing to plain GRPO; two have all three, in DeepSeek-V3.2's forms and in the first document's.
+
+Usage::
+
+    python benchmarks/ablation.py --keep runs/ablation --at-once 2     # 8 variants, 5 seeds: over an hour on two cores
+    python benchmarks/ablation.py --draw runs/ablation                 # table and picture of runs that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.rundir import metric_column, read_metrics
+from groupwise.stats import bootstrap_interval, paired_test
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "quiz.toml"
+HARDER = {
+    "loss.name": "reinforce",  # the document's loss: nothing is clipped, so only a mask can stop a stale sample
+    "advantages.scale": "none",
+    "train.steps": "100",
+    "train.iterations": "2",
+    "train.mini_batches": "4",
+    "sampling.top_k": "3",
+    "warm_up.steps": "20",
+    "masks.min_length": "1",  # an answer is one letter
+    "masks.off_policy_threshold": "0.5",
+    "loss.kl_coef": "0.1",
+    "run.checkpoint_every": "0",
+    "run.resumable": "false",
+    "run.rollouts": "false",
+    "run.tensorboard": "false",
+    "run.picture": "false",
+    "model.device": "cpu",
+}
+VARIANTS = {
+    "plain": {},
+    "unbiased KL": {"loss.kl": "unbiased"},
+    "off-policy mask": {"masks.off_policy": "v3.2"},
+    "keep sampling mask": {"masks.keep_sampling": "true"},
+    "all three (V3.2)": {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling": "true"},
+    "exact KL (document)": {"loss.kl": "full_document"},
+    "validity filter (document)": {"masks.validity": "true"},
+    "all three (document)": {"loss.kl": "full_document", "masks.off_policy": "document", "masks.validity": "true"},
+}
+PLAIN = next(iter(VARIANTS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; each uses one core")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, with the picture")
+    parser.add_argument("--draw", type=Path, help="only read the runs that are in this folder")
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="these variants alone")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        root = args.draw or args.keep or Path(temporary)
+        names = args.only or list(VARIANTS)
+        if args.draw is None:
+            wanted = [(name, seed) for seed in range(args.seeds) for name in names]
+            with ThreadPoolExecutor(args.at_once) as pool:
+                list(pool.map(lambda pair: train(*pair, root), wanted))
+        found = {name: [read(folder_of(name, seed, root)) for seed in range(args.seeds)] for name in names}
+        tell(found)
+        if args.draw or args.keep:
+            draw(found, root / "ablation.png")
+            print(f"picture: {root / 'ablation.png'}")
+
+
+def folder_of(name: str, seed: int, root: Path) -> Path:
+    return root / f"{''.join(letter if letter.isalnum() else '-' for letter in name)}-{seed}"
+
+
+def train(name: str, seed: int, root: Path) -> None:
+    """One run in a process of its own; one that is there already is left alone."""
+    folder = folder_of(name, seed, root)
+    if (folder / "model").exists():
+        return
+    settings = {**HARDER, **VARIANTS[name], "train.seed": str(seed), "run.folder": str(folder)}
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    command = [sys.executable, "-m", "groupwise", "train", str(RECIPE), "--overwrite", *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}, seed {seed}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    print(f"{name}, seed {seed}: done", flush=True)
+
+
+def read(folder: Path) -> dict[str, np.ndarray]:
+    """A run's curves: held-out accuracy with its steps, KL, gradient norm, kept and unanswered shares."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    steps, accuracy = metric_column(rows, "eval/accuracy")
+    curves = {"at": steps, "accuracy": accuracy}
+    for name in ("kl", "grad_norm", "mask_ratio", "accuracy_no_answer"):
+        curves[name] = metric_column(rows, name)[1]
+    return {name: np.asarray(values, dtype=np.float64) for name, values in curves.items()}
+
+
+def tell(found: dict[str, list[dict[str, np.ndarray]]]) -> None:
+    plain = [run["accuracy"][-1] for run in found.get(PLAIN, [])]
+    header = f"{'':27}{'held out, at the end':>24}{'mean over the run':>19}{'worst fall':>12}{'KL':>8}{'no answer':>11}{'kept':>7}{'p':>8}"
+    print(header)
+    for name, runs in found.items():
+        last = bootstrap_interval([run["accuracy"][-1] for run in runs])
+        over = np.mean([run["accuracy"].mean() for run in runs])
+        fall = max(float((np.maximum.accumulate(run["accuracy"]) - run["accuracy"]).max()) for run in runs)
+        kl = np.mean([run["kl"][-20:].mean() for run in runs])
+        silent = np.mean([run["accuracy_no_answer"][:20].mean() for run in runs])
+        kept = np.mean([run["mask_ratio"].mean() if len(run["mask_ratio"]) else 1.0 for run in runs])
+        differs = ""
+        if name != PLAIN and len(plain) == len(runs) > 1:
+            differs = f"{paired_test([run['accuracy'][-1] for run in runs], plain).p_value:.2f}"
+        span = f"{last.estimate:.1%} [{last.low:.1%}, {last.high:.1%}]"
+        print(f"{name:27}{span:>24}{over:>19.1%}{fall:>12.1%}{kl:>8.3f}{silent:>11.1%}{kept:>7.1%}{differs:>8}")
+
+
+def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
+    """Curves of the held-out accuracy with intervals on the left; the end and the KL of each variant on the right."""
+    figure = new_figure(11, 6.6)
+    grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
+    halves = [list(found)[:5], [PLAIN, *list(found)[5:]]]
+    titles = ("DeepSeek-V3.2's forms, one by one", "the first document's forms")
+    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(found)}
+    for row, (names, title) in enumerate(zip(halves, titles, strict=True)):
+        axes = figure.add_subplot(grid[row, 0])
+        for name in names:
+            runs = found[name]
+            band = bootstrap_interval(np.stack([run["accuracy"] for run in runs]))
+            axes.plot(runs[0]["at"], band.estimate, color=colours[name], linewidth=2, label=name)
+            axes.fill_between(runs[0]["at"], band.low, band.high, color=colours[name], alpha=0.13, linewidth=0)
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set(xlabel="step" if row else "", ylabel="right on held-out questions", ylim=(0, 1.02))
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    for row, (title, values) in enumerate(
+        (
+            ("right at the end, mean over the run's evaluations (hollow)", "accuracy"),
+            ("KL to the reference, last 20 steps", "kl"),
+        )
+    ):
+        axes = figure.add_subplot(grid[row, 1])
+        for place, (name, runs) in enumerate(found.items()):
+            tail = 1 if values == "accuracy" else 20
+            each = [run[values][-tail:].mean() for run in runs]
+            band = bootstrap_interval(each)
+            axes.plot([band.low, band.high], [place, place], color=colours[name], linewidth=3, alpha=0.4)
+            axes.plot(each, [place] * len(each), "o", color=colours[name], markersize=3.5, alpha=0.6)
+            axes.plot(band.estimate, place, "D", color=colours[name], markersize=6)
+            if values == "accuracy":
+                axes.plot(np.mean([run[values].mean() for run in runs]), place, "o", mfc="white", color=colours[name])
+        axes.set_yticks(range(len(found)), list(found), fontsize=8)
+        axes.invert_yaxis()
+        axes.set_title(title, loc="left", fontsize=10)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()
