@@ -110,8 +110,9 @@ def read(folder: Path) -> dict[str, np.ndarray]:
 
 def tell(found: dict[str, list[dict[str, np.ndarray]]]) -> None:
     plain = [run["accuracy"][-1] for run in found.get(PLAIN, [])]
-    header = f"{'':27}{'held out, at the end':>24}{'mean over the run':>19}{'worst fall':>12}{'KL':>8}{'no answer':>11}{'kept':>7}{'p':>8}"
-    print(header)
+    heads = (("", -27), ("held out, at the end", 24), ("mean over the run", 19), ("worst fall", 12), ("KL", 8),
+             ("no answer", 11), ("kept", 7), ("p", 8))  # fmt: skip
+    print("".join(f"{head:<{-width}}" if width < 0 else f"{head:>{width}}" for head, width in heads))
     for name, runs in found.items():
         last = bootstrap_interval([run["accuracy"][-1] for run in runs])
         over = np.mean([run["accuracy"].mean() for run in runs])
@@ -132,7 +133,7 @@ def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
     halves = [list(found)[:5], [PLAIN, *list(found)[5:]]]
     titles = ("DeepSeek-V3.2's forms, one by one", "the first document's forms")
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(found)}
+    colours = {PLAIN: "0.45"} | dict(zip([name for name in found if name != PLAIN], COLOURS, strict=False))
     for row, (names, title) in enumerate(zip(halves, titles, strict=True)):
         axes = figure.add_subplot(grid[row, 0])
         for name in names:
@@ -142,10 +143,10 @@ def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
             axes.fill_between(runs[0]["at"], band.low, band.high, color=colours[name], alpha=0.13, linewidth=0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set(xlabel="step" if row else "", ylabel="right on held-out questions", ylim=(0, 1.02))
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        axes.legend(frameon=False, fontsize=8, loc="lower right" if row == 0 else "upper left", ncols=1 + row)
     for row, (title, values) in enumerate(
         (
-            ("right at the end, mean over the run's evaluations (hollow)", "accuracy"),
+            ("right at the end (hollow: mean over the run)", "accuracy"),
             ("KL to the reference, last 20 steps", "kl"),
         )
     ):

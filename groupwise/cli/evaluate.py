@@ -50,7 +50,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         raise ConfigError("--against compares two reports; say with --report FOLDER where this one is to be written")
     from groupwise.train.held_out import evaluate_recipe
 
-    found, metric = evaluate_recipe(recipe)
+    found, metric = evaluate_recipe(recipe, _say)
     _print_metrics(found, metric, recipe.model.source)
     if arguments.answers is not None:
         _write_lines(arguments.answers, found.answers)
@@ -96,7 +96,11 @@ def _examined(recipe: Recipe) -> tuple[Report, Sequence[Any]]:
     from groupwise.train.held_out import examine_recipe
 
     with _progress(recipe.model.source) as tell:
-        return examine_recipe(recipe, tell)
+        return examine_recipe(recipe, tell, _say)
+
+
+def _say(text: str) -> None:
+    console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from groupwise.model.attention import IMPLEMENTATION, LAYOUT, Call, PackedLayout
 from groupwise.model.few_rows import few_rows_product
 from groupwise.model.flash import FLASH_DTYPES
 
+OF_WRONG = 0.07  # of the difference that a wrong pass makes, may be rounding
+
 
 class Head(NamedTuple):
     """The last step of a model: logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap)."""
@@ -238,6 +240,8 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         plain = [
             model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions
         ]
+        row = model(input_ids=torch.cat([prompt, *completions])[None], use_cache=False).logits[0].float()
+        mixed = [row[[2, 3, 4, 5, 6]], row[[2, 7, 8]]]  # what comes of a completion that sees its sibling
         try:
             if config._attn_implementation != IMPLEMENTATION:
                 model.set_attn_implementation(IMPLEMENTATION)
@@ -258,13 +262,31 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         if wrong:
             return wrong, {}
         packed = [head.logits(hidden[[2, *range(a, b)]]).float() for a, b in ((3, 7), (7, 9))]
-        for got, wanted in zip(packed, plain, strict=True):
-            off = (got.log_softmax(-1) - wanted.log_softmax(-1)).abs().max().item()
-            if not off <= (0.25 if model.dtype in (torch.bfloat16, torch.float16) else 1e-2):
-                return f"packed and plain log-probs differ by {off:.2g}", {}
+        if (off := _too_far(packed, plain, mixed, model.dtype)) is not None:
+            return f"packed and plain log-probs differ by {off:.2g}", {}
     shapes = tuple(shape for _, shape, _ in recorder.seen)
     windows = tuple(sorted({window for _, _, window in recorder.seen if window is not None}))
     return None, {"head": head, "attentions": attentions, "shapes": shapes, "windows": windows}
+
+
+def _too_far(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor], dtype: torch.dtype) -> float | None:
+    """The largest difference between packed and plain log-probs, if it is more than rounding; else None.
+
+    In half precision, rounding alone moves unlikely tokens of a real model by half a unit and more. There the mean
+    difference is held against that of a pass which is wrong: one in which a completion sees its sibling.
+    """
+
+    def differences(other: list[Tensor]) -> Tensor:
+        return (torch.cat(other).log_softmax(-1) - torch.cat(plain).log_softmax(-1)).abs()
+
+    off = differences(packed)
+    largest = off.max().item()
+    if largest <= (0.25 if dtype in FLASH_DTYPES else 1e-2):
+        return None
+    rounding = (
+        dtype in FLASH_DTYPES and off.mean(-1).max().item() <= OF_WRONG * differences(mixed).mean(-1).max().item()
+    )
+    return None if rounding else largest
 
 
 def _output_of(model: PreTrainedModel) -> Any:

@@ -102,8 +102,11 @@ class Options:
     def __init__(self, texts: tuple[tuple[str, str], ...]) -> None:
         self.texts = dict(texts)
         words_of = {letter: _words(text)[:LONGEST_OPTION] for letter, text in texts}
+        # A text that is itself a letter of the options says nothing: "B" is the option B, whatever A's text is.
         told_apart = [
-            letter for letter, words in words_of.items() if words and list(words_of.values()).count(words) == 1
+            letter
+            for letter, words in words_of.items()
+            if words and list(words_of.values()).count(words) == 1 and " ".join(words).upper() not in self.texts
         ]
         longest_first = sorted(told_apart, key=lambda letter: -len(" ".join(words_of[letter])))
         parts = [f"(?P<{letter}>{_GAP.join(map(re.escape, words_of[letter]))})" for letter in longest_first]

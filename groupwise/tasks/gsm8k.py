@@ -22,7 +22,7 @@ from groupwise.rewards.maths import (
     strict_answer,
 )
 from groupwise.tasks.base import Row, Task
-from groupwise.tasks.rows import read_both
+from groupwise.tasks.rows import listed, read_both
 
 INSTRUCTION = (
     "Solve the problem step by step. End with a line that holds four number signs and the final number alone, "
@@ -34,7 +34,7 @@ HUB = "openai/gsm8k"
 
 def gsm8k_task(recipe: Recipe) -> Task:
     """GSM8K from files with the columns ``question`` and ``answer``, or from the hub (openai/gsm8k, subset main)."""
-    if HUB in (recipe.data.train, recipe.data.held_out) and recipe.data.subset is None:
+    if HUB in (*listed(recipe.data.train), *listed(recipe.data.held_out)) and recipe.data.subset is None:
         recipe = recipe.with_settings({"data.subset": "main"})
     train, held_out = read_both(recipe)
     return Task(

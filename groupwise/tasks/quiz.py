@@ -71,8 +71,8 @@ def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROW
 def quiz_task(recipe: Recipe) -> Task:
     """The quiz of a recipe: as many rows as ``[data]`` says, from the run's seed."""
     data = recipe.data
-    for key in ("train", "held_out"):
-        if getattr(data, key) is not None:
+    for key in ("train", "held_out", "held_out_from_train"):
+        if getattr(data, key):
             raise ConfigError(
                 f"the task 'quiz' makes its own questions, but data.{key} is {getattr(data, key)!r}; leave it out, or "
                 "set task to 'rows'"

@@ -38,9 +38,9 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
         raise ConfigError(
             f"data.held_out_from_train is for data without held-out rows, but data.{named} is set; drop one"
         )
-    train_sources = _listed(data.train)
+    train_sources = listed(data.train)
     # One source with two splits is the hub's way to hold rows out.
-    held_out_sources = _listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
+    held_out_sources = listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
     # Subsets and splits are the hub's: they do not concern a file beside which they are needed for other rows.
     on_hub = [source for source in (*train_sources, *held_out_sources) if not _exists(source)]
 
@@ -77,7 +77,8 @@ def hold_out(rows: Sequence[Row], number: int, seed: int) -> tuple[list[Row], li
     )
 
 
-def _listed(sources: str | list[str] | None) -> list[str]:
+def listed(sources: str | list[str] | None) -> list[str]:
+    """One source or several, as a list."""
     return [] if sources is None else [sources] if isinstance(sources, str) else list(sources)
 
 

@@ -27,8 +27,9 @@ from groupwise.tasks.usmle_rows import read_questions, sample_questions
 __all__ = ["Choice", "extract_answer", "format_prompt", "usmle_task"]
 
 INSTRUCTIONS = {
-    "chat": 'Reason step by step in a few sentences. End with a line "Answer: X", where X is {letters}.',
-    "direct": 'Reply with one line and nothing else: "Answer: X", where X is {letters}.',
+    "chat": "Reason step by step in a few sentences. End with a line that says 'Answer:' and the letter of the right "
+    "option ({letters}).",
+    "direct": "Reply with one line that says 'Answer:' and the letter of the right option ({letters}), nothing else.",
 }
 
 
@@ -116,7 +117,8 @@ def worked_answer(row: Row, form: str) -> str:
 def reordered(row: Row, seed: str, *, form: str) -> Row:
     """The same question, asked with its options' texts under other letters; the right letter moves along.
 
-    ``moved`` says where each option went, from its old letter to the new one.
+    ``moved`` says where each option went, from its old letter to the new one. An explanation may speak of the old
+    letters, so it is left behind.
     """
     letters = sorted(row["options"])
     places = letters.copy()
@@ -126,6 +128,7 @@ def reordered(row: Row, seed: str, *, form: str) -> Row:
     moved = dict(zip(letters, places, strict=True))
     options = {moved[letter]: row["options"][letter] for letter in letters}
     changed = {**row, "options": dict(sorted(options.items())), "answer": moved[row["answer"]], "moved": moved}
+    changed["explanation"] = None
     return ask(data.Row(changed, data.where_of(row, 0)), form=form)
 
 

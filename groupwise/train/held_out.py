@@ -14,7 +14,7 @@ from groupwise.evaluate.exam import Candidate, examine
 from groupwise.evaluate.exam import Progress as ExamProgress
 from groupwise.generate import Engine, Sampling
 from groupwise.train.rollout import chance
-from groupwise.train.setup import Parts, load_parts
+from groupwise.train.setup import Parts, Say, load_parts
 
 Progress = Callable[[int, int], None]
 # What a reward that looks at ``trainer_state`` sees where nothing is trained.
@@ -59,10 +59,12 @@ def evaluate_held_out(
 
 
 def examine_recipe(
-    recipe: Recipe, progress: ExamProgress = lambda what, done, total: None
+    recipe: Recipe,
+    progress: ExamProgress = lambda what, done, total: None,
+    say: Say = lambda text: None,
 ) -> tuple[Report, list[Given]]:
     """Load a recipe's model and held-out questions of multiple choice, and have it sit the exam."""
-    parts = load_parts(recipe)
+    parts = load_parts(recipe, say=say)
     how = recipe.evaluate
     candidate = Candidate(
         parts.prepared,
@@ -84,9 +86,9 @@ def examine_recipe(
     )
 
 
-def evaluate_recipe(recipe: Recipe) -> tuple[Evaluation, str | None]:
+def evaluate_recipe(recipe: Recipe, say: Say = lambda text: None) -> tuple[Evaluation, str | None]:
     """Load a recipe's model and held-out rows, and measure; also the name of the metric that counts."""
-    parts = load_parts(recipe)
+    parts = load_parts(recipe, say=say)
     if not len(parts.held_out):
         raise ConfigError("there is nothing to evaluate on: set data.held_out")
     metric = metric_of(parts)

@@ -186,10 +186,28 @@ class Updater:
             found.skipped = True
             return found
         found.grad_norm = norm
-        self.optimizer.step()
+        self._move()
         self.masters.publish()
         self.optimizer.zero_grad(set_to_none=True)
         return found
+
+    def _move(self) -> None:
+        """One step of the optimizer. Its first one asks for two more numbers per weight: where they do not fit, what
+        generation holds is given back first."""
+        try:
+            self.optimizer.step()
+        except torch.OutOfMemoryError:
+            for weight, known in list(self.optimizer.state.items()):
+                if "exp_avg_sq" not in known:
+                    del self.optimizer.state[weight]  # begun, and not finished
+            self._release()
+            try:
+                self.optimizer.step()
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    "memory ran out for the optimizer, which keeps 12 bytes for every trained weight; use a smaller "
+                    "model or [model.lora], or give the GPU to this run alone"
+                ) from error
 
     def _gradient(self, work: Work, now: Recipe, check: bool, compare_terms: bool) -> Update:
         self.optimizer.zero_grad(set_to_none=True)
@@ -342,11 +360,15 @@ class Updater:
                 f"memory ran out with a single sample of {_longest(work)} tokens; use a smaller model, "
                 "model.gradient_checkpointing = true, [model.lora], or shorter answers (sampling.max_new_tokens)"
             ) from error
+        self._release()
+        self.token_budget = max(SMALLEST_BUDGET, self.token_budget // 2)
+        self.say(f"memory ran out: the step is done again with a token budget of {self.token_budget:,}; same result")
+
+    def _release(self) -> None:
+        """Give back what generation holds, and what the allocator keeps."""
         self.release()
         if self.prepared.device.type == "cuda":
             torch.cuda.empty_cache()
-        self.token_budget = max(SMALLEST_BUDGET, self.token_budget // 2)
-        self.say(f"memory ran out: the step is done again with a token budget of {self.token_budget:,}; same result")
 
     def _norm(self, now: Recipe) -> float:
         gradients = [master.grad for master in self.masters.parameters() if master.grad is not None]

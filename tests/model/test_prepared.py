@@ -23,10 +23,13 @@ from transformers import (
 
 from groupwise.errors import InputError
 from groupwise.generate import Engine, PlainGenerator, Sampling
+from groupwise.model import load_model_and_tokenizer
 from groupwise.model.attention import IMPLEMENTATION
 from groupwise.model.logprobs import completion_logps, padded_logps
+from groupwise.model.prepared import _too_far as too_far
 from groupwise.model.prepared import prepare
 from tests.model.models import ARCHITECTURES, random_groups, tiny
+from tests.weights import smollm2
 
 SMALL = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
@@ -200,6 +203,30 @@ def test_a_wrong_head_is_noticed():
     notices: list[str] = []
     prepare(model, notice=notices.append)
     assert "packed and plain log-probs differ" in notices[0]
+
+
+def test_rounding_is_no_difference():
+    """In bfloat16 unlikely tokens of a real model move by half a unit; it still shares its prompts."""
+    model, _ = load_model_and_tokenizer(str(smollm2()), dtype="bfloat16", device="cpu")
+    notices: list[str] = []
+    assert prepare(model, notice=notices.append).why_plain is None
+    assert not notices
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_more_than_rounding_is_a_difference(dtype):
+    """A completion that sees its sibling, or is half a step towards it, is found out in any precision."""
+    generator = torch.Generator().manual_seed(0)
+
+    def logits() -> list[torch.Tensor]:
+        return [torch.randn(rows, 97, generator=generator, dtype=torch.float32) for rows in (5, 3)]
+
+    plain, noise, wrong = logits(), logits(), logits()
+    slightly = [one + 0.06 * other for one, other in zip(plain, noise, strict=True)]
+    halfway = [(one + other) / 2 for one, other in zip(plain, wrong, strict=True)]
+    assert (too_far(slightly, plain, wrong, dtype) is None) == (dtype is torch.bfloat16)
+    for other in (halfway, wrong):
+        assert too_far(other, plain, wrong, dtype) > 0.25
 
 
 def test_not_a_language_model():

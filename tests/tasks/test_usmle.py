@@ -83,10 +83,13 @@ def test_the_other_prompts():
     )
     assert format_prompt(ROW) == format_prompt(ROW, "chat")
     assert format_prompt(ROW) == (
-        asked + 'Reason step by step in a few sentences. End with a line "Answer: X", where X is A, B, C, or D.'
+        asked
+        + "Reason step by step in a few sentences. End with a line that says 'Answer:' and the letter of the right "
+        "option (A, B, C, or D)."
     )
     assert format_prompt(ROW, "direct") == (
-        asked + 'Reply with one line and nothing else: "Answer: X", where X is A, B, C, or D.'
+        asked
+        + "Reply with one line that says 'Answer:' and the letter of the right option (A, B, C, or D), nothing else."
     )
 
 
@@ -95,11 +98,12 @@ def test_the_other_prompts():
 def test_a_prompt_names_the_letters_of_its_own_options(form, number):
     row = with_options(number)
     prompt = format_prompt({**row, "options": dict(reversed(row["options"].items()))}, form)
-    end = f"answer ({LETTERS[number]}): " if form == "document" else f"where X is {LETTERS[number]}."
-    assert prompt.endswith(end)
+    end = {"document": f"correct answer ({LETTERS[number]}): ", "chat": f"right option ({LETTERS[number]})."}
+    end["direct"] = f"right option ({LETTERS[number]}), nothing else."
+    assert prompt.endswith(end[form])
     listed = "".join(f"{letter}. option {letter}\n" for letter in "ABCDEFGHIJ"[:number])
     assert f"\n{listed}\n" in prompt
-    assert prompt.count("option ") == number
+    assert prompt.count(". option ") == number
 
 
 def test_a_row_keeps_its_place_when_it_is_asked():

@@ -488,6 +488,44 @@ def test_the_smallest_packs_and_the_longest_sample_are_the_end(monkeypatch):
         assert all(master.grad is None for master in updater.masters.parameters())
 
 
+def short_optimizer(updater, monkeypatch, failures):
+    """An optimizer whose first steps run out of memory while it makes room for its second number."""
+    real, state = updater.optimizer.step, updater.optimizer.state
+
+    def step():
+        if failures:
+            failures.pop()
+            state[next(updater.masters.parameters())]["exp_avg"] = torch.zeros(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 892 MiB")
+        return real()
+
+    monkeypatch.setattr(updater.optimizer, "step", step)
+
+
+def test_an_optimizer_without_room_is_tried_again_when_generation_has_given_back_its_own(monkeypatch):
+    now = made_recipe()
+    batch = made_batch()
+    work = plan_work(batch, compare(batch, now, [1.0]), range(4), now)
+    usual, released = made_updater(now), []
+    wanted = usual.update(work, now)
+    updater = made_updater(now, release=lambda: released.append(True))
+    short_optimizer(updater, monkeypatch, [1])
+    assert updater.update(work, now) == wanted
+    assert released == [True]
+    for name, weight in updater.masters.state_dict().items():
+        assert torch.equal(weight, usual.masters.state_dict()[name])
+
+
+def test_an_optimizer_that_never_fits_says_what_to_do(monkeypatch):
+    now = made_recipe()
+    batch = made_batch()
+    work = plan_work(batch, compare(batch, now, [1.0]), range(4), now)
+    updater = made_updater(now)
+    short_optimizer(updater, monkeypatch, [1, 1])
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out for the optimizer.*lora"):
+        updater.update(work, now)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyboardInterrupt()])
 def test_other_errors_pass_through(monkeypatch, error):
     now = made_recipe()
