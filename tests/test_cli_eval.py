@@ -225,7 +225,7 @@ def test_one_question(said):
     ]
     assert sum(share for _, share, _ in rows.values()) == pytest.approx(100, abs=0.11)
     assert "[length, 5 tokens]" in out
-    assert below == ["no letter is taken from this answer: it names no option"]
+    assert below == ["no letter is taken from this answer: it settles on no option"]
     assert said(*words, "--device", "cpu", "--temperature", "2") == out  # one answer is the likeliest
     assert likely(said(*words, "--form", "document"))[0] != rows
 

@@ -32,7 +32,9 @@ def test_example_runs(block, tmp_path, monkeypatch):
     if "result" in names:
         assert names["result"].step == 2
         assert (names["result"].model / "model.safetensors").exists()
-    assert {"rollout", "loss", "result"} & names.keys()
+    if "choice" in names:
+        assert f"# {names['choice'].letter} {names['choice'].rule}\n" in f"{block}\n"
+    assert {"rollout", "loss", "result", "choice"} & names.keys()
 
 
 def test_the_readme_says_what_comes_out():

@@ -18,7 +18,7 @@ ANSWER_TOKENS = 400  # for a question: room for its reasoning
 
 # Why an answer gives no letter, by the rule that found so (`rewards.choice.NO_ANSWER`).
 WHY_NONE = {
-    "nothing": "it names no option",
+    "nothing": "it settles on no option",
     "several": "it names several options",
     "declined": "it declines to choose",
     "beyond the options": "it names a letter beyond the options",

@@ -312,6 +312,8 @@ class RunSection(Section):
     """where the run is kept; by default a new folder below runs/"""
     name: str | None = None
     """part of the new folder's name; by default the recipe's"""
+    log_every: Count = 1
+    """steps between two lines where there is no terminal to draw on; metrics.jsonl has every step"""
     checkpoint_every: CountOrNone = 50
     """steps between checkpoints; 0 is only at the end"""
     keep: Count = 2

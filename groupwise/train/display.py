@@ -58,6 +58,7 @@ class Facts:
     metric: str | None
     folder: str
     goal: float | None = None
+    log_every: int = 1
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,10 @@ class Display:
 
 
 class LineDisplay(Display):
-    """A line for a step; with quick steps about one a second, and always for evaluations and for the last step."""
+    """A line for a step; with quick steps about one a second, and always for evaluations and for the last step.
+
+    With ``log_every`` of the facts, for each so many steps; where those take long, also in between.
+    """
 
     def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
@@ -188,7 +192,9 @@ class LineDisplay(Display):
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
         self._pending = True
-        if step >= self.facts.steps or self._clock() - self._step_written >= LINE_SECONDS:
+        waited, every = self._clock() - self._step_written, self.facts.log_every
+        due = waited >= (LINE_SECONDS if every == 1 else STAGE_SECONDS) or (every > 1 and step % every == 0)
+        if due or step >= self.facts.steps:
             self._write_step()
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:

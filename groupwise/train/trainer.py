@@ -337,6 +337,7 @@ class Trainer:
                 metric=self.metric,
                 folder=str(self.run_dir.path),
                 goal=self.parts.task.goal,
+                log_every=self.recipe.run.log_every,
             ),
             first_step=self.step,
             past=read_metrics(self.run_dir.path / "metrics.jsonl"),

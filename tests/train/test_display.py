@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,6 +135,17 @@ def test_quick_steps_share_a_line(lines, stream, clock):
     steps = [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
     assert steps == [*range(1, 300, 8), 300]
     assert "left" not in stream.getvalue().splitlines()[-1]
+
+
+def test_a_line_every_so_many_steps(stream, clock):
+    """Not by the second then, unless the steps are so slow that somebody might think the run has died."""
+    display = LineDisplay(stream, clock)
+    display.start(replace(FACTS, log_every=10))
+    for step in range(1, 26):
+        clock.now += 2.0 if step <= 20 else 30.0
+        display.step(step, METRICS)
+    told = [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()[1:]]
+    assert told == [1, 10, 20, 21, 22, 23, 24, 25]
 
 
 def test_evaluations_are_always_told(lines, stream, clock):
