@@ -45,17 +45,19 @@ HARDER = {
     "run.picture": "false",
     "model.device": "cpu",
 }
-VARIANTS = {
-    "plain": {},
+PLAIN = "plain"
+PAPER = {
     "unbiased KL": {"loss.kl": "unbiased"},
     "off-policy mask": {"masks.off_policy": "v3.2"},
     "keep sampling mask": {"masks.keep_sampling": "true"},
     "all three (V3.2)": {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling": "true"},
+}
+DOCUMENT = {
     "exact KL (document)": {"loss.kl": "full_document"},
     "validity filter (document)": {"masks.validity": "true"},
     "all three (document)": {"loss.kl": "full_document", "masks.off_policy": "document", "masks.validity": "true"},
 }
-PLAIN = next(iter(VARIANTS))
+VARIANTS: dict[str, dict[str, str]] = {PLAIN: {}, **PAPER, **DOCUMENT}
 
 
 def main() -> None:
@@ -131,19 +133,19 @@ def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
     """Curves of the held-out accuracy with intervals on the left; the end and the KL of each variant on the right."""
     figure = new_figure(11, 6.6)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
-    halves = [list(found)[:5], [PLAIN, *list(found)[5:]]]
-    titles = ("DeepSeek-V3.2's forms, one by one", "the first document's forms")
-    colours = {PLAIN: "0.45"} | dict(zip([name for name in found if name != PLAIN], COLOURS, strict=False))
-    for row, (names, title) in enumerate(zip(halves, titles, strict=True)):
+    halves = (("DeepSeek-V3.2's forms, one by one", PAPER), ("the first document's forms", DOCUMENT))
+    colours = {PLAIN: "0.45"} | dict(zip([name for name in VARIANTS if name != PLAIN], COLOURS, strict=False))
+    for row, (title, forms) in enumerate(halves):
         axes = figure.add_subplot(grid[row, 0])
-        for name in names:
+        for name in (name for name in (PLAIN, *forms) if name in found):
             runs = found[name]
             band = bootstrap_interval(np.stack([run["accuracy"] for run in runs]))
             axes.plot(runs[0]["at"], band.estimate, color=colours[name], linewidth=2, label=name)
             axes.fill_between(runs[0]["at"], band.low, band.high, color=colours[name], alpha=0.13, linewidth=0)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set(xlabel="step" if row else "", ylabel="right on held-out questions", ylim=(0, 1.02))
-        axes.legend(frameon=False, fontsize=8, loc="lower right" if row == 0 else "upper left", ncols=1 + row)
+        if axes.get_lines():
+            axes.legend(frameon=False, fontsize=8, loc="lower right" if row == 0 else "upper left", ncols=1 + row)
     for row, (title, values) in enumerate(
         (
             ("right at the end (hollow: mean over the run)", "accuracy"),

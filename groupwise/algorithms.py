@@ -8,8 +8,9 @@ with accumulation 4 counts prompts, so that a step compares 16 groups.
 The first document quotes three features of DeepSeek-V3.2 and writes each down in another form than the paper's. There
 are two presets, with the same numbers; they differ in
 
-- the KL: the paper's estimate k3 · π_θ/π_old is unbiased under samples of an older policy. The document's, the exact KL
-  times the mean of π_θ/π_ref over the vocabulary, is no estimate, and the factor makes it larger than the KL;
+- the KL: the paper's estimate k3 · π_θ/π_old is unbiased under samples of an older policy. The document's is exact,
+  but times the mean over the vocabulary of π_θ/(π_ref + 1e-8), so it is not the KL: the factor may be large, or near 0
+  where most of the vocabulary is next to impossible;
 - the off-policy mask: the paper's drops an answer that did worse than its group and that the policy has left behind
   since it was sampled. The document's drops whatever has become likelier than under the reference, good or bad;
 - the 'keep sampling mask': the paper's renormalises the policy over the tokens that top-k had left, so that what is

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from groupwise.cli import main
+from groupwise.cli.evaluate import facts_of
 from groupwise.cli.sample import WHY_NONE
 from groupwise.cli.settings import parse_settings
 from groupwise.config import make_recipe
@@ -51,15 +52,15 @@ def said(capsys):
 
 @pytest.fixture
 def complaint(capsys):
-    """Run a command that is refused; the one line that it leaves on the standard error."""
+    """Run a command that is refused; what it complains of, in the last line on the standard error."""
 
     def run(*words):
         capsys.readouterr()
         assert main(list(words)) == 2
-        error = capsys.readouterr().err
+        *before, error = capsys.readouterr().err.splitlines()
+        assert all(line.startswith("tiny: ") for line in before)  # what was being done
         assert error.startswith("groupwise: ")
-        assert error.count("\n") == 1
-        return error.removeprefix("groupwise: ").rstrip()
+        return error.removeprefix("groupwise: ")
 
     return run
 
@@ -88,6 +89,7 @@ def test_a_report(here, said):
     assert stored["facts"]["model"] == "tiny"
     assert stored["facts"]["questions"] == "the task's own rows"
     assert (stored["facts"]["prompt"], stored["facts"]["longest answer"]) == ("chat", "4 tokens")
+    assert (stored["facts"]["samples"], stored["facts"]["seed"]) == ("3, temperature 1", "0")
     assert (folder / "report.md").read_text().startswith("# tiny on usmle\n")
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
     lines = out.splitlines()
@@ -135,6 +137,35 @@ def test_a_report_against_a_model(here, said, other_model):
     assert "both/comparison.json" in out.splitlines()
 
 
+def test_a_log_says_what_was_done(capsys):
+    assert main([*EVAL, "--report", "report"]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        "tiny: answering, done",
+        "tiny: answering with other orders, done",
+        "tiny: scoring letters, done",
+        "tiny: scoring letters in other orders, done",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "source"),
+    [
+        ({}, "the task's own rows"),
+        ({"data.held_out": "data/medqa.jsonl"}, "medqa.jsonl"),
+        ({"data.held_out": ["data/a.jsonl", "data/b.csv"], "data.train": "data/c.jsonl"}, "a.jsonl, b.csv"),
+        ({"data.train": "data/c.jsonl", "data.held_out_from_train": 300}, "300 held out from c.jsonl"),
+        ({"data.train": "GBaker/MedQA-USMLE-4-options", "data.held_out_split": "test"}, "MedQA-USMLE-4-options, test"),
+    ],
+)
+def test_a_report_says_where_its_questions_come_from(settings, source):
+    assert facts_of(make_recipe({"task": "usmle"}).with_settings(settings))["questions"] == source
+
+
+def test_how_a_question_is_put_is_a_fact_of_the_usmle_task_alone():
+    assert facts_of(make_recipe({"task": "usmle"}))["prompt"] == "chat"
+    assert "prompt" not in facts_of(make_recipe({"task": "quiz"}))
+
+
 def test_an_earlier_report_on_other_questions(here, complaint, said):
     said(*EVAL, "--report", "first")
     other = [*EVAL, "--data.held_out_from_train", "5"]
@@ -154,6 +185,7 @@ def test_an_earlier_report_on_other_questions(here, complaint, said):
         (["--against", "first"], "--against compares two reports; say with --report FOLDER where this one is to be "
                                  "written"),
         (["--report", "file"], "--report file is a file; name a folder"),
+        (["--report", "file/within"], "--report file is a file; name a folder"),
         (["--report", "new", "--answers", "."], "--answers . is a folder; name a file"),
         (["--report", "new", "--against", "gone/report.json"], "there is no report at gone/report.json; name the "
          "folder that an evaluation has written, or its report.json"),
@@ -305,6 +337,7 @@ def test_every_reason_for_no_letter_has_its_words():
         (["q", "--option", "one", "--option", " "], "--option: an option is empty (B)"),
         (["q", "r", "--option", "one", "--option", "two"], "options belong to one question, but 2 prompts are given"),
         ([" ", "--option", "one", "--option", "two"], "the question is empty; put it in front of its options"),
+        (["q", "--form", "direct"], "--form says how a question with options is put; give its options with --option"),
     ],
 )
 def test_questions_that_cannot_be_asked(complaint, words, sentence):

@@ -62,8 +62,10 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     from groupwise.evaluate.report import REPORT, read_report, write_report
 
     folder: Path = arguments.report
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--report {folder} is a file; name a folder")
+    # Seen now, and not when an hour of answers is to be written.
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        raise ConfigError(f"--report {there} is a file; name a folder")
     before = comparison = None
     if arguments.against is not None:
         known = Path(arguments.against)
@@ -72,11 +74,11 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
         else:
             earlier = recipe.with_settings({"model.source": arguments.against})
             before, _ = _examined(earlier)
-            write_report(folder / BEFORE, before, title=_title(earlier), facts=_facts(earlier))
+            write_report(folder / BEFORE, before, title=_title(earlier), facts=facts_of(earlier))
     report, answers = _examined(recipe)
     if arguments.answers is not None:
         _write_lines(arguments.answers, [asdict(answer) for answer in answers])
-    named: dict[str, Any] = {"title": _title(recipe), "facts": _facts(recipe)}
+    named: dict[str, Any] = {"title": _title(recipe), "facts": facts_of(recipe)}
     if before is not None:
         try:
             comparison = compare(before, report)
@@ -105,12 +107,14 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _progress(model: str) -> Iterator[Callable[[str, int, int], None]]:
-    """A line on the standard error that says what is being done."""
+    """A line on the standard error that says what is being done; where that is a file, a line for each thing done."""
     out = console(stderr=True)
     with out.status(f"{model}: loading") as status:
 
         def tell(what: str, done: int, total: int) -> None:
             status.update(f"{model}: {what}, {done:,} of {total:,}")
+            if not out.is_terminal and done == total:
+                _say(f"{model}: {what}, done")
 
         yield tell
 
@@ -119,25 +123,35 @@ def _title(recipe: Recipe) -> str:
     return f"{recipe.model.source} on {recipe.task}"
 
 
-def _facts(recipe: Recipe) -> dict[str, str]:
+def facts_of(recipe: Recipe) -> dict[str, str]:
     """What to know about an evaluation to do it again."""
     from groupwise.train.output import versions
 
-    held_out = recipe.data.held_out
-    if isinstance(held_out, list):
-        source = ", ".join(Path(each).name for each in held_out)
-    else:
-        source = Path(held_out).name if held_out else "the task's own rows"
-    found = versions()
-    return {
-        "model": recipe.model.source,
-        "questions": source,
-        "prompt": recipe.usmle.prompt,
-        "longest answer": f"{recipe.evaluate.max_new_tokens or recipe.sampling.max_new_tokens} tokens",
-        "versions": ", ".join(
-            f"{name} {found[name]}" for name in ("groupwise", "torch", "transformers") if name in found
-        ),
-    }
+    how, found = recipe.evaluate, versions()
+    facts = {"model": recipe.model.source, "questions": _source(recipe)}
+    if recipe.task == "usmle":
+        facts["prompt"] = recipe.usmle.prompt
+    facts["longest answer"] = f"{how.max_new_tokens or recipe.sampling.max_new_tokens} tokens"
+    if how.samples > 1:
+        facts["samples"] = f"{how.samples}, temperature {how.temperature or recipe.sampling.temperature:g}"
+    facts["seed"] = str(recipe.train.seed)
+    facts["versions"] = ", ".join(
+        f"{name} {found[name]}" for name in ("groupwise", "torch", "transformers") if name in found
+    )
+    return facts
+
+
+def _source(recipe: Recipe) -> str:
+    """Where the held-out questions come from, without the folders that they lie in."""
+    from groupwise.tasks.rows import listed
+
+    data = recipe.data
+    named = ", ".join(Path(each).name for each in listed(data.held_out) or listed(data.train))
+    if not named:
+        return "the task's own rows"
+    if data.held_out_from_train:
+        return f"{data.held_out_from_train} held out from {named}"
+    return named if data.held_out_split is None else f"{named}, {data.held_out_split}"
 
 
 def _print_report(report: Report, comparison: Comparison | None) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS = 4, 64  # by default, for a prompt
 ANSWER_TOKENS = 400  # for a question: room for its reasoning
+FORMS = ("chat", "direct", "document")  # how a question may be put, as usmle.prompt has it
 
 # Why an answer gives no letter, by the rule that found so (`rewards.choice.NO_ANSWER`).
 WHY_NONE = {
@@ -40,9 +41,7 @@ def add_sample(commands: Commands) -> None:
     sample.add_argument(
         "--option", action="append", metavar="TEXT", help="an option of the question, A first; give 2 to 10 of them"
     )
-    sample.add_argument(
-        "--form", choices=("chat", "direct", "document"), default="chat", help="how a question is put (default: chat)"
-    )
+    sample.add_argument("--form", choices=FORMS, help=f"with --option: how the question is put (default: {FORMS[0]})")
     sample.add_argument(
         "-n", "--samples", type=int, help=f"answers to each prompt (default: {SAMPLES}; to a question 1)"
     )
@@ -63,7 +62,10 @@ def add_sample(commands: Commands) -> None:
 
 
 def _sample(arguments: argparse.Namespace) -> int:
-    question = _question(arguments) if arguments.option else None
+    if arguments.form is not None and not arguments.option:
+        raise InputError("--form says how a question with options is put; give its options with --option")
+    form = arguments.form or FORMS[0]
+    question = _question(arguments, form) if arguments.option else None
     samples = arguments.samples if arguments.samples is not None else 1 if question else SAMPLES
     sampling = _sampling(arguments, alone=question is not None and samples == 1)
     from groupwise.model import load_model_and_tokenizer
@@ -76,7 +78,7 @@ def _sample(arguments: argparse.Namespace) -> int:
         trust_remote_code=arguments.trust_remote_code,
     )
     if question is not None:
-        _answer(question, model, tokenizer, sampling, samples, arguments)
+        _answer(question, form, model, tokenizer, sampling, samples, arguments)
     else:
         _continue(model, tokenizer, sampling, samples, arguments)
     return 0
@@ -117,7 +119,7 @@ def _continue(model: Any, tokenizer: Any, sampling: Sampling, samples: int, argu
             row += 1
 
 
-def _question(arguments: argparse.Namespace) -> dict[str, Any]:
+def _question(arguments: argparse.Namespace, form: str) -> dict[str, Any]:
     """The question as a row of the task, its prompt included."""
     from groupwise.tasks.usmle import ask
     from groupwise.tasks.usmle_rows import check_options
@@ -127,11 +129,12 @@ def _question(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.prompts[0].strip():
         raise InputError("the question is empty; put it in front of its options")
     options = check_options(list(zip(string.ascii_uppercase, arguments.option, strict=False)), "--option")
-    return ask({"question": arguments.prompts[0].strip(), "options": options}, form=arguments.form)
+    return ask({"question": arguments.prompts[0].strip(), "options": options}, form=form)
 
 
 def _answer(
     question: dict[str, Any],
+    form: str,
     model: Any,
     tokenizer: Any,
     sampling: Sampling,
@@ -158,7 +161,7 @@ def _answer(
         stop=StopStrings(tokenizer, arguments.stop) if arguments.stop else None,
     )
     given = candidate.answer([question], sampling, samples)
-    likely = candidate.letters([question], partial(letter_answers, form=arguments.form))[0].probabilities
+    likely = candidate.letters([question], partial(letter_answers, form=form))[0].probabilities
     out = console()
     for answer in given:
         out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)

@@ -166,8 +166,8 @@ def _sampled(report: Report) -> list[str]:
     rows = [("mean of the samples", interval(sampled.accuracy)), ("majority vote", interval(sampled.majority))]
     rows += [(f"pass@{entry.k}", interval(entry.share)) for entry in sampled.pass_at]
     says = (
-        f"{sampled.samples} answers to each question. The majority vote takes the letter given most often; pass@k is "
-        "the chance that one of k answers at least is right."
+        f"{sampled.samples} answers to each question. The majority vote takes the letter given most often, of "
+        "equally frequent ones the first; pass@k is the chance that one of k answers at least is right."
     )
     return ["## Several answers", says, _table(["", "accuracy"], rows)]
 
@@ -186,7 +186,7 @@ def _scored(heading: str, scored: Scored) -> list[str]:
     ]
     calibrated = (
         f"Where the model is sure, is it right? Expected calibration error: {percent(scored.calibration_error)}, the "
-        "mean distance between the two last columns."
+        "distance between the two last columns, averaged over the questions."
     )
     table = _table(["probability of the likeliest letter", "questions", "its mean", "accuracy"], rows)
     order = _order(scored.order) if scored.order else ""
@@ -197,7 +197,7 @@ def _patterns(report: Report) -> list[str]:
     if not report.patterns:
         return ["## Errors", "There are none."]
     rows = [(escape(entry.name), f"{entry.count:,}", percent(entry.share)) for entry in report.patterns]
-    says = f"{report.errors:,} answers are not right by both readers. Each is counted once."
+    says = f"{report.errors:,} answers are wrong in one reading or in both. Each is counted once."
     parts = ["## Errors", says, _table(["what went wrong", "answers", "of the errors"], rows)]
     for entry in report.patterns:
         parts += _examples(entry)

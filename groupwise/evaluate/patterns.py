@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from groupwise.evaluate.records import Given, Question
 from groupwise.evaluate.tables import FEW, Example, Pattern, Rule, Share
 from groupwise.evaluate.text import clean, end_of, start_of
+from groupwise.rewards import choice
 
 EXAMPLES = 3
 EXCERPT, ENDING = 120, 200  # characters of a question and of an answer's end
@@ -18,12 +19,12 @@ BEYOND = "no answer: beyond the options"
 NOTHING = "no answer: nothing found"
 TWO = "two answers"
 DISAGREE = "letter and text disagree"
-SAME = "always the same letter"
+SAME = "the favourite letter"
 WRONG = "wrong option"
 FORM = "right in lenient, not in strict form"
 
 # Why the lenient reader found no letter, where that alone says what happened.
-OF_RULE = {"several": TWO, "declined": DECLINED, "beyond the options": BEYOND}
+OF_RULE = {choice.SEVERAL: TWO, choice.DECLINED: DECLINED, choice.BEYOND: BEYOND}
 
 
 def right_in_both(question: Question, answer: Given) -> bool:
@@ -31,7 +32,7 @@ def right_in_both(question: Question, answer: Given) -> bool:
 
 
 def find_patterns(questions: Sequence[Question], answers: Sequence[Given]) -> tuple[Pattern, ...]:
-    """The kinds of errors, the most frequent first. An error is an answer that is not right by both readers."""
+    """The kinds of errors, the most frequent first. An error is an answer that is wrong by one reader at least."""
     favourite = favourite_letter(questions, answers)
     found: dict[str, list[Example]] = {}
     for question, answer in zip(questions, answers, strict=True):
@@ -66,7 +67,7 @@ def _kind(question: Question, answer: Given, favourite: str | None) -> str:
         return FORM
     if answer.lenient is None:
         return OF_RULE.get(answer.rule) or (CUT_OFF if answer.stop_reason == "length" else NOTHING)
-    if "disagree" in answer.rule:
+    if answer.rule.endswith(choice.DISAGREES):
         return DISAGREE
     return f"{SAME}: {favourite}" if answer.lenient == favourite else WRONG
 

@@ -33,7 +33,12 @@ class Share:
 
     @classmethod
     def mean(cls, values: Sequence[float]) -> Share:
-        """The mean of one share per question; questions are resampled for its interval."""
+        """The mean of one share per question; questions are resampled for its interval.
+
+        Where each is 0 or 1, the interval is Wilson's: resampling would say that 0 of 20 is certain.
+        """
+        if set(values) <= {0.0, 1.0}:
+            return cls.of([value == 1 for value in values])
         return cls._from(bootstrap_interval(values), len(values))
 
     @classmethod
@@ -203,7 +208,7 @@ class Report:
     sampled: Sampled | None
     letters: Scored | None
     shuffled_letters: Scored | None
-    errors: int  # answers that are not right by both readers
+    errors: int  # answers that are wrong by one reader or by both
     patterns: tuple[Pattern, ...]
     rules: tuple[Rule, ...]
     outcomes: tuple[Outcome, ...]

@@ -147,6 +147,7 @@ _DENIED = tuple(
         rf"({_LIST}) (?:[:\-–—(] )?(?:incorrect|wrong|no|unlikely|false|ruled out|less likely|excluded)\b",
         rf"\b(?:cannot|can't|can not|could not|couldn't|won't|will not) be(?: the)? ({_LIST})",
         rf"\b(?:wrong|incorrect|tempting|worst|least likely) (?:answer|option|choice|one)s?(?: is| are| :)? ({_LIST})",
+        rf"\bwould be ({_LIST}) if (?!i |we |you |one )",
         rf"\b(?:thought(?: of| was| it was)?|suspected|considered|assumed|said) ({_LIST})",
     )
 )
@@ -193,6 +194,7 @@ _RIGHT = _any(
 _IS_RIGHT = re.compile(
     rf"({_LIST}){_ANYTHING}{{0,8}} {_MUST_BE}(?: {_THE_VERY}){{0,4}} {_RIGHT}\b"
     rf"|({_LIST}) (?:as )?the (?:best|correct|right|most likely) (?:answer|option|choice|diagnosis)\b"
+    rf"|\bmak(?:es?|ing) ({_LIST})(?: {_THE_VERY}){{1,4}} {_RIGHT}\b"
 )
 _SUPPOSES = re.compile(r"\bif\b.{0,200}\b(?:answer|option|choice|it) would (?:then )?be\b")
 _IMAGINES = re.compile(r"\bif\b.{0,200}\bwould\b")
@@ -278,7 +280,9 @@ def _last_verdict(read: Sequence[Sentence]) -> _Verdict | None:
     taken_back = False
     for number, sentence in enumerate(read):
         words = sentence.words
-        found = _verdict(sentence, at_the_edge=number in (0, len(read) - 1))
+        # A letter by itself behind an answer that was given in words is one that was cut off: "Answer: C\n\nA".
+        answered = last is not None and last.rule in (STATED, BOXED)
+        found = _verdict(sentence, at_the_edge=number == 0 or (number == len(read) - 1 and not answered))
         if found is None and last is not None and (taken_back or _corrects(words)):
             if named := _marks(words):
                 found = _Verdict(named[-1:], STATED, sentence.disagrees)

@@ -24,11 +24,13 @@ _JSON = re.compile(
     re.IGNORECASE,
 )
 _BOLD_LETTER = re.compile(r"(?<![\w*])([*_]{1,3}|`)\s?[(\[]?([A-Za-z])[)\].:]{0,2}\s?([*_]{1,3}|`)(?![\w*])")
-_QUOTED_LETTER = re.compile(r"(?<!\w)['‘]([A-Za-z])['’](?!\w)")
+_QUOTES = re.compile(r"(?<!\w)['‘’]|['‘’](?!\w)")
 _MARKUP = re.compile(r"\*{1,3}|__|`{1,3}|~~|[\"“”„«»]")
+_QUESTION_AND_ANSWER = re.compile(r"^([ \t]{0,8}Q: .{0,2000}\n+[ \t]{0,8})A: ", re.MULTILINE)
 _LINE_MARK = re.compile(r"^[ \t]{0,8}(?:#{1,6}[ \t]|>[ \t]?|[-*•·][ \t]|\d{1,2}[.)][ \t])", re.MULTILINE)
 _NEW_QUESTION = re.compile(
-    r"^[ \t]{0,8}(?:next |new |another |medical |sample |patient )?(?:question|case)(?: \d{1,3})?[ \t]?(?:[:.]|$)",
+    r"^[ \t]{0,8}(?:q:|(?:next |new |another |medical |sample |patient )?"
+    r"(?:question|case)(?: \d{1,3})?[ \t]?(?:[:.]|$))",
     re.IGNORECASE | re.MULTILINE,
 )
 _LISTED_LETTERS = re.compile(r"\(?(?<!\w)[A-J](?:(?:\s?[,/]\s?|\s)(?:or |and )?[A-J](?!\w)){1,99}\)?")
@@ -61,14 +63,15 @@ _AFTER_OPTION = _set_of(
     rather not instead matches explains describes remains can cannot could should may might do does has have over than
     vs versus isn't looks represents refers being makes can't wouldn't doesn't also only then here again in on by from
     therefore thus so if when while whereas although though too alone says suggests indicates out wrong incorrect for
-    the after"""
+    the after more most likely"""
 )
-_NOT_BEHIND_ARTICLE = _set_of("for the in on by from also only then best correct due given")
+_NOT_BEHIND_ARTICLE = _set_of("for the in on by from also only then best correct due given more most likely")
 _LETTER = re.compile(
     r"(?<![0-9A-Za-zÀ-ɏ_\-'’+&.])(?P<open>[(\[{⟦]?)(?P<letter>[A-Za-z])(?P<close>[)\]}⟧]?)(?![0-9A-Za-zÀ-ɏ_'’+&%°]|[-.]\w)"
 )
 _LETTER_LAST = re.compile(r"(?<!\w)([A-Z])\.$")
 _CALLED = re.compile(r"\b(?:option|choice|letter|answer|ans|alternative)\s{0,2}[:#\-–—]?\s{0,2}$", re.IGNORECASE)
+_ANSWERS = re.compile(r"\bans(?:wer)?\W{0,5}$", re.IGNORECASE)
 _ASKED_FOR = re.compile(r"\b(?:option|choice|answer)\s(?:is|was|would be)\s{1,2}$", re.IGNORECASE)
 _SAID = re.compile(r"\s{0,2}(?:$|[.!,;:)\n]|(?:because|since|as|due)\b)")
 _IS_CORRECT = re.compile(r"\s(?:is|would be)\s(?:the\s)?(?:correct|right|best|answer)\b")
@@ -76,6 +79,8 @@ _WORD_BEFORE = re.compile(r"([\w-]{1,30})\s{0,3}$")
 _WORD_AFTER = re.compile(r"[ \t]{1,3}(\w[\w'’-]{0,29})")
 _WORD = re.compile(r"[\w'’]+|[:,?=→()⟦⟧/&\-–—]")
 _GAP = r"[^\w\n]{0,3}"  # between two words of an option's text
+# An option's text is no part of a longer word or number: "5" is not in "0.5", "-5" or "5-10".
+_BEGINS, _ENDS = r"(?<!\w)(?<![.,\-–−](?=\d))", r"(?!\w)(?!(?<=\d)[.,\-–]\d)"
 _BETWEEN = re.compile(r"[\s.):,\-–—(\[]{0,6}")
 
 
@@ -110,7 +115,7 @@ class Options:
         ]
         longest_first = sorted(told_apart, key=lambda letter: -len(" ".join(words_of[letter])))
         parts = [f"(?P<{letter}>{_GAP.join(map(re.escape, words_of[letter]))})" for letter in longest_first]
-        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(parts)})(?!\w)", re.IGNORECASE) if parts else None
+        self._pattern = re.compile(rf"{_BEGINS}(?:{'|'.join(parts)}){_ENDS}", re.IGNORECASE) if parts else None
         self._openings = {letter: words[0] for letter, words in words_of.items() if words}
 
     def find(self, text: str) -> Iterator[_Mark]:
@@ -149,8 +154,9 @@ def prepared(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("$", "")
     # What is tagged is an answer, but not in the form that was asked for, hence the other word.
     text = _TAG.sub(lambda tag: "\n" if tag[0].startswith("</") else "\nresponse: ", _JSON.sub(r"response: \1", text))
+    text = _QUESTION_AND_ANSWER.sub(r"\1response: ", text)
     text = _BOXED.sub(lambda match: f" boxed ⟦{match[1].strip()}⟧", text)
-    text = _QUOTED_LETTER.sub(r"\1", _BOLD_LETTER.sub(r"(\2)", text))
+    text = _QUOTES.sub("", _BOLD_LETTER.sub(r"(\2)", text))
     return _LINE_MARK.sub("", _MARKUP.sub("", text))
 
 
@@ -234,7 +240,8 @@ def _goes_on(before: str, after: str, options: Options) -> bool:
         return False
     text = next((mark for mark in options.find(after[:400]) if mark.start <= 2), None)
     if text is None:
-        return before.strip(" (.") == letter[1]
+        own = letter[1] in options and options.is_text(letter[1], after)
+        return own or before.strip(" (.") == letter[1]
     return text.letter == letter[1] or not after[text.end :].strip(" .)")
 
 
@@ -287,7 +294,13 @@ def _letters(text: str, options: Options) -> Iterator[_Mark]:
             continue
         if match["letter"].islower() and not called and not _alone(text, match) and not _is_said(before, after):
             continue
-        if called or match["close"] or not _is_a_name(letter, before, after, options):
+        if match["close"]:
+            named = False
+        elif called:
+            named = _is_an_article(letter, before, after, options)
+        else:
+            named = _is_a_name(letter, before, after, options)
+        if not named:
             yield _Mark(match.start(), match.end(), letter, by_text=False)
 
 
@@ -300,6 +313,14 @@ def _is_said(before: str, after: str) -> bool:
 
 def _alone(text: str, match: re.Match[str]) -> bool:
     return not text[: match.start()].strip() and not text[match.end() :].strip(" .:)\n")
+
+
+def _is_an_article(letter: str, before: str, after: str, options: Options) -> bool:
+    """Whether what follows "Answer:" is no letter but the beginning of a sentence: "Answer: A 45-year-old man has"."""
+    following = _WORD_AFTER.match(after)
+    if letter != "A" or following is None or _ANSWERS.search(before) is None or options.opens(letter, following[1]):
+        return False
+    return not following[1][0].isupper() and following[1] not in _AFTER_OPTION
 
 
 def _is_a_name(letter: str, before: str, after: str, options: Options) -> bool:

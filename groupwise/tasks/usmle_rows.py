@@ -63,7 +63,9 @@ def sample_questions(recipe: Recipe) -> tuple[list[Row], list[Row]]:
 def question_of(row: Mapping[str, Any]) -> Row:
     """A row in the task's own shape; a `DataError` that names its place where it is no sound question."""
     where = data.where_of(row, 0)
-    question = row.get("question")
+    if "question" not in row:
+        raise DataError(f"{where}: there is no column 'question' (there are {', '.join(map(repr, row)) or 'none'})")
+    question = row["question"]
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: the question is empty")
     options = _options(row, where)
@@ -116,19 +118,25 @@ def _counted_from_one(
 
     ``whole`` are the rows that tell: some from 0 have a 0 among them, some from 1 a 4.
     """
-    numbers = {row["cop"] for row in whole if isinstance(row.get("cop"), int)}
+    numbers = {cop for row in whole if isinstance(cop := _cop(row), int)}
     if 0 in numbers and 4 in numbers:
-        where = next(data.where_of(row, 0) for row in whole if row.get("cop") == 4)
+        where = next(data.where_of(row, 0) for row in whole if _cop(row) == 4)
         raise DataError(f"{where}: cop is 4, but other rows have cop 0; it counts either from 0 or from 1, not both")
     if 0 not in numbers and (4 in numbers or not on_hub):
         return rows
     # A row without a right answer has -1 in both ways of counting.
     return [
-        data.Row({**row, "cop": row["cop"] + 1}, data.where_of(row, 0))
-        if isinstance(row.get("cop"), int) and row["cop"] >= 0
+        data.Row({**row, "cop": cop + 1}, data.where_of(row, 0))
+        if isinstance(cop := _cop(row), int) and cop >= 0
         else row
         for row in rows
     ]
+
+
+def _cop(row: Mapping[str, Any]) -> Any:
+    """The number of MedMCQA's right option; a .csv file has it as a text, which must not be taken for an option's."""
+    cop = row.get("cop")
+    return int(cop) if isinstance(cop, str) and re.fullmatch(r"-?[0-9]+", cop.strip()) else cop
 
 
 def _sound(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> list[Row]:
@@ -186,8 +194,8 @@ def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str
 
 def _answer(row: Mapping[str, Any], options: Mapping[str, str], where: str) -> str:
     if "cop" in row:
-        cop = row["cop"]
-        given, letter = cop, _letter(cop - 1 if isinstance(cop, int) else cop, options)
+        given = _cop(row)
+        letter = _letter(given - 1, options) if isinstance(given, int) else None
     else:
         given = row["answer_idx"] if row.get("answer_idx") is not None else row.get("answer")
         letter = _letter(given, options)

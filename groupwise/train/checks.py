@@ -18,7 +18,7 @@ WINDOW = 10  # steps over which means are taken
 QUIET = 50  # steps before the same warning is said again
 
 HIGH_KL = 0.5
-LOW_KL, LOW_KL_FROM = 1e-4, 50  # and from which step on a KL should have grown
+LOW_KL, LOW_KL_FROM = 1e-4, 50  # and in how many steps with one reference a KL should have grown
 LEAST_LEFT = 0.7  # of the samples, by all masks together
 MOST_WITHOUT_ANSWER = 0.1
 ONE_LETTER = 0.6
@@ -28,7 +28,7 @@ CAUSES = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dr
 WATCHED = ("kl", "mask_ratio", "chance", "signal/teaching", "completions/clipped_ratio")
 
 
-class Warning_(NamedTuple):
+class Sign(NamedTuple):
     """A check that has something to say."""
 
     name: str
@@ -43,7 +43,7 @@ class View:
     means: Mapping[str, float]
     now: Recipe
     metric: str | None  # the task's
-    samples: int  # in all steps of the window
+    questions: int  # in all steps of the window
 
     def starting(self, prefix: str) -> dict[str, float]:
         """The means of metrics whose names start so, by the rest of the name."""
@@ -56,31 +56,30 @@ class Checks:
     def __init__(self, metric: str | None = None) -> None:
         self.metric = metric
         self._window: list[dict[str, float]] = []
-        self._samples: list[int] = []
+        self._questions: list[int] = []
         self._said: dict[str, int] = {}
 
-    def observe(self, step: int, metrics: Mapping[str, float], now: Recipe) -> list[Warning_]:
+    def observe(self, step: int, metrics: Mapping[str, float], now: Recipe) -> list[Sign]:
         """Take in the metrics of a finished step, counted from 1; what there is to say about the last ones."""
         self._window = [*self._window, dict(self._watched(metrics))][-WINDOW:]
-        samples = now.train.batch_size * now.train.accumulation * now.sampling.samples_per_prompt
-        self._samples = [*self._samples, samples][-WINDOW:]
+        self._questions = [*self._questions, now.train.batch_size * now.train.accumulation][-WINDOW:]
         if len(self._window) < WINDOW:
             return []
-        view = View(step, self._means(), now, self.metric, sum(self._samples))
+        view = View(step, self._means(), now, self.metric, sum(self._questions))
         found = []
         for name, check in CHECKS.items():
             quiet = name in self._said and step - self._said[name] < QUIET
             sentence = None if quiet else check(view)
             if sentence is not None:
                 self._said[name] = step
-                found.append(Warning_(name, sentence))
+                found.append(Sign(name, sentence))
         return found
 
     def state(self) -> dict[str, Any]:
         """All that is remembered, as JSON."""
         return {
             "window": [dict(row) for row in self._window],
-            "samples": list(self._samples),
+            "questions": list(self._questions),
             "said": dict(self._said),
         }
 
@@ -88,13 +87,13 @@ class Checks:
         """Go on from what ``state`` gave."""
         try:
             window = [{str(name): float(value) for name, value in row.items()} for row in state["window"]]
-            samples = [int(number) for number in state["samples"]]
+            questions = [int(number) for number in state["questions"]]
             said = {str(name): int(step) for name, step in state["said"].items()}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the saved checks are damaged ({type(error).__name__}: {error}); resume from another checkpoint"
             ) from error
-        self._window, self._samples, self._said = window, samples, said
+        self._window, self._questions, self._said = window, questions, said
 
     def _watched(self, metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         names = {*WATCHED, *(f"masks/{cause}" for cause in CAUSES)}
@@ -126,12 +125,18 @@ def _kl_high(view: View) -> str | None:
 
 def _kl_low(view: View) -> str | None:
     kl, weight = view.means.get("kl"), view.now.loss.kl_coef
-    if kl is None or not weight or abs(kl) >= LOW_KL or view.step < LOW_KL_FROM:
+    if kl is None or not weight or abs(kl) >= LOW_KL or _steps_with_reference(view) < LOW_KL_FROM:
         return None
     return (
         f"the KL to the reference is {kl:.1e}: it holds nothing back and yet costs the reference's passes; lower "
         f"loss.kl_coef, now {weight:g} (0 leaves it out)"
     )
+
+
+def _steps_with_reference(view: View) -> int:
+    """How many steps the policy has had to move away from the reference that it is measured against."""
+    every = view.now.reference.refresh_every
+    return (view.step - 1) % every + 1 if every else view.step
 
 
 def _masked(view: View) -> str | None:
@@ -171,19 +176,18 @@ def _no_answer(view: View) -> str | None:
     start = f"in {none:.0%} of the answers no answer can be found"
     cut = view.means.get("completions/clipped_ratio", 0.0)
     if cut > MOST_WITHOUT_ANSWER:
-        return f"{start}, and {cut:.0%} are cut off: raise sampling.max_new_tokens, now {_limit(view)}"
+        return (
+            f"{start}, and {cut:.0%} are cut off: raise sampling.max_new_tokens, now {view.now.sampling.max_new_tokens}"
+        )
     return f"{start}: say its form in the prompt (data.system_prompt), or reward the form ([[rewards]])"
-
-
-def _limit(view: View) -> int:
-    return view.now.sampling.max_new_tokens
 
 
 def _below_chance(view: View) -> str | None:
     chance, right = view.means.get("chance"), view.means.get(view.metric or "")
     if chance is None or right is None:
         return None
-    error = math.sqrt(max(chance * (1 - chance), 0.0) / view.samples)
+    # Answers to one question have much in common, so questions are counted, not answers.
+    error = math.sqrt(max(chance * (1 - chance), 0.0) / view.questions)
     if right >= chance - 2 * error:
         return None
     return (
@@ -208,9 +212,10 @@ def _one_letter(view: View) -> str | None:
 def _nothing_taught(view: View) -> str | None:
     if view.means.get("signal/teaching") != 0.0:
         return None
+    masked = ", or masks took the answers that differ" if view.means.get("mask_ratio", 1.0) < 1 else ""
     return (
-        f"for {WINDOW} steps nothing was learned: the rewards in each group are all equal; use easier or harder "
-        f"questions, raise sampling.samples_per_prompt, now {view.now.sampling.samples_per_prompt}, or "
+        f"for {WINDOW} steps nothing was learned: the rewards in each group are all equal{masked}; use easier or "
+        f"harder questions, raise sampling.samples_per_prompt, now {view.now.sampling.samples_per_prompt}, or "
         f"sampling.temperature, now {view.now.sampling.temperature:g}"
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,13 @@ from groupwise.train.reference import Reference
 
 FACTOR_OF = {"full": "none", "full_document": "document"}
 """The forms of ``loss.kl`` that need whole distributions, and what `core.full_kl` multiplies each by."""
+
+
+class ExactPart(NamedTuple):
+    """The exact KL of a pack's tokens ``(b, T)``: what is penalised, with its gradient, and the KL itself."""
+
+    penalised: Tensor
+    kl: Tensor
 
 
 class ExactKL:
@@ -42,28 +50,32 @@ class ExactKL:
         self.factor, self.temperature = FACTOR_OF[form], temperature
         self._states: Iterator[Tensor] = each_states(prepared, prompts, completions, token_budget=token_budget)
 
-    def next(self, states: Tensor, mask: Tensor) -> Tensor:
-        """KL(π_θ ‖ π_ref) of the next pack's tokens ``(b, T)``, from the policy's states ``(tokens, …)``."""
+    def next(self, states: Tensor, mask: Tensor) -> ExactPart:
+        """KL(π_θ ‖ π_ref) of the next pack's tokens, from the policy's states ``(tokens, …)``."""
         model = self.prepared.model
         with torch.no_grad(), self.reference.in_place(), without_dropout(model) if self.dropout else nullcontext():
             theirs = next(self._states)
+        penalised = self._kl(states, theirs, self.factor)
+        with torch.no_grad():
+            plain = penalised.detach() if self.factor == "none" else self._kl(states, theirs, "none")
+        return ExactPart(in_rows(penalised, mask), in_rows(plain, mask))
+
+    def _kl(self, states: Tensor, theirs: Tensor, factor: str) -> Tensor:
         head = self.prepared.head
         if head is None:  # on the plain path the states are logits
-            found = full_kl(self._tempered(states), self._tempered(theirs), factor=self.factor)
-        else:
-            found = full_kl_from_hidden(
-                states,
-                head.weight,
-                theirs,
-                self.reference.own(head.weight).detach(),
-                bias=head.bias,
-                ref_bias=None if head.bias is None else self.reference.own(head.bias).detach(),
-                softcap=head.softcap,
-                scale=head.scale,
-                temperature=self.temperature,
-                factor=self.factor,
-            )
-        return in_rows(found, mask)
+            return full_kl(self._tempered(states), self._tempered(theirs), factor=factor)
+        return full_kl_from_hidden(
+            states,
+            head.weight,
+            theirs,
+            self.reference.own(head.weight).detach(),
+            bias=head.bias,
+            ref_bias=None if head.bias is None else self.reference.own(head.bias).detach(),
+            softcap=head.softcap,
+            scale=head.scale,
+            temperature=self.temperature,
+            factor=factor,
+        )
 
     def _tempered(self, logits: Tensor) -> Tensor:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

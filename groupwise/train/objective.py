@@ -18,6 +18,7 @@ from groupwise.core import kl_estimate, policy_loss
 from groupwise.core.losses import LOSSES, Loss, Settings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.rewards import load_function
+from groupwise.train.exact_kl import ExactPart
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Part:
     old_logps: Tensor | None  # None: the batch is used once
     ref_logps: Tensor | None
     entropy: Tensor | None
-    exact_kl: Tensor | None = None  # over the whole vocabulary, with its gradient, where loss.kl asks for that
+    exact_kl: ExactPart | None = None  # over the whole vocabulary, where loss.kl asks for that
 
 
 @dataclass(frozen=True)
@@ -125,13 +126,14 @@ def _shares(objective: Objective, part: Part, statistics: dict[str, Tensor]) -> 
 def kl_term(objective: Objective, part: Part) -> Found:
     """β · KL(π_θ ‖ π_ref), aggregated as the policy's loss is. Masks that silence the policy do not touch it."""
     how = objective.now.loss
+    known = None
     if part.exact_kl is not None:
-        per_token = part.exact_kl
+        per_token, known = part.exact_kl
     elif part.ref_logps is not None:
         per_token = kl_estimate(part.logps, part.ref_logps, estimator=how.kl, old_logps=part.old_logps, mask=part.mask)
     else:
         return None
-    mean = (per_token.detach() * objective.weights(part, "token_mean")).sum()
+    mean = ((per_token.detach() if known is None else known) * objective.weights(part, "token_mean")).sum()
     return how.kl_coef * (per_token * objective.weights(part)).sum(), {"kl": mean}
 
 

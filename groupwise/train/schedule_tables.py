@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError, check_choice
-from groupwise.train.schedule import UNITS, Phase, Ramp, Rule, check_phases, check_whole
+from groupwise.train.schedule_parts import UNITS, Phase, Ramp, Rule, check_phases, check_whole
 
 Resolve = Callable[[str], str]
 

@@ -22,7 +22,7 @@ from groupwise.rewards import RewardFunction, Scorer, load_function, named
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import Row
 from groupwise.train.objective import find_loss
-from groupwise.train.schedule import Schedule
+from groupwise.train.schedule import Schedule, warmup_decay
 from groupwise.train.schedule_tables import parse_phases, parse_ramps, parse_rules
 
 Say = Callable[[str], None]
@@ -179,12 +179,10 @@ def make_optimizer(
     """
     names = _embeddings(recipe, model)
     trained = {name for name, _ in masters.named_parameters()}
-    if recipe.optimizer.embedding_learning_rate is not None and not names & trained:
+    own = recipe.optimizer.embedding_learning_rate
+    if own not in (None, recipe.optimizer.learning_rate) and not names & trained:
         why = "are also the head (optimizer.tied_embedding_rate = true applies it)" if not names else "are not trained"
-        say(
-            f"optimizer.embedding_learning_rate {recipe.optimizer.embedding_learning_rate:g} is not applied: the "
-            f"embeddings {why}"
-        )
+        say(f"optimizer.embedding_learning_rate {own:g} is not applied: the embeddings {why}")
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, master in masters.named_parameters():
         groups.setdefault((name in names, master.dim() > 1), []).append(master)
@@ -200,6 +198,18 @@ def make_optimizer(
         weight_decay=0.0,
         fused=next(masters.parameters()).is_cuda,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, now: Recipe, step: int, total_steps: int) -> None:
+    """Give each group of `make_optimizer` what the recipe of a step (from 0) says."""
+    how = now.optimizer
+    factor = warmup_decay(
+        step, warmup_steps=how.warmup_steps, total_steps=total_steps, shape=how.decay, final=how.final
+    )
+    for group in optimizer.param_groups:
+        own = how.embedding_learning_rate if group["embedding"] else None
+        group["lr"] = factor * (how.learning_rate if own is None else own)
+        group["weight_decay"] = how.weight_decay if group["decays"] else 0.0
 
 
 def _embeddings(recipe: Recipe, model: Any) -> set[str]:

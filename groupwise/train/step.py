@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from groupwise.train.batch import Batch, Comparison
 from groupwise.train.exact_kl import FACTOR_OF, ExactKL
 from groupwise.train.objective import Objective, Part, Totals
 from groupwise.train.reference import Reference
+from groupwise.train.update import Gap, Update, compare_gradients
 
 SMALLEST_BUDGET = 64
 
@@ -55,38 +55,6 @@ class Work:
 
     def __len__(self) -> int:
         return len(self.samples)
-
-
-@dataclass
-class Update:
-    """What came of one update."""
-
-    values: dict[str, Any] = field(default_factory=dict)  # objective terms
-    statistics: dict[str, Any] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    skipped: bool = False  # not finite, and told to go on
-    silenced: dict[str, list[int]] = field(default_factory=dict)  # which samples a mask of the policy's log-probs took
-    gap: Gap | None = None
-    terms: dict[str, float] = field(default_factory=dict)  # gradient norms and cosines, on request
-
-
-@dataclass
-class Gap:
-    """How far the trainer's log-probs are from the sampler's."""
-
-    tokens: int = 0
-    total: float = 0.0
-    largest: float = 0.0
-
-    def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
-        difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
-        self.tokens += int(mask.sum())
-        self.total += float(difference.double().sum())
-        self.largest = max(self.largest, float(difference.max()))
-
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.tokens, 1)
 
 
 def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now: Recipe) -> Work:
@@ -192,8 +160,19 @@ class Updater:
         return found
 
     def _move(self) -> None:
-        """One step of the optimizer. Its first one asks for two more numbers per weight: where they do not fit, what
-        generation holds is given back first."""
+        """One step of the optimizer, group by group: one that has moved must not move again where the next has no room.
+
+        The first step asks for two more numbers per weight: where they do not fit, what generation holds is given back.
+        """
+        groups = self.optimizer.param_groups
+        try:
+            for group in groups:
+                self.optimizer.param_groups = [group]
+                self._move_group()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def _move_group(self) -> None:
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError:
@@ -205,7 +184,7 @@ class Updater:
                 self.optimizer.step()
             except torch.OutOfMemoryError as error:
                 raise OutOfMemoryError(
-                    "memory ran out for the optimizer, which keeps 12 bytes for every trained weight; use a smaller "
+                    "memory ran out for the optimizer, which keeps 8 bytes for every trained weight; use a smaller "
                     "model or [model.lora], or give the GPU to this run alone"
                 ) from error
 
@@ -224,7 +203,7 @@ class Updater:
                 torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
             ]
             self.optimizer.zero_grad(set_to_none=True)
-        found.terms = _compare_gradients(gradients)
+        found.terms = compare_gradients(gradients)
         for master, *shares in zip(self.masters.parameters(), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
         return found
@@ -386,7 +365,7 @@ class Updater:
 
 
 class OutOfMemoryError(GroupwiseError, RuntimeError):
-    """Not even one sample fits."""
+    """Not even one sample fits, or what the optimizer remembers does not."""
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -395,19 +374,6 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _active_terms(now: Recipe) -> dict[str, bool]:
     return {"policy": True, "kl": bool(now.loss.kl_coef), "entropy": bool(now.loss.entropy_coef)}
-
-
-def _compare_gradients(gradients: dict[str, list[Tensor]]) -> dict[str, float]:
-    """The norm of each term's gradient, and the cosine between each two."""
-    names = list(gradients)
-    norms = {name: float(torch.nn.utils.get_total_norm(gradients[name])) for name in names}
-    found = {f"grad_norm/{name}": norm for name, norm in norms.items()}
-    for number, one in enumerate(names):
-        for other in names[number + 1 :]:
-            product = sum(float((a * b).sum()) for a, b in zip(gradients[one], gradients[other], strict=True))
-            scale = norms[one] * norms[other]
-            found[f"grad_cosine/{one}_{other}"] = product / scale if scale else 0.0
-    return found
 
 
 def _longest(work: Work) -> int:

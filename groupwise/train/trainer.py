@@ -7,7 +7,6 @@ from (seed, step), so a run that stops after step k and goes on is the run that 
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,10 +40,11 @@ from groupwise.train.questions import QuestionLog
 from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
 from groupwise.train.rollout import Sampled, Sampler, chance
-from groupwise.train.schedule import warmup_decay
-from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, steps_of
+from groupwise.train.saving import load_run, save_run
+from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, set_learning_rate, steps_of
 from groupwise.train.signals import StopRequest, stop_on_signals
-from groupwise.train.step import Update, Updater, Work, plan_work
+from groupwise.train.step import Updater, Work, plan_work
+from groupwise.train.update import Update
 from groupwise.train.warmup import WarmUp, do_warm_up
 
 
@@ -263,7 +263,7 @@ class Trainer:
         for work in works:
             self.updater.know(work, now, old=used_again)
         updates: list[Update] = []
-        self._set_learning_rate(now)
+        set_learning_rate(self.optimizer, now, self.step, self.total_steps)
         every = self.recipe.train.term_gradients
         for iteration in range(now.train.iterations):
             for work in works:
@@ -315,7 +315,7 @@ class Trainer:
             )
             self.updater.reference = self.reference
         if found is not None:
-            self._load(found)
+            load_run(self, found)
         write_resolved(self)
         self.records = Records(
             self.run_dir,
@@ -349,81 +349,9 @@ class Trainer:
             self.step = do_warm_up(self)
         self.clock.restart()
 
-    def state(self) -> dict[str, Any]:
-        """All that the next step depends on, beside weights: what a checkpoint's ``state.json`` holds."""
-        return {
-            "tokens": self.tokens,
-            "order": self.order.state(),
-            "schedule": self.schedule.state(),
-            "token_budget": self.updater.token_budget,
-            "max_rows": self.engine.max_rows,
-            "threads": torch.get_num_threads(),
-            "refreshes": self.reference.refreshes if self.reference is not None else 0,
-            "best": self.best,
-            "worse": self.worse,
-            "first": self.first,
-            "last": self.last,
-            "evaluated_at": self.evaluated_at,
-            "checks": self.checks.state(),
-            "questions": self.questions.state(),
-            "supervised": self.supervised,
-        }
-
     def save(self) -> Path:
         """Write a checkpoint of the last finished step, unless that has been done and nothing has happened since."""
-        state = self.state()
-        if self.saved == (self.step, state):
-            return self.run_dir.path / checkpoint.checkpoint_name(self.step)
-        self.display.stage("saving")
-        folder = checkpoint.save_checkpoint(
-            self.run_dir,
-            self.step,
-            state,
-            masters=self.masters,
-            optimizer=self.optimizer,
-            reference=self.reference,
-            tokenizer=self.parts.tokenizer,
-            dtype=self.recipe.run.export_dtype,
-            resumable=self.recipe.run.resumable,
-        )
-        if self.best is not None:
-            self.run_dir.write_json(
-                checkpoint.BEST,
-                {"checkpoint": self.best_name, "metric": self.metric, **self.best},
-            )
-        checkpoint.prune(self.run_dir, self.recipe.run.keep, self.best_name)
-        self.questions.write(self.run_dir.path)
-        self.saved = (self.step, copy.deepcopy(state))
-        self.call("on_checkpoint", folder)
-        return folder
-
-    def _load(self, folder: Path) -> None:
-        if bool(checkpoint.read_state(folder).get("supervised")) != self.supervised:
-            raise ConfigError(
-                "a run that is supervised alone (train.steps = 0) cannot go on as another, nor another as that; start "
-                f"a new one from --model.source {folder / checkpoint.POLICY}"
-            )
-        state = checkpoint.load_checkpoint(
-            folder, masters=self.masters, optimizer=self.optimizer, reference=self.reference
-        )
-        self.step = int(state["step"])
-        self.tokens = int(state["tokens"])
-        self.order.load_state(state["order"])
-        self.schedule.load_state(state["schedule"])
-        self.updater.token_budget = self.recipe.train.token_budget or int(state["token_budget"])
-        self.engine.max_rows = self.recipe.sampling.max_rows or int(state["max_rows"])
-        self.best, self.worse = state["best"], int(state["worse"])
-        self.first, self.last, self.evaluated_at = state["first"], state["last"], int(state["evaluated_at"])
-        self.checks.load_state(state.get("checks", self.checks.state()))
-        self.questions.load_state(state.get("questions", {}))
-        self.questions.write(self.run_dir.path)
-        if torch.get_num_threads() != state["threads"]:
-            self.say(f"the run was begun with {state['threads']} threads; that many are used again, for the same bits")
-            torch.set_num_threads(int(state["threads"]))
-        rewind(self.run_dir, self.step)
-        for name in checkpoint.rewind(self.run_dir, self.step, self.best_name):
-            self.say(f"{name} is damaged and was removed: its steps are done again")
-        self.say(f"going on after step {self.step}, from {folder.name}")
+        return save_run(self)
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
@@ -478,20 +406,6 @@ class Trainer:
         """The recipe of the next step: the run's, with what the schedule says."""
         values = self.schedule.values(self.step, self.tokens)
         return self.recipe.with_settings(values) if values else self.recipe
-
-    def _set_learning_rate(self, now: Recipe) -> None:
-        how = now.optimizer
-        factor = warmup_decay(
-            self.step,
-            warmup_steps=how.warmup_steps,
-            total_steps=self.total_steps,
-            shape=how.decay,
-            final=how.final,
-        )
-        for group in self.optimizer.param_groups:
-            own = how.embedding_learning_rate if group["embedding"] else None
-            group["lr"] = factor * (how.learning_rate if own is None else own)
-            group["weight_decay"] = how.weight_decay if group["decays"] else 0.0
 
     def _uses_reference(self) -> bool:
         recipe = self.recipe

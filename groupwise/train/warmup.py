@@ -11,10 +11,13 @@ import torch
 
 from groupwise.core.losses import aggregation_weights
 from groupwise.data import Order
+from groupwise.errors import ConfigError
 from groupwise.model.logprobs import each_pack
 from groupwise.model.precision import MasterWeights
+from groupwise.train.doubt import has_dropout
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts
+from groupwise.train.step import NotFiniteError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from groupwise.train.trainer import Trainer
@@ -59,6 +62,7 @@ class WarmUp:
         self.steps = self.how.steps
         if self.how.epochs is not None:
             self.steps = math.ceil(len(self.prompts) * self.how.epochs / self.how.batch_size)
+        self._check_window()
 
     def run(
         self,
@@ -77,8 +81,21 @@ class WarmUp:
             if stopping():
                 return step
             rate = self.how.learning_rate * (1 - step / self.steps)
-            loss = self._gradient(draw(), token_budget)
-            torch.nn.utils.clip_grad_norm_(list(masters.parameters()), 1.0)
+            if has_dropout(self.parts.recipe):
+                torch.manual_seed(chance(self.parts.recipe.train.seed, 3, -1, step))
+            try:
+                loss = self._gradient(draw(), token_budget)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemoryError(
+                    f"memory ran out in the warm-up, in passes of {token_budget:,} tokens; lower train.token_budget, "
+                    "or use model.gradient_checkpointing = true or [model.lora]"
+                ) from error
+            norm = float(torch.nn.utils.clip_grad_norm_(list(masters.parameters()), 1.0))
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                raise NotFiniteError(
+                    f"in step {step + 1} of the warm-up the loss is {loss:g} and the gradient's norm {norm:g}; the "
+                    "weights have not moved. Lower warm_up.learning_rate"
+                )
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
@@ -86,6 +103,15 @@ class WarmUp:
             optimizer.zero_grad(set_to_none=True)
             progress(step + 1, {"loss": loss, "learning_rate": rate})
         return self.steps
+
+    def _check_window(self) -> None:
+        longest = max(len(prompt) + len(answer) for prompt, answer in zip(self.prompts, self.answers, strict=True))
+        window = self.parts.prepared.window
+        if window is not None and longest > window:
+            raise ConfigError(
+                f"the longest example of the warm-up has {longest} tokens, more than the model's window of {window}; "
+                "lower data.max_prompt_length, or shorten the answers of the task's examples"
+            )
 
     def _draw(self) -> Callable[[], list[int]]:
         """The examples of one step after another: any at random, or with epochs each as often as every other."""

@@ -28,7 +28,7 @@ def given(number, lenient, strict="same", *, sample=0, text="", rule=None, token
         text or f"The answer is {lenient}.",
         lenient,
         lenient if strict == "same" else strict,
-        rule or ("nothing" if lenient is None else "answer line"),
+        rule or ("nothing" if lenient is None else "stated"),
         tokens,
         stop_reason,
     )
@@ -50,13 +50,13 @@ class Model:
     def answer(self, question, sample=0, shown=None):
         letter = self.letter(question)
         letter = shown[letter] if shown and letter else letter
-        rule, reason = "answer line", "eos"
+        rule, reason = "stated", "eos"
         if letter is None:
             rule = self.chance.choice(["nothing", "several", "declined", "beyond the options"])
             reason = self.chance.choice(["length", "eos"])
         elif self.chance.random() < 0.1:
-            rule = self.chance.choice(["bold letter", "option text", "letter and text disagree"])
-        strict = letter if rule == "answer line" else None
+            rule = self.chance.choice(["alone", "option text", "alone, text disagrees"])
+        strict = letter if rule == "stated" else None
         text = f"The patient has many findings. Therefore the answer is {letter}."
         return Given(question.number, sample, text, letter, strict, rule, self.chance.randrange(50, 400), reason)
 

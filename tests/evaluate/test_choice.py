@@ -18,7 +18,7 @@ FOUR = [question(1, "A"), question(2, "B"), question(3, "C"), question(4, "D")]
 FOUR_ANSWERS = [
     given(1, "A", tokens=10),
     given(2, "A", tokens=20),
-    given(3, "C", None, tokens=30, rule="bold letter"),
+    given(3, "C", None, tokens=30, rule="alone"),
     given(4, None, tokens=40, stop_reason="length"),
 ]
 
@@ -149,6 +149,8 @@ def test_sampled_answers():
     assert same(found.majority, wilson(1, 2))
     assert [entry.k for entry in found.pass_at] == [1, 2, 4]
     assert [entry.share.value for entry in found.pass_at] == pytest.approx([0.5, 0.75, 1.0])
+    # Both questions have a right answer among all four: Wilson's interval of 2 of 2, where resampling sees no doubt.
+    assert (found.pass_at[2].share.low, found.pass_at[2].share.high) == pytest.approx((0.3424, 1.0), abs=1e-4)
     assert [outcome.sampled for outcome in report.outcomes] == [0.75, 0.25]
 
 

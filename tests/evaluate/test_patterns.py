@@ -22,7 +22,7 @@ def patterns(questions, answers):
         (given(1, None, rule="declined", stop_reason="length"), "no answer: declined"),
         (given(1, None, rule="beyond the options"), "no answer: beyond the options"),
         (given(1, None, rule="several", stop_reason="length"), "two answers"),
-        (given(1, "B", rule="letter and text disagree"), "letter and text disagree"),
+        (given(1, "B", rule="stated, text disagrees"), "letter and text disagree"),
         (given(1, "B", stop_reason="length"), "wrong option"),
         (given(1, "A", None), "right in lenient, not in strict form"),
         (given(1, "A", "B"), "right in lenient, not in strict form"),
@@ -36,24 +36,24 @@ def test_the_kind_of_an_error(answer, name):
 
 
 def test_what_is_right_in_both_forms_is_no_error():
-    report = analyse([question(1, "A")], [given(1, "A", rule="letter and text disagree")])
+    report = analyse([question(1, "A")], [given(1, "A", rule="stated, text disagrees")])
     assert report.patterns == ()
     assert report.errors == 0
 
 
-def test_always_the_same_letter():
+def test_a_favourite_letter():
     """Three of five wrong answers say C: more than half."""
     asked = [question(number, "A") for number in range(6)]
     said = "CCCBDA"
     found = patterns(asked, [given(number, letter) for number, letter in enumerate(said)])
-    assert {name: entry.count for name, entry in found.items()} == {"always the same letter: C": 3, "wrong option": 2}
+    assert {name: entry.count for name, entry in found.items()} == {"the favourite letter: C": 3, "wrong option": 2}
 
 
 @pytest.mark.parametrize("said", [["C", "C", "C", "B", "D", "B"], ["C", "C", "C", None, None, None], "CCCC"])
 def test_half_of_the_errors_is_not_more_than_half_and_four_are_too_few(said):
     asked = [question(number, "A") for number in range(len(said))]
     found = patterns(asked, [given(number, letter) for number, letter in enumerate(said)])
-    assert "always the same letter: C" not in found
+    assert "the favourite letter: C" not in found
     assert found["wrong option"].count == sum(letter is not None for letter in said)
 
 
@@ -74,7 +74,7 @@ def test_examples():
         for number in range(1, 6)
     ]
     answers = [given(number, "B", text="x" * 300 + f" so B, number {number}") for number in range(1, 6)]
-    found = patterns(asked, answers)["always the same letter: B"]
+    found = patterns(asked, answers)["the favourite letter: B"]
     assert found.count == 5
     assert [example.number for example in found.examples] == [1, 2, 3]
     first = found.examples[0]
@@ -92,12 +92,12 @@ def test_an_example_without_an_answer():
 
 def test_rules():
     asked = [question(number, "A") for number in range(4)]
-    answers = [given(0, "A"), given(1, "B"), given(2, "A", rule="bold letter"), given(3, None, rule="declined")]
+    answers = [given(0, "A"), given(1, "B"), given(2, "A", rule="alone"), given(3, None, rule="declined")]
     half = proportion_interval(1, 2)
     rules = analyse(asked, answers).rules
     assert [(rule.name, rule.accuracy.n, rule.accuracy.value) for rule in rules] == [
-        ("answer line", 2, 0.5),
-        ("bold letter", 1, 1.0),
+        ("stated", 2, 0.5),
+        ("alone", 1, 1.0),
         ("declined", 1, 0.0),
     ]
     assert rules[0].accuracy == Share(0.5, half.low, half.high, 2)

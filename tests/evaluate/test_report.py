@@ -130,7 +130,7 @@ def test_the_page_by_hand(tmp_path, small):
     assert "Bias: 0.0 % of the predictions" in page
     assert "| no answer: nothing found | 1 | 100.0 % |" in page
     assert "| 2 | Question 2? | B. option B of 2 | – | The answer is None. |" in page
-    assert "| answer line | 1 | 100.0 % [20.7, 100.0] |" in page
+    assert "| stated | 1 | 100.0 % [20.7, 100.0] |" in page
     assert "![accuracy, letters and calibration](report.png)" in page
     for absent in ("By category", "By exam step", "another order", "Several answers", "probabilities", "Before and"):
         assert absent not in page

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from groupwise.config import make_recipe
+from groupwise.model.precision import set_precision
+from groupwise.train.compare import compare
+from groupwise.train.step import plan_work
+from tests.train.made import SMALL, last_gradient, made_batch, made_updater, perturb, small_llama
 from tests.train.runs import checkpoint_of, go, merged, metrics_of, small_trainer
 
 pytestmark = pytest.mark.gpu
@@ -35,6 +40,32 @@ def test_a_stopped_run_goes_on(tmp_path, dtype):
     moved = furthest(unbroken, masters(tmp_path / "a", 1))
     assert moved > 1e-3
     assert furthest(unbroken, resumed) < 0.02 * moved
+
+
+def update_of(algorithm, device, dtype):
+    """One update of a policy that has moved away from its reference."""
+    now = make_recipe(merged(SMALL, {"algorithm": algorithm, "masks": {"min_length": 0}, "loss": {"kl_coef": 1.0}}))
+    model = small_llama(torch.float32).to(device)
+    set_precision(model, dtype)
+    updater = made_updater(now, model=model, reference=True)
+    perturb(model, size=0.02)
+    batch = made_batch(kept=now.masks.keep_sampling)
+    work = plan_work(batch, compare(batch, now, [1.0]), range(4), now)
+    updater.know(work, now, old=False)
+    found = updater.update(work, now)
+    assert all(bool(gradient.isfinite().all()) for gradient in last_gradient(updater).values())
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_document"])
+def test_enhanced_grpo_in_bfloat16_is_near_the_processors_float32(algorithm):
+    """With a KL weight of 1, so that the KL is a good part of the loss."""
+    wanted, got = update_of(algorithm, "cpu", torch.float32), update_of(algorithm, "cuda", torch.bfloat16)
+    assert got.silenced == wanted.silenced
+    assert wanted.values["kl"] > 1e-3
+    for name, value in wanted.values.items():
+        assert got.values[name] == pytest.approx(value, rel=0.1, abs=0.02), name
+    assert got.grad_norm == pytest.approx(wanted.grad_norm, rel=0.1)
 
 
 def test_memory_runs_out(tmp_path):

@@ -104,6 +104,50 @@ def test_a_repeated_question_is_read_on_where_it_lists_the_same_options():
     assert extract_answer(f"Here is the question again.\n\n{question}", LIVER).letter is None
 
 
+@pytest.mark.parametrize(
+    ("text", "lenient", "strict"),
+    [
+        # The prompt itself writes 'Answer:' in quotation marks.
+        ("'Answer: C'", "C", "C"),
+        ("'Answer:' C", "C", "C"),
+        ("‘Answer: C’", "C", "C"),
+        # An article behind "Answer:" is no letter.
+        ("Answer: A 45-year-old man with abnormal enzymes", None, None),
+        ("Answer: a hemochromatosis", "C", None),
+        ("Answer: A because the antigen is there", "A", None),
+        ("Option A involves the liver alone, and I choose option A here.", "A", None),
+        ("This fits best with option A among all that are listed.", "A", None),
+        # An answer that is begun again and cut off leaves the first as it is.
+        ("Answer: C\n\nA", "C", "C"),
+        ("C\n\nOn second thoughts, the other one.\n\nE", "E", "E"),
+        ("The answer would be E if the ceruloplasmin were low, but it is not, so C.", "C", None),
+        ("The answer would be C if I had to choose.", "C", None),
+        ("It could be C or E, but the ferritin makes C more likely.", "C", None),
+        ("A more likely diagnosis is hemochromatosis.", "C", None),
+        # Questions and answers as an interview writes them.
+        ("Q: What is the diagnosis?\nA: Hemochromatosis", "C", None),
+        ("C\n\nQ: What is the treatment?\nA: Chelation", "C", "C"),
+    ],
+)
+def test_what_small_models_write(text, lenient, strict):
+    assert extract_answer(text, LIVER).letter == lenient
+    assert extract_answer(text, LIVER, strict=True).letter == strict
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [("5", "A"), ("Answer: 5.", "A"), ("5-10", None), ("0.5", None), ("-5", None), ("1,5", None), ("50", "D")],
+)
+def test_a_number_is_an_option_only_if_it_is_the_whole_number(text, letter):
+    assert extract_answer(text, {"A": "5", "B": "10", "C": "15", "D": "50"}).letter == letter
+
+
+def test_an_option_whose_text_is_the_letter_of_another():
+    options = {"A": "B", "B": "C", "C": "D", "D": "A"}
+    for text in ("Answer: A", "Answer: A. B", "Answer: A) B"):
+        assert extract_answer(text, options, strict=True).letter == "A"
+
+
 @pytest.mark.parametrize("options", ["ABCD", "abcd", ["A", "B", "C", "D"], {"a": "", "b": "", "c": "", "d": ""}])
 def test_options_may_be_letters_alone_and_of_either_case(options):
     assert extract_answer("A is unlikely, so the answer is C.", options) == Choice("C", "stated")
@@ -191,6 +235,7 @@ HOSTILE = [
     "Hepatitis B or ",
     "✅ A\n",
     "ﷺ",
+    "'",
 ]
 
 

@@ -155,6 +155,20 @@ def test_medmcqa_as_it_is_saved_from_the_hub(tmp_path):
     assert [right_text(row) for row in rows] == ["Amiloride", "Furosemide"]
 
 
+@pytest.mark.parametrize(("cops", "right"), [("14", "AD"), ("03", "AD"), ("12", "AB")])
+def test_medmcqa_as_a_table_has_its_numbers_as_texts(tmp_path, cops, right):
+    """An option's text may look like the number of another."""
+    lines = [f"Which?,3,1,2,4,{cop}\n" for cop in cops]
+    (tmp_path / "dev.csv").write_text("question,opa,opb,opc,opd,cop\n" + "".join(lines))
+    assert [row["answer"] for row in read(str(tmp_path / "dev.csv"))] == list(right)
+
+
+def test_medmcqa_with_what_is_no_number(tmp_path):
+    source = jsonl(tmp_path / "dev.jsonl", {**MEDMCQA_ROW, "cop": [4]})
+    with pytest.raises(DataError, match=r"^dev.jsonl, line 1: the answer is none of the options \(got \[4\]"):
+        read(source)
+
+
 def test_how_medmcqa_counts_is_seen_in_the_whole_file(tmp_path):
     """The first rows alone could be either."""
     rows = [{**MEDMCQA_ROW, "cop": number} for number in (1, 2, 3, 0)]
@@ -204,7 +218,7 @@ def test_a_header_is_no_question(tmp_path, header):
         (row,) = read(str(tmp_path / "own.csv"))
         assert (row["question"], right_text(row), row.where) == ("Which?", "option B", "own.csv, line 2")
         return
-    with pytest.raises(DataError, match=r"^own.csv, line 2: the question is empty"):
+    with pytest.raises(DataError, match=r"^own.csv, line 2: there is no column 'question' \(there are '"):
         read(str(tmp_path / "own.csv"))
 
 
@@ -394,7 +408,7 @@ def test_bad_rows_are_gone_before_rows_are_held_out(tmp_path):
 
 def test_a_row_made_by_a_program():
     assert question_of(GOOD)["answer"] == "A"
-    with pytest.raises(DataError, match=r"^row 1: the question is empty"):
+    with pytest.raises(DataError, match=r"^row 1: there is no column 'question' \(there are none\)"):
         question_of({})
     with pytest.raises(DataError, match=r"^here: the answer"):
         question_of(Row({**GOOD, "answer": "Z"}, "here"))

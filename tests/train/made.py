@@ -144,10 +144,12 @@ def last_gradient(updater: Updater) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def perturb(model: nn.Module, size: float = 0.05, seed: int = 1) -> None:
+    """Move the weights that are trained."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-        parameter.add_((size * noise).to(parameter.dtype))
+        if parameter.requires_grad:
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.add_((size * noise).to(parameter))
 
 
 def assert_same(got: Mapping[str, Tensor], wanted: Mapping[str, Tensor], relative: float = 1e-9) -> None:
@@ -236,7 +238,8 @@ def literal_terms(
 
 
 def gradient_of(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
+    names, parameters = zip(*trained, strict=True)
     return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
 
 

@@ -27,7 +27,8 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
 @pytest.mark.parametrize(
     ("name", "metrics", "settings", "says"),
     [
-        ("kl_high", {"kl": 0.51}, KL, ["0.51", "raise loss.kl_coef, now 0.02", "optimizer.learning_rate, now 0.001"]),
+        ("kl_high", {"kl": 0.51}, KL,
+         ["the KL to the reference is 0.51", "raise loss.kl_coef, now 0.02", "optimizer.learning_rate, now 0.001"]),
         ("masked", {"mask_ratio": 0.69, "masks/off_policy": 0.3, "masks/too_short": 0.01},
          {"masks.off_policy": "document", "reference.refresh_every": 100},
          ["69%", "off_policy takes 30%", "lower reference.refresh_every, now 100"]),
@@ -44,13 +45,14 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
         ("no_answer", {"accuracy_no_answer": 0.11}, {}, ["11%", "data.system_prompt", "[[rewards]]"]),
         ("no_answer", {"accuracy_no_answer": 0.5, "completions/clipped_ratio": 0.2}, {},
          ["50%", "20% are cut off", "raise sampling.max_new_tokens, now 8"]),
-        # 10 steps of 2 × 1 × 4 answers: two standard errors are 2 · √(0.25 · 0.75 / 80) = 0.0968.
-        ("below_chance", {"accuracy": 0.15, "chance": 0.25}, {}, ["15.0%", "25.0%", "letters", "learning_rate"]),
+        # 10 steps of 2 × 1 questions: two standard errors are 2 · √(0.25 · 0.75 / 20) = 0.1936.
+        ("below_chance", {"accuracy": 0.05, "chance": 0.25}, {}, ["5.0%", "25.0%", "letters", "learning_rate"]),
         ("one_letter", LETTERS, {}, ["70%", "are A", "loss.entropy_coef, now 0", "sampling.temperature, now 1",
                                      "loss.kl_coef, now 0", "shuffle the options"]),
         ("one_letter", {**LETTERS, "letters_right/A": 0.34}, {}, ["are A"]),
         ("nothing_taught", {"signal/teaching": 0.0}, {}, ["10 steps", "sampling.samples_per_prompt, now 4",
-                                                          "sampling.temperature, now 1"]),
+                                                          "sampling.temperature, now 1", "are all equal; use"]),
+        ("nothing_taught", {"signal/teaching": 0.0, "mask_ratio": 0.9}, {}, ["or masks took the answers that differ"]),
     ],
 )  # fmt: skip
 def test_each_says_what_to_change(name, metrics, settings, says):
@@ -65,7 +67,8 @@ def test_each_says_what_to_change(name, metrics, settings, says):
     [
         ({}, KL),
         ({"kl": 0.5, "mask_ratio": 0.7, "accuracy_no_answer": 0.1, "signal/teaching": 0.01}, KL),
-        ({"accuracy": 0.16, "chance": 0.25}, {}),
+        ({"accuracy": 0.06, "chance": 0.25}, {}),
+        ({"accuracy": 0.06, "chance": 0.25}, {"sampling.samples_per_prompt": 64}),
         ({"accuracy": 0.0}, {}),
         ({"chance": 0.25}, {}),
         ({"letters/A": 0.6, "letters/B": 0.4}, {}),
@@ -84,6 +87,13 @@ def test_a_low_kl_is_told_once_it_should_have_grown():
     assert warned({"kl": 1.1e-4}, KL, steps=60)[0] == []
     assert warned({"kl": -1.0}, KL, steps=60)[0] == []
     assert warned({"kl": 0.0}, {"loss.kl_coef": 0.0}, steps=60)[0] == []
+
+
+def test_a_kl_that_a_refresh_has_reset_is_given_time_to_grow():
+    """The reference of steps 101 to 200 is that of step 100: 50 steps with it are over at step 150, not before."""
+    settings = {**KL, "reference.refresh_every": 100}
+    assert warned({"kl": 1e-6}, settings, start=95, steps=60)[0] == [(150, "kl_low")]
+    assert warned({"kl": 1e-6}, {**KL, "reference.refresh_every": 20}, steps=120)[0] == []
 
 
 def test_the_mean_of_the_window_counts():
@@ -126,7 +136,7 @@ def test_a_run_that_goes_on_says_the_same(at):
     assert sum(map(len, wanted)) >= 4
 
 
-@pytest.mark.parametrize("state", [{}, {"window": [3], "samples": [], "said": {}}, {"window": None}])
+@pytest.mark.parametrize("state", [{}, {"window": [3], "questions": [], "said": {}}, {"window": None}])
 def test_a_damaged_state(state):
     with pytest.raises(CheckpointError, match="the saved checks are damaged"):
         Checks().load_state(state)

@@ -8,7 +8,9 @@ import torch
 import groupwise.train.step as step_module
 from groupwise.core.kl import DOCUMENT_EPS
 from groupwise.core.losses import aggregate
+from groupwise.model import LoraSettings
 from groupwise.model.logprobs import each_pack, each_states
+from groupwise.model.lora import add_lora
 from groupwise.model.prepared import prepare
 from groupwise.train.compare import compare
 from groupwise.train.exact_kl import FACTOR_OF
@@ -81,6 +83,7 @@ def check_against_literal(settings, form, **options):
     rest = now.with_settings({"loss.kl_coef": 0.0})
     terms = literal_terms(updater.prepared, batch, comparison, PROMPTS, rest, **given)
     per_token = literal_kl(literal_logits(model, batch, now.sampling.temperature), reference, form)
+    measured = literal_kl(literal_logits(model, batch, now.sampling.temperature), reference, "full").detach()
     mask = literal_logps(updater.prepared, batch, PROMPTS, now)["mask"]
     rows = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, per_token)
     how = find_loss(now.loss.name).aggregation
@@ -91,7 +94,7 @@ def check_against_literal(settings, form, **options):
         found = updater.update(work, now)
         assert_same(last_gradient(updater), wanted)
         assert found.values["kl"] == pytest.approx(float(terms["kl"].detach()), rel=1e-9)
-        assert found.statistics["kl"] == pytest.approx(float(per_token.detach().mean()), rel=1e-9)
+        assert found.statistics["kl"] == pytest.approx(float(measured.mean()), rel=1e-9)  # without the factor
         assert found.statistics["kl"] > 1e-4
         assert found.values["policy"] == pytest.approx(float(terms["policy"].detach()), rel=1e-9, abs=1e-12)
 
@@ -111,6 +114,40 @@ def test_and_where_the_head_is_the_embeddings(form):
 @pytest.mark.parametrize("form", FACTOR_OF)
 def test_and_on_the_plain_path(form):
     check_against_literal({"loss.name": "grpo"}, form, plain=True)
+
+
+def checkpointed_llama():
+    """The small model, of which the backward pass computes each layer again."""
+    model = small_llama().train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def llama_with_a_frozen_head():
+    model = small_llama()
+    model.lm_head.weight.requires_grad_(False)
+    return model
+
+
+def llama_with_an_adapter(*targets):
+    """Only the adapter is trained: the reference has no weights of its own but the adapter's."""
+    return add_lora(small_llama(), LoraSettings(rank=2, targets=targets)).get_base_model()
+
+
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize(
+    "make", [checkpointed_llama, llama_with_a_frozen_head, lambda: llama_with_an_adapter("q_proj")]
+)
+def test_and_whatever_of_the_model_is_trained_or_computed_again(make, plain):
+    check_against_literal({"loss.name": "grpo"}, "full", model=make(), plain=plain)
+
+
+def test_and_with_an_adapter_on_the_head():
+    """Such a head is no plain matrix, so that the model takes the plain path by itself."""
+    model = llama_with_an_adapter("lm_head", "q_proj")
+    prepared = prepare(model, notice=lambda text: None)
+    assert "its head is a" in prepared.why_plain
+    check_against_literal({"loss.name": "grpo"}, "full", model=model, plain=True)
 
 
 def test_and_with_the_documents_off_policy_mask_and_all_its_terms():

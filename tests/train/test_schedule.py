@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import CheckpointError, ConfigError, InputError, check_choice
-from groupwise.train.schedule import Phase, Ramp, Rule, Schedule, warmup_decay
+from groupwise.train.schedule import Schedule, warmup_decay
+from groupwise.train.schedule_parts import Phase, Ramp, Rule
 from groupwise.train.schedule_tables import parse_phases, parse_ramps, parse_rules
 
 T, KL, LR, G = "sampling.temperature", "loss.kl_coef", "optimizer.learning_rate", "sampling.samples_per_prompt"

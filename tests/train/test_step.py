@@ -10,6 +10,7 @@ import torch
 import groupwise.train.step as step_module
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
 from groupwise.train.compare import compare
+from groupwise.train.setup import make_optimizer
 from groupwise.train.step import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, Updater, plan_work
 from groupwise.train.trainer import Callback
 from tests.train.made import (
@@ -514,6 +515,32 @@ def test_an_optimizer_without_room_is_tried_again_when_generation_has_given_back
     assert released == [True]
     for name, weight in updater.masters.state_dict().items():
         assert torch.equal(weight, usual.masters.state_dict()[name])
+
+
+def test_what_has_moved_does_not_move_again_when_the_next_group_has_no_room(monkeypatch):
+    """AdamW's first step: the norms' group has moved when there is no room for what the matrices' group needs."""
+    now = made_recipe()
+    batch = made_batch()
+    work = plan_work(batch, compare(batch, now, [1.0]), range(4), now)
+    updaters = [made_updater(now) for _ in range(2)]
+    for updater in updaters:
+        updater.optimizer = make_optimizer(now, updater.prepared.model, updater.masters)
+    usual, short = updaters
+    assert len(short.optimizer.param_groups) > 1
+    failures, real = [True], short.optimizer._init_group
+
+    def without_room(group, *arguments):
+        if group["decays"] and failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 892 MiB")
+        return real(group, *arguments)
+
+    monkeypatch.setattr(short.optimizer, "_init_group", without_room)
+    assert usual.update(work, now) == short.update(work, now)
+    for name, weight in short.masters.named_parameters():
+        assert torch.equal(weight, dict(usual.masters.named_parameters())[name]), name
+        assert int(short.optimizer.state[weight]["step"]) == 1
+    assert len(short.optimizer.param_groups) == len(usual.optimizer.param_groups)
 
 
 def test_an_optimizer_that_never_fits_says_what_to_do(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 
 import pytest
@@ -11,6 +12,7 @@ from groupwise.errors import ConfigError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.train.estimate import describe_run
+from groupwise.train.step import NotFiniteError
 from groupwise.train.warmup import WarmUp
 from tests.train.runs import ROWS, even, go, metrics_of, small_recipe, small_trainer
 
@@ -64,6 +66,10 @@ def test_a_supervised_run_that_is_resumed_is_whole(tmp_path):
         ConfigError, match=r"supervised alone \(train\.steps = 0\) cannot go on.*--model\.source .*policy"
     ):
         more.run()
+    more = small_trainer(tmp_path / "run", SUPERVISED, {"warm_up": {"epochs": 24}}, task=TASK, resume=True)
+    with pytest.raises(ConfigError, match=r"has ended, and 60 steps of warm-up are more.*start a new run"):
+        more.run()
+    assert metrics_of(tmp_path / "run") == rows
 
 
 def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
@@ -127,6 +133,35 @@ def test_the_token_budget_changes_nothing_but_memory(tmp_path):
             ends.append(weights_of(trainer))
     for name, weight in ends[0].items():
         torch.testing.assert_close(weight, ends[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_warm_up_that_is_not_finite_stops_with_its_weights_as_they_were(tmp_path):
+    with small_trainer(tmp_path / "run", {"warm_up": {"steps": 3}}, task=TASK) as trainer:
+        with torch.no_grad():
+            trainer.parts.model.model.norm.weight[0] = math.inf
+        before = weights_of(trainer)
+        with pytest.raises(NotFiniteError, match=r"in step 1 of the warm-up the loss is nan.*warm_up\.learning_rate"):
+            trainer.warm_up.run(trainer.masters, 10**6)
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
+
+
+def test_dropout_in_the_warm_up_is_the_same_every_time(tmp_path):
+    ends = []
+    for number in range(2):
+        torch.manual_seed(number)  # whatever else has drawn from it
+        changes = {"warm_up": {"steps": 2}, "model": {"lora": {"rank": 2, "dropout": 0.5}}}
+        with small_trainer(tmp_path / str(number), changes, task=TASK) as trainer:
+            torch.manual_seed(number)
+            trainer.warm_up.run(trainer.masters, 10**6)
+            ends.append(weights_of(trainer))
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+
+
+def test_examples_that_do_not_fit_the_model(tmp_path):
+    long = Task("form", ROWS, examples=[("Say number 1: ", "one" * 4000)])
+    with pytest.raises(ConfigError, match=r"the longest example of the warm-up has \d+ tokens.*window of \d+; lower"):
+        small_trainer(tmp_path / "run", {"warm_up": {"steps": 1}}, task=long)
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):

@@ -1,0 +1,55 @@
+"""What comes of one update: the values of its terms, what the policy's masks took, how far it is from the sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Gap:
+    """How far the trainer's log-probs are from the sampler's."""
+
+    tokens: int = 0
+    total: float = 0.0
+    largest: float = 0.0
+
+    def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
+        difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
+        self.tokens += int(mask.sum())
+        self.total += float(difference.double().sum())
+        self.largest = max(self.largest, float(difference.max()))
+
+    @property
+    def mean(self) -> float:
+        return self.total / max(self.tokens, 1)
+
+
+@dataclass
+class Update:
+    """What came of one update."""
+
+    values: dict[str, Any] = field(default_factory=dict)  # objective terms
+    statistics: dict[str, Any] = field(default_factory=dict)
+    grad_norm: float = 0.0
+    skipped: bool = False  # not finite, and told to go on
+    silenced: dict[str, list[int]] = field(default_factory=dict)  # which samples a mask of the policy's log-probs took
+    gap: Gap | None = None
+    terms: dict[str, float] = field(default_factory=dict)  # gradient norms and cosines, on request
+
+
+def compare_gradients(gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+    """The norm of each term's gradient, and the cosine between each two."""
+    names = list(gradients)
+    norms = {name: float(torch.nn.utils.get_total_norm(gradients[name])) for name in names}
+    found = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+    for number, one in enumerate(names):
+        for other in names[number + 1 :]:
+            product = sum(float((a * b).sum()) for a, b in zip(gradients[one], gradients[other], strict=True))
+            scale = norms[one] * norms[other]
+            found[f"grad_cosine/{one}_{other}"] = product / scale if scale else 0.0
+    return found
