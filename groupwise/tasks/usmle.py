@@ -19,10 +19,12 @@ from typing import Any
 from groupwise import data
 from groupwise.config import Recipe
 from groupwise.rewards import RewardFunction, text_of
-from groupwise.rewards.choice import extract_answer
+from groupwise.rewards.choice import Choice, extract_answer
 from groupwise.rewards.medical import EnhancedReward, enhanced_reward, load_medical_vocabulary
 from groupwise.tasks.base import Row, Task
 from groupwise.tasks.usmle_rows import read_questions, sample_questions
+
+__all__ = ["Choice", "extract_answer", "format_prompt", "usmle_task"]
 
 INSTRUCTIONS = {
     "chat": "Reason step by step in a few sentences. End with a line that says 'Answer:' and the letter of the right "

@@ -378,3 +378,10 @@ def test_files_in_place_of_the_sample(tmp_path):
 
 def test_the_task_by_its_function():
     assert usmle_task(make_recipe({"task": "usmle"})).train == task_of().train
+
+
+def test_the_reader_is_re_exported():
+    from groupwise import rewards
+    from groupwise.tasks import usmle
+
+    assert usmle.extract_answer is rewards.extract_answer
