@@ -267,7 +267,8 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     from groupwise.model import MasterWeights, load_model, prepare
     from groupwise.train.batch import Batch, Comparison
     from groupwise.train.setup import make_optimizer
-    from groupwise.train.step import Updater, plan_work
+    from groupwise.train.step import Updater
+    from groupwise.train.work import plan_work
 
     args.prompts, args.samples, args.new_tokens, args.dtype = 2, 4, min(32, args.new_tokens), "float32"
     torch.backends.cuda.matmul.allow_tf32 = False

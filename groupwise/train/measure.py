@@ -12,8 +12,8 @@ from groupwise.config import Recipe
 from groupwise.core import group_statistics
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.rollout import Sampled
-from groupwise.train.step import Work
 from groupwise.train.update import Update
+from groupwise.train.work import Work
 
 
 def step_metrics(

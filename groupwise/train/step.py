@@ -8,89 +8,31 @@ finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.core.filters import KeptSets
 from groupwise.core.losses import Loss
 from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.errors import GroupwiseError
-from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, in_rows
+from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared, without_dropout
-from groupwise.train.batch import Batch, Comparison
 from groupwise.train.exact_kl import FACTOR_OF, ExactKL
 from groupwise.train.objective import Objective, Part, Totals
 from groupwise.train.reference import Reference
 from groupwise.train.update import Gap, Update, compare_gradients
+from groupwise.train.work import Answers, Work, longest
 
 SMALLEST_BUDGET = 64
 
 
 class NotFiniteError(GroupwiseError, ArithmeticError):
     """A loss or gradient is NaN or infinite; the weights have not moved."""
-
-
-@dataclass
-class Work:
-    """The samples of a mini-batch that have to be computed, and what is known about them. Rows follow ``samples``."""
-
-    samples: list[int]  # which samples of the batch
-    prompts: list[tuple[int, ...]]  # of the prompts they belong to
-    completions: list[list[Tensor]]  # by prompt
-    kept: KeptSets | None
-    advantages: Tensor  # (n,)
-    allowed: Tensor  # (n,) bool
-    sampler_logps: Tensor  # (n, T)
-    mask: Tensor  # (n, T)
-    totals: Totals
-    old_logps: Tensor | None = None  # (n, T)
-    ref_logps: Tensor | None = None  # (n, T)
-    weights: Tensor | None = None  # (n, T) the importance correction
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-
-def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now: Recipe) -> Work:
-    """What a mini-batch of these prompts needs computed: what teaches, or everything where a term asks for it."""
-    members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
-    everything = bool(now.loss.kl_coef or now.loss.entropy_coef) or not now.train.skip_equal
-    if now.loss.denominator == "policy_mask" and now.masks.off_policy == "document":
-        everything = True  # this mask may silence any sample, and so be felt in the denominator
-    teaches, allowed = comparison.teaches.tolist(), comparison.allowed.tolist()
-    chosen = [i for i in members if everything or teaches[i]]
-    by_prompt: dict[int, list[int]] = {}
-    for sample in chosen:
-        by_prompt.setdefault(sample // batch.samples, []).append(sample)
-    divided_by = members
-    if now.loss.denominator == "policy_mask":
-        divided_by = [i for i in members if allowed[i]]
-    lengths = batch.lengths
-    mask = _mask(lengths[chosen])
-    return Work(
-        samples=chosen,
-        prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
-        completions=[[batch.ids[i] for i in own] for own in by_prompt.values()],
-        kept=None if batch.kept is None else batch.kept.select(batch.places(chosen)),
-        advantages=comparison.advantages[chosen],
-        allowed=comparison.allowed[chosen],
-        sampler_logps=_padded([batch.sampler_logps[i] for i in chosen], mask),
-        mask=mask,
-        totals=Totals(
-            tokens=int(lengths[members].sum()),
-            sequences=len(members),
-            policy_tokens=int(lengths[divided_by].sum()),
-            policy_sequences=len(divided_by),
-            computed_tokens=int(mask.sum()),
-            computed_sequences=len(chosen),
-        ),
-    )
 
 
 class Updater:
@@ -276,8 +218,7 @@ class Updater:
         masks, totals = now.masks, work.totals
         teaching = work.allowed[:, None] & work.mask
         if masks.off_policy is not None or masks.high_entropy is not None:
-            current = self._logps(work, now, with_entropy=masks.high_entropy is not None)
-            logps = current.logps.cpu()
+            logps, entropy = self._current(work, now)
             if masks.off_policy is not None:
                 near = self._near(work, now, logps)
                 gone = work.allowed & ~near
@@ -289,10 +230,10 @@ class Updater:
                         policy_sequences=totals.policy_sequences - int(gone.sum()),
                     )
                 teaching = teaching & near[:, None]
-            if masks.high_entropy is not None and current.entropy is not None:
+            if masks.high_entropy is not None:
                 # Chosen among tokens that could teach, so that skipping the others changes nothing.
                 could = teaching & (work.advantages != 0)[:, None]
-                teaching = high_entropy_mask(current.entropy.cpu(), could, top_fraction=masks.high_entropy)
+                teaching = high_entropy_mask(entropy, could, top_fraction=masks.high_entropy)
                 if now.loss.denominator == "policy_mask":
                     totals = replace(
                         totals,
@@ -303,6 +244,28 @@ class Updater:
             return teaching * work.weights, totals
         return (None if bool((teaching == work.mask).all()) else teaching), totals
 
+    def _current(self, work: Work, now: Recipe) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropy under the policy as it is now ``(n, T)``, of the samples that a mask may take.
+
+        V3.2's looks at what did worse than its group alone, and entropy counts where something teaches; the others keep
+        the sampler's log-probs, which no mask takes.
+        """
+        masks = now.masks
+        chosen = work.allowed & (work.advantages < 0 if masks.off_policy == "v3.2" else masks.off_policy is not None)
+        if masks.high_entropy is not None:
+            chosen = chosen | (work.allowed & (work.advantages != 0))
+        logps, entropy = work.sampler_logps.clone(), torch.zeros(work.mask.shape)
+        if bool(chosen.any()):
+            answers = work.answers_of(chosen)
+            found = self._logps(answers, now, with_entropy=masks.high_entropy is not None)
+            at = (chosen.nonzero(), torch.arange(found.logps.shape[1]))
+            logps = logps.to(found.logps.dtype)
+            logps[at] = found.logps.cpu()
+            if found.entropy is not None:
+                entropy = entropy.to(found.entropy.dtype)
+                entropy[at] = found.entropy.cpu()
+        return logps, entropy
+
     def _near(self, work: Work, now: Recipe, logps: Tensor) -> Tensor:
         """Which samples the off-policy mask keeps ``(n,)``."""
         rule, threshold = now.masks.off_policy or "v3.2", now.masks.off_policy_threshold
@@ -310,7 +273,7 @@ class Updater:
         return off_policy_sequence_mask(logps, other, work.advantages, work.mask, threshold=threshold, rule=rule)
 
     @torch.no_grad()
-    def _logps(self, work: Work, now: Recipe, *, with_entropy: bool = False) -> TokenLogps:
+    def _logps(self, work: Work | Answers, now: Recipe, *, with_entropy: bool = False) -> TokenLogps:
         while True:
             try:
                 return completion_logps(
@@ -325,18 +288,18 @@ class Updater:
             except (torch.OutOfMemoryError, RuntimeError) as error:
                 self._make_room(error, work)
 
-    def _budget(self, work: Work) -> int:
+    def _budget(self, work: Work | Answers) -> int:
         """The token budget, or the longest sample where that is more."""
-        return max(self.token_budget, _longest(work))
+        return max(self.token_budget, longest(work))
 
-    def _make_room(self, error: Exception, work: Work) -> None:
+    def _make_room(self, error: Exception, work: Work | Answers) -> None:
         """After running out of memory: give back what generation holds and halve the packs; else raise again."""
         if isinstance(error, GroupwiseError) or not _out_of_memory(error):
             raise error
         self.optimizer.zero_grad(set_to_none=True)
-        if self.token_budget <= max(SMALLEST_BUDGET, _longest(work)):
+        if self.token_budget <= max(SMALLEST_BUDGET, longest(work)):
             raise OutOfMemoryError(
-                f"memory ran out with a single sample of {_longest(work)} tokens; use a smaller model, "
+                f"memory ran out with a single sample of {longest(work)} tokens; use a smaller model, "
                 "model.gradient_checkpointing = true, [model.lora], or shorter answers (sampling.max_new_tokens)"
             ) from error
         self._release()
@@ -374,21 +337,6 @@ def _out_of_memory(error: Exception) -> bool:
 
 def _active_terms(now: Recipe) -> dict[str, bool]:
     return {"policy": True, "kl": bool(now.loss.kl_coef), "entropy": bool(now.loss.entropy_coef)}
-
-
-def _longest(work: Work) -> int:
-    return max(
-        len(prompt) + max(ids.shape[0] for ids in members)
-        for prompt, members in zip(work.prompts, work.completions, strict=True)
-    )
-
-
-def _mask(lengths: Tensor) -> Tensor:
-    return torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
-
-
-def _padded(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    return in_rows(torch.cat(list(rows)), mask) if rows else torch.zeros(mask.shape)
 
 
 def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:

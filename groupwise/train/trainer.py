@@ -43,9 +43,10 @@ from groupwise.train.rollout import Sampled, Sampler, chance
 from groupwise.train.saving import load_run, save_run
 from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, set_learning_rate, steps_of
 from groupwise.train.signals import StopRequest, stop_on_signals
-from groupwise.train.step import Updater, Work, plan_work
+from groupwise.train.step import Updater
 from groupwise.train.update import Update
 from groupwise.train.warmup import WarmUp, do_warm_up
+from groupwise.train.work import Work, plan_work
 
 
 class Trainer:

@@ -8,7 +8,7 @@ import torch
 from groupwise.config import make_recipe
 from groupwise.model.precision import set_precision
 from groupwise.train.compare import compare
-from groupwise.train.step import plan_work
+from groupwise.train.work import plan_work
 from tests.train.made import SMALL, last_gradient, made_batch, made_updater, perturb, small_llama
 from tests.train.runs import checkpoint_of, go, merged, metrics_of, small_trainer
 

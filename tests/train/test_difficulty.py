@@ -11,7 +11,7 @@ from groupwise.train.compare import compare
 from groupwise.train.difficulty import difficulty_weights, how_right
 from groupwise.train.measure import step_metrics
 from groupwise.train.rollout import Sampled
-from groupwise.train.step import plan_work
+from groupwise.train.work import plan_work
 from tests.train.made import made_batch, made_recipe
 
 NAN = math.nan

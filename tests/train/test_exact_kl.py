@@ -15,7 +15,7 @@ from groupwise.model.prepared import prepare
 from groupwise.train.compare import compare
 from groupwise.train.exact_kl import FACTOR_OF
 from groupwise.train.objective import find_loss
-from groupwise.train.step import plan_work
+from groupwise.train.work import plan_work
 from tests.train.made import (
     assert_same,
     gradient_of,

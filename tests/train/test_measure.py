@@ -14,9 +14,9 @@ from groupwise.train.batch import Comparison
 from groupwise.train.compare import compare
 from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.rollout import Sampled
-from groupwise.train.step import plan_work
 from groupwise.train.trainer import Trainer
 from groupwise.train.update import Gap, Update
+from groupwise.train.work import plan_work
 from tests.train.made import SMALL, Lines, made_batch, made_recipe, made_trainer, spread
 
 NAN = math.nan

@@ -12,7 +12,7 @@ from groupwise.core.losses import clipped_loss
 from groupwise.errors import ConfigError
 from groupwise.train.compare import compare
 from groupwise.train.objective import TERMS, Objective, Part, Totals, find_loss
-from groupwise.train.step import plan_work
+from groupwise.train.work import plan_work
 from tests.train.made import (
     assert_same,
     gradient_of,

@@ -10,7 +10,7 @@ from groupwise.model import LoraSettings, load_model
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights
 from groupwise.train.reference import Reference
-from groupwise.train.step import plan_work
+from groupwise.train.work import plan_work
 from tests.train.made import made_trainer, perturb, small_llama
 from tests.train.runs import small_trainer
 

@@ -11,8 +11,9 @@ import groupwise.train.step as step_module
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
 from groupwise.train.compare import compare
 from groupwise.train.setup import make_optimizer
-from groupwise.train.step import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, Updater, plan_work
+from groupwise.train.step import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, Updater
 from groupwise.train.trainer import Callback
+from groupwise.train.work import plan_work
 from tests.train.made import (
     assert_same,
     gradient_of,
@@ -401,6 +402,34 @@ def test_not_finite_is_skipped_and_counted(tmp_path):
     assert torch.equal(after, last)
     assert (second.metrics["updates"], second.metrics["updates_not_finite"]) == (0, 2)
     assert "loss" not in second.metrics
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_mask_asks_only_about_samples_that_it_may_take(monkeypatch, kept):
+    """V3.2's looks at answers that did worse than their group: the others cost no pass of their own."""
+    settings = {"masks.off_policy": "v3.2", "masks.off_policy_threshold": 0.01, "train.skip_equal": False}
+    now = made_recipe({**settings, **({"masks.keep_sampling": True, "sampling.top_k": 5} if kept else {})})
+    batch = made_batch(kept=kept)
+    work = plan_work(batch, compare(batch, now, [1.0]), range(len(batch.prompts)), now)
+    asked, real = [], step_module.completion_logps
+
+    def completion_logps(model, prompts, completions, **options):
+        asked.append([len(members) for members in completions])
+        return real(model, prompts, completions, **options)
+
+    updater = made_updater(now)
+    perturb(updater.prepared.model, size=0.05)
+    everything = updater._logps(work, now).logps
+    wanted = updater._near(work, now, everything)
+    monkeypatch.setattr(step_module, "completion_logps", completion_logps)
+    found = updater.update(work, now)
+    worse = (work.allowed & (work.advantages < 0)).tolist()
+    groups, numbers = [], iter(worse)
+    for members in work.completions:
+        groups.append(sum(next(numbers) for _ in members))
+    assert asked == [[number for number in groups if number]]
+    assert found.silenced["off_policy"] == [work.samples[row] for row in (~wanted).nonzero().flatten().tolist()]
+    assert 0 < len(found.silenced["off_policy"]) <= sum(worse) < len(work)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
