@@ -1,0 +1,90 @@
+"""The learning curve of USMLE runs against sampled tokens, as a table and a picture, beside the document's promise.
+
+Usage::
+
+    python benchmarks/usmle_curve.py runs/…-usmle [MORE RUNS] --out curve.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.rundir import read_metrics
+
+# The document's table: tokens, accuracy, average reward, KL.
+PROMISED = (
+    (0, 0.25, 0.25, 0.00),
+    (50e6, 0.28, 0.28, 0.05),
+    (150e6, 0.33, 0.33, 0.15),
+    (300e6, 0.38, 0.38, 0.25),
+    (450e6, 0.41, 0.41, 0.32),
+    (600e6, 0.42, 0.42, 0.35),
+)
+WINDOW = 10  # steps before an evaluation over which reward and KL are averaged
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("--out", type=Path, help="draw the curves into this file")
+    args = parser.parse_args()
+    found = {run.name: curve(run) for run in args.runs}
+    for name, points in found.items():
+        print(f"\n{name}\n\n| step | tokens | held out | reward | KL |\n|---|---|---|---|---|")
+        for point in points:
+            accuracy = f"{100 * point['accuracy']:.1f} % [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
+            rest = [f"{point[key]:.3f}" if math.isfinite(point[key]) else "" for key in ("reward", "kl")]
+            print(f"| {point['step']:.0f} | {point['tokens'] / 1e6:.2f} M | {accuracy} | {rest[0]} | {rest[1]} |")
+    if args.out:
+        draw(found, args.out)
+        print(f"\npicture: {args.out}")
+
+
+def curve(run: Path) -> list[dict[str, float]]:
+    """What was measured at each evaluation of a run, after how many sampled tokens."""
+    steps: list[dict[str, float]] = []
+    points = []
+    for row in read_metrics(run / "metrics.jsonl"):
+        if "eval/accuracy" not in row:
+            steps.append(row)
+            continue
+        recent = steps[-WINDOW:]
+        points.append(
+            {
+                "step": row["step"],
+                "tokens": steps[-1].get("num_tokens", 0) if steps else 0,
+                "accuracy": row["eval/accuracy"],
+                "low": row["eval/accuracy_low"],
+                "high": row["eval/accuracy_high"],
+                "reward": mean(recent, "reward"),
+                "kl": mean(recent, "kl"),
+            }
+        )
+    return points
+
+
+def mean(rows: list[dict[str, float]], name: str) -> float:
+    values = [row[name] for row in rows if name in row]
+    return sum(values) / len(values) if values else math.nan
+
+
+def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+    figure = new_figure(7.5, 4.4)
+    axes = figure.add_subplot()
+    start = min(point["tokens"] for points in found.values() for point in points if point["tokens"])
+    for (name, points), colour in zip(found.items(), COLOURS, strict=False):
+        at = [max(point["tokens"], start / 2) for point in points]
+        axes.fill_between(at, [p["low"] for p in points], [p["high"] for p in points], color=colour, alpha=0.12, lw=0)
+        axes.plot(at, [p["accuracy"] for p in points], "o-", color=colour, linewidth=2, markersize=4, label=name)
+    promised = [(max(tokens, start / 2), accuracy) for tokens, accuracy, _, _ in PROMISED]
+    axes.plot(*zip(*promised, strict=True), "s--", color="0.5", markersize=4, label="the document's table")
+    axes.set(xscale="log", xlabel="sampled tokens (the first point is before training)", ylabel="right, held out")
+    axes.legend(frameon=False, fontsize=8)
+    save_figure(figure, path)
+
+
+if __name__ == "__main__":
+    main()
