@@ -21,7 +21,7 @@ DETAILS = ("id", "category")  # of a row, where it has them
 STATUSES = {
     "always": "always right",
     "learnt": "learnt",
-    "wavering": "wavering",
+    "between": "in between",
     "forgotten": "forgotten",
     "never": "never solved",
     "unseen": "unseen",
@@ -32,7 +32,7 @@ def status_of(history: Sequence[float]) -> str:
     """What became of a question, from the share of right answers at each visit.
 
     ``learnt`` and ``forgotten`` are about the first and the last visit, and so need two; what is none of the others
-    is ``wavering``.
+    is ``between``.
     """
     if not history:
         return "unseen"
@@ -44,7 +44,7 @@ def status_of(history: Sequence[float]) -> str:
         return "learnt"
     if max(history) >= SOLVED > history[-1]:
         return "forgotten"
-    return "wavering"
+    return "between"
 
 
 class QuestionLog:

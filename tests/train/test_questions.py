@@ -25,13 +25,13 @@ ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n %
         ([1.0, 0.5, 0.75], "always"),
         ([0.0], "never"),
         ([0.0, 0.0], "never"),
-        ([0.25], "wavering"),
-        ([0.0, 0.25], "wavering"),
+        ([0.25], "between"),
+        ([0.0, 0.25], "between"),
         ([0.25, 0.5], "learnt"),
         ([0.0, 1.0, 0.0, 0.5], "learnt"),
         ([0.5, 0.25], "forgotten"),
         ([0.0, 1.0, 0.0], "forgotten"),
-        ([1.0, 0.0, 1.0], "wavering"),
+        ([1.0, 0.0, 1.0], "between"),
     ],
 )
 def test_what_became_of_a_question(history, status):
@@ -67,8 +67,8 @@ def test_the_table_by_hand(tmp_path):
     assert [record["status"] for record in records] == ["learnt", "forgotten", "never", "unseen", "unseen"]
     assert (records[3]["first"], records[3]["best"], records[3]["history"]) == (None, None, [])
     assert summarise(records) == "questions: 1 learnt, 1 forgotten, 1 never solved, 2 unseen"
-    assert summarise([{"status": "always"}] * 1200 + [{"status": "wavering"}]) == (
-        "questions: 1,200 always right, 1 wavering"
+    assert summarise([{"status": "always"}] * 1200 + [{"status": "between"}]) == (
+        "questions: 1,200 always right, 1 in between"
     )
     assert summarise([]) == "questions: none"
 
