@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, console
 from groupwise.cli.train import add_with_settings, recipe_of
-from groupwise.errors import ConfigError, InputError
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -66,7 +66,7 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         raise ConfigError(f"--report {there} is a file; name a folder")
-    before = comparison = None
+    before = None
     if arguments.against is not None:
         known = Path(arguments.against)
         if (known / REPORT).exists() or known.name == REPORT:
@@ -75,18 +75,11 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
             earlier = recipe.with_settings({"model.source": arguments.against})
             before, _ = _examined(earlier)
             write_report(folder / BEFORE, before, title=_title(earlier), facts=facts_of(earlier))
-    report, answers = _examined(recipe)
+    report, answers = _examined(recipe, before)
     if arguments.answers is not None:
         _write_lines(arguments.answers, [asdict(answer) for answer in answers])
-    named: dict[str, Any] = {"title": _title(recipe), "facts": facts_of(recipe)}
-    if before is not None:
-        try:
-            comparison = compare(before, report)
-        except InputError as error:
-            # What took so long to find out is kept.
-            write_report(folder, report, **named)
-            raise InputError(f"{error}; the report without a comparison is in {folder}") from error
-    written = write_report(folder, report, **named, comparison=comparison)
+    comparison = None if before is None else compare(before, report)
+    written = write_report(folder, report, title=_title(recipe), facts=facts_of(recipe), comparison=comparison)
     _print_report(report, comparison)
     out = console()
     for path in written:
@@ -94,11 +87,11 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _examined(recipe: Recipe) -> tuple[Report, Sequence[Any]]:
+def _examined(recipe: Recipe, like: Report | None = None) -> tuple[Report, Sequence[Any]]:
     from groupwise.train.held_out import examine_recipe
 
     with _progress(recipe.model.source) as tell:
-        return examine_recipe(recipe, tell, _say)
+        return examine_recipe(recipe, tell, _say, like)
 
 
 def _say(text: str) -> None:

@@ -79,13 +79,18 @@ class Comparison:
         return to_plain(self)
 
 
-def compare(before: Report, after: Report) -> Comparison:
-    """How ``after`` differs from ``before``; both must have been asked the same questions."""
-    if before.fingerprint != after.fingerprint:
+def check_same(before: Report, asked: str, number: int) -> None:
+    """Raise unless a report is about these questions: their fingerprint, and how many there are."""
+    if before.fingerprint != asked:
         raise InputError(
-            f"the two reports are not about the same questions ({before.n} and {after.n}; the texts, the options or "
+            f"the two reports are not about the same questions ({before.n} and {number}; the texts, the options or "
             "the right letters differ); evaluate both models on the same held-out rows"
         )
+
+
+def compare(before: Report, after: Report) -> Comparison:
+    """How ``after`` differs from ``before``; both must have been asked the same questions."""
+    check_same(before, after.fingerprint, after.n)
     pairs = list(zip(before.outcomes, after.outcomes, strict=True))
     measures = [
         _of_letters("lenient", pairs, lambda outcome: outcome.lenient),

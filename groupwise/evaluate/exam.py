@@ -17,6 +17,8 @@ import torch
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError
 from groupwise.evaluate.choice import Given, Letters, Order, Question, Report, analyse
+from groupwise.evaluate.compare import check_same
+from groupwise.evaluate.records import fingerprint
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.model.logprobs import completion_logps
 from groupwise.model.prepared import Prepared
@@ -99,16 +101,22 @@ def examine(
     samples: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
+    like: Report | None = None,
     progress: Progress = lambda what, done, total: None,
 ) -> tuple[Report, list[Given]]:
     """The report on the rows of a task in multiple choice, and the greedy answers to them.
 
-    With more than one of ``samples``, so many are drawn at ``temperature`` as well.
+    With more than one of ``samples``, so many are drawn at ``temperature`` as well. ``like``: the report that this one
+    is to be compared with; one on other questions is refused before any is answered.
     """
     if task.choices is None or task.reorder is None:
         raise ConfigError(f"the task {task.name!r} is not multiple choice, so there is no report of letters on it")
     if not rows:
         raise ConfigError("there is nothing to evaluate on: give held-out rows (data.held_out)")
+
+    questions = [question_of(row, number) for number, row in enumerate(rows)]
+    if like is not None:
+        check_same(like, fingerprint(questions), len(questions))
 
     def telling(what: str) -> Callable[[int], None]:
         return lambda done: progress(what, done, len(rows))
@@ -124,7 +132,7 @@ def examine(
     letters = candidate.letters(rows, task.choices, telling("scoring letters"))
     shuffled_letters = candidate.letters(moved, task.choices, telling("scoring letters in other orders"))
     report = analyse(
-        [question_of(row, number) for number, row in enumerate(rows)],
+        questions,
         answers,
         sampled=drawn,
         shuffled=list(zip(orders, shuffled, strict=True)),

@@ -62,8 +62,12 @@ def examine_recipe(
     recipe: Recipe,
     progress: ExamProgress = lambda what, done, total: None,
     say: Say = lambda text: None,
+    like: Report | None = None,
 ) -> tuple[Report, list[Given]]:
-    """Load a recipe's model and held-out questions of multiple choice, and have it sit the exam."""
+    """Load a recipe's model and held-out questions of multiple choice, and have it sit the exam.
+
+    ``like``: an earlier report that the new one is to be compared with.
+    """
     parts = load_parts(recipe, say=say)
     how = recipe.evaluate
     candidate = Candidate(
@@ -82,6 +86,7 @@ def examine_recipe(
         samples=how.samples,
         temperature=how.temperature or recipe.sampling.temperature,
         seed=chance(recipe.train.seed, 2),
+        like=like,
         progress=progress,
     )
 
