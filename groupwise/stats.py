@@ -92,6 +92,15 @@ def proportion_interval(successes: int, number: int, *, level: float = 0.95) -> 
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half))
 
 
+def mean_interval(values: ArrayLike) -> Interval:
+    """The mean of numbers with its interval: Wilson's where each is 0 or 1, else by resampling, which would say of 0 of
+    20 that it is certain."""
+    array = _finite("values", values)
+    if np.isin(array, (0.0, 1.0)).all():
+        return proportion_interval(int(array.sum()), len(array))
+    return bootstrap_interval(array)
+
+
 def paired_test(
     a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> PairedTest:

@@ -17,7 +17,7 @@ from groupwise.data import Prompt, columns_of, completion_for_reward
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
-from groupwise.stats import Interval, bootstrap_interval, proportion_interval
+from groupwise.stats import Interval, bootstrap_interval, mean_interval
 from groupwise.tasks.base import Grade, Row
 
 REWARD = "reward"
@@ -120,8 +120,5 @@ def _add(metrics: dict[str, float], name: str, values: Sequence[float], samples:
     table = np.asarray(values, dtype=np.float64).reshape(-1, samples)
     table = table[~np.isnan(table).all(1)]
     by_row = np.nanmean(table, axis=1)
-    if samples == 1 and set(by_row.tolist()) <= {0.0, 1.0}:
-        found = proportion_interval(int(by_row.sum()), len(by_row))
-    else:
-        found = bootstrap_interval(by_row)
+    found = mean_interval(by_row) if samples == 1 else bootstrap_interval(by_row)
     metrics |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}

@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.errors import CheckpointError
-from groupwise.stats import Interval, bootstrap_interval, paired_test, proportion_interval
+from groupwise.stats import Interval, mean_interval, paired_test, proportion_interval
 
 VERSION = 1
 FEW = 5  # fewer questions than this say next to nothing, and are marked
@@ -33,13 +33,8 @@ class Share:
 
     @classmethod
     def mean(cls, values: Sequence[float]) -> Share:
-        """The mean of one share per question; questions are resampled for its interval.
-
-        Where each is 0 or 1, the interval is Wilson's: resampling would say that 0 of 20 is certain.
-        """
-        if set(values) <= {0.0, 1.0}:
-            return cls.of([value == 1 for value in values])
-        return cls._from(bootstrap_interval(values), len(values))
+        """The mean of one share per question."""
+        return cls._from(mean_interval(values), len(values))
 
     @classmethod
     def _from(cls, interval: Interval, number: int) -> Share:

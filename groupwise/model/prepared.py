@@ -240,8 +240,10 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         plain = [
             model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions
         ]
-        row = model(input_ids=torch.cat([prompt, *completions])[None], use_cache=False).logits[0].float()
-        mixed = [row[[2, 3, 4, 5, 6]], row[[2, 7, 8]]]  # what comes of a completion that sees its sibling
+        mixed = None
+        if model.dtype in FLASH_DTYPES:  # what comes of a completion that sees its sibling
+            row = model(input_ids=torch.cat([prompt, *completions])[None], use_cache=False).logits[0].float()
+            mixed = [row[[2, 3, 4, 5, 6]], row[[2, 7, 8]]]
         try:
             if config._attn_implementation != IMPLEMENTATION:
                 model.set_attn_implementation(IMPLEMENTATION)
@@ -262,18 +264,18 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
         if wrong:
             return wrong, {}
         packed = [head.logits(hidden[[2, *range(a, b)]]).float() for a, b in ((3, 7), (7, 9))]
-        if (off := _too_far(packed, plain, mixed, model.dtype)) is not None:
+        if (off := _too_far(packed, plain, mixed)) is not None:
             return f"packed and plain log-probs differ by {off:.2g}", {}
     shapes = tuple(shape for _, shape, _ in recorder.seen)
     windows = tuple(sorted({window for _, _, window in recorder.seen if window is not None}))
     return None, {"head": head, "attentions": attentions, "shapes": shapes, "windows": windows}
 
 
-def _too_far(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor], dtype: torch.dtype) -> float | None:
+def _too_far(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor] | None) -> float | None:
     """The largest difference between packed and plain log-probs, if it is more than rounding; else None.
 
     In half precision, rounding alone moves unlikely tokens of a real model by half a unit and more. There the mean
-    difference is held against that of a pass which is wrong: one in which a completion sees its sibling.
+    difference is held against that of ``mixed``, a pass which is wrong: one in which a completion sees its sibling.
     """
 
     def differences(other: list[Tensor]) -> Tensor:
@@ -281,12 +283,10 @@ def _too_far(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor], dty
 
     off = differences(packed)
     largest = off.max().item()
-    if largest <= (0.25 if dtype in FLASH_DTYPES else 1e-2):
-        return None
-    rounding = (
-        dtype in FLASH_DTYPES and off.mean(-1).max().item() <= OF_WRONG * differences(mixed).mean(-1).max().item()
-    )
-    return None if rounding else largest
+    if mixed is None:
+        return None if largest <= 1e-2 else largest
+    rounding = off.mean(-1).max().item() <= OF_WRONG * differences(mixed).mean(-1).max().item()
+    return None if largest <= 0.25 or rounding else largest
 
 
 def _output_of(model: PreTrainedModel) -> Any:

@@ -15,9 +15,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from groupwise.errors import InputError
-from groupwise.rewards.choice_text import Options, Sentence, options_of, parts_of, prepared, sentences, without_lists
+from groupwise.rewards.choice_text import (
+    Options,
+    Sentence,
+    options_of,
+    parts_of,
+    prepared,
+    sentences,
+    shortened,
+    without_lists,
+)
 
 NOTHING, SEVERAL, DECLINED, BEYOND = "nothing", "several", "declined", "beyond the options"
 NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
@@ -42,19 +52,22 @@ def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, str
 
     Where the strict reading finds a letter, the lenient one finds the same.
     """
-    known = _known(options)
-    found = Choice(None, NOTHING)
+    lenient, exact = _readings(shortened(text), _known(options))
+    return exact if strict else lenient
+
+
+@lru_cache(maxsize=2048)  # rewards and grades read the same answers one after another
+def _readings(text: str, options: Options) -> tuple[Choice, Choice]:
+    """The lenient and the strict reading of a text."""
     for number, part in enumerate(parts_of(prepared(text))):
-        if number and not known.are_listed_in(part):
+        if number and not options.are_listed_in(part):
             break  # a question that the model made up, not the one it was asked
-        lenient = _lenient(part, known)
+        own = without_lists(part, options)
+        lenient = _lenient(own, options)
         if lenient.rule != NOTHING:
-            found = lenient
-            if strict:
-                exact = _strict(part, known)
-                found = exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
-            break
-    return found
+            exact = _strict(own, options)
+            return lenient, exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
+    return Choice(None, NOTHING), Choice(None, NOTHING)
 
 
 def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
@@ -75,7 +88,7 @@ _BOX = re.compile(r"⟦([^⟧\n]{0,200})⟧")
 
 
 def _strict(text: str, options: Options) -> Choice:
-    lines = [line.strip() for line in without_lists(text, options).split("\n") if line.strip()]
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
     last: Choice | None = None
     for line in lines:
         if boxes := _BOX.findall(line):
@@ -241,7 +254,7 @@ class _Verdict:
 
 
 def _lenient(text: str, options: Options) -> Choice:
-    read = sentences(without_lists(text, options), options)
+    read = sentences(text, options)
     if not read:
         return Choice(None, NOTHING)
     denied = [_with_denials(sentence) for sentence in read]

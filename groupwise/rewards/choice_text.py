@@ -149,8 +149,8 @@ def options_of(texts: tuple[tuple[str, str], ...]) -> Options:
 
 def prepared(text: str) -> str:
     r"""The text in plain characters, without markup: ``\boxed{B}`` is ``⟦B⟧``, and a bold letter stands in brackets."""
-    # One character can become eighteen when it is normalised, hence the second cut.
-    text = _shortened(unicodedata.normalize("NFKC", _shortened(text)))
+    # One character can become eighteen when it is normalised, hence another cut.
+    text = shortened(unicodedata.normalize("NFKC", text))
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("$", "")
     # What is tagged is an answer, but not in the form that was asked for, hence the other word.
     text = _TAG.sub(lambda tag: "\n" if tag[0].startswith("</") else "\nresponse: ", _JSON.sub(r"response: \1", text))
@@ -160,7 +160,7 @@ def prepared(text: str) -> str:
     return _LINE_MARK.sub("", _MARKUP.sub("", text))
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
     """The beginning and the end of a text that is longer than any answer."""
     return text if len(text) <= LONGEST_HEAD + LONGEST_TAIL else f"{text[:LONGEST_HEAD]}\n{text[-LONGEST_TAIL:]}"
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,21 +41,19 @@ def usmle_task(recipe: Recipe) -> Task:
         train, held_out = sample_questions(recipe)
     else:
         train, held_out = read_questions(recipe, skipped if how.bad_rows == "skip" else None)
+    strict = how.reading == "strict"
     if how.reward == "binary":
-        reward = RewardFunction("correct", partial(correct_letter, strict=how.reading == "strict"))
+        reward = RewardFunction("correct", partial(correct_letter, strict=strict))
     else:
-        reward = RewardFunction(
-            "enhanced",
-            partial(
-                enhanced,
-                strict=how.reading == "strict",
-                term_bonus=how.term_bonus,
-                short_penalty=how.short_penalty,
-                short_length=how.short_length,
-                bonus_when="right" if how.reward == "enhanced_when_right" else "always",
-                vocabulary=load_medical_vocabulary(how.vocabulary),
-            ),
+        score = partial(
+            enhanced_reward,
+            term_bonus=how.term_bonus,
+            short_penalty=how.short_penalty,
+            short_length=how.short_length,
+            bonus_when="right" if how.reward == "enhanced_when_right" else "always",
+            vocabulary=load_medical_vocabulary(how.vocabulary),
         )
+        reward = RewardFunction("enhanced", partial(enhanced, strict=strict, score=score))
     asked = partial(ask, form=how.prompt)
     rows = [asked(row) for row in train]
     for copy in range(1, how.copies):
@@ -127,8 +125,13 @@ def reordered(row: Row, seed: str, *, form: str) -> Row:
         chance.shuffle(places)
     moved = dict(zip(letters, places, strict=True))
     options = {moved[letter]: row["options"][letter] for letter in letters}
-    changed = {**row, "options": dict(sorted(options.items())), "answer": moved[row["answer"]], "moved": moved}
-    changed["explanation"] = None
+    changed = {
+        **row,
+        "options": dict(sorted(options.items())),
+        "answer": moved[row["answer"]],
+        "explanation": None,
+        "moved": moved,
+    }
     return ask(data.Row(changed, data.where_of(row, 0)), form=form)
 
 
@@ -148,7 +151,6 @@ def correct_letter(
     log_metric: Any = None,
     *,
     strict: bool = True,
-    **_: Any,
 ) -> list[float]:
     """1 for the right letter, 0 for any other and for none; the document's facts of each answer are recorded."""
     texts = [text_of(completion) for completion in completions]
@@ -174,15 +176,11 @@ def enhanced(
     log_metric: Any = None,
     *,
     strict: bool = True,
-    **weights: Any,
+    score: Callable[[bool, str], EnhancedReward] = enhanced_reward,
 ) -> list[float]:
     """The document's reward with bonus and penalty (`rewards.medical`); each part is recorded by itself."""
-    weights = {name: weights[name] for name in ENHANCED_SETTINGS if name in weights}
     correct = correct_letter(completions, options, answer, log_extra, log_metric, strict=strict)
-    parts: list[EnhancedReward] = [
-        enhanced_reward(bool(right), text_of(completion), **weights)
-        for right, completion in zip(correct, completions, strict=True)
-    ]
+    parts = [score(bool(right), text_of(completion)) for right, completion in zip(correct, completions, strict=True)]
     for name in ("correctness", "term_bonus", "short_penalty", "clamped"):
         values = [float(getattr(part, name)) for part in parts]
         if log_extra is not None:
@@ -190,9 +188,6 @@ def enhanced(
         if log_metric is not None:
             log_metric(f"enhanced/{name}", sum(values) / len(values))
     return [part.total for part in parts]
-
-
-ENHANCED_SETTINGS = ("term_bonus", "short_penalty", "short_length", "bonus_when", "vocabulary")
 
 
 def _log_letters(
