@@ -44,7 +44,8 @@ def test_a_stopped_run_goes_on(tmp_path, dtype):
 
 def update_of(algorithm, device, dtype):
     """One update of a policy that has moved away from its reference."""
-    now = make_recipe(merged(SMALL, {"algorithm": algorithm, "masks": {"min_length": 0}, "loss": {"kl_coef": 1.0}}))
+    masks = {"min_length": 0, "off_policy_threshold": 0.25}  # one sample is at 0.5, where rounding would decide
+    now = make_recipe(merged(SMALL, {"algorithm": algorithm, "masks": masks, "loss": {"kl_coef": 1.0}}))
     model = small_llama(torch.float32).to(device)
     set_precision(model, dtype)
     updater = made_updater(now, model=model, reference=True)
