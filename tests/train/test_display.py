@@ -23,7 +23,8 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from groupwise.train.chart import Chart
-from groupwise.train.display import Display, Facts, LineDisplay, LiveDisplay, make_display
+from groupwise.train.display import Display, Facts, LineDisplay, make_display
+from groupwise.train.panel import LiveDisplay
 
 FACTS = Facts(
     name="quiz [bold]x[/]",
@@ -551,7 +552,7 @@ def test_the_cursor_comes_back_also_without_close():
 
 
 def test_redrawing_and_training_do_not_wait_for_each_other(monkeypatch, clock):
-    monkeypatch.setattr("groupwise.train.display.REFRESHES", 500)
+    monkeypatch.setattr("groupwise.train.panel.REFRESHES", 500)
     display = live(clock=clock)
     display.start(FACTS)
 
