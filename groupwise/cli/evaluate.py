@@ -170,14 +170,9 @@ def _print_report(report: Report, comparison: Comparison | None) -> None:
     )
     for measure in comparison.measures if comparison is not None else ():
         verdict = "real" if measure.real else "not to be told from chance"
-        out.print(f"{measure.name}: {measure.difference.value:+.1%}, {verdict} ({_p_value(measure)})", highlight=False)
-
-
-def _p_value(measure: Any) -> str:
-    changes = measure.changes
-    if changes is not None:
-        return f"McNemar p = {changes.p_value:.2g}"
-    return f"permutation test p = {measure.difference.p_value:.2g}"
+        test = "McNemar" if measure.changes is not None else "permutation test"
+        shown = f"{measure.name}: {measure.difference.value:+.1%}, {verdict} ({test} p = {measure.p_value:.2g})"
+        out.print(shown, highlight=False)
 
 
 def _print_metrics(found: Evaluation, metric: str | None, model: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.errors import InputError
@@ -37,6 +37,11 @@ class Measure:
     difference: Difference
     changes: Changes | None
     real: bool
+
+    @property
+    def p_value(self) -> float:
+        """McNemar's where answers are right or wrong, else that of a permutation test."""
+        return self.difference.p_value if self.changes is None else self.changes.p_value
 
 
 @dataclass(frozen=True)
@@ -122,29 +127,25 @@ def _right(outcome: Outcome, reading: Reading = lambda outcome: outcome.lenient)
 def _of_letters(name: str, pairs: Pairs, reading: Reading) -> Measure:
     first = [_right(before, reading) for before, _ in pairs]
     second = [_right(after, reading) for _, after in pairs]
-    changes = _changes(first, second)
-    return Measure(
-        name,
-        before=sum(first) / len(first),
-        after=sum(second) / len(second),
-        difference=Difference.between(second, first),
-        changes=changes,
-        real=changes.p_value < LEVEL,
-    )
+    return _measure(name, first, second, _changes(first, second))
 
 
 def _of_samples(pairs: Pairs) -> Measure:
     first = [before.sampled or 0.0 for before, _ in pairs]
     second = [after.sampled or 0.0 for _, after in pairs]
-    difference = Difference.between(second, first)
-    return Measure(
-        "mean of samples",
-        before=sum(first) / len(first),
-        after=sum(second) / len(second),
-        difference=difference,
-        changes=None,
-        real=difference.p_value < LEVEL,
+    return _measure("mean of samples", first, second, None)
+
+
+def _measure(name: str, before: Sequence[float], after: Sequence[float], changes: Changes | None) -> Measure:
+    found = Measure(
+        name,
+        before=sum(before) / len(before),
+        after=sum(after) / len(after),
+        difference=Difference.between(after, before),
+        changes=changes,
+        real=False,
     )
+    return replace(found, real=found.p_value < LEVEL)
 
 
 def _changes(before: Sequence[bool], after: Sequence[bool]) -> Changes:

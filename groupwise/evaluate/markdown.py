@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from groupwise.evaluate.compare import LEVEL, Comparison, Measure, Moved
-from groupwise.evaluate.tables import FEW, Difference, Example, Pattern, Report, Scored, Share, Shuffled, Slice
+from groupwise.evaluate.tables import FEW, Difference, Example, Pattern, Report, Sampled, Scored, Share, Shuffled, Slice
 from groupwise.evaluate.text import escape
 
 NOT_GIVEN = "not given"
@@ -34,7 +34,7 @@ def markdown(
         shuffled = f"With the options shuffled the accuracy is {interval(report.shuffled.accuracy)}."
         parts += ["## Options in another order", f"{shuffled} {_order(report.shuffled)}"]
     if report.sampled:
-        parts += _sampled(report)
+        parts += _sampled(report.sampled)
     if report.letters:
         parts += _scored("The letters' probabilities", report.letters)
     if report.shuffled_letters:
@@ -159,10 +159,7 @@ def _order(shuffled: Shuffled) -> str:
     )
 
 
-def _sampled(report: Report) -> list[str]:
-    sampled = report.sampled
-    if sampled is None:
-        return []
+def _sampled(sampled: Sampled) -> list[str]:
     rows = [("mean of the samples", interval(sampled.accuracy)), ("majority vote", interval(sampled.majority))]
     rows += [(f"pass@{entry.k}", interval(entry.share)) for entry in sampled.pass_at]
     says = (
@@ -220,19 +217,17 @@ def _rules(report: Report) -> list[str]:
 
 
 def _compared(comparison: Comparison) -> list[str]:
-    rows = []
-    for measure in comparison.measures:
-        p = measure.changes.p_value if measure.changes else measure.difference.p_value
-        rows.append(
-            (
-                measure.name,
-                percent(measure.before),
-                percent(measure.after),
-                points(measure.difference),
-                p_value(p),
-                "real" if measure.real else "could be chance",
-            )
+    rows = [
+        (
+            measure.name,
+            percent(measure.before),
+            percent(measure.after),
+            points(measure.difference),
+            p_value(measure.p_value),
+            "real" if measure.real else "could be chance",
         )
+        for measure in comparison.measures
+    ]
     table = _table(["", "before", "after", "difference in points", "p-value", ""], rows)
     says = (
         f"The same {comparison.n:,} questions before and after, compared one by one. A difference is called real if "

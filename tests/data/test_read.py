@@ -341,7 +341,11 @@ def test_an_empty_parquet_file(tmp_path):
         ("q.csv", "a,a\n1,2\n", "q.csv, line 1: the header must name every column once, got 'a', 'a'"),
         ("q.csv", "a,\n1,2\n", "q.csv, line 1: the header must name every column once, got 'a', ''"),
         ("q.jsonl.gz", b"no gzip", "q.jsonl.gz is damaged or no gzip file at all: Not a gzipped file"),
-        ("q.jsonl.gz", gzip.compress(lines_of(ROWS), mtime=0)[:-12], "no gzip file at all: Compressed file ended"),
+        (
+            "q.jsonl.gz",
+            gzip.compress(lines_of(ROWS), mtime=0)[:-12],
+            "damaged or no gzip file at all: Compressed file ended",
+        ),
         ("q.parquet", b"PAR1 no parquet", "q.parquet is damaged or no parquet file at all: "),
         ("q.parquet", b"", "q.parquet is damaged or no parquet file at all: Parquet file size is 0 bytes. Get it anew"),
     ],
