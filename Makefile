@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VERL := .venv-verl
+VERL_INSTALLED := $(VERL)/.installed
 
-.PHONY: help setup train train-seeds test lint format bench test-gpu clean
+.PHONY: help setup train train-seeds test lint format bench test-gpu test-verl clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +49,17 @@ bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minut
 test-gpu: ## run the GPU tests; they fail, rather than skip, without a CUDA device
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/gpu
 
-clean: ## remove .venv and all caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+test-verl: $(VERL_INSTALLED) ## run the tests with the real verl, which pins an older transformers and so has .venv-verl to itself
+	$(VERL)/bin/python -m pytest tests/verl
+
+$(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "groupwise needs Python 3.11 or newer; name one with: make test-verl PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
+	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt hatchling editables hypothesis pytest
+	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
+	@touch $@
+
+clean: ## remove .venv, .venv-verl and all caches
+	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -prune -exec rm -rf {} +

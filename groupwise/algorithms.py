@@ -18,6 +18,9 @@ are two presets, with the same numbers; they differ in
   which also takes away the reason not to give such answers.
 
 ``enhanced_grpo`` has the paper's forms, ``enhanced_grpo_document`` the document's own.
+
+``similarity_group_grpo`` is the third document: which answers are compared with each other is decided by what they say
+(``[grouping]`` has the settings). Its loss is the mean over all tokens, as in verl, for which the document is written.
 """
 
 from __future__ import annotations
@@ -150,8 +153,24 @@ ENHANCED_GRPO_DOCUMENT = ENHANCED_GRPO.but(
     },
 )
 
+SIMILARITY_GROUP_GRPO = DAPO.but(
+    "similarity_group_grpo",
+    "an answer is compared only with answers like itself, so that being different is not punished (third document)",
+    {"advantages.grouping": "similarity", "advantages.eps": 1e-6, "sampling.samples_per_prompt": 8},
+)
+
 ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm for algorithm in (DAPO, GRPO, DR_GRPO, GSPO, CISPO, ENHANCED_GRPO, ENHANCED_GRPO_DOCUMENT)
+    algorithm.name: algorithm
+    for algorithm in (
+        DAPO,
+        GRPO,
+        DR_GRPO,
+        GSPO,
+        CISPO,
+        ENHANCED_GRPO,
+        ENHANCED_GRPO_DOCUMENT,
+        SIMILARITY_GROUP_GRPO,
+    )
 }
 
 

@@ -121,7 +121,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--train.steps", "3", "--train.steps=4"], "--train.steps is given twice"),
         (["--algorithm", "grop"], "on the command line: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
                                   "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', "
-                                  "'enhanced_grpo_document')"),
+                                  "'enhanced_grpo_document', 'similarity_group_grpo')"),
         (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k', "
                                "'usmle')"),
         (["--loss.kl", "unbiasd"], "on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'? "
@@ -136,7 +136,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
          "or on Python's path; a file is given as path/file.py:function"),
         (["--rewards", '[{function = "nofile.py:f"}]'], "reward 'nofile.py:f': no file {here}/nofile.py"),
         (["--model.source", "smollm2-135"], "there is no folder and no model called 'smollm2-135'; did you mean "
-         "'smollm2-135m'? (there are smollm2-135m, gemma3-270m, qwen2.5-coder-1.5b, minilm, tiny; a model on the hub "
+         "'smollm2-135m'? (there are smollm2-135m, gemma3-270m, qwen2.5-coder-1.5b, tiny; a model on the hub "
          "is written owner/name)"),
         (["--model.source", "./nowhere"], "there is no folder and no file nowhere (looked for in {here})"),
         (["--data.train", "row.jsonl"], "there is no file or folder 'row.jsonl' in {here}; did you mean 'rows.jsonl'?"),
@@ -159,7 +159,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--advantages.function", "scores.py:mine"], "advantage 'scores.py:mine': there is no 'mine' in scores.py "
                                                       "(functions there: breaks, counts_steps, needs_gold, vowels)"),
         (["--advantages.grouping", "promt"], "unknown advantages.grouping 'promt'; did you mean 'prompt'? (allowed: "
-                                             "'prompt', 'module:function')"),
+                                             "'prompt', 'similarity', 'module:function')"),
         (["--data.held_out", "rows.jsonl", "--evaluate.metric", "accuracy"], "evaluate.metric 'accuracy' is not "
          "measured by this task (there are: reward)"),
     ],
@@ -357,8 +357,8 @@ def test_help_reads_well():
     assert "default: True" not in flat
     assert "default: None" not in flat
     assert re.findall(r"^  \[(\w+)\]$", text, re.MULTILINE) == [
-        "model", "data", "usmle", "scoring", "sampling", "advantages", "loss", "masks", "reference", "optimizer",
-        "warm_up", "train", "evaluate", "run",
+        "model", "data", "usmle", "scoring", "sampling", "advantages", "grouping", "loss", "masks", "reference",
+        "optimizer", "warm_up", "train", "evaluate", "run",
     ]  # fmt: skip
     for name in scheduled_names(make_recipe()):
         assert name in flat

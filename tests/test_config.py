@@ -26,10 +26,11 @@ from groupwise.config import names as names_module
 from groupwise.config.fields import choices_of, kinds_of
 from groupwise.config.layers import nested
 from groupwise.config.names import KNOWN_ELSEWHERE
-from groupwise.config.sections import CHOICES, LoraSection
+from groupwise.config.sections import CHOICES, LoraSection, RewardSection
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
+from groupwise.rewards.made import MADE
 
 NAMES = dict(setting_names())
 
@@ -201,9 +202,9 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
          "the recipe: unknown key 'wieght' in [[rewards]] number 2; did you mean 'weight'?"),
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
         ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
-                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document')"),
+                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo')"),
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
-                           "'enhanced_grpo', 'enhanced_grpo_document')"),
+                           "'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
@@ -361,11 +362,12 @@ def test_every_choice_that_the_core_knows_is_held_to_it():
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert own == {"model.dtype", "data.too_long", "scoring.on_error", "optimizer.decay", "train.not_finite",
                    "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
-                   "usmle.bad_rows"}  # fmt: skip
+                   "usmle.bad_rows", "grouping.method", "grouping.dtype"}  # fmt: skip
 
 
 def test_the_other_choices_are_those_of_the_code_they_go_to():
     from groupwise.data.prompts import TOO_LONG
+    from groupwise.grouping.cluster import METHODS
     from groupwise.rewards.contract import ON_ERROR
     from groupwise.train.difficulty import WEIGHTS
     from groupwise.train.exact_kl import FACTOR_OF
@@ -373,6 +375,7 @@ def test_the_other_choices_are_those_of_the_code_they_go_to():
 
     assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
     assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *FACTOR_OF}
+    assert choices_of(NAMES["grouping.method"]) == METHODS
     assert set(choices_of(NAMES["data.too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
     assert set(choices_of(NAMES["optimizer.decay"])) == set(DECAYS)
@@ -383,6 +386,7 @@ def test_every_setting_has_its_sentence():
         assert field.description, name
         assert "{" not in field.description.replace("{enable_thinking = false}", ""), name
     assert "vespo" in NAMES["loss.name"].description
+    assert all(name in RewardSection.model_fields["function"].description for name in MADE)
     assert all(name in NAMES["algorithm"].description for name in ALGORITHMS)
 
 

@@ -42,8 +42,8 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
-    "datasets", "gymnasium", "matplotlib", "peft", "ray", "sentence_transformers", "sklearn", "tensorboardX", "trl",
-    "verl", "vllm", "wandb",
+    "datasets", "gymnasium", "matplotlib", "openai", "peft", "ray", "sentence_transformers", "sklearn", "tensorboardX",
+    "trl", "verl", "vllm", "wandb",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from groupwise.cli.settings import TABLES, parse_settings, split_settings
 from groupwise.config import load_recipe
 from groupwise.rundir import read_metrics
 from groupwise.tasks import TASKS
+from tests.weights import wordllama
 
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
@@ -103,6 +104,11 @@ def test_its_first_step_runs(name, tmp_path, monkeypatch, capsys):
     settings = {**SMALL, "run.folder": "run"}
     if recipe.warm_up.steps:
         settings |= {"warm_up.steps": 1, "warm_up.batch_size": 2}
+    if recipe.data.held_out_from_train:
+        settings["data.held_out_from_train"] = 2
+    if recipe.advantages.grouping == "similarity":
+        wordllama()
+        settings["grouping.embedder"] = "wordllama"
     for key in ("train", "held_out"):
         source = recipe.get(f"data.{key}")
         if source is not None and not (FOLDER / source).exists():

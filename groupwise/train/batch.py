@@ -12,6 +12,7 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets
 from groupwise.data import Prompt
+from groupwise.grouping.grouper import Grouped, join_grouped
 from groupwise.tasks.base import Row
 
 
@@ -32,6 +33,7 @@ class Batch:
     dropped: Tensor  # (B,) bool: a reward failed, and the sample counts nowhere
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that rewards want recorded
     cut_away: Tensor | None = None  # (B,) probability that the filters took, summed over tokens; known with kept sets
+    similarity: Grouped | None = None  # P: which answers are alike, where that was looked at
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -67,6 +69,7 @@ class Batch:
             dropped=self.dropped[chosen],
             extra={name: [values[i] for i in chosen] for name, values in self.extra.items()},
             cut_away=None if self.cut_away is None else self.cut_away[chosen],
+            similarity=None if self.similarity is None else self.similarity.take(prompts),
         )
 
     def places(self, samples: Sequence[int]) -> Tensor:
@@ -83,6 +86,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     first = batches[0]
     sets = [batch.kept for batch in batches if batch.kept is not None]
     cut_away = [batch.cut_away for batch in batches if batch.cut_away is not None]
+    similarity = [batch.similarity for batch in batches if batch.similarity is not None]
     names = {name for batch in batches for name in batch.extra}
     return Batch(
         rows=[row for batch in batches for row in batch.rows],
@@ -101,6 +105,7 @@ def join(batches: Sequence[Batch]) -> Batch:
             for name in sorted(names)
         },
         cut_away=torch.cat(cut_away) if cut_away else None,
+        similarity=join_grouped(similarity) if similarity else None,
     )
 
 

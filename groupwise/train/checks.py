@@ -22,10 +22,24 @@ LOW_KL, LOW_KL_FROM = 1e-4, 50  # and in how many steps with one reference a KL 
 LEAST_LEFT = 0.7  # of the samples, by all masks together
 MOST_WITHOUT_ANSWER = 0.1
 ONE_LETTER = 0.6
+UNSPLIT = 0.5  # of the prompts have all answers in one cluster
+ALIKE = 0.5  # of the distance between answers to different prompts; and without such, of a cosine distance of 1
+LONE = 0.5  # of the answers are alone in their cluster
 
 LETTERS, LETTERS_RIGHT = "letters/", "letters_right/"
 CAUSES = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dropped")
-WATCHED = ("kl", "mask_ratio", "chance", "signal/teaching", "completions/clipped_ratio")
+SPLIT = "similarity_groups/n_prompts_split_into_"
+WATCHED = (
+    "kl",
+    "mask_ratio",
+    "chance",
+    "signal/teaching",
+    "completions/clipped_ratio",
+    "similarity_groups/n_single_member_groups",
+    "similarity_groups/avg_silhouette_score",
+    "diversity/mean_distance",
+    "diversity/distance_between_prompts",
+)
 
 
 class Sign(NamedTuple):
@@ -100,7 +114,7 @@ class Checks:
         if self.metric is not None:
             names |= {self.metric, f"{self.metric}_no_answer"}
         for name, value in metrics.items():
-            if (name in names or name.startswith((LETTERS, LETTERS_RIGHT))) and math.isfinite(value):
+            if (name in names or name.startswith((LETTERS, LETTERS_RIGHT, SPLIT))) and math.isfinite(value):
                 yield name, float(value)
 
     def _means(self) -> dict[str, float]:
@@ -220,6 +234,62 @@ def _nothing_taught(view: View) -> str | None:
     )
 
 
+def _unsplit_share(view: View) -> float:
+    """The share of the prompts whose answers are all in one cluster; 0 where no clusters are looked for."""
+    counts = view.starting(SPLIT)
+    return counts.get("1_groups", 0.0) / max(1e-9, sum(counts.values()))
+
+
+def _likeness(view: View) -> tuple[float, str]:
+    """How far apart answers to one prompt are, relative to unrelated ones, and the same in words."""
+    within, between = (
+        view.means.get("diversity/mean_distance", 0.0),
+        view.means.get("diversity/distance_between_prompts"),
+    )
+    words = f"two of them are at a distance of {within:.2f}"
+    if between is None or between <= 0:
+        return within, words
+    return within / between, f"{words}, answers to different prompts at {between:.2f}"
+
+
+def _answers_alike(view: View) -> str | None:
+    share, (apart, words) = _unsplit_share(view), _likeness(view)
+    if share <= UNSPLIT or apart >= ALIKE:
+        return None
+    how = view.now
+    return (
+        f"the answers to {share:.0%} of the prompts are all alike ({words}); look at some for a trick that the reward "
+        f"pays for, and raise sampling.temperature, now {how.sampling.temperature:g}, loss.kl_coef, now "
+        f"{how.loss.kl_coef:g}, or loss.entropy_coef, now {how.loss.entropy_coef:g}"
+    )
+
+
+def _answers_unrelated(view: View) -> str | None:
+    share, (apart, words) = _unsplit_share(view), _likeness(view)
+    if share <= UNSPLIT or apart < ALIKE:
+        return None
+    silhouette = view.means.get("similarity_groups/avg_silhouette_score", 0.0)
+    return (
+        f"the answers to {share:.0%} of the prompts make no clusters (silhouette {silhouette:.2f}), not because they "
+        f"are alike but because no two are ({words}): all are compared with all; raise sampling.samples_per_prompt, "
+        f"now {view.now.sampling.samples_per_prompt}, or try another grouping.embedder, now "
+        f"{view.now.grouping.embedder!r}"
+    )
+
+
+def _answers_scattered(view: View) -> str | None:
+    lone = view.means.get("similarity_groups/n_single_member_groups")
+    prompts = sum(view.starting(SPLIT).values())
+    if lone is None or not prompts or lone / (prompts * view.now.sampling.samples_per_prompt) <= LONE:
+        return None
+    share = lone / (prompts * view.now.sampling.samples_per_prompt)
+    return (
+        f"{share:.0%} of the answers are alone in their cluster and teach nothing; lower grouping.max_groups, now "
+        f"{view.now.grouping.max_groups}, set advantages.shrinkage, now {view.now.advantages.shrinkage:g}, or try "
+        f"another grouping.embedder, now {view.now.grouping.embedder!r}"
+    )
+
+
 CHECKS: dict[str, Callable[[View], str | None]] = {
     "kl_high": _kl_high,
     "kl_low": _kl_low,
@@ -228,4 +298,7 @@ CHECKS: dict[str, Callable[[View], str | None]] = {
     "below_chance": _below_chance,
     "one_letter": _one_letter,
     "nothing_taught": _nothing_taught,
+    "answers_alike": _answers_alike,
+    "answers_unrelated": _answers_unrelated,
+    "answers_scattered": _answers_scattered,
 }

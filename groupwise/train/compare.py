@@ -17,6 +17,7 @@ from groupwise.config import Recipe
 from groupwise.core import group_advantages, group_index, group_statistics
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import ConfigError, RewardError, check_choice
+from groupwise.grouping.document import LABELS, parent_labels
 from groupwise.rewards import load_function, overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.train.batch import Batch, Comparison
@@ -31,7 +32,15 @@ GroupingFunction = Callable[[Batch], Sequence[Any] | Tensor]
 ADVANTAGES: dict[str, AdvantageFunction] = {}
 """Advantages of one's own, by name: put one here and name it in ``advantages.function``."""
 
-GROUPINGS: dict[str, GroupingFunction | None] = {"prompt": None}
+
+def similar(batch: Batch) -> list[str]:
+    """The cluster of each sample among the answers to its prompt, as it was found when they were sampled."""
+    if LABELS not in batch.extra:
+        raise ConfigError("advantages.grouping is 'similarity', but this batch was sampled without a grouper")
+    return batch.extra[LABELS]
+
+
+GROUPINGS: dict[str, GroupingFunction | None] = {"prompt": None, "similarity": similar}
 """Who is compared with whom, by name: put one here and name it in ``advantages.grouping``."""
 
 
@@ -69,14 +78,15 @@ def compare(
     for weights by difficulty whether it is right.
     """
     graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
+    how = now.advantages
     groups = _groups(batch, grouping)
+    larger = _larger(batch, grouping, groups) if how.shrinkage and grouping is not None else []
     factors = torch.tensor(list(weights), dtype=torch.float64)
     rewards = batch.scored
     total = weighted_total(rewards, weights)
     if advantage is not None:
         advantages = _checked(advantage(rewards, groups, factors), len(batch))
     else:
-        how = now.advantages
         advantages = group_advantages(
             rewards,
             groups,
@@ -86,8 +96,11 @@ def compare(
             baseline=how.baseline,
             weights=factors,
             combine=how.combine,
+            within=larger,
+            shrinkage=how.shrinkage,
         )
-    statistics = group_statistics(total, groups)
+    # Clusters that borrow from their prompt teach as long as not all answers to it are equally good.
+    statistics = group_statistics(total, larger[0] if larger else groups)
     found = Comparison(
         rewards=total,
         groups=groups,
@@ -149,6 +162,25 @@ def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
         return group_index(labels, len(batch))[0]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the grouping function returned labels that cannot be used: {error}") from error
+
+
+def _larger(batch: Batch, grouping: GroupingFunction, groups: Tensor) -> list[Tensor]:
+    """What small groups borrow from: their prompt, and with several levels of clusters those between, largest first."""
+    prompts = batch.prompt_of
+    if len(torch.unique(torch.stack([groups, prompts]), dim=1).T) != int(groups.max()) + 1:
+        raise ConfigError(
+            "advantages.shrinkage is above 0, but the grouping function compares answers to different prompts, so "
+            "there is no prompt to borrow from; set it to 0"
+        )
+    found = [prompts]
+    if grouping is similar and batch.similarity is not None:
+        labels = similar(batch)
+        between = []
+        for _ in range(batch.similarity.labels.shape[-1] - 1):
+            labels = parent_labels(labels)
+            between.append(group_index(labels, len(batch))[0])
+        found += reversed(between)
+    return found
 
 
 def _checked(advantages: Any, number: int) -> Tensor:

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core import group_statistics
+from groupwise.grouping.diversity import diversity, is_good
+from groupwise.grouping.document import LABELS, compute_group_distribution_per_prompt
+from groupwise.grouping.text import result_text
+from groupwise.rewards import distinct_n
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.rollout import Sampled
 from groupwise.train.update import Update
@@ -30,6 +34,7 @@ def step_metrics(
         **_rewards(sampled.batch, comparison, names),
         **_completions(sampled.batch),
         **_signal(sampled, comparison, works),
+        **_similarity(sampled, now),
         **_updates(updates),
         **_masks(sampled.batch, comparison, works, updates, now),
     }
@@ -89,6 +94,25 @@ def _signal(sampled: Sampled, comparison: Comparison, works: Sequence[Work]) -> 
         found["refill/rounds"] = float(sampled.rounds)
         found["refill/replaced"] = float(sampled.replaced)
         found["refill/extra_tokens"] = float(sampled.tokens - int(batch.lengths.sum()))
+    return found
+
+
+def _similarity(sampled: Sampled, now: Recipe) -> dict[str, float]:
+    """How the answers to a prompt fall into clusters, under the third document's names, and how different they are."""
+    batch = sampled.batch
+    if batch.similarity is None:
+        return {}
+    labels = batch.extra[LABELS]
+    uids = [label.partition("_")[0] for label in labels]
+    found = compute_group_distribution_per_prompt(labels, uids, scores=batch.similarity.scores)
+    found["similarity_groups/good_diversity"] = float(is_good(found))
+    if now.grouping.skip_single_members:
+        found["similarity_groups/n_rewards_skipped"] = float(sampled.skipped)
+    found |= diversity(batch.similarity)
+    texts = [result_text(text, now.grouping.after) for text in batch.texts]
+    for n in (1, 2, 3):
+        shares = [distinct_n(texts[start : start + batch.samples], n) for start in range(0, len(texts), batch.samples)]
+        found[f"diversity/distinct_{n}"] = sum(shares) / len(shares)
     return found
 
 

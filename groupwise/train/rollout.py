@@ -1,4 +1,4 @@
-"""Sampling for a step: rows to prompts, prompts to answers, answers to rewards.
+"""Sampling for a step: rows to prompts, prompts to answers, answers to clusters of similar ones and to rewards.
 
 A batch may be refilled: where none of a prompt's answers teaches, as when all have the same reward, a fresh prompt is
 sampled in its place, for a limited number of rounds; what the extra rounds cost and brought is counted.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ from torch import Tensor
 from groupwise.config import Recipe
 from groupwise.data import Order, Prompt, columns_of, completion_for_reward
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
-from groupwise.rewards import Scorer
+from groupwise.grouping.document import LABELS, compute_single_member_mask, similarity_group_labels
+from groupwise.grouping.grouper import Grouper
+from groupwise.rewards import Scorer, Scores
 from groupwise.tasks.base import Row
 from groupwise.train.batch import Batch, Comparison, join
 from groupwise.train.compare import OVERLONG, with_overlong_penalty
@@ -37,7 +39,16 @@ class Sampled:
     replaced: int = 0  # prompts that taught nothing and gave way to others
     failures: list[str] = field(default_factory=list)  # rewards that failed and were dropped
     metrics: dict[str, float] = field(default_factory=dict)  # what rewards wanted logged
+    skipped: int = 0  # answers whose rewards were not computed, because nobody is like them
     left_out: list[Batch] = field(default_factory=list)  # prompts that were sampled and gave way, or came for nothing
+
+
+class Answers(NamedTuple):
+    """Sampled answers, prompt after prompt."""
+
+    ids: list[list[int]]
+    texts: list[str]
+    lengths: list[int]  # in tokens
 
 
 class Sampler:
@@ -57,11 +68,13 @@ class Sampler:
         seed: int,
         stop: Stop | None = None,
         overlong: bool = False,
+        grouper: Grouper | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
         self.rows, self.prompts, self.compare = rows, prompts, compare
         self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
+        self.grouper = grouper
 
     @property
     def names(self) -> list[str]:
@@ -96,6 +109,7 @@ class Sampler:
                 replaced=found.replaced + len(better),
                 failures=found.failures + fresh.failures,
                 metrics=_pooled(found, fresh),
+                skipped=found.skipped + fresh.skipped,
                 left_out=[*found.left_out, *left_out],
             )
         return found
@@ -116,8 +130,42 @@ class Sampler:
         )
         with timer("generate"):
             rollout = self._generate(prompts, how.samples_per_prompt, sampling)
+            answers = self._answers(rollout)
+        similarity, labels, skipped = None, {}, [False] * len(answers.ids)
+        if self.grouper is not None:
+            with timer("group"):
+                similarity = self.grouper.group(_per_prompt(answers.texts, how.samples_per_prompt))
+            uids = [f"{step + 1}.{number}.{place}" for place in range(len(prompts))]
+            labels = {LABELS: similarity_group_labels(uids, similarity.labels)}
+            if now.grouping.skip_single_members and now.advantages.grouping == "similarity":
+                skipped = compute_single_member_mask(labels[LABELS]).tolist()
         with timer("reward"):
-            return self._scored(rows, prompts, rollout, now, state)
+            scores = self._scores(rows, answers, skipped, now, state)
+        logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
+        batch = Batch(
+            rows=[self.rows[row] for row in rows],
+            row_numbers=rows,
+            prompts=prompts,
+            samples=how.samples_per_prompt,
+            ids=list(torch.split(rollout.ids[rollout.mask], answers.lengths)),
+            texts=answers.texts,
+            stop_reasons=list(rollout.stop_reasons),
+            sampler_logps=list(torch.split(logps[rollout.mask], answers.lengths)),
+            kept=rollout.kept,
+            rewards=scores.rewards,
+            dropped=scores.dropped,
+            extra={**{name: list(values) for name, values in scores.extra.items()}, **labels},
+            cut_away=_cut_away(rollout) if rollout.kept is not None else None,
+            similarity=similarity,
+        )
+        return Sampled(
+            batch,
+            tokens=sum(answers.lengths),
+            prompts=len(prompts),
+            failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
+            metrics=dict(scores.metrics),
+            skipped=sum(skipped),
+        )
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
         """Sample; where memory runs out, with half as many answers at once. Each answer's chance stays the same."""
@@ -133,49 +181,50 @@ class Sampler:
                 torch.cuda.empty_cache()
                 self.say(f"memory ran out while sampling: done again with {rows // 2} answers at once")
 
-    def _scored(self, rows: list[int], prompts: list[Prompt], rollout: Rollout, now: Recipe, state: Any) -> Sampled:
-        count = now.sampling.samples_per_prompt
+    def _answers(self, rollout: Rollout) -> Answers:
         lengths = rollout.lengths.tolist()
         ids = [row[:length] for row, length in zip(rollout.ids.tolist(), lengths, strict=True)]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        data = [self.rows[row] for row in rows]
-        asked = [row[self.prompt_column] for row in data for _ in range(count)]
+        return Answers(ids, self.tokenizer.batch_decode(ids, skip_special_tokens=True), lengths)
+
+    def _scores(self, rows: list[int], answers: Answers, skipped: list[bool], now: Recipe, state: Any) -> Scores:
+        """The rewards of all answers, but for those that are skipped: these are as if no function had scored them."""
+        count = now.sampling.samples_per_prompt
+        asked = [place for place, skip in enumerate(skipped) if not skip]
+        data = [self.rows[rows[place // count]] for place in asked]
+        prompts = [row[self.prompt_column] for row in data]
         scores = self.scorer.score(
-            asked,
-            [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)],
-            columns_of([row for row in data for _ in range(count)], without=self.prompt_column),
-            completion_ids=ids,
+            prompts,
+            [completion_for_reward(prompt, answers.texts[place]) for prompt, place in zip(prompts, asked, strict=True)],
+            columns_of(data, without=self.prompt_column),
+            completion_ids=[answers.ids[place] for place in asked],
             trainer_state=state,
         )
-        rewards = scores.rewards
-        logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
-        batch = Batch(
-            rows=data,
-            row_numbers=rows,
-            prompts=prompts,
-            samples=count,
-            ids=list(torch.split(rollout.ids[rollout.mask], lengths)),
-            texts=texts,
-            stop_reasons=list(rollout.stop_reasons),
-            sampler_logps=list(torch.split(logps[rollout.mask], lengths)),
-            kept=rollout.kept,
-            rewards=with_overlong_penalty(rewards, lengths, now) if self.overlong else rewards,
-            dropped=scores.dropped,
-            extra={name: list(values) for name, values in scores.extra.items()},
-            cut_away=_cut_away(rollout) if rollout.kept is not None else None,
-        )
-        return Sampled(
-            batch,
-            tokens=sum(lengths),
-            prompts=len(prompts),
-            failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
-            metrics=dict(scores.metrics),
-        )
+        if self.overlong:
+            lengths = [answers.lengths[place] for place in asked]
+            scores = replace(scores, rewards=with_overlong_penalty(scores.rewards, lengths, now))
+        return scores if len(asked) == len(skipped) else _among(scores, asked, len(skipped))
 
     def _dull_prompts(self, batch: Batch, now: Recipe) -> list[int]:
         """The prompts of whose samples none teaches."""
         teaches = self.compare(batch, now).teaches.view(-1, batch.samples).any(1)
         return [prompt for prompt, some in enumerate(teaches.tolist()) if not some]
+
+
+def _per_prompt(texts: Sequence[str], samples: int) -> list[list[str]]:
+    return [list(texts[start : start + samples]) for start in range(0, len(texts), samples)]
+
+
+def _among(scores: Scores, asked: Sequence[int], number: int) -> Scores:
+    """The scores of the answers that functions were asked about, among all: the others are not scored."""
+    rewards = torch.full((number, scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
+    rewards[asked] = scores.rewards
+    dropped = torch.zeros(number, dtype=torch.bool)
+    dropped[asked] = scores.dropped
+    extra: dict[str, list[Any]] = {}
+    for name, values in scores.extra.items():
+        known = dict(zip(asked, values, strict=True))
+        extra[name] = [known.get(place) for place in range(number)]
+    return replace(scores, rewards=rewards, dropped=dropped, extra=extra)
 
 
 def _cut_away(rollout: Rollout) -> Tensor:

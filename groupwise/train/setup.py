@@ -15,10 +15,11 @@ from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
+from groupwise.grouping.embed import check_embedder
 from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared
-from groupwise.rewards import RewardFunction, Scorer, load_function, named
+from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import Row
 from groupwise.train.objective import find_loss
@@ -75,6 +76,8 @@ def load_parts(
     loss = find_loss(recipe.loss.name)
     make_schedule(recipe)
     _check_warm_up(recipe, task)
+    if compares_texts(recipe):
+        check_embedder(recipe.grouping.embedder)
     settings = recipe.model
     lora = None
     if settings.lora is not None:
@@ -121,6 +124,11 @@ def load_parts(
     )
 
 
+def compares_texts(recipe: Recipe) -> bool:
+    """Whether a run looks at which answers are alike, to compare these alone or only to measure it."""
+    return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.measure)
+
+
 def steps_of(recipe: Recipe, rows: int) -> int:
     """How many steps a run has: train.steps, or as many as its epochs take at the recipe's batch size."""
     train = recipe.train
@@ -133,7 +141,7 @@ def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any]) -> Scorer:
     """The task's rewards, those of the recipe, and those given in Python."""
     functions = list(task.rewards)
     for entry in recipe.rewards:
-        functions.append(named(load_function(entry.function), entry.weight, entry.name))
+        functions.append(named(make_reward(entry.function, entry.options), entry.weight, entry.name))
     functions += [given if isinstance(given, RewardFunction) else named(given) for given in rewards]
     if not functions:
         raise ConfigError(

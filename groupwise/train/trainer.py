@@ -21,6 +21,7 @@ from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import REWARD, Evaluation
 from groupwise.generate import Engine
+from groupwise.grouping.workers import make_grouper
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
@@ -41,7 +42,15 @@ from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
 from groupwise.train.rollout import Sampled, Sampler, chance
 from groupwise.train.saving import load_run, save_run
-from groupwise.train.setup import Parts, load_parts, make_optimizer, make_schedule, set_learning_rate, steps_of
+from groupwise.train.setup import (
+    Parts,
+    compares_texts,
+    load_parts,
+    make_optimizer,
+    make_schedule,
+    set_learning_rate,
+    steps_of,
+)
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Updater
 from groupwise.train.update import Update
@@ -80,6 +89,7 @@ class Trainer:
         self.aliases = find_algorithm(recipe.algorithm).metrics
         self.warm_up = WarmUp(self.parts) if recipe.warm_up.steps or recipe.warm_up.epochs else None
         self.supervised = recipe.train.steps == 0  # the warm-up is the run, and its steps are the run's
+        self.grouper = make_grouper(recipe.grouping, self.say) if compares_texts(recipe) else None
         self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
         self.resuming = resume
 
@@ -102,6 +112,7 @@ class Trainer:
             seed=recipe.train.seed,
             stop=self.parts.stop,
             overlong=recipe.scoring.overlong_buffer > 0,
+            grouper=self.grouper,
             say=self.say,
         )
         self.reference: Reference | None = None
@@ -196,6 +207,8 @@ class Trainer:
             self.records.close()
         self.masters.close()
         self.engine.release()
+        if self.grouper is not None:
+            self.grouper.close()
         self.run_dir.close()
 
     def __enter__(self) -> Trainer:

@@ -9,12 +9,13 @@ import pytest
 
 from groupwise.errors import CheckpointError
 from groupwise.tasks import Task
-from groupwise.train.checks import CHECKS, QUIET, WINDOW, Checks
+from groupwise.train.checks import CHECKS, QUIET, SPLIT, WINDOW, Checks
 from tests.train.made import made_recipe, made_trainer
 from tests.train.runs import go, metrics_of, small_trainer
 
 KL = {"loss.kl_coef": 0.02}
 LETTERS = {"letters/A": 0.7, "letters/B": 0.3}
+UNSPLIT = {f"{SPLIT}1_groups": 3.0, f"{SPLIT}2_groups": 1.0}
 
 
 def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
@@ -53,6 +54,16 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
         ("nothing_taught", {"signal/teaching": 0.0}, {}, ["10 steps", "sampling.samples_per_prompt, now 4",
                                                           "sampling.temperature, now 1", "are all equal; use"]),
         ("nothing_taught", {"signal/teaching": 0.0, "mask_ratio": 0.9}, {}, ["or masks took the answers that differ"]),
+        ("answers_alike", {**UNSPLIT, "diversity/mean_distance": 0.2, "diversity/distance_between_prompts": 0.5}, {},
+         ["to 75% of the prompts are all alike", "at a distance of 0.20, answers to different prompts at 0.50",
+          "sampling.temperature, now 1", "loss.kl_coef, now 0"]),
+        ("answers_alike", {**UNSPLIT, "diversity/mean_distance": 0.49}, {},
+         ["(two of them are at a distance of 0.49)"]),
+        ("answers_unrelated", {**UNSPLIT, "diversity/mean_distance": 0.3, "diversity/distance_between_prompts": 0.5,
+                               "similarity_groups/avg_silhouette_score": 0.04}, {},
+         ["75%", "make no clusters (silhouette 0.04)", "sampling.samples_per_prompt, now 4", "'BAAI/bge-m3'"]),
+        ("answers_scattered", {f"{SPLIT}4_groups": 2.0, "similarity_groups/n_single_member_groups": 4.1}, {},
+         ["51% of the answers are alone", "grouping.max_groups, now 7", "advantages.shrinkage, now 0"]),
     ],
 )  # fmt: skip
 def test_each_says_what_to_change(name, metrics, settings, says):
@@ -75,6 +86,8 @@ def test_each_says_what_to_change(name, metrics, settings, says):
         ({**LETTERS, "letters_right/A": 0.36}, {}),
         ({"kl": math.nan, "mask_ratio": math.inf}, KL),
         ({"other_no_answer": 1.0}, {}),
+        ({f"{SPLIT}1_groups": 2.0, f"{SPLIT}3_groups": 2.0, "diversity/mean_distance": 0.01}, {}),
+        ({f"{SPLIT}4_groups": 2.0, "similarity_groups/n_single_member_groups": 4.0}, {}),
     ],
 )
 def test_nothing_is_said_without_a_reason(metrics, settings):
@@ -143,7 +156,18 @@ def test_a_damaged_state(state):
 
 
 def test_names_are_those_that_metrics_get():
-    assert list(CHECKS) == ["kl_high", "kl_low", "masked", "no_answer", "below_chance", "one_letter", "nothing_taught"]
+    assert list(CHECKS) == [
+        "kl_high",
+        "kl_low",
+        "masked",
+        "no_answer",
+        "below_chance",
+        "one_letter",
+        "nothing_taught",
+        "answers_alike",
+        "answers_unrelated",
+        "answers_scattered",
+    ]
 
 
 def same(completions, **_):

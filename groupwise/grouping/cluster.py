@@ -1,0 +1,258 @@
+"""Clusters of answers to one prompt that are alike, and how well they are separated.
+
+The default is average linkage on cosine distances ``1 − cos(x, y)``: the tree is cut into 2, 3, ... clusters, the mean
+silhouette ``(b − a) / max(a, b)`` over the same distances chooses among the cuts, and where even the best is below
+``min_silhouette`` all answers are one cluster. The document's snippet, ``AgglomerativeClustering(k).fit_predict(1 −
+similarity)`` with ``silhouette_score(embeddings, labels)``, is ``method="document"``. It is not the default because it
+gives the distances to a function that takes features: that is Ward's criterion, which is about Euclidean coordinates,
+on rows of a distance matrix, which are none (SciPy warns of it); and its silhouette is over another space than its
+clusters, the vectors as they are with their lengths, so that what is scored is not what was clustered.
+
+All prompts are clustered at once, in float64 on the CPU, and the results are scikit-learn's, partition and score, but
+for this: equally close pairs may join in another order; cosine distances below 1e-9 are 0; two zero vectors are alike;
+answers that are all alike, or fewer than three, are one cluster with score 0, where scikit-learn raises an error or
+cuts at random; DBSCAN's noise becomes clusters of one; and labels count from 0 in the order of appearance.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from groupwise.core._checks import is_number, shape_of
+from groupwise.errors import InputError, check_choice
+from groupwise.grouping.linkage import average_linkage, numbered, ward_linkage
+from groupwise.grouping.silhouette import silhouettes
+
+METHODS = ("average", "document", "threshold", "adaptive", "dbscan")
+
+SAME = 1e-9  # cosine distances below this are round-off between equal texts
+TIE = 1e-12  # scores that are no further apart than this are equal but for round-off
+
+
+class SimilarityGroups(NamedTuple):
+    """The cluster of each answer and the silhouette of each prompt's clusters."""
+
+    labels: Tensor  # (P, G) int64, counted from 0 within each prompt in the order in which clusters appear
+    scores: Tensor  # (P,) float64
+
+
+def cosine_distances(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """The cosine distances ``(P, G, G)`` in float64 between the answers ``(P, G, D)`` to each prompt.
+
+    A zero vector, as an empty text may have, is at distance 1 from every other and at 0 from another zero vector.
+    """
+    return _distances(_similarities(_vectors(embeddings)))
+
+
+def similarity_groups(
+    embeddings: Tensor | np.ndarray[Any, Any],
+    *,
+    max_groups: int = 7,
+    min_silhouette: float = 0.1,
+    method: str = "average",
+    threshold: float = 0.7,
+    min_samples: int = 2,
+) -> SimilarityGroups:
+    """Clusters among the G answers to each of P prompts, from their embeddings ``(P, G, D)``.
+
+    ``"average"``: average linkage on cosine distances, cut into 2 to ``max_groups`` clusters (G − 1 at most). The
+        silhouette chooses, the fewest clusters on a tie. Below ``min_silhouette`` all answers are one cluster; the
+        score is still that of the best cut, so that one can see how far from it a prompt was.
+    ``"document"``: the document's snippet, word for word: Ward's linkage on the Euclidean distances between rows of
+        1 − cosine similarity, chosen by the silhouette of the embeddings as they are; otherwise the same.
+    ``"adaptive"``: the tree of ``"average"``, cut where the height jumps most from one merge to the next, the fewest
+        clusters on a tie: the distance that separates clusters is each prompt's own. There are 2 to ``max_groups``
+        clusters (G − 1 at most). The step from 0 up to the first merge is no jump: with long vectors it is often the
+        largest, and would leave every answer alone. One cluster comes from ``min_silhouette`` only, as above.
+    ``"threshold"``: average linkage while the mean distance between clusters is below 1 − ``threshold``. There may be
+        any number of clusters, whatever ``max_groups`` and ``min_silhouette`` say.
+    ``"dbscan"``: DBSCAN over answers whose cosine similarity is at least ``threshold``, of which ``min_samples``, the
+        answer itself included, make a cluster. What DBSCAN calls noise is a cluster of one. No limits here either.
+
+    The score is the mean silhouette over the distances of the method: 0 where every answer is alone, and where there
+    was one cluster from the start.
+    """
+    check_choice("method", method, METHODS)
+    _check_count("max_groups", max_groups, 2)
+    _check_count("min_samples", min_samples, 1)
+    for name, value in (("min_silhouette", min_silhouette), ("threshold", threshold)):
+        if not is_number(value) or not -1 <= value <= 1:
+            raise InputError(f"{name} must be a number from -1 to 1, got {value!r}")
+    vectors = _vectors(embeddings)
+    if method in ("threshold", "dbscan"):
+        return _within_reach(vectors, method, 1 - threshold, min_samples)
+    return _best_cut(vectors, method, max_groups, min_silhouette)
+
+
+def nested_groups(embeddings: Tensor | np.ndarray[Any, Any], *, levels: int = 2, **how: Any) -> tuple[Tensor, Tensor]:
+    """Clusters within clusters: labels ``(P, G, levels − 1)``, coarse to fine, and the scores ``(P,)`` of the first.
+
+    The prompt itself is the first of the ``levels``, the clusters of :func:`similarity_groups` are the second. Each
+    further level cuts every cluster of three or more by the same rule, applied to its members alone. Labels are
+    counted within the parent cluster, so one that is not cut has label 0 there. With ``"threshold"`` there is nothing
+    left to cut, since the members of a cluster are already within the threshold.
+    """
+    _check_count("levels", levels, 2)
+    vectors = _vectors(embeddings)
+    labels, scores = similarity_groups(vectors, **how)
+    prompts, size = labels.shape
+    path = torch.arange(prompts).unsqueeze(1) * size + labels  # one number per cluster of the whole batch
+    found = [labels]
+    for _ in range(levels - 2):
+        finer = _cut_again(vectors, path, how)
+        found.append(finer)
+        path = torch.unique(path * size + finer, return_inverse=True)[1]
+    return torch.stack(found, dim=2), scores
+
+
+def _cut_again(vectors: Tensor, path: Tensor, how: dict[str, Any]) -> Tensor:
+    """The labels ``(P, G)`` of each answer among those with the same number in ``path`` ``(P, G)``."""
+    answers = vectors.flatten(0, 1)
+    labels = torch.zeros(len(answers), dtype=torch.int64)
+    order = path.flatten().argsort(stable=True)  # cluster after cluster, their members in order
+    counts = torch.unique(path, return_counts=True)[1]
+    starts = counts.cumsum(0) - counts
+    for count in counts.unique().tolist():
+        if count >= 3:  # all clusters of one size are cut at once
+            members = order[starts[counts == count].unsqueeze(1) + torch.arange(count)]
+            labels[members] = similarity_groups(answers[members], **how).labels
+    return labels.view(path.shape)
+
+
+def _within_reach(vectors: Tensor, method: str, reach: float, min_samples: int) -> SimilarityGroups:
+    distances = _distances(_similarities(vectors))
+    if method == "dbscan":
+        labels = _density_clusters(distances, reach, min_samples)
+    else:
+        tree = average_linkage(distances)
+        left = distances.shape[1] - (tree.heights < reach).sum(dim=1, keepdim=True)
+        labels = tree.cut(left).squeeze(1)
+    return SimilarityGroups(labels, silhouettes(distances, labels.unsqueeze(1)).squeeze(1))
+
+
+def _density_clusters(distances: Tensor, reach: float, min_samples: int) -> Tensor:
+    """DBSCAN's labels ``(P, G)``, with a cluster of its own for each answer that DBSCAN calls noise.
+
+    Answers at most ``reach`` apart are neighbours; one with ``min_samples`` neighbours, itself included, is a core.
+    Cores that are linked through neighbouring cores are a cluster. Any other answer joins that of a neighbouring core,
+    of several clusters the one whose lowest-numbered core comes first, as in scikit-learn.
+    """
+    prompts, size, _ = distances.shape
+    near = distances <= reach
+    core = near.sum(dim=2) >= min_samples
+    to_core = near & core.unsqueeze(1)
+    own = torch.arange(size).repeat(prompts, 1)
+    nobody = torch.full_like(own, size)
+
+    def lowest(clusters: Tensor) -> Tensor:
+        """The lowest cluster among those of an answer's neighbouring cores."""
+        return torch.where(to_core, clusters.unsqueeze(1), size).amin(dim=2)
+
+    clusters = torch.where(core, own, nobody)
+    for _ in range(size):  # a chain of cores has no more links
+        spread = torch.where(core, lowest(clusters), nobody)
+        if torch.equal(spread, clusters):
+            break
+        clusters = spread
+    clusters = torch.where(core, clusters, lowest(clusters))
+    clusters = torch.where(clusters == size, own, clusters)
+    # A cluster is named by its first core here; its first member may be another.
+    return numbered((clusters.unsqueeze(2) == clusters.unsqueeze(1)).int().argmax(dim=2))
+
+
+def _best_cut(vectors: Tensor, method: str, max_groups: int, min_silhouette: float) -> SimilarityGroups:
+    prompts, size, _ = vectors.shape
+    if size < 3:
+        return SimilarityGroups(
+            torch.zeros(prompts, size, dtype=torch.int64), torch.zeros(prompts, dtype=torch.float64)
+        )
+    similarities = _similarities(vectors)
+    distances = space = _distances(similarities)
+    if method == "document":
+        tree = ward_linkage(_euclidean(1 - similarities))
+        space = _euclidean(vectors)
+    else:
+        tree = average_linkage(distances)
+    counts = torch.arange(2, min(max_groups, size - 1) + 1)  # (K,)
+    cuts = tree.cut(counts.repeat(prompts, 1))
+    scores = silhouettes(space, cuts)
+    jumps = tree.heights[:, size - counts] - tree.heights[:, size - counts - 1]
+    chosen = _first_largest(jumps if method == "adaptive" else scores).unsqueeze(1)
+    labels = cuts.gather(1, chosen.unsqueeze(2).expand(-1, -1, size)).squeeze(1)
+    alike = (distances == 0).flatten(1).all(dim=1)
+    best = torch.where(alike, 0.0, scores.gather(1, chosen).squeeze(1))
+    return SimilarityGroups(torch.where((alike | (best < min_silhouette)).unsqueeze(1), 0, labels), best)
+
+
+def _first_largest(values: Tensor) -> Tensor:
+    """Where in each row the largest value is, the first of those that are equal but for round-off."""
+    return (values >= values.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1)
+
+
+def _similarities(vectors: Tensor) -> Tensor:
+    """The cosines ``(P, G, G)``, exactly symmetric; 0 for a zero vector, with itself too, as in scikit-learn."""
+    scaled = _scaled(vectors, dim=(2,))
+    products = scaled @ scaled.transpose(1, 2)
+    lengths = products.diagonal(dim1=1, dim2=2).sqrt()
+    lengths = torch.where(lengths > 0, lengths, 1.0)
+    return (products + products.transpose(1, 2)) / (2 * lengths.unsqueeze(1) * lengths.unsqueeze(2))
+
+
+def _distances(similarities: Tensor) -> Tensor:
+    """What :func:`cosine_distances` gives, from cosines."""
+    empty = similarities.diagonal(dim1=1, dim2=2) == 0
+    distances = (1 - similarities).clamp(max=2.0)
+    return distances.masked_fill((distances < SAME) | (empty.unsqueeze(1) & empty.unsqueeze(2)), 0.0)
+
+
+def _euclidean(vectors: Tensor) -> Tensor:
+    """Euclidean distances ``(P, G, G)``, in units of each prompt's own, which neither a tree nor a silhouette sees."""
+    scaled = _scaled(vectors, dim=(1, 2))
+    # The faster product of matrices would put equal vectors up to 1e-8 apart.
+    return torch.cdist(scaled, scaled, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def _scaled(vectors: Tensor, dim: tuple[int, ...]) -> Tensor:
+    """Divided by the largest number, so that squares of very large or small ones stay within float64."""
+    largest = torch.linalg.vector_norm(vectors, math.inf, dim=dim, keepdim=True)
+    return vectors / torch.where(largest > 0, largest, 1.0)
+
+
+def _vectors(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
+    """The embeddings in float64 on the CPU, checked."""
+    if isinstance(embeddings, Tensor):
+        vectors = embeddings.detach()
+    elif isinstance(embeddings, np.ndarray):
+        if embeddings.dtype.kind != "f":
+            raise InputError(f"embeddings must be floating-point numbers, got {embeddings.dtype}")
+        vectors = torch.from_numpy(np.array(embeddings, dtype=np.float64))  # a copy: it may be read-only or reversed
+    else:
+        raise InputError(f"embeddings must be a tensor or a NumPy array, got {type(embeddings).__name__}")
+    if not vectors.is_floating_point():
+        raise InputError(f"embeddings must be floating-point numbers, got {vectors.dtype}")
+    if vectors.dim() != 3 or not vectors.shape[1] or not vectors.shape[2]:
+        raise InputError(
+            f"embeddings has shape {shape_of(vectors)}; expected (P, G, D): for each of P prompts at least one answer "
+            f"with a vector of at least one number"
+        )
+    vectors = vectors.to(device="cpu", dtype=torch.float64)
+    bad = ~torch.linalg.vector_norm(vectors, math.inf, dim=2).isfinite()
+    if bool(bad.any()):
+        prompt, answer = bad.nonzero()[0].tolist()
+        vector = vectors[prompt, answer]
+        raise InputError(
+            f"the embedding of answer {answer} to prompt {prompt} (both counted from 0) has "
+            f"{vector[~vector.isfinite()][0].item()}; embeddings must be finite"
+        )
+    return vectors
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")

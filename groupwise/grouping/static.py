@@ -1,0 +1,81 @@
+"""Static embeddings: the vector of a text is the mean of its tokens' rows in a table.
+
+The vectors are those of WordLlama's own ``embed``: no special token is added, no text is cut, padding does not count,
+sums are in float32, and a text without tokens is the zero vector. The tokenizers and safetensors packages are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from groupwise.errors import CheckpointError
+from groupwise.model.source import first_line
+
+TABLE = "l2_supercat_256.safetensors"
+TENSOR = "embedding.weight"
+TOKENIZER = "tokenizer.json"
+
+
+def is_static(folder: Path) -> bool:
+    """Whether a folder holds a table of this kind, as `groupwise models fetch wordllama` makes it."""
+    return (folder / TABLE).is_file()
+
+
+class StaticTable:
+    """A table of token vectors and its tokenizer, from the folder of ``wordllama``. It is looked up on the CPU."""
+
+    def __init__(self, folder: Path, batch_size: int = 64) -> None:
+        self.batch_size = batch_size
+        self.rows = _read_rows(folder / TABLE)
+        self.width = self.rows.shape[1]
+        self._tokenizer = _read_tokenizer(folder / TOKENIZER)
+        if (tokens := self._tokenizer.get_vocab_size()) > len(self.rows):
+            raise CheckpointError(
+                f"{folder} does not fit together: its tokenizer knows {tokens:,} tokens, and its table has "
+                f"{len(self.rows):,} rows; get it again"
+            )
+
+    def __call__(self, texts: Sequence[str]) -> Tensor:
+        """The vectors ``(N, D)`` of N texts, float32 on the CPU."""
+        starts = range(0, len(texts), self.batch_size)
+        parts = [self._mean_rows(texts[start : start + self.batch_size]) for start in starts]
+        return torch.cat(parts) if parts else torch.zeros(0, self.width)
+
+    def _mean_rows(self, texts: Sequence[str]) -> Tensor:
+        ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+        *offsets, _ = accumulate(map(len, ids), initial=0)
+        flat = torch.tensor([token for row in ids for token in row], dtype=torch.long)
+        return functional.embedding_bag(flat, self.rows, torch.tensor(offsets), mode="mean")
+
+
+def _read_rows(path: Path) -> Tensor:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} could not be loaded: {first_line(error)}; get it again") from error
+    rows = tensors.get(TENSOR)
+    if rows is None or rows.dim() != 2 or not rows.is_floating_point():
+        raise CheckpointError(f"{path} holds no table of numbers called {TENSOR}; get it again")
+    return rows.float()  # stored in float16; the sums must not be
+
+
+def _read_tokenizer(path: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises nothing more specific
+        raise CheckpointError(f"{path} could not be loaded: {first_line(error)}; get it again") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer

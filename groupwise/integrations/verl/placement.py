@@ -1,0 +1,63 @@
+"""Where answers are grouped in a verl run: in Ray workers that share the GPUs which verl has reserved.
+
+verl reserves every GPU of its pool as a whole, one bundle each, and leaves a part of each bundle unused. A worker that
+asks Ray for a GPU anywhere else would wait for ever, so these ask for a small part of a bundle of verl's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from groupwise.config import GroupingSection
+from groupwise.grouping.workers import MOST_BY_DEFAULT, Grouper, RayGrouper, Say, _Actor, make_grouper
+
+POOL = "global_pool"  # verl's name for the GPUs that train
+SHARE = 0.1  # of a GPU, in Ray's books; verl's own processes take a third each, two at most
+
+
+def gpu_bundles(manager: Any) -> list[tuple[Any, int]]:
+    """The placement group and the number of each bundle with a GPU that verl has reserved for training."""
+    pool = manager.resource_pool_dict.get(POOL)
+    groups = (pool.pgs or []) if pool is not None and pool.use_gpu else []
+    return [
+        (group, number)
+        for group in groups
+        for number, bundle in enumerate(group.bundle_specs)
+        if bundle.get("GPU", 0) >= 1
+    ]
+
+
+def verl_grouper(how: GroupingSection, manager: Any, say: Say) -> Grouper:
+    """One worker for each GPU of verl's, up to 8, unless ``how`` names another number or the CPU."""
+    bundles = gpu_bundles(manager)
+    if not bundles or how.device == "cpu" or how.workers == 0:
+        return make_grouper(how, say)
+    return BundleGrouper(how, how.workers or min(len(bundles), MOST_BY_DEFAULT), bundles, say)
+
+
+class BundleGrouper(RayGrouper):
+    """Groups in Ray actors that lie in the bundles of placement groups, one after the other."""
+
+    def __init__(self, how: GroupingSection, workers: int, bundles: Sequence[tuple[Any, int]], say: Say) -> None:
+        self._bundles = bundles
+        super().__init__(how, workers, say)
+
+    def _factory(self, workers: int) -> Callable[[], Any]:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        part = SHARE / math.ceil(workers / len(self._bundles))
+        device = "cuda" if self._how.device.startswith("cuda") else self._how.device  # a worker sees only its own
+        how = self._how.model_copy(update={"device": device})
+        options = {"num_cpus": 0, "num_gpus": math.ceil(part * 1e4) / 1e4, "max_restarts": 0, "max_task_retries": 0}
+        actor, places = ray.remote(_Actor), itertools.cycle(self._bundles)
+
+        def make() -> Any:
+            group, number = next(places)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
+            return actor.options(scheduling_strategy=strategy, **options).remote(how, None)
+
+        return make

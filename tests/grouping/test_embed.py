@@ -1,0 +1,454 @@
+"""Embedders, with the real weights of both in the catalogue, and with models of sentence-transformers made here."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch.nn import functional
+from transformers import AutoTokenizer, BertConfig, BertModel
+
+from groupwise.errors import CheckpointError, ConfigError, InputError
+from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
+from groupwise.model.catalogue import WORDLLAMA
+from tests.weights import make_wheel, minilm, only_from, wordllama
+
+CPU = {"device": "cpu", "dtype": "float32"}
+WORDS = "the heart attack of a dragon größer 日本語 🙂 </s> <unk> 12345 'tis \n\n \t x"
+ODD = ["", " ", "\n", "</s>", "a", "日本語", "\ufeff", "\x00", "a" * 2000]
+
+
+def sentences(number: int, longest: int = 60) -> list[str]:
+    draw, words = random.Random(0), WORDS.split(" ")
+    return [" ".join(draw.choices(words, k=draw.randint(1, longest))) for _ in range(number)]
+
+
+def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float(functional.cosine_similarity(a, b, dim=0))
+
+
+@pytest.fixture(scope="module")
+def static():
+    wordllama()
+    return load_embedder("wordllama", **CPU)
+
+
+@pytest.fixture(scope="module")
+def small():
+    minilm()
+    return load_embedder("minilm", **CPU, batch_size=4)
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    """A BERT of one layer, with MiniLM's tokenizer, its mean over the tokens and its length of 1."""
+    folder = shutil.copytree(minilm(), tmp_path / "made", ignore=shutil.ignore_patterns("*.safetensors"))
+    pooling = json.loads((folder / "1_Pooling/config.json").read_text())
+    (folder / "1_Pooling/config.json").write_text(json.dumps({**pooling, "word_embedding_dimension": 16}))
+    made = BertConfig(
+        vocab_size=30_522, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        initializer_range=0.5,
+    )  # fmt: skip
+    BertModel(made).half().save_pretrained(folder)
+    return folder
+
+
+# --- wordllama --------------------------------------------------------------------------------------------------------
+
+
+def test_wordllama_is_the_mean_of_its_tokens_rows(static):
+    folder = wordllama()
+    with safe_open(folder / "l2_supercat_256.safetensors", framework="np") as file:
+        table = file.get_tensor("embedding.weight").astype(np.float64)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    texts = [*ODD, *sentences(100)]
+    expected = np.zeros((len(texts), 256))
+    for text, vector in zip(texts, expected, strict=True):
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        for token in ids:
+            vector += table[token] / len(ids)
+    found = static.encode(texts)
+    assert (found.shape, found.dtype, found.device.type) == ((len(texts), 256), torch.float32, "cpu")
+    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=2e-6)
+    assert static.width == 256
+    assert (found[0] == 0).all()
+
+
+def test_wordllama_gives_what_the_wordllama_package_gives(static):
+    """Numbers 0, 1, 100 and 255, and the sum of the absolute values, from wordllama 0.4.0.post1's own embed()."""
+    for text, some, total in [
+        ("A heart attack.", [0.00469970703, -0.487498283, -0.11807251, 0.166931152], 66.33354187),
+        ("</s> größer 🙂", [-0.0685153529, 0.0738593191, 0.0877685547, 0.0372678973], 26.05979919),
+    ]:
+        found = static.encode([text])[0]
+        torch.testing.assert_close(found[[0, 1, 100, 255]], torch.tensor(some), rtol=1e-6, atol=0)
+        assert float(found.abs().sum()) == pytest.approx(total, rel=1e-6)
+
+
+def test_wordllama_does_not_depend_on_batches_or_order(static):
+    texts = [*ODD, *sentences(50)]
+    other = load_embedder("wordllama", batch_size=3, cache=0)
+    assert torch.equal(other.encode(texts[::-1]).flip(0), static.encode(texts))
+    assert torch.equal(other.encode([""] * 7), torch.zeros(7, 256))
+
+
+def test_wordllama_is_fetched_on_first_use(tmp_path, monkeypatch, caplog):
+    """From a package made here of the same files, for the one platform that is asked for."""
+    folder, index = wordllama(), tmp_path / "index"
+    contents = {file.pieces[0][1]: (folder / file.name).read_bytes() for file in WORDLLAMA.files}
+    make_wheel(index, "wordllama", contents, version="0.4.0.post1", tag="cp312-cp312-manylinux2014_x86_64")
+    for name, value in {**only_from(index), "GROUPWISE_CACHE": str(tmp_path / "cache")}.items():
+        monkeypatch.setenv(name, value)
+    check_embedder("wordllama")
+    assert not (tmp_path / "cache").exists()
+    with caplog.at_level(logging.WARNING, "groupwise"):
+        first = load_embedder("wordllama").encode(["a text"])
+    assert caplog.messages == ["wordllama is not here yet: fetching it from the package index, 19 MB, once"]
+    copy = shutil.copytree(tmp_path / "cache/models/wordllama", tmp_path / "copy")  # a folder of it will do as well
+    assert torch.equal(load_embedder(str(copy)).encode(["a text"]), first)
+
+
+def test_a_damaged_table_is_named(tmp_path):
+    folder = shutil.copytree(wordllama(), tmp_path / "table")
+    table = folder / "l2_supercat_256.safetensors"
+    whole = table.read_bytes()
+    for content, message in [
+        (whole[:-2], r"l2_supercat_256.safetensors could not be loaded: .*; get it again"),
+        (b"", r"l2_supercat_256.safetensors could not be loaded: .*; get it again"),
+        ({"other": torch.zeros(2, 2)}, "holds no table of numbers called embedding.weight"),
+        ({"embedding.weight": torch.zeros(8)}, "holds no table of numbers called embedding.weight"),
+        ({"embedding.weight": torch.zeros(31_999, 4)}, "tokenizer knows 32,000 tokens, and its table has 31,999 rows"),
+    ]:
+        table.unlink()
+        if isinstance(content, bytes):
+            table.write_bytes(content)
+        else:
+            save_file(content, table)
+        with pytest.raises(CheckpointError, match=message):
+            load_embedder(str(folder))
+    table.write_bytes(whole)
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer.json could not be loaded: .*; get it again"):
+        load_embedder(str(folder))
+
+
+# --- sentence-transformers --------------------------------------------------------------------------------------------
+
+
+def test_minilm_gives_what_sentence_transformers_gives(small):
+    from sentence_transformers import SentenceTransformer
+
+    texts = [*ODD, *sentences(8), "word " * 500]
+    peer = SentenceTransformer(str(minilm()), device="cpu").encode(texts, batch_size=4, show_progress_bar=False)
+    found = small.encode(texts)
+    assert (found.shape, found.dtype, small.width) == ((len(texts), 384), torch.float32, 384)
+    torch.testing.assert_close(found, torch.from_numpy(peer), rtol=0, atol=1e-6)
+    assert not found.is_inference()  # so that a caller may write into it
+
+
+def test_minilm_hardly_depends_on_batches_and_order(small):
+    texts = sentences(8)
+    other = load_embedder("minilm", **CPU, batch_size=3, cache=0)
+    torch.testing.assert_close(other.encode(texts[::-1]).flip(0), small.encode(texts), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("embedder", ["static", "small"])
+def test_what_means_the_same_is_nearer(embedder, request):
+    embedder = request.getfixturevalue(embedder)
+    attack, infarction, dragon = embedder.encode(
+        ["The patient had a heart attack.", "It was a myocardial infarction.", "A dragon sleeps on its gold."]
+    )
+    assert cosine(attack, infarction) > cosine(attack, dragon) + 0.15
+
+
+def test_a_folder_of_sentence_transformers(model_folder, monkeypatch, capfd):
+    """Its weights are stored in float16; whatever they are stored in, they are computed with in float32."""
+    texts = ["a dragon", "two dragons and their gold", ""]
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = BertModel.from_pretrained(model_folder, dtype=torch.float32).eval()
+    expected = []
+    with torch.no_grad():
+        for text in texts:
+            states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            expected.append(states.mean(dim=0) / states.mean(dim=0).norm())
+    capfd.readouterr()
+    monkeypatch.chdir(model_folder.parent)
+    embedder = load_embedder("made", device="cpu")
+    torch.testing.assert_close(embedder.encode(texts), torch.stack(expected), rtol=1e-5, atol=1e-6)
+    assert (embedder.name, embedder.width) == ("made", 16)
+    half = load_embedder(str(model_folder), device="cpu", dtype="bfloat16").encode(texts)
+    assert half.dtype == torch.float32
+    torch.testing.assert_close(half, torch.stack(expected), rtol=0, atol=0.02)
+    assert not torch.equal(half, torch.stack(expected))
+    assert capfd.readouterr() == ("", "")  # no bars
+
+
+def test_a_model_that_gives_nan_is_refused_with_the_text(model_folder):
+    model = BertModel.from_pretrained(model_folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.embeddings.word_embeddings.weight[AutoTokenizer.from_pretrained(model_folder).vocab["dragon"]] = torch.nan
+    model.save_pretrained(model_folder)
+    embedder = load_embedder(str(model_folder), **CPU)
+    good = embedder.encode(["gold"])
+    with pytest.raises(ConfigError, match=r"gives NaN or infinities for the text 'a dragon and (again ){11}a'…; set "):
+        embedder.encode(["gold", "silver", "a dragon and " + "again " * 50])
+    assert (embedder.hits, embedder.misses) == (0, 1)
+    assert torch.equal(embedder.encode(["gold"]), good)
+
+
+# --- what is remembered -----------------------------------------------------------------------------------------------
+
+
+def lengths(texts: list[str]) -> torch.Tensor:
+    return torch.tensor([[float(len(text)), float(sum(map(ord, text)))] for text in texts])
+
+
+calls = st.lists(st.lists(st.sampled_from(["", "a", "b", "c", "dd", "\ud800", "\udfff"]), max_size=6), max_size=8)
+
+
+@given(calls=calls, size=st.integers(0, 5))
+def test_the_texts_used_last_are_remembered(calls, size):
+    asked, kept, hits, misses = [], [], 0, 0
+    embedder = Embedder("toy", 2, lambda texts: asked.append(texts) or lengths(texts), cache=size)
+    for texts in calls:
+        asked.clear()
+        found = embedder.encode(texts)
+        mended = [text.replace("\ud800", "\ufffd").replace("\udfff", "\ufffd") for text in texts]
+        new = [text for text in dict.fromkeys(mended) if text not in kept]
+        assert asked == ([new] if new else [])
+        assert torch.equal(found, lengths(mended).reshape(-1, 2))
+        hits, misses = hits + len(texts) - len(new), misses + len(new)
+        assert (embedder.hits, embedder.misses) == (hits, misses)
+        for text in mended:
+            kept = [*(other for other in kept if other != text), text]
+        kept = kept[len(kept) - size :] if len(kept) > size else kept
+
+
+def test_what_is_remembered_is_a_row_each_and_nobody_elses():
+    embedder = Embedder("toy", 2, lambda texts: lengths(texts).double(), cache=3)
+    embedder.encode([str(number) for number in range(100)])
+    assert [row.untyped_storage().nbytes() for row in embedder._kept.values()] == [8, 8, 8]
+    found = embedder.encode(["99", "99"])
+    found.zero_()
+    assert torch.equal(embedder.encode(["99"]), lengths(["99"]))
+
+
+def test_surrogates_are_joined_or_replaced(static, small):
+    for embedder in (static, small):
+        alone, replaced, pair, whole = embedder.encode(["a \ud800", "a \ufffd", "\ud83d\ude42 b", "🙂 b"])
+        assert torch.equal(alone, replaced)
+        assert torch.equal(pair, whole)
+        assert embedder.encode([]).shape == (0, embedder.width)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ("a text", "texts must be a list of texts, got str"),
+        (None, "texts must be a list of texts, got NoneType"),
+        ({"a"}, "texts must be a list of texts, got set"),
+        (["a", None], r"texts\[1\] must be a text, got NoneType"),
+        ([b"a"], r"texts\[0\] must be a text, got bytes"),
+    ],
+)
+def test_what_is_no_list_of_texts(texts, message):
+    with pytest.raises(InputError, match=message):
+        Embedder("toy", 2, lengths).encode(texts)
+
+
+def test_a_model_with_another_number_of_vectors():
+    with pytest.raises(ConfigError, match=r"toy gives a tensor of shape \(2, 2\) for 2 texts.*of 3 numbers each"):
+        Embedder("toy", 3, lengths).encode(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
+        ({"cache": -1}, "cache must be a whole number of at least 0, got -1"),
+        ({"cache": 1.5}, "cache must be a whole number of at least 0, got 1.5"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"dtype": "float8"}, "unknown dtype 'float8'"),
+    ],
+)
+def test_options_that_cannot_be(options, message):
+    with pytest.raises(InputError, match=message):
+        load_embedder("wordllama", **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("minilmm", r"no embedder called 'minilmm'; did you mean 'minilm'\? \(there are minilm, wordllama; one on the"),
+        ("WordLLama", "did you mean 'wordllama'"),
+        ("xyz", r"no embedder called 'xyz' \(there are"),
+        ("x" * 5000, "no embedder called 'xxx"),
+        ("smollm2-135m", "smollm2-135m is a language model, which makes no vectors of texts. Set grouping.embedder to"),
+        ("./nowhere", "there is no folder nowhere for the embedder .*Set grouping.embedder to 'minilm' or 'wordllama'"),
+        ("a/b/c", "there is no folder a/b/c for the embedder"),
+        ("file.txt", "the embedder file.txt is a file"),
+        ("empty", "empty is not the folder of an embedder: it has no modules.json"),
+        ("", "an embedder is named by a text, not by ''"),
+        (None, "an embedder is named by a text, not by None"),
+        ("own", r"the embedder in own needs code of its own \(own_code.Model\), which is not run"),
+    ],
+)
+@pytest.mark.parametrize("check", [check_embedder, load_embedder], ids=["check", "load"])
+def test_an_embedder_that_cannot_be_had(name, message, check, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own_code.Model"}]')
+    (tmp_path / "own/own_code.py").write_text("raise SystemExit")
+    with pytest.raises(ConfigError, match=message):
+        check(name)
+
+
+def test_a_damaged_folder(model_folder):
+    check_embedder(str(model_folder))
+    weights = model_folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-3])
+    with pytest.raises(CheckpointError, match=r"the embedder in .*made could not be loaded: .+"):
+        load_embedder(str(model_folder), **CPU)
+    for content, message in (("[1]", "damaged: it does not list modules with their types"), ("[", "no valid JSON")):
+        (model_folder / "modules.json").write_text(content)
+        with pytest.raises(CheckpointError, match=message):
+            check_embedder(str(model_folder))
+
+
+def test_without_sentence_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    remedy = r"pip install 'groupwise\[embed\]'. Or set grouping.embedder to 'wordllama', which needs nothing"
+    for name in ("minilm", "BAAI/bge-m3"):
+        for ask in (check_embedder, load_embedder):
+            with pytest.raises(ConfigError, match=rf"{name} needs sentence-transformers, which is missing. .*{remedy}"):
+                ask(name)
+    check_embedder("wordllama")
+    wordllama()
+    assert load_embedder("wordllama").encode(["a"]).shape == (1, 256)
+
+
+# --- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_hub_cannot_be_reached():
+    """conftest keeps the tests offline."""
+    check_embedder("BAAI/bge-m3")
+    with pytest.raises(
+        ConfigError,
+        match=r"bge-m3 is no folder here, and cannot be had from the hub: .*Set grouping.embedder to 'minilm' or "
+        r"'wordllama', which `groupwise models fetch` gets.*hf download BAAI/bge-m3 --local-dir FOLDER",
+    ):
+        load_embedder("BAAI/bge-m3")
+    with pytest.raises(ConfigError, match="cannot be had from the hub: Repo id must"):
+        load_embedder("-a/b c")
+
+
+COMMIT = "c" * 40
+CLIENT = """
+import json, sys
+from groupwise.errors import ConfigError
+from groupwise.grouping.embed import embedder_folder
+for name in sys.argv[1:]:
+    try:
+        print(json.dumps(str(embedder_folder(name))))
+    except ConfigError as error:
+        print(json.dumps(str(error)))
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub's protocol as a download needs. It has org/model; org/gated answers that it is gated."""
+
+    def log_message(self, *args):
+        pass
+
+    def answer(self, status, body=b"", **headers):
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, **headers}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_GET(self):
+        path = self.path.split("?")[0]
+        paths = sorted(file for file in self.folder.rglob("*") if file.is_file())
+        files = {file.relative_to(self.folder).as_posix(): file.read_bytes() for file in paths}
+        if "org/model" not in path:
+            status, code = (403, "GatedRepo") if "org/gated" in path else (404, "RepoNotFound")
+            self.answer(status, X_Error_Code=code)
+        elif "/revision/" in path:
+            facts = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self.answer(200, json.dumps(facts).encode())
+        elif "/tree/" in path:
+            numbered = enumerate(files.items())
+            tree = [{"type": "file", "path": n, "size": len(b), "oid": f"{i:040}"} for i, (n, b) in numbered]
+            self.answer(200, json.dumps(tree).encode())
+        else:
+            name = path.split(f"/resolve/{COMMIT}/")[1]
+            self.asked.append(name)
+            self.answer(200, files[name], ETag=f'"{list(files).index(name):040}"')
+
+    do_HEAD = do_GET
+
+
+class Trap:
+    def __reduce__(self):
+        return exec, ("raise SystemExit('the trap has sprung')",)
+
+
+def test_an_embedder_on_the_hub(model_folder, tmp_path):
+    """Its weights are there only as a pickle; code, another pickle and another copy of the weights lie beside it."""
+    expected = load_embedder(str(model_folder), **CPU).encode(["two dragons"])
+    weights = BertModel.from_pretrained(model_folder, dtype=torch.float32).state_dict()
+    torch.save(weights, model_folder / "pytorch_model.bin")
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "own.py").write_text("raise SystemExit")
+    (model_folder / "sparse_linear.pt").write_bytes(pickle.dumps(Trap()))
+    (model_folder / "onnx").mkdir()
+    (model_folder / "onnx/config.json").write_text("{}")
+    handler = type("ThisHub", (Hub,), {"folder": model_folder, "asked": []})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_CACHE": str(tmp_path / "hub"),
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    command = [sys.executable, "-c", CLIENT, "org/model", "org/nothing", "org/gated"]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    finally:
+        server.shutdown()
+        server.server_close()
+    found, unknown, gated = map(json.loads, done.stdout.splitlines())
+    torch.testing.assert_close(load_embedder(found, **CPU).encode(["two dragons"]), expected)
+    assert "there is no such model there, or none that you may see" in unknown
+    assert "its owners ask you to accept their terms" in gated
+    assert {"modules.json", "1_Pooling/config.json", "tokenizer.json", "pytorch_model.bin"} <= set(handler.asked)
+    assert not {"own.py", "sparse_linear.pt", "onnx/config.json"} & set(handler.asked)
+    assert "org/model is not here yet: fetching it from the hub, once" in done.stderr

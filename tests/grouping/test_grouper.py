@@ -1,0 +1,164 @@
+"""Grouping texts: by hand on vectors that can be drawn, and literally on real ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.config import GroupingSection
+from groupwise.errors import InputError
+from groupwise.grouping.cluster import nested_groups
+from groupwise.grouping.embed import Embedder, load_embedder
+from groupwise.grouping.grouper import Grouped, LocalGrouper, group_texts, join_grouped, share_texts
+from tests.weights import wordllama
+
+ANSWERS = [
+    [
+        "The cat sleeps on the warm stove.",
+        "A galaxy of ten thousand stars turns slowly.",
+        "My cat sleeps by the stove, warm and round.",
+        "Stars turn in the slow wheel of the galaxy.",
+    ],
+    [
+        "<think>cats or ships?</think> The ship left the harbour at dawn.",
+        "The ship left the harbour at dawn.",
+        "Bread, butter, and a jar of plum jam.",
+        "",
+    ],
+]
+
+
+def directions() -> Embedder:
+    """Texts such as "2 at 90" are vectors in the plane: a length and an angle."""
+
+    def vectors(given: list[str]) -> torch.Tensor:
+        pairs = [tuple(map(float, text.split(" at "))) for text in given]
+        return torch.tensor([[size * math.cos(math.radians(a)), size * math.sin(math.radians(a))] for size, a in pairs])
+
+    return Embedder("directions", 2, vectors)
+
+
+def close(ours: torch.Tensor, expected: object) -> None:
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_by_hand():
+    texts = [
+        ["1 at 0", "a thought</think> 3 at 0", "2 at 90", "1 at 90"],
+        ["1 at 0", "0 at 0", "1 at 180", "5 at 0"],  # the second has no direction
+    ]
+    found = group_texts(directions(), texts, GroupingSection())
+    assert found.labels.tolist() == [[[0], [0], [1], [1]], [[0], [1], [2], [0]]]
+    # First prompt: two pairs at 0, four at 1. Second: the pair of equals 0, three with the zero vector 1, two at 2.
+    close(found.distances, [4 / 6, (0 + 3 * 1 + 2 * 2) / 6])
+    close(found.centres, [[0.5, 0.5], [(1 - 1 + 1) / 4, 0.0]])
+    # The first prompt's clusters are perfect. In the second, a = 0 and b = 1 for the two equals; the others are alone.
+    close(found.scores, [1.0, 0.5])
+    assert found.labels.dtype == torch.int64
+
+
+def test_one_answer_has_nothing_to_differ_from():
+    found = group_texts(directions(), [["2 at 90"], ["1 at 0"]], GroupingSection(levels=4))
+    assert found.labels.tolist() == [[[0, 0, 0]], [[0, 0, 0]]]
+    close(found.distances, [0.0, 0.0])
+    close(found.centres, [[0.0, 1.0], [1.0, 0.0]])
+
+
+def test_every_setting_arrives():
+    """Four answers at 0, 15, 40 and 100 degrees, under rules that part them differently."""
+    texts = [["1 at 0", "1 at 15", "1 at 40", "1 at 100"]]
+
+    def labels(**how: object) -> list[list[int]]:
+        return group_texts(directions(), texts, GroupingSection(**how)).labels[0].tolist()
+
+    assert labels() == [[0], [0], [0], [1]]
+    assert labels(min_silhouette=0.99) == [[0]] * 4
+    assert labels(method="threshold", threshold=-1.0) == [[0]] * 4
+    assert labels(method="threshold", threshold=0.999) == [[0], [1], [2], [3]]
+    assert labels(method="dbscan", threshold=0.9, min_samples=2) == [[0], [0], [0], [1]]
+    assert labels(method="dbscan", threshold=0.9, min_samples=4) == [[0], [1], [2], [3]]
+    assert labels(levels=3, min_silhouette=-1.0, max_groups=2) == [[0, 0], [0, 0], [0, 1], [1, 0]]
+    three = [[f"1 at {angle}" for angle in (0, 1, 90, 91, 180, 181)]]
+    for most in (2, 3, 7):
+        found = group_texts(directions(), three, GroupingSection(max_groups=most)).labels
+        assert len(found.unique()) == min(most, 3)
+    marked = [["END 1 at 0", "1 at 90", "2 at 0 END 1 at 90"]]
+    assert group_texts(directions(), marked, GroupingSection(after="END")).labels[0].tolist() == [[0], [1], [1]]
+
+
+def test_real_texts_literally():
+    embedder = load_embedder(str(wordllama()))
+    how = GroupingSection(levels=3)
+    found = group_texts(embedder, ANSWERS, how)
+    assert found.labels[0, :, 0].tolist() == [0, 1, 0, 1]
+    assert found.labels[1, :2, 0].tolist() == [0, 0]  # the thought before the mark does not count
+    vectors = [[embedder.encode([text.rpartition("</think>")[2].strip()])[0].double() for text in a] for a in ANSWERS]
+    labels, scores = nested_groups(torch.stack([torch.stack(row) for row in vectors]), levels=3)
+    assert torch.equal(found.labels, labels)
+    assert torch.equal(found.scores, scores)
+    for prompt, row in enumerate(vectors):
+        pairs = list(itertools.combinations(row, 2))
+        cosines = [float(a @ b / (a.norm() * b.norm())) if a.norm() and b.norm() else 0.0 for a, b in pairs]
+        assert found.distances[prompt] == pytest.approx(sum(1 - cosine for cosine in cosines) / len(pairs), abs=1e-9)
+        units = [vector / vector.norm() if vector.norm() else vector for vector in row]
+        torch.testing.assert_close(found.centres[prompt], sum(units) / len(units), rtol=0, atol=1e-12)
+
+
+def test_all_texts_are_embedded_in_one_call():
+    calls = []
+
+    def vectors(texts: list[str]) -> torch.Tensor:
+        calls.append(texts)
+        return torch.eye(len(texts))
+
+    group_texts(Embedder("counted", 5, vectors), [["a", "b", "a"], ["c", " d", "e"]], GroupingSection())
+    assert calls == [["a", "b", "c", "d", "e"]]
+
+
+@given(st.integers(1, 30), st.integers(1, 9))
+def test_shares_are_even_and_join_to_the_whole(prompts, number):
+    texts = [[str(prompt)] for prompt in range(prompts)]
+    shares = share_texts(texts, number)
+    assert [answers for share in shares for answers in share] == texts
+    sizes = [len(share) for share in shares]
+    assert len(sizes) == min(number, prompts)
+    assert max(sizes) - min(sizes) <= 1
+    numbers = [torch.tensor([int(text) for (text,) in share]) for share in shares]
+    joined = join_grouped([Grouped(part, part + 1, part + 2, part + 3) for part in numbers])
+    found = torch.stack([joined.labels, joined.scores, joined.distances, joined.centres])
+    assert torch.equal(found, torch.arange(prompts) + torch.arange(4).unsqueeze(1))
+
+
+def test_a_closed_grouper_says_so():
+    with LocalGrouper(GroupingSection(embedder=str(wordllama()))) as grouper:
+        assert grouper.group(ANSWERS).labels.shape == (2, 4, 1)
+        assert grouper.restarts == 0
+    grouper.close()
+    with pytest.raises(InputError, match="this grouper is closed"):
+        grouper.group(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "texts must be one list of answers for each of at least one prompt, got none"),
+        ("abc", "for each of at least one prompt, got str 'abc'"),
+        (["abc"], r"texts\[0\] must be a list of at least one answer, got str 'abc'"),
+        ([["a"], []], r"texts\[1\] must be a list of at least one answer, got none"),
+        ([["a", None]], r"texts\[0\]\[1\] must be a text, got NoneType 'None'"),
+        ([["a", "b"], ["c"]], r"texts\[1\] has 1 answers and texts\[0\] has 2"),
+    ],
+)
+def test_what_is_refused(texts, message):
+    with pytest.raises(InputError, match=message):
+        group_texts(directions(), texts, GroupingSection())
+
+
+def test_nothing_to_join():
+    with pytest.raises(InputError, match="nothing to join"):
+        join_grouped([])
