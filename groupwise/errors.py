@@ -43,6 +43,11 @@ class MissingExtraError(GroupwiseError, ImportError):
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(f"{feature} needs the package {package!r}; install it with: pip install 'groupwise[{extra}]'")
+        self._told = (feature, package, extra)
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        """An error that is raised in another process comes back by being made again."""
+        return type(self), self._told
 
 
 def check_choice(what: str, given: object, allowed: Iterable[str], error: type[GroupwiseError] = InputError) -> None:

@@ -26,11 +26,10 @@ from groupwise.config import names as names_module
 from groupwise.config.fields import choices_of, kinds_of
 from groupwise.config.layers import nested
 from groupwise.config.names import KNOWN_ELSEWHERE
-from groupwise.config.sections import CHOICES, LoraSection, RewardSection
+from groupwise.config.sections import CHOICES, LoraSection
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
-from groupwise.rewards.made import MADE
 
 NAMES = dict(setting_names())
 
@@ -202,7 +201,8 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
          "the recipe: unknown key 'wieght' in [[rewards]] number 2; did you mean 'weight'?"),
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
         ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
-                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo')"),
+                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document', "
+                                "'similarity_group_grpo')"),
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
                            "'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
@@ -386,7 +386,6 @@ def test_every_setting_has_its_sentence():
         assert field.description, name
         assert "{" not in field.description.replace("{enable_thinking = false}", ""), name
     assert "vespo" in NAMES["loss.name"].description
-    assert all(name in RewardSection.model_fields["function"].description for name in MADE)
     assert all(name in NAMES["algorithm"].description for name in ALGORITHMS)
 
 

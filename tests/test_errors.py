@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from groupwise import errors
@@ -28,6 +30,13 @@ def test_a_missing_extra_says_how_to_get_it():
     assert str(errors.MissingExtraError("drawing", "matplotlib", "plot")) == (
         "drawing needs the package 'matplotlib'; install it with: pip install 'groupwise[plot]'"
     )
+
+
+def test_a_missing_extra_in_another_process_arrives_as_itself():
+    error = errors.MissingExtraError("drawing", "matplotlib", "plot")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is errors.MissingExtraError
+    assert str(again) == str(error)
 
 
 def test_choices():

@@ -21,6 +21,10 @@ EXAMPLES = """
       weight = 0.5                        # {weight}
       name = "short"                      # {name}
 
+      [[rewards]]
+      function = "length_band"            # or judge, reward_model, repetition, keywords
+      options = {{low = 80, high = 200}}    # {options}
+
   [[phases]], one after another; a phase lasts some steps or tokens, the last one may last to the end:
 
       [[phases]]

@@ -118,13 +118,13 @@ class UsmleSection(Section):
 
 class RewardSection(Section):
     function: str
-    """module:function, file.py:function (looked for beside the recipe), or judge, reward_model, length_band, repetition, keywords"""
+    """module:function, file.py:function beside the recipe, or a short name"""
     weight: Finite = 1.0
     """its factor in the sum of all rewards"""
     name: str | None = None
     """the name in metrics and records; by default the function's"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """settings of a reward that is made from some: function is then called with them, and returns the reward"""
+    """what function is called with, where it makes the reward rather than is it"""
 
 
 class ScoringSection(Section):

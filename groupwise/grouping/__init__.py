@@ -1,1 +1,48 @@
-"""Answers that are alike: their texts as vectors, clusters of them within each prompt, and what that says of a run."""
+"""Answers that are alike: their texts as vectors, clusters of them within each prompt, and what that says of a run.
+
+The names of the third document are here too, among them `SimilarityGrouperWorker` and
+`compute_similarity_group_grpo_outcome_advantage`.
+"""
+
+from groupwise.grouping.cluster import METHODS, SimilarityGroups, cosine_distances, nested_groups, similarity_groups
+from groupwise.grouping.diversity import diversity, effective_clusters
+from groupwise.grouping.document import (
+    LABELS,
+    compute_group_distribution_per_prompt,
+    compute_similarity_group_grpo_outcome_advantage,
+    compute_single_member_mask,
+    parent_labels,
+    similarity_group_labels,
+)
+from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
+from groupwise.grouping.grouper import Grouped, Grouper, LocalGrouper, group_texts, join_grouped
+from groupwise.grouping.text import result_text
+from groupwise.grouping.workers import RayGrouper, SimilarityGrouperWorker, make_grouper
+
+__all__ = [
+    "LABELS",
+    "METHODS",
+    "Embedder",
+    "Grouped",
+    "Grouper",
+    "LocalGrouper",
+    "RayGrouper",
+    "SimilarityGrouperWorker",
+    "SimilarityGroups",
+    "check_embedder",
+    "compute_group_distribution_per_prompt",
+    "compute_similarity_group_grpo_outcome_advantage",
+    "compute_single_member_mask",
+    "cosine_distances",
+    "diversity",
+    "effective_clusters",
+    "group_texts",
+    "join_grouped",
+    "load_embedder",
+    "make_grouper",
+    "nested_groups",
+    "parent_labels",
+    "result_text",
+    "similarity_group_labels",
+    "similarity_groups",
+]

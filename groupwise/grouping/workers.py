@@ -9,16 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ipaddress
-import logging
 import math
 import os
-import secrets
-import shutil
-import signal
-import socket
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
@@ -28,6 +20,7 @@ import torch
 
 from groupwise.config import GroupingSection
 from groupwise.errors import ConfigError, GroupwiseError, InputError
+from groupwise.grouping.connection import NoRayError, RayConnection, Say
 from groupwise.grouping.embed import check_embedder
 from groupwise.grouping.grouper import Grouped, Grouper, LocalGrouper, check_texts, join_grouped, share_texts
 from groupwise.model.device import usable_cpus
@@ -35,15 +28,11 @@ from groupwise.model.source import first_line
 
 __all__ = ["Grouper", "LocalGrouper", "RayGrouper", "SimilarityGrouperWorker", "make_grouper"]
 
-Say = Callable[[str], None]
 Texts = Sequence[Sequence[str]]
 
 MOST_BY_DEFAULT = 8
 RESTARTS = 3  # of one worker in one call
 PATIENCE = 180.0  # seconds for a worker's process to start; its model may then take as long as it likes to load
-LOOPBACK = "127.0.0.1"
-STORE_BYTES = 100_000_000  # texts are small; Ray would take a third of the memory
-NEVER = 10**6  # seconds
 
 
 class SimilarityGrouperWorker(LocalGrouper):
@@ -60,7 +49,7 @@ def make_grouper(how: GroupingSection, say: Say) -> Grouper:
         return LocalGrouper(how)
     try:
         return RayGrouper(how, number, say)
-    except _NoRayError as error:
+    except NoRayError as error:
         say(f"grouping.workers is {number}, but {error}: answers are grouped in this process")
         return LocalGrouper(how)
 
@@ -72,10 +61,6 @@ def _wanted_workers(how: GroupingSection) -> int:
     return min(gpus, MOST_BY_DEFAULT) if gpus >= 2 and find_spec("ray") is not None else 0
 
 
-class _NoRayError(Exception):
-    """There is no Ray on this machine, and none could be started."""
-
-
 class _LostError(Exception):
     """A worker is gone."""
 
@@ -84,7 +69,7 @@ class _NoPlaceError(_LostError):
     """A worker got no process."""
 
 
-class _Actor:
+class GroupingActor:
     """What a Ray process holds: a worker that is made when it is first needed.
 
     So a process that finds no place can be told from a model that takes long to load, and an error in loading arrives
@@ -123,14 +108,14 @@ class RayGrouper(Grouper):
         self.restarts = 0
         self.pids: list[int | None] = [None] * workers
         self._actors: list[Any] = [None] * workers
-        self._how, self._say, self._patience = how, say, patience
+        self.how, self._say, self._patience = how, say, patience
         self._local: LocalGrouper | None = None
         self._given_up = self._closed = False
-        self._connection = _Connection()
+        self._connection = RayConnection()
         atexit.register(self.close)
         try:
             self._connection.open(how, workers, say)
-            self._make = self._factory(workers)
+            self._make = self.actor_factory(workers)
             say(f"creating {workers} similarity grouper worker{'s' * (workers > 1)}: loading {how.embedder}")
             self._first_start()
         except BaseException:
@@ -151,7 +136,7 @@ class RayGrouper(Grouper):
         if left and not self._given_up:
             self._say(f"{RESTARTS} restarts of a similarity worker did not help: its share is grouped in this process")
         if left:
-            here = self._local = self._local or LocalGrouper(self._how)
+            here = self._local = self._local or LocalGrouper(self.how)
             parts |= {number: here.group(shares[number]) for number in left}
         return join_grouped([parts[number] for number in shares])
 
@@ -162,15 +147,15 @@ class RayGrouper(Grouper):
             self._end_ray()
             self._local = None
 
-    def _factory(self, workers: int) -> Callable[[], Any]:
+    def actor_factory(self, workers: int) -> Callable[[], Any]:
         """Makes actors that fit: without CPUs of their own, and with a share of a GPU so that all of them have one."""
-        gpus = 0.0 if self._how.device == "cpu" else self._connection.gpus()
+        gpus = 0.0 if self.how.device == "cpu" else self._connection.gpus()
         part = math.floor(1e4 / math.ceil(workers / gpus)) / 1e4 if gpus >= 1 else 0.0
         # The device's number is Ray's to choose: a worker sees only its own.
-        device = "cuda" if self._how.device.startswith("cuda") else self._how.device
-        how = self._how.model_copy(update={"device": device})
+        device = "cuda" if self.how.device.startswith("cuda") else self.how.device
+        how = self.how.model_copy(update={"device": device})
         threads = max(1, usable_cpus() // workers) if self._connection.started else None
-        actor = self._connection.ray.remote(_Actor).options(num_cpus=0, num_gpus=part, max_restarts=0)
+        actor = self._connection.ray.remote(GroupingActor).options(num_cpus=0, num_gpus=part, max_restarts=0)
         return lambda: actor.remote(how, threads)
 
     def _first_start(self) -> None:
@@ -181,7 +166,7 @@ class RayGrouper(Grouper):
                 self._answer(call)
         except _LostError as error:
             if not self._connection.lives():
-                raise _NoRayError("Ray did not stay") from error
+                raise NoRayError("Ray did not stay") from error
             raise ConfigError(
                 f"{len(self._actors)} similarity workers could not be started on Ray: {error}; lower grouping.workers, "
                 "or set it to 0 to group in this process"
@@ -258,142 +243,3 @@ class RayGrouper(Grouper):
         if actor is not None and self._connection.lives():
             with contextlib.suppress(Exception):  # it is dead already
                 self._connection.ray.kill(actor)
-
-
-class _Connection:
-    """The Ray that is used: the one there is, the one that is named, or one that is started and stopped here."""
-
-    def __init__(self) -> None:
-        try:
-            import ray
-        except ImportError as error:
-            raise _NoRayError("Ray is not installed (pip install 'groupwise[ray]')") from error
-        self.ray: Any = ray
-        self.started = self._joined = False
-        self._folder: str | None = None
-
-    def open(self, how: GroupingSection, workers: int, say: Say) -> None:
-        if self.ray.is_initialized():
-            return
-        with _signal_handler_kept():
-            if how.ray_address in (None, "local"):
-                self._start(_own_address(how.ray_host), workers, say)
-            else:
-                self._join(str(how.ray_address))
-
-    def gpus(self) -> float:
-        """Those that nobody else in Ray has, or all where there is none left: then one waits for others to finish."""
-        free = float(self.ray.available_resources().get("GPU", 0))
-        return free if free >= 1 else float(self.ray.cluster_resources().get("GPU", 0))
-
-    def lives(self) -> bool:
-        """Whether Ray is there. One that was started here is looked at: calls to it may wait for ever."""
-        if not self.started or not self.ray.is_initialized():
-            return bool(self.ray.is_initialized())
-        return not {"raylet", "gcs_server"} & {kind for kind, _ in self._dead_processes()}
-
-    def close(self) -> None:
-        if self._joined:
-            self._joined = self.started = False
-            with _signal_handler_kept(), contextlib.suppress(Exception):
-                self.ray.shutdown()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _join(self, address: str) -> None:
-        try:
-            _check_reachable(address, self.ray.util.get_node_ip_address())
-            self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except Exception as error:
-            raise ConfigError(
-                f"no Ray cluster can be joined at {address}: {first_line(error)}; set grouping.ray_address to the "
-                "host:port of one that runs, or leave it out to have one started on this machine"
-            ) from error
-        self._joined = True
-
-    def _start(self, host: str, workers: int, say: Say) -> None:
-        if host != LOOPBACK:
-            say(f"grouping.ray_host is {host}: Ray listens on every network of this machine")
-        _prepare_environment()
-        self._joined = True  # an error may leave processes behind
-        # Short, since the name of a socket has at most 107 letters, and not Ray's own, which all users share.
-        self._folder = tempfile.mkdtemp(prefix="groupwise-", dir="/tmp" if os.path.isdir("/tmp") else None)
-        try:
-            with _loopback(host == LOOPBACK):
-                context = self.ray.init(
-                    "local",
-                    num_cpus=workers,
-                    object_store_memory=STORE_BYTES,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                    _node_ip_address=host,
-                    _temp_dir=self._folder,
-                    # Otherwise Ray ends a process whose Ray has been gone for a minute.
-                    _system_config={"gcs_rpc_server_reconnect_timeout_s": NEVER},
-                )
-                self._dead_processes = self.ray._private.worker._global_node.dead_processes
-        except Exception as error:
-            raise _NoRayError(f"Ray could not be started ({first_line(error)})") from error
-        if (found := context.address_info["node_ip_address"]) != host:
-            raise _NoRayError(f"this version of Ray listens on {found} where it is told {host}")
-        self.started = True
-
-
-def _prepare_environment() -> None:
-    """No statistics for Ray's makers; and where Ray wants a token and there is none, one that is kept in no file."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
-    given = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    if wanted and not given and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-
-
-@contextlib.contextmanager
-def _loopback(wanted: bool) -> Iterator[None]:
-    """Ray takes 127.0.0.1 for the machine's address in its network, except on systems that have no clusters."""
-    from ray._private import ray_constants
-
-    before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = before
-
-
-@contextlib.contextmanager
-def _signal_handler_kept() -> Iterator[None]:
-    """Ray puts its own handler for SIGTERM in place of the one that finishes a step and saves."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine that is meant."""
-    try:
-        address = ipaddress.ip_address(socket.gethostbyname(host))
-        with socket.socket() as probe:
-            probe.bind((str(address), 0))
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(
-            f"grouping.ray_host is {host!r}, which is no address of this machine; use {LOOPBACK}, or one of its own"
-        ) from error
-    if address.is_unspecified:
-        raise ConfigError(f"grouping.ray_host is {host!r}; name the address by which other machines reach this one")
-    return LOOPBACK if address.is_loopback else str(address)
-
-
-def _check_reachable(address: str, own: str) -> None:
-    """Ray itself would try for minutes. It takes a loopback address for the machine's ``own``."""
-    host, colon, port = address.rpartition("://")[2].rpartition(":")
-    if colon and port.isdecimal():
-        host = own if host in (LOOPBACK, "localhost", "[::1]") else host.strip("[]")
-        socket.create_connection((host, int(port)), timeout=10.0).close()

@@ -22,7 +22,7 @@ import torch
 
 from groupwise.config import GroupingSection
 from groupwise.errors import CheckpointError, ConfigError, InputError
-from groupwise.grouping import workers
+from groupwise.grouping import connection, workers
 from groupwise.grouping.grouper import Grouped, LocalGrouper
 from groupwise.grouping.workers import RayGrouper, SimilarityGrouperWorker, make_grouper
 from groupwise.model.weights import cache_folder
@@ -111,9 +111,9 @@ def test_an_embedder_that_cannot_be_had_is_refused_before_ray_starts():
 def existing() -> Iterator[str]:
     """The address of a Ray that somebody else has started, with two GPUs as far as it knows."""
     handler = signal.getsignal(signal.SIGTERM)
-    workers._prepare_environment()
+    connection.prepare_environment()
     folder = tempfile.mkdtemp(dir="/tmp")  # a socket's name has to be short
-    with workers._loopback(True):
+    with connection.loopback_only(True):
         context = ray.init(
             "local",
             num_cpus=1,

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.config import GroupingSection
-from groupwise.grouping.workers import MOST_BY_DEFAULT, Grouper, RayGrouper, Say, _Actor, make_grouper
+from groupwise.grouping.connection import Say
+from groupwise.grouping.workers import MOST_BY_DEFAULT, Grouper, GroupingActor, RayGrouper, make_grouper
 
 POOL = "global_pool"  # verl's name for the GPUs that train
 SHARE = 0.1  # of a GPU, in Ray's books; verl's own processes take a third each, two at most
@@ -45,15 +46,15 @@ class BundleGrouper(RayGrouper):
         self._bundles = bundles
         super().__init__(how, workers, say)
 
-    def _factory(self, workers: int) -> Callable[[], Any]:
+    def actor_factory(self, workers: int) -> Callable[[], Any]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         part = SHARE / math.ceil(workers / len(self._bundles))
-        device = "cuda" if self._how.device.startswith("cuda") else self._how.device  # a worker sees only its own
-        how = self._how.model_copy(update={"device": device})
+        device = "cuda" if self.how.device.startswith("cuda") else self.how.device  # a worker sees only its own
+        how = self.how.model_copy(update={"device": device})
         options = {"num_cpus": 0, "num_gpus": math.ceil(part * 1e4) / 1e4, "max_restarts": 0, "max_task_retries": 0}
-        actor, places = ray.remote(_Actor), itertools.cycle(self._bundles)
+        actor, places = ray.remote(GroupingActor), itertools.cycle(self._bundles)
 
         def make() -> Any:
             group, number = next(places)
