@@ -14,19 +14,17 @@ Usage::
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from trials import folder_of, train
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, paired_test
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quiz.toml"
 HARDER = {
     "loss.name": "reinforce",  # the document's loss: nothing is clipped, so only a mask can stop a stale sample
     "advantages.scale": "none",
@@ -74,30 +72,16 @@ def main() -> None:
         if args.draw is None:
             wanted = [(name, seed) for seed in range(args.seeds) for name in names]
             with ThreadPoolExecutor(args.at_once) as pool:
-                list(pool.map(lambda pair: train(*pair, root), wanted))
-        found = {name: [read(folder_of(name, seed, root)) for seed in range(args.seeds)] for name in names}
+                list(pool.map(lambda pair: train("quiz.toml", settings_of(*pair), folder_of(root, *pair)), wanted))
+        found = {name: [read(folder_of(root, name, seed)) for seed in range(args.seeds)] for name in names}
         tell(found)
         if args.draw or args.keep:
             draw(found, root / "ablation.png")
             print(f"picture: {root / 'ablation.png'}")
 
 
-def folder_of(name: str, seed: int, root: Path) -> Path:
-    return root / f"{''.join(letter if letter.isalnum() else '-' for letter in name)}-{seed}"
-
-
-def train(name: str, seed: int, root: Path) -> None:
-    """One run in a process of its own; one that is there already is left alone."""
-    folder = folder_of(name, seed, root)
-    if (folder / "model").exists():
-        return
-    settings = {**HARDER, **VARIANTS[name], "train.seed": str(seed), "run.folder": str(folder)}
-    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "groupwise", "train", str(RECIPE), "--overwrite", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name}, seed {seed}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    print(f"{name}, seed {seed}: done", flush=True)
+def settings_of(name: str, seed: int) -> dict[str, str]:
+    return {**HARDER, **VARIANTS[name], "train.seed": str(seed)}
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:

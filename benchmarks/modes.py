@@ -15,20 +15,18 @@ Usage::
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from trials import RECIPES, folder_of, train
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, paired_test
 
-RECIPES = Path(__file__).parents[1] / "recipes"
 WORSE = "castle"
 PLAIN = "all with all"
 WAYS = {
@@ -62,9 +60,13 @@ def main() -> None:
         wanted = [(task, way, seed) for seed in range(args.seeds) for task in args.tasks for way in args.ways]
         if args.draw is None:
             with ThreadPoolExecutor(args.at_once) as pool:
-                list(pool.map(lambda which: train(*which, args.steps, root), wanted))
+                list(
+                    pool.map(
+                        lambda run: train("modes.toml", settings_of(*run, args.steps), folder_of(root, *run)), wanted
+                    )
+                )
         found = {
-            task: {way: [read(folder_of(task, way, seed, root)) for seed in range(args.seeds)] for way in args.ways}
+            task: {way: [read(folder_of(root, task, way, seed)) for seed in range(args.seeds)] for way in args.ways}
             for task in args.tasks
         }
         for task, ways in found.items():
@@ -74,23 +76,9 @@ def main() -> None:
             print(f"picture: {root / 'modes.png'}")
 
 
-def folder_of(task: str, way: str, seed: int, root: Path) -> Path:
-    return root / f"{''.join(letter if letter.isalnum() else '-' for letter in f'{task}-{way}')}-{seed}"
-
-
-def train(task: str, way: str, seed: int, steps: int | None, root: Path) -> None:
-    """One run in a process of its own; one that is there already is left alone."""
-    folder = folder_of(task, way, seed, root)
-    if (folder / "model").exists():
-        return
-    settings = {**QUIET, **WAYS[way], "task": f"{RECIPES / 'modes.py'}:{TASKS[task]}", "train.seed": str(seed)}
-    settings |= {"run.folder": str(folder), **({"train.steps": str(steps)} if steps else {})}
-    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
-    command = [sys.executable, "-m", "groupwise", "train", str(RECIPES / "modes.toml"), "--overwrite", *words]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{task}, {way}, seed {seed}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    print(f"{task}, {way}, seed {seed}: done", flush=True)
+def settings_of(task: str, way: str, seed: int, steps: int | None) -> dict[str, object]:
+    given = {"task": f"{RECIPES / 'modes.py'}:{TASKS[task]}", "train.seed": seed}
+    return {**QUIET, **WAYS[way], **given, **({"train.steps": steps} if steps else {})}
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
