@@ -16,7 +16,8 @@ SMOOTHED_SHARE = 0.05  # of a curve's points, on each side, go into a point of i
 
 
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
-    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, entropy and KL, lengths.
+    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, entropy and KL, lengths,
+    and how different answers to a prompt are.
 
     What was not recorded is left out. None without matplotlib, or when there is nothing to draw.
     """
@@ -33,6 +34,10 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
         [
             ("tokens in an answer", "completions/mean_length", blue),
             ("answers cut off", "completions/clipped_ratio", orange),
+        ],
+        [
+            ("distance of two answers to a prompt", "diversity/mean_distance", green),
+            ("clusters per prompt", "similarity_groups/avg_groups_per_prompt", pink),
         ],
     ]
     curves = {name: _finite(rows, name) for cell in cells for _, name, _ in cell}

@@ -259,6 +259,8 @@ class LineDisplay(Display):
 
 LINE_PARTS: dict[str, Callable[[float], str]] = {
     "frac_reward_zero_std": lambda value: f"equal groups {100 * value:3.0f} %",
+    "similarity_groups/avg_groups_per_prompt": lambda value: f"clusters {value:4.1f}",
+    "diversity/mean_distance": lambda value: f"distance {value:.2f}",
     "completions/mean_length": lambda value: f"length {value:6.1f}",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
 }

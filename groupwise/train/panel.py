@@ -229,6 +229,8 @@ TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "kl": ("KL", lambda value: _short(value)),
     "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
     "frac_reward_zero_std": ("equal groups", lambda value: f"{100 * value:.0f} %"),
+    "similarity_groups/avg_groups_per_prompt": ("clusters", lambda value: f"{value:.1f}"),
+    "diversity/mean_distance": ("distance", lambda value: f"{value:.2f}"),
     "completions/mean_length": ("mean length", lambda value: f"{value:,.1f}"),
     "completions/clipped_ratio": ("cut off", lambda value: f"{100 * value:.1f} %"),
     "tokens_per_second": ("tokens/s", lambda value: f"{value:,.0f}"),
