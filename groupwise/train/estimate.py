@@ -15,7 +15,7 @@ from groupwise.model.device import free_memory
 from groupwise.model.logprobs import activation_bytes, completion_logps, default_token_budget
 from groupwise.train.compare import find_advantage, find_grouping
 from groupwise.train.held_out import metric_of
-from groupwise.train.setup import Parts, load_parts, make_schedule, steps_of
+from groupwise.train.setup import Parts, check_embedder_of, load_parts, make_schedule, steps_of
 from groupwise.train.warmup import WarmUp
 
 PROBE_TOKENS = 16
@@ -25,6 +25,7 @@ GIB, MIB = 2**30, 2**20
 def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     """Lines that say what a recipe comes to. Nothing is trained and nothing is written."""
     notices: list[str] = []
+    check_embedder_of(recipe)
     parts = load_parts(recipe, say=notices.append)
     find_advantage(recipe.advantages.function)
     find_grouping(recipe.advantages.grouping)

@@ -76,8 +76,6 @@ def load_parts(
     loss = find_loss(recipe.loss.name)
     make_schedule(recipe)
     _check_warm_up(recipe, task)
-    if compares_texts(recipe):
-        check_embedder(recipe.grouping.embedder)
     settings = recipe.model
     lora = None
     if settings.lora is not None:
@@ -127,6 +125,12 @@ def load_parts(
 def compares_texts(recipe: Recipe) -> bool:
     """Whether a run looks at which answers are alike, to compare these alone or only to measure it."""
     return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.measure)
+
+
+def check_embedder_of(recipe: Recipe) -> None:
+    """Raise an error if a run needs an embedder that cannot be had. An evaluation needs none."""
+    if compares_texts(recipe):
+        check_embedder(recipe.grouping.embedder)
 
 
 def steps_of(recipe: Recipe, rows: int) -> int:

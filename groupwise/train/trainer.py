@@ -44,6 +44,7 @@ from groupwise.train.rollout import Sampled, Sampler, chance
 from groupwise.train.saving import load_run, save_run
 from groupwise.train.setup import (
     Parts,
+    check_embedder_of,
     compares_texts,
     load_parts,
     make_optimizer,
@@ -80,6 +81,7 @@ class Trainer:
         self.recipe, self.callbacks = recipe, list(callbacks)
         self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
+        check_embedder_of(recipe)
         self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, say=self.say)
         if not len(self.parts.train):
             raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on; set data.train")

@@ -15,10 +15,12 @@ from groupwise.grouping.document import LABELS, compute_single_member_mask
 from groupwise.grouping.grouper import Grouped
 from groupwise.train.batch import join
 from groupwise.train.compare import GROUPINGS, compare
+from groupwise.train.estimate import describe_run
 from groupwise.train.rollouts import read_rollouts
+from groupwise.train.setup import load_parts
 from groupwise.train.trainer import Trainer
 from tests.train.made import made_batch, made_recipe
-from tests.train.runs import check_same, even, go, merged, small_trainer
+from tests.train.runs import TASK, check_same, even, go, merged, small_recipe, small_trainer
 from tests.weights import wordllama
 
 SIMILAR = {
@@ -273,3 +275,10 @@ def test_an_embedder_that_cannot_be_had_is_an_error_before_the_run_begins(tmp_pa
     with pytest.raises(ConfigError, match="wordlama"):
         small_trainer(tmp_path / "run", SIMILAR, {"grouping": {"embedder": "wordlama"}})
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_needs_no_embedder():
+    recipe = small_recipe(SIMILAR, {"grouping": {"embedder": "wordlama"}})
+    assert len(load_parts(recipe, task=TASK, rewards=[even]).held_out) == 2
+    with pytest.raises(ConfigError, match="wordlama"):
+        list(describe_run(recipe, timed=False))
