@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from trials import folder_of, train
+from trials import folder_of, smooth, train
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.rundir import metric_column, read_metrics
@@ -33,7 +33,7 @@ MEASURED = {
     "diversity/effective_clusters": "effective clusters",
 }
 LAST = 20  # steps over which the end of a run is taken
-SMOOTH = 10
+FIRST_AND_LAST = (slice(0, LAST), slice(-LAST, None))
 
 Runs = list[dict[str, np.ndarray]]
 
@@ -92,14 +92,6 @@ def tell(found: dict[str, Runs]) -> None:
         cells.append([f"{band.estimate:.3f} [{band.low:.3f}, {band.high:.3f}]" for band in own])
     for name, row in zip(("distance", "distinct word pairs"), cells, strict=True):
         print(f"{f'{name} at reward {level:.2f}':30}{''.join(f'{cell:>40}' for cell in row)}")
-
-
-FIRST_AND_LAST = (slice(0, LAST), slice(-LAST, None))
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Means over the last few steps."""
-    return np.array([values[max(0, end - SMOOTH) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def at_reward(run: dict[str, np.ndarray], name: str, level: float) -> float:

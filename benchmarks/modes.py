@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-from trials import RECIPES, folder_of, train
+from trials import RECIPES, folder_of, smooth, train
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.rundir import metric_column, read_metrics
@@ -38,7 +38,6 @@ TASKS = {"equal": "task", "one worse": "task_with_worse"}
 QUIET = {"run.tensorboard": "false", "run.picture": "false", "run.rollouts": "false", "run.resumable": "false",
          "run.export_dtype": "float32", "model.device": "cpu"}  # fmt: skip
 LAST = 25  # steps over which the end of a run is taken
-SMOOTH = 10
 MEASURED = ("modes/effective", "modes/quality", "modes/worth", "modes/no_scene", f"modes/share/{WORSE}",
             "similarity_groups/avg_groups_per_prompt", "similarity_groups/n_single_member_groups")  # fmt: skip
 
@@ -106,11 +105,6 @@ def tell(task: str, ways: dict[str, Runs]) -> None:
         rest = [np.mean(end(runs, name)) for name in MEASURED[3:]]
         cells.append(f"{rest[0]:>10.1%}{rest[1]:>17.1%}{rest[2]:>10.2f}{rest[3]:>7.0f}")
         print(f"{way:32}{''.join(cells)}")
-
-
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Means over the last few steps: a batch has few answers."""
-    return np.array([values[max(0, end - SMOOTH) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def draw(found: dict[str, dict[str, Runs]], path: Path) -> None:

@@ -7,12 +7,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
+
+SMOOTH = 10  # steps
 RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def folder_of(root: Path, *names: object) -> Path:
     """Where a run is kept: its names in a row, with dashes for what a file's name should not have."""
     return root / "-".join("".join(letter if letter.isalnum() else "-" for letter in str(name)) for name in names)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Means over the last few steps: a batch has few answers."""
+    return np.array([values[max(0, end - SMOOTH) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def train(recipe: str, settings: Mapping[str, object], folder: Path) -> None:

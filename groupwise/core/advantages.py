@@ -131,16 +131,13 @@ def group_advantages(
     if shrinkage and baseline != "mean":
         raise InputError(f"shrinkage moves a group's mean, so it needs the baseline 'mean', not {baseline!r}")
     table = _rewards(rewards, columns=True)  # (B, K)
-    levels = _nested([group_index(level, len(table)) for level in (*within, groups)]) if shrinkage else []
-    index, number = group_index(groups, len(table))
+    levels = _nested([group_index(level, len(table)) for level in ((*within, groups) if shrinkage else (groups,))])
     factors = _weights(weights, table.shape[1])
     scored = ~table.isnan().all(dim=1)
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
-        own = _statistics(values, index, number, unbiased, round_off).of_samples()
-        if shrinkage:
-            own = _borrowing(values, levels, shrinkage, unbiased, round_off)
+        own = _compared_with(values, levels, shrinkage, unbiased, round_off)
         return _normalise(values, own, scale, baseline, eps, unbiased, round_off)
 
     if combine == "sum_then_normalize":
@@ -176,10 +173,10 @@ def _normalise(
     return torch.where(values.isnan(), 0.0, advantages)
 
 
-def _borrowing(
+def _compared_with(
     values: Tensor, levels: Sequence[tuple[Tensor, int]], shrinkage: float, unbiased: bool, round_off: float
 ) -> _Own:
-    """What each sample is compared with where groups borrow from those that they lie in, the largest first.
+    """What each sample is compared with: its group, which borrows from those that it lies in, the largest first.
 
     A group of n with mean m and squared deviations S, in one with mean M and variance V, has the mean
     (n·m + κ·M) / (n + κ) and the variance (S + κ·V) / (n − 1 + κ). Only where all of the largest group is equal is
@@ -188,6 +185,8 @@ def _borrowing(
     largest, *inner = (_statistics(values, index, number, unbiased, round_off) for index, number in levels)
     own = largest.of_samples()
     mean, variance = own.mean, own.std**2
+    if not inner:
+        return own
     for groups in inner:
         count, squares = groups.count, groups.std**2 * (groups.count - int(unbiased)).clamp(min=1)
         total = torch.where(count > 0, groups.mean * count, 0.0)
@@ -197,10 +196,16 @@ def _borrowing(
     return _Own(own.scored, mean, variance.sqrt(), own.equal)
 
 
+def lies_within(groups: Tensor, larger: Tensor) -> bool:
+    """Whether each group of samples ``(B,)`` lies in one of the larger groups; both are numbers of groups."""
+    pairs: Tensor = torch.unique(torch.stack([groups, larger]), dim=1)
+    return pairs.shape[1] == len(torch.unique(groups))
+
+
 def _nested(levels: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
     """The levels, largest groups first, if each group lies in one of the level before."""
-    for (outer, _), (inner, number) in pairwise(levels):
-        if len(torch.unique(torch.stack([inner, outer]), dim=1).T) != number:
+    for (outer, _), (inner, _) in pairwise(levels):
+        if not lies_within(inner, outer):
             raise InputError("a group has samples in several of the groups that it should lie within")
     return levels
 

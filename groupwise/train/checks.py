@@ -242,10 +242,8 @@ def _unsplit_share(view: View) -> float:
 
 def _likeness(view: View) -> tuple[float, str]:
     """How far apart answers to one prompt are, relative to unrelated ones, and the same in words."""
-    within, between = (
-        view.means.get("diversity/mean_distance", 0.0),
-        view.means.get("diversity/distance_between_prompts"),
-    )
+    within = view.means.get("diversity/mean_distance", 0.0)
+    between = view.means.get("diversity/distance_between_prompts")
     words = f"two of them are at a distance of {within:.2f}"
     if between is None or between <= 0:
         return within, words
@@ -278,11 +276,10 @@ def _answers_unrelated(view: View) -> str | None:
 
 
 def _answers_scattered(view: View) -> str | None:
-    lone = view.means.get("similarity_groups/n_single_member_groups")
-    prompts = sum(view.starting(SPLIT).values())
-    if lone is None or not prompts or lone / (prompts * view.now.sampling.samples_per_prompt) <= LONE:
+    answers = sum(view.starting(SPLIT).values()) * view.now.sampling.samples_per_prompt
+    share = view.means.get("similarity_groups/n_single_member_groups", 0.0) / max(1e-9, answers)
+    if share <= LONE:
         return None
-    share = lone / (prompts * view.now.sampling.samples_per_prompt)
     return (
         f"{share:.0%} of the answers are alone in their cluster and teach nothing; lower grouping.max_groups, now "
         f"{view.now.grouping.max_groups}, set advantages.shrinkage, now {view.now.advantages.shrinkage:g}, or try "

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core import group_advantages, group_index, group_statistics
+from groupwise.core.advantages import lies_within
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.grouping.document import LABELS, parent_labels
@@ -167,7 +168,7 @@ def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
 def _larger(batch: Batch, grouping: GroupingFunction, groups: Tensor) -> list[Tensor]:
     """What small groups borrow from: their prompt, and with several levels of clusters those between, largest first."""
     prompts = batch.prompt_of
-    if len(torch.unique(torch.stack([groups, prompts]), dim=1).T) != int(groups.max()) + 1:
+    if not lies_within(groups, prompts):
         raise ConfigError(
             "advantages.shrinkage is above 0, but the grouping function compares answers to different prompts, so "
             "there is no prompt to borrow from; set it to 0"

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, BertConfig, BertModel
 from groupwise.errors import CheckpointError, ConfigError, InputError
 from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
 from groupwise.model.catalogue import WORDLLAMA
+from tests.hub import Hub
 from tests.weights import make_wheel, minilm, only_from, wordllama
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -364,7 +365,6 @@ def test_the_hub_cannot_be_reached():
         load_embedder("-a/b c")
 
 
-COMMIT = "c" * 40
 CLIENT = """
 import json, sys
 from groupwise.errors import ConfigError
@@ -375,42 +375,6 @@ for name in sys.argv[1:]:
     except ConfigError as error:
         print(json.dumps(str(error)))
 """
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's protocol as a download needs. It has org/model; org/gated answers that it is gated."""
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, status, body=b"", **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        paths = sorted(file for file in self.folder.rglob("*") if file.is_file())
-        files = {file.relative_to(self.folder).as_posix(): file.read_bytes() for file in paths}
-        if "org/model" not in path:
-            status, code = (403, "GatedRepo") if "org/gated" in path else (404, "RepoNotFound")
-            self.answer(status, X_Error_Code=code)
-        elif "/revision/" in path:
-            facts = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            self.answer(200, json.dumps(facts).encode())
-        elif "/tree/" in path:
-            numbered = enumerate(files.items())
-            tree = [{"type": "file", "path": n, "size": len(b), "oid": f"{i:040}"} for i, (n, b) in numbered]
-            self.answer(200, json.dumps(tree).encode())
-        else:
-            name = path.split(f"/resolve/{COMMIT}/")[1]
-            self.asked.append(name)
-            self.answer(200, files[name], ETag=f'"{list(files).index(name):040}"')
-
-    do_HEAD = do_GET
 
 
 class Trap:

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from groupwise.model.export import export_model
 from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
 from groupwise.model.lora import LoraSettings, adapter_off, is_lora
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from tests.hub import Hub
 from tests.weights import smollm2
 
 IDS = torch.tensor([list(b"somewhere")])
@@ -405,7 +405,6 @@ def test_a_tokenizer_that_is_missing_or_damaged(folder):
 
 # --- a hub ------------------------------------------------------------------------------------------------------------
 
-COMMIT = "c" * 40
 CLIENT = """
 import json, sys
 from groupwise.errors import InputError
@@ -417,50 +416,6 @@ for source, revision in json.loads(sys.argv[1]):
     except InputError as error:
         print(json.dumps(str(error)))
 """
-
-
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's protocol as a download needs. It has org/model; org/gated and org/broken answer so."""
-
-    folder: Path
-    asked: list[str]
-
-    def log_message(self, *args):
-        pass
-
-    def answer(self, status, body=b"", **headers):
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(body)), "X-Repo-Commit": COMMIT, **headers}.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
-
-    def do_GET(self):
-        path = self.path.split("?")[0]
-        files = {file.name: file.read_bytes() for file in sorted(self.folder.iterdir())}
-        if "org/gated" in path:
-            self.answer(403, X_Error_Code="GatedRepo")
-        elif "org/broken" in path:
-            self.answer(500)
-        elif "org/model" not in path:
-            self.answer(404, X_Error_Code="RepoNotFound")
-        elif "/revision/" in path and not path.endswith(("/main", COMMIT)):
-            self.answer(404, X_Error_Code="RevisionNotFound")
-        elif "/revision/" in path:
-            facts = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            self.answer(200, json.dumps(facts).encode())
-        elif "/tree/" in path:
-            tree = [
-                {"type": "file", "path": n, "size": len(b), "oid": f"{i:040}"} for i, (n, b) in enumerate(files.items())
-            ]
-            self.answer(200, json.dumps(tree).encode())
-        else:
-            name = path.rsplit("/", 1)[-1]
-            self.asked.append(name)
-            self.answer(200, files[name], ETag=f'"{list(files).index(name):040}"')
-
-    do_HEAD = do_GET
 
 
 @pytest.fixture
