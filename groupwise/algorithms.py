@@ -21,6 +21,11 @@ are two presets, with the same numbers; they differ in
 
 ``similarity_group_grpo`` is the third document: which answers are compared with each other is decided by what they say
 (``[grouping]`` has the settings). Its loss is the mean over all tokens, as in verl, for which the document is written.
+
+``pg_grpo`` is the fourth document: GRPO and DPO in one objective, L = L_clip + w₁·KL + w₂·L_DPO, all three minimised
+(its formula for the first two has the signs of something to be maximised, its code those of a loss). It leaves both
+weights open. w₁ = 0.04 is DeepSeekMath's. W2_REASON ``dpo`` is the end of that scale where only a
+data set of pairs is left: nothing is sampled.
 """
 
 from __future__ import annotations
@@ -159,6 +164,43 @@ SIMILARITY_GROUP_GRPO = DAPO.but(
     {"advantages.grouping": "similarity", "advantages.eps": 1e-6, "sampling.samples_per_prompt": 8},
 )
 
+PREFERENCE_METRICS = MappingProxyType(
+    {
+        "rewards/chosen": "preference/chosen_reward",
+        "rewards/rejected": "preference/rejected_reward",
+        "rewards/margins": "preference/margin",
+        "rewards/accuracies": "preference/accuracy",
+        "logps/chosen": "preference/chosen_logp",
+        "logps/rejected": "preference/rejected_logp",
+    }
+)
+
+PG_GRPO = Algorithm(
+    "pg_grpo",
+    "GRPO and DPO in one objective: each group's best answer is also preferred to its worst (fourth document)",
+    MappingProxyType(
+        {
+            **GRPO.settings,
+            "loss.ratio": "token",
+            "loss.policy_coef": 1.0,
+            "loss.kl_coef": 0.04,
+            "loss.kl": "k3",
+            "reference.refresh_every": 0,
+            "preference.weight": 0.1,
+            "preference.beta": 0.1,
+            "preference.kind": "sigmoid",
+            "preference.pairs": "group",
+        }
+    ),
+    PREFERENCE_METRICS,
+)
+
+DPO = PG_GRPO.but(
+    "dpo",
+    "the preference term alone, on a data set of pairs; nothing is sampled",
+    {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"},
+)
+
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
@@ -170,6 +212,8 @@ ALGORITHMS: dict[str, Algorithm] = {
         ENHANCED_GRPO,
         ENHANCED_GRPO_DOCUMENT,
         SIMILARITY_GROUP_GRPO,
+        PG_GRPO,
+        DPO,
     )
 }
 

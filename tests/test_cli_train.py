@@ -121,7 +121,7 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
         (["--train.steps", "3", "--train.steps=4"], "--train.steps is given twice"),
         (["--algorithm", "grop"], "on the command line: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
                                   "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', "
-                                  "'enhanced_grpo_document', 'similarity_group_grpo')"),
+                                  "'enhanced_grpo_document', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
         (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k', "
                                "'usmle')"),
         (["--loss.kl", "unbiasd"], "on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'? "
@@ -357,8 +357,8 @@ def test_help_reads_well():
     assert "default: True" not in flat
     assert "default: None" not in flat
     assert re.findall(r"^  \[(\w+)\]$", text, re.MULTILINE) == [
-        "model", "data", "usmle", "scoring", "sampling", "advantages", "grouping", "loss", "masks", "reference",
-        "optimizer", "warm_up", "train", "evaluate", "run",
+        "model", "data", "usmle", "scoring", "sampling", "advantages", "grouping", "loss", "preference", "masks",
+        "reference", "optimizer", "warm_up", "train", "evaluate", "run",
     ]  # fmt: skip
     for name in scheduled_names(make_recipe()):
         assert name in flat
@@ -421,6 +421,85 @@ def test_check_with_much_set(capsys, here):
     assert "the first phase is 'first'" in lines
     assert "1 of 2 training rows are left out: their prompts have more than 6 tokens" in lines
     assert any(line.endswith("  reference") for line in lines)
+
+
+@pytest.fixture
+def pairs(here, monkeypatch):
+    """A recipe of pairs alone: no rows, no rewards, nothing to sample."""
+    monkeypatch.setenv("GROUPWISE_CACHE", str(here / "cache"))
+    rows = [{"prompt": f"Say {n}: ", "chosen": f"{n} is said", "rejected": "no"} for n in range(10, 20)]
+    (here / "pairs.jsonl").write_text(jsonl(*rows))
+    (here / "p.toml").write_text(
+        'algorithm = "dpo"\n[model]\nsource = "tiny"\ngradient_checkpointing = false\n[data]\nchat = false\n'
+        '[preference]\ntrain = "pairs.jsonl"\nheld_out_from_train = 2\nbatch_size = 4\n'
+        "[run]\ntensorboard = false\npicture = false\n"
+    )
+    return here
+
+
+def test_check_of_pairs_alone(pairs, capsys):
+    assert main(["check", "p.toml"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    # A byte is a token: 8 of the prompt, 10 of the longer answer and its end.
+    assert (
+        "pairs of pairs.jsonl: 8 to train on, 2 held out; a prompt and its longer answer have 19 tokens on average, 19 "
+        "at most"
+    ) in lines
+    (first,) = [line for line in lines if line.startswith("the first pair")]
+    assert re.search(r"sees it: 'Say (\d\d): ', better '\1 is said<\|end\|>', worse 'no<\|end\|>'$", first)
+    assert "    1.1 MiB  reference" in lines
+    assert "steps: 6, each with 4 pairs" in lines  # three epochs
+    (time,) = [line for line in lines if line.startswith("time: ")]
+    assert re.fullmatch(
+        r"time: about [\d.]+ s a step, \d+ s in all, without evaluation \(from 4 pairs; within a factor of two\)", time
+    )
+    assert "for the reference's log-probs of 8 pairs, which are kept on the disk" in lines[-1]
+    text = "\n".join(lines)
+    for absent in ("rewards:", "data: ", "the first prompt", " answers of up to", "cache of"):
+        assert absent not in text
+    assert not (pairs / "runs").exists()
+
+
+def test_check_of_answers_and_pairs(pairs, capsys):
+    words = ["--algorithm", "pg_grpo", "--preference.train", "pairs.jsonl", "--preference.pairs", "both",
+             "--loss.kl_coef", "0", "--preference.pairs_per_group", "5"]  # fmt: skip
+    assert main(["check", "r.toml", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "rewards: vowels × 1" in lines
+    assert (
+        "pairs of sampled answers: up to 2 of each 4, the best against the worst by the sum of all rewards"
+    ) in lines
+    assert any(line.startswith("pairs of pairs.jsonl: 10 to train on, 0 held out; ") for line in lines)
+    assert "    1.1 MiB  reference" in lines  # which pairs need, without a KL
+    assert "steps: 2, each with 8 answers of up to 8 tokens and 16 pairs of the data set" in lines
+    assert any("(from answers of 8 tokens and 4 pairs; within a factor of two)" in line for line in lines)
+
+
+def test_check_with_pairs_only_held_out(pairs, capsys):
+    assert main(["check", "r.toml", "--quick", "--preference.held_out", "pairs.jsonl"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("pairs of pairs.jsonl: 0 to train on, 10 held out; ") for line in lines)
+    assert "    1.1 MiB  reference" in lines
+    assert "steps: 2, each with 8 answers of up to 8 tokens" in lines
+
+
+def test_check_needs_rows_to_sample_for_as_train_does(complaint):
+    words = ["r.toml", "--data.train", "none", "--data.held_out", "rows.jsonl"]
+    assert complaint("check", *words) == complaint("train", *words)
+
+
+def test_train_on_pairs_alone(pairs, capsys):
+    assert (
+        main(["train", "p.toml", "--run.folder", "run", "--train.steps", "2", "--optimizer.learning_rate", "0.01"]) == 0
+    )
+    said = capsys.readouterr().out
+    assert re.search(r"step 2/2 · preference_accuracy .* · pairs   4 · margin +[\d.]+ · preferred [\d ]+ %", said)
+    assert re.search(r"2 held-out pairs +before +after \d steps\npreference_accuracy +50\.0% \[50\.0%, 50\.0%\]", said)
+    assert "tokens/s" not in said
+    assert "reward" not in said
+    rows = read_metrics(pairs / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "preference/margin" in row] == [1, 2]
+    assert all("reward" not in row for row in rows)
 
 
 # --- train and resume ------------------------------------------------------------------------------------------------

@@ -202,9 +202,9 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
         ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
                                 "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document', "
-                                "'similarity_group_grpo')"),
+                                "'similarity_group_grpo', 'pg_grpo', 'dpo')"),
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
-                           "'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo')"),
+                           "'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
@@ -221,8 +221,11 @@ def test_a_wrong_name_has_its_nearest_neighbour(table, sentence):
 @pytest.mark.parametrize(("theirs", "ours"), KNOWN_ELSEWHERE.items())
 def test_names_of_other_libraries_are_recognised(theirs, ours):
     assert ours in NAMES
+    same = "".join(
+        f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}")
+    )  # a setting of ours may be called so
     for table in ({theirs: 1}, {"train": {theirs: 1}}):
-        assert refused(table).endswith(f"{theirs}'; did you mean {ours!r}?")
+        assert refused(table).endswith(f"{theirs}'; did you mean {same}{ours!r}?")
     with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {ours!r}?")):
         parse_override(theirs, "1")
 
@@ -362,7 +365,8 @@ def test_every_choice_that_the_core_knows_is_held_to_it():
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert own == {"model.dtype", "data.too_long", "scoring.on_error", "optimizer.decay", "train.not_finite",
                    "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
-                   "usmle.bad_rows", "grouping.method", "grouping.dtype"}  # fmt: skip
+                   "usmle.bad_rows", "grouping.method", "grouping.dtype", "preference.pairs",
+                   "preference.too_long"}  # fmt: skip
 
 
 def test_the_other_choices_are_those_of_the_code_they_go_to():
@@ -537,7 +541,8 @@ def test_what_a_schedule_may_drive_are_numbers_that_a_step_reads():
     assert found["sampling.top_k"] is None
     assert all(not isinstance(value, (bool, str)) for value in found.values())
     sections = {name.partition(".")[0] for name in found}
-    assert sections == {"sampling", "advantages", "loss", "masks", "reference", "optimizer", "scoring", "train"}
+    assert sections == {"sampling", "advantages", "loss", "preference", "masks", "reference", "optimizer", "scoring",
+                        "train"}  # fmt: skip
     assert "train.steps" not in found
     assert "sampling.max_rows" not in found
 

@@ -7,10 +7,12 @@ neighbour. A recipe is never changed once it is made: a schedule makes a new one
 
 from groupwise.config.layers import load_recipe, make_recipe, parse_override
 from groupwise.config.names import resolve_scheduled, scheduled_names, setting_names
-from groupwise.config.sections import GroupingSection, Recipe, RewardSection
+from groupwise.config.sections import DataSection, GroupingSection, PreferenceSection, Recipe, RewardSection
 
 __all__ = [
+    "DataSection",
     "GroupingSection",
+    "PreferenceSection",
     "Recipe",
     "RewardSection",
     "load_recipe",

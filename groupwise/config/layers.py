@@ -17,10 +17,17 @@ from groupwise.config.fields import choices_of, expected_of, field_at, hint, inn
 from groupwise.config.names import elsewhere, find_field, section_names
 from groupwise.config.sections import Recipe
 from groupwise.core.losses import LOSSES
-from groupwise.errors import ConfigError
+from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
+from groupwise.errors import ConfigError, InputError
 
 # Settings that may name a file, by section and key: a recipe finds it beside itself. Its rewards do so too.
-DATA_FILES = (("data", "train"), ("data", "held_out"), ("usmle", "vocabulary"))
+DATA_FILES = (
+    ("data", "train"),
+    ("data", "held_out"),
+    ("usmle", "vocabulary"),
+    ("preference", "train"),
+    ("preference", "held_out"),
+)
 FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
 
 
@@ -184,6 +191,7 @@ def _check(recipe: Recipe, where: str) -> None:
             "nothing can be learned; use at least 2"
         )
     _check_shrinkage(recipe, where)
+    _check_preference(recipe, where)
     if recipe.masks.keep_sampling and not _filters(recipe):
         raise ConfigError(
             f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
@@ -214,6 +222,36 @@ def _check_shrinkage(recipe: Recipe, where: str) -> None:
         raise ConfigError(
             f"{where}: grouping.skip_single_members leaves out rewards that teach nothing, but {given}, and then an "
             "answer that is alone in its cluster teaches; drop one of the two"
+        )
+
+
+def _check_preference(recipe: Recipe, where: str) -> None:
+    """The kinds of preference loss and what they need; a data set of pairs that nobody would look at."""
+    how = recipe.preference
+    try:
+        names, _ = check_kinds(
+            how.kind,
+            how.kind_weights,
+            beta=how.beta,
+            label_smoothing=how.label_smoothing,
+            discopop_tau=how.discopop_tau,
+        )
+    except InputError as error:
+        raise ConfigError(f"{where}: [preference] {error}") from error
+    if how.label_smoothing and not SMOOTHED_KINDS.intersection(names):
+        raise ConfigError(
+            f"{where}: preference.label_smoothing has no effect on the kind {', '.join(names)}; for pairs that may be "
+            "the wrong way round use preference.kind 'robust'"
+        )
+    if how.pairs == "group" and (how.train is not None or how.held_out_from_train):
+        given = "train" if how.train is not None else "held_out_from_train"
+        raise ConfigError(
+            f"{where}: preference.{given} is set, but preference.pairs is 'group', which takes pairs from the sampled "
+            "answers alone; set it to 'data' or 'both'"
+        )
+    if how.pairs == "group" and how.weight and recipe.sampling.samples_per_prompt == 1:
+        raise ConfigError(
+            f"{where}: sampling.samples_per_prompt is 1, so no group has two answers to make a pair of; use at least 2"
         )
 
 

@@ -37,7 +37,10 @@ KNOWN_ELSEWHERE = {
 
 # The settings that a schedule may drive: read anew in every step. The rest (model, data, run, …) is fixed.
 SCHEDULED_SECTIONS = ("sampling", "advantages", "loss", "masks", "reference", "optimizer", "scoring")
-SCHEDULED_OF_TRAIN = ("batch_size", "accumulation", "iterations", "mini_batches", "refill", "self_check")
+SCHEDULED_OF = {
+    "train": ("batch_size", "accumulation", "iterations", "mini_batches", "refill", "self_check"),
+    "preference": ("weight", "beta", "label_smoothing", "discopop_tau", "pairs_per_group", "min_margin"),
+}
 NOT_SCHEDULED = {"sampling.max_rows", "optimizer.warmup_steps", "optimizer.final", "optimizer.beta1", "optimizer.beta2",
                  "optimizer.eps", "scoring.timeout"}  # fmt: skip
 
@@ -52,7 +55,7 @@ def scheduled_names(recipe: Recipe) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, field in setting_names():
         section, _, key = name.partition(".")
-        allowed = section in SCHEDULED_SECTIONS or (section == "train" and key in SCHEDULED_OF_TRAIN)
+        allowed = section in SCHEDULED_SECTIONS or key in SCHEDULED_OF.get(section, ())
         if allowed and name not in NOT_SCHEDULED and kinds_of(field) & {int, float}:
             found[name] = recipe.get(name)
     return found

@@ -13,6 +13,7 @@ from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
+from groupwise.core.preference import KINDS
 
 KL_FORMS = (*ESTIMATORS, "full", "full_document")  # the last two need whole distributions: `core.full_kl`
 
@@ -220,6 +221,8 @@ class GroupingSection(Section):
 class LossSection(Section):
     name: str = "dapo"
     """one of {losses}, or module:function of one's own (one number per token)"""
+    policy_coef: NotNegative = 1.0
+    """weight of the policy's own loss; 0 leaves it out (with [preference] that is DPO)"""
     ratio: Literal["token", "sequence"] | None = None
     """one ratio per token or per answer; by default the loss's own"""
     clip_low: NotNegative = 0.2
@@ -238,6 +241,61 @@ class LossSection(Section):
     """bonus on the entropy of the policy"""
     importance_cap: Positive | None = None
     """correct for a difference between sampler and trainer by their ratio, at most this (TIS)"""
+
+
+class PreferenceSection(Section):
+    weight: NotNegative = 0.0
+    """w₂: weight of the preference term, learning from pairs (docs/preference.md); 0 leaves it out"""
+    beta: Positive = 0.1
+    """β: the smaller, the further pairs may take the policy from the reference"""
+    kind: str | list[str] = "sigmoid"
+    """the loss of a pair, or several that are added: {kinds}"""
+    kind_weights: list[Finite] | None = None
+    """a factor for each kind; by default 1"""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """the share of pairs that may be the wrong way round, for the kinds robust, aot, aot_unpaired and exo_pair"""
+    discopop_tau: Positive = 0.05
+    """discopop: its temperature"""
+    pairs: Literal["group", "data", "both"] = "group"
+    """where pairs come from: the answers to one prompt, by their rewards; a data set (preference.train); or both"""
+    pairs_per_group: Count = 1
+    """pairs of one group: the best and the worst, the second best and the second worst, and so on"""
+    min_margin: NotNegative = 0.0
+    """the rewards of a group's pair must differ by more than this; equal ones make no pair"""
+    reward: str | None = None
+    """the name of the reward that puts a group in order; by default the weighted sum of all"""
+    train: str | list[str] | None = None
+    """pairs to train on: files, a folder, a hub data set owner/name, or several; a row has chosen and rejected"""
+    held_out: str | list[str] | None = None
+    """pairs to evaluate on; never trained on"""
+    held_out_from_train: CountOrNone = 0
+    """evaluate on so many pairs, drawn by the seed, of the first source of preference.train"""
+    subset: str | None = None
+    """the configuration of a hub data set"""
+    train_split: str | None = None
+    """the split of a hub data set to train on"""
+    held_out_split: str | None = None
+    """the split of a hub data set to evaluate on"""
+    train_rows: Count | None = None
+    """use only the first so many rows"""
+    held_out_rows: Count | None = None
+    """evaluate on only the first so many rows"""
+    prompt: str = "prompt"
+    """the column that holds the prompt; where there is none, it is what chosen and rejected begin with"""
+    chosen: str = "chosen"
+    """the column that holds the better answer: a text, a message or messages"""
+    rejected: str = "rejected"
+    """the column that holds the worse answer"""
+    batch_size: Count = 16
+    """pairs of the data set in a step"""
+    max_length: Count | None = 1024
+    """the longest pair: tokens of its prompt and the longer answer"""
+    too_long: Literal["error", "drop", "cut"] = "drop"
+    """what becomes of a longer pair: stop with an error, leave it out, or cut the ends of its answers off"""
+    shuffle: bool = True
+    """a new order of the pairs in every epoch, from the run's seed"""
+    cache: bool = True
+    """keep the reference's log-probs of the data set's pairs on disk; without it they are computed in each step"""
 
 
 class MasksSection(Section):
@@ -392,6 +450,7 @@ class Recipe(Section):
     advantages: AdvantagesSection = Field(default_factory=AdvantagesSection)
     grouping: GroupingSection = Field(default_factory=GroupingSection)
     loss: LossSection = Field(default_factory=LossSection)
+    preference: PreferenceSection = Field(default_factory=PreferenceSection)
     masks: MasksSection = Field(default_factory=MasksSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
@@ -429,6 +488,7 @@ def _fill(model: type[Section], **lists: Sequence[str]) -> None:
 
 
 _fill(LossSection, losses=tuple(LOSSES))
+_fill(PreferenceSection, kinds=tuple(KINDS))
 _fill(Recipe, algorithms=tuple(ALGORITHMS))
 
 # The choices that are written out above, for the checker of types, are the core's own; a test holds them together.

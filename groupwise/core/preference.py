@@ -75,8 +75,6 @@ def _sigmoid_norm(p: Pairs) -> Tensor:
 
 
 def _exo_pair(p: Pairs) -> Tensor:
-    if p.label_smoothing == 0:
-        raise InputError("the kind 'exo_pair' needs label_smoothing above 0 (the EXO paper recommends 1e-3)")
     win, lose = logsigmoid(p.logits), logsigmoid(-p.logits)
     return win.exp() * (win - math.log1p(-p.label_smoothing)) + lose.exp() * (lose - math.log(p.label_smoothing))
 
@@ -87,10 +85,6 @@ def _nca_pair(p: Pairs) -> Tensor:
 
 
 def _robust(p: Pairs) -> Tensor:
-    if p.label_smoothing >= 0.5:
-        raise InputError(
-            f"the kind 'robust' needs label_smoothing, the share of flipped labels, below 0.5, got {p.label_smoothing}"
-        )
     flip = p.label_smoothing
     return (-(1 - flip) * logsigmoid(p.logits) + flip * logsigmoid(-p.logits)) / (1 - 2 * flip)
 
@@ -186,11 +180,13 @@ def preference_loss(
     Statistics, detached: ``accuracy`` (the share of pairs with the margin on the right side), ``margin``,
     ``chosen_reward`` and ``rejected_reward`` (β times the log-ratio).
     """
-    names = [kind] if isinstance(kind, str) else list(kind)
-    if weights is not None and not isinstance(weights, (list, tuple)):
-        raise InputError(f"weights must be a list with one number per kind, got {weights!r}")
-    factors = [1.0] * len(names) if weights is None else list(weights)
-    _check(names, factors, weights, beta, label_smoothing, discopop_tau, total_pairs)
+    names, factors = check_kinds(kind, weights, beta=beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
+    if total_pairs is not None:
+        check_at_least("total_pairs", total_pairs, 0)
+    if label_smoothing and not SMOOTHED_KINDS.intersection(names):
+        warnings.warn(
+            f"label_smoothing has no effect on {names}; for labels that may be flipped use kind='robust'", stacklevel=2
+        )
     check_same_shape(
         policy_chosen=policy_chosen,
         policy_rejected=policy_rejected,
@@ -231,15 +227,19 @@ def preference_loss(
     return loss, statistics
 
 
-def _check(
-    names: list[str],
-    factors: list[float],
-    weights: Sequence[float] | None,
-    beta: float,
-    label_smoothing: float,
-    discopop_tau: float,
-    total_pairs: int | None,
-) -> None:
+def check_kinds(
+    kind: str | Sequence[str],
+    weights: Sequence[float] | None = None,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    discopop_tau: float = 0.05,
+) -> tuple[list[str], list[float]]:
+    """The kinds and a factor for each; an error where these settings of `preference_loss` do not go together."""
+    names = [kind] if isinstance(kind, str) else list(kind)
+    if weights is not None and not isinstance(weights, (list, tuple)):
+        raise InputError(f"weights must be a list with one number per kind, got {weights!r}")
+    factors = [1.0] * len(names) if weights is None else list(weights)
     if not names:
         raise InputError("give at least one kind of preference loss")
     for name in names:
@@ -252,9 +252,10 @@ def _check(
     check_above("beta", beta, 0.0)
     check_above("discopop_tau", discopop_tau, 0.0)
     check_share("label_smoothing", label_smoothing, "[0, 1)")
-    if label_smoothing and not SMOOTHED_KINDS.intersection(names):
-        warnings.warn(
-            f"label_smoothing has no effect on {names}; for labels that may be flipped use kind='robust'", stacklevel=3
+    if "exo_pair" in names and label_smoothing == 0:
+        raise InputError("the kind 'exo_pair' needs label_smoothing above 0 (the EXO paper recommends 1e-3)")
+    if "robust" in names and label_smoothing >= 0.5:
+        raise InputError(
+            f"the kind 'robust' needs label_smoothing, the share of flipped labels, below 0.5, got {label_smoothing}"
         )
-    if total_pairs is not None:
-        check_at_least("total_pairs", total_pairs, 0)
+    return names, factors

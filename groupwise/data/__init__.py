@@ -1,12 +1,15 @@
 """Data: rows from files and the hub, prompts as token ids, and the order in which training sees them."""
 
 from groupwise.data.order import Order
+from groupwise.data.pairs import Pair, PairBuilder
 from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward, conversational
 from groupwise.data.read import read_rows
 from groupwise.data.rows import Row, check_prompts, columns_of, where_of
 
 __all__ = [
     "Order",
+    "Pair",
+    "PairBuilder",
     "Prompt",
     "PromptBuilder",
     "Row",

@@ -63,11 +63,7 @@ class PromptBuilder:
         too_long: str = "error",
     ) -> None:
         check_choice("too_long", too_long, TOO_LONG, ConfigError)
-        whole = isinstance(max_prompt_length, int) and not isinstance(max_prompt_length, bool)
-        if max_prompt_length is not None and (not whole or max_prompt_length < 1):
-            raise ConfigError(
-                f"max_prompt_length must be a number of tokens from 1, or None, got {max_prompt_length!r}"
-            )
+        check_length("max_prompt_length", max_prompt_length)
         if system_prompt is not None and (not isinstance(system_prompt, str) or has_half_a_character(system_prompt)):
             raise ConfigError(f"system_prompt must be a text of whole characters, or None, got {system_prompt!r}")
         self.template_kwargs = dict(chat_template_kwargs or {})
@@ -96,18 +92,18 @@ class PromptBuilder:
         ids: list[list[int]] = []
         chats: list[list[Message]] | None = None
         if conversational(values[0]) or self.chat:
-            self._check_chat(column)
-            chats = [self._messages(value) for value in values]
+            self.check_template(column)
+            self._check_cut()
+            chats = [self.messages(value) for value in values]
             for start in range(0, len(chats), CHUNK):
-                ids += self._render(chats[start : start + CHUNK], places[start : start + CHUNK])
-            self._check_system_prompt(chats, ids)
+                ids += self.render(chats[start : start + CHUNK], places[start : start + CHUNK])
+            self.check_system_prompt(chats, ids)
         else:
-            self._check_raw()
+            self.check_plain()
             for start in range(0, len(values), CHUNK):
                 ids += self.tokenizer(values[start : start + CHUNK])["input_ids"]
         for where, tokens in zip(places, ids, strict=True):
-            if not tokens:
-                raise DataError(f"{where}: the {column} comes out of the tokenizer as no tokens at all; remove the row")
+            check_tokens(tokens, where, column)
         kept = self._fit(ids, places, column)
         texts = self._decode([ids[number] for number in kept])
         self.dropped, self.kept = len(rows) - len(kept), tuple(kept)
@@ -116,19 +112,23 @@ class PromptBuilder:
             for number, text in zip(kept, texts, strict=True)
         ]
 
-    def _check_chat(self, column: str) -> None:
+    def check_template(self, column: str) -> None:
+        """Raise if there is no template for the messages in a column."""
         if not self.has_template:
             raise DataError(
                 f"the column {column!r} holds messages, but the tokenizer has no chat template to render them with; "
                 "give texts as prompts, or choose a model with a template"
             )
+
+    def _check_cut(self) -> None:
         if self.too_long == "cut" and self.max_prompt_length is not None:
             raise ConfigError(
                 "too_long='cut' would cut a chat prompt's opening tokens off, and the model would not understand the "
                 "rest; use 'drop' or 'error', or a larger max_prompt_length"
             )
 
-    def _check_raw(self) -> None:
+    def check_plain(self) -> None:
+        """Raise if texts cannot be given to the model as they are, for want of a place for the system prompt."""
         if self.system_prompt is None:
             return
         remedy = "use chat=True" if self.has_template else "choose a model with a chat template"
@@ -137,42 +137,33 @@ class PromptBuilder:
             f"{remedy}, or write it into the prompts and leave system_prompt out"
         )
 
-    def _messages(self, value: Any) -> list[Message]:
-        """The messages to render. Contents become texts, for many templates know nothing else; Arrow's nulls go."""
-        if isinstance(value, str):
-            messages: list[Message] = [{"role": "user", "content": value}]
-        else:
-            messages = [
-                {
-                    key: text_of(entry) if key == "content" else entry
-                    for key, entry in message.items()
-                    if entry is not None
-                }
-                for message in value
-            ]
+    def messages(self, value: Any) -> list[Message]:
+        """The messages to render for a prompt, the system prompt among them."""
+        messages = as_messages(value)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, self._system_message())
         return messages
 
-    def _render(self, chats: list[list[Message]], places: list[str]) -> list[list[int]]:
+    def render(self, chats: list[list[Message]], places: list[str], *, to_answer: bool = True) -> list[list[int]]:
+        """The ids of conversations; ``to_answer`` has the template open the turn of the assistant behind them."""
         try:
-            return self._apply(chats)
+            return self._apply(chats, to_answer)
         except Exception:  # a template is somebody else's program, and may raise whatever it likes
-            return [self._render_one(chat, where) for chat, where in zip(chats, places, strict=True)]
+            return [self._render_one(chat, where, to_answer) for chat, where in zip(chats, places, strict=True)]
 
-    def _render_one(self, chat: list[Message], where: str) -> list[int]:
+    def _render_one(self, chat: list[Message], where: str, to_answer: bool) -> list[int]:
         try:
-            return self._apply([chat])[0]
+            return self._apply([chat], to_answer)[0]
         except Exception as error:
             reason = reason_of(error)
-            if self._without_system_prompt(chat) is not None:
+            if self._without_system_prompt(chat, to_answer) is not None:
                 raise ConfigError(
                     f"the tokenizer's chat template does not take a system message ({reason}); leave system_prompt "
                     "out, or write it into the prompts"
                 ) from error
             raise DataError(f"{where}: the tokenizer's chat template does not take these messages: {reason}") from error
 
-    def _check_system_prompt(self, chats: list[list[Message]], ids: list[list[int]]) -> None:
+    def check_system_prompt(self, chats: list[list[Message]], ids: list[list[int]]) -> None:
         """Raise if the template passes over the system prompt: nobody would notice that the model never saw it."""
         number = next((number for number, chat in enumerate(chats) if chat[0] == self._system_message()), None)
         if self.system_prompt is None or number is None or self._without_system_prompt(chats[number]) != ids[number]:
@@ -184,21 +175,21 @@ class PromptBuilder:
                 "write it into the prompts instead"
             )
 
-    def _without_system_prompt(self, chat: list[Message]) -> list[int] | None:
+    def _without_system_prompt(self, chat: list[Message], to_answer: bool = True) -> list[int] | None:
         """The ids without the system prompt that was put in front; None if there is none, or no doing without it."""
         if self.system_prompt is None or chat[0] != self._system_message():
             return None
         try:
-            return self._apply([chat[1:]])[0]
+            return self._apply([chat[1:]], to_answer)[0]
         except Exception:  # as above
             return None
 
     def _system_message(self) -> Message:
         return {"role": "system", "content": self.system_prompt}
 
-    def _apply(self, chats: list[list[Message]]) -> list[list[int]]:
+    def _apply(self, chats: list[list[Message]], to_answer: bool) -> list[list[int]]:
         rendered = self.tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, return_dict=True, **self.template_kwargs
+            chats, add_generation_prompt=to_answer, return_dict=True, **self.template_kwargs
         )
         ids: list[list[int]] = rendered["input_ids"]
         return ids
@@ -236,6 +227,29 @@ class PromptBuilder:
             )
         gone = set(long)
         return [number for number in everyone if number not in gone]
+
+
+def as_messages(value: Any) -> list[Message]:
+    """A prompt as messages. Contents become texts, for many templates know nothing else; Arrow's nulls go."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [
+        {key: text_of(entry) if key == "content" else entry for key, entry in message.items() if entry is not None}
+        for message in value
+    ]
+
+
+def check_length(name: str, length: Any) -> None:
+    """Raise a ConfigError unless this is None or a number of tokens."""
+    whole = isinstance(length, int) and not isinstance(length, bool)
+    if length is not None and (not whole or length < 1):
+        raise ConfigError(f"{name} must be a number of tokens from 1, or None, got {length!r}")
+
+
+def check_tokens(ids: Sequence[int], where: str, column: str) -> None:
+    """Raise a DataError that names the place if nothing came out of the tokenizer."""
+    if not ids:
+        raise DataError(f"{where}: the {column} comes out of the tokenizer as no tokens at all; remove the row")
 
 
 def conversational(prompt: Any) -> bool:

@@ -35,26 +35,41 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
         raise DataError("there are no rows, so there is nothing to ask")
     for number, row in enumerate(rows):
         where = where_of(row, number)
-        if column not in row:
-            near = difflib.get_close_matches(column, map(str, row), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise DataError(f"{where} has no column {column!r}{hint} (it has: {', '.join(map(repr, row)) or 'none'})")
+        check_column(row, column, where)
         value = row[column]
-        if isinstance(value, str):
-            _check_text(value, f"{where}: the {column}")
-        elif isinstance(value, (list, tuple)):
-            _check_messages(value, where, column)
-        else:
-            raise DataError(
-                f"{where}: the {column} is {kind_of(value)}; it must be a text or a list of messages such as "
-                '[{"role": "user", "content": "…"}]'
-            )
+        check_prompt(value, where, column)
         if isinstance(value, str) != isinstance(rows[0][column], str):
             here, there = ("a text", "messages") if isinstance(value, str) else ("a list of messages", "a text")
             raise DataError(
                 f"{where}: the {column} is {here}, but {where_of(rows[0], 0)} has {there}; all rows of a data set must "
                 "have the same kind"
             )
+
+
+def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
+    """Raise a DataError unless the row has the column; it names the nearest one."""
+    if column not in row:
+        has = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{where} has no column {column!r}{nearest(column, row)} (it has: {has})")
+
+
+def nearest(column: str, row: Mapping[str, Any]) -> str:
+    """The column of a row that is spelt most like this one, for messages; nothing if none is."""
+    near = difflib.get_close_matches(column, map(str, row), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_prompt(value: Any, where: str, column: str = "prompt") -> None:
+    """Raise a DataError that names the place unless this can be a prompt, as `check_prompts` has it."""
+    if isinstance(value, str):
+        check_text(value, f"{where}: the {column}")
+    elif isinstance(value, (list, tuple)):
+        _check_messages(value, where, column)
+    else:
+        raise DataError(
+            f"{where}: the {column} is {kind_of(value)}; it must be a text or a list of messages such as "
+            '[{"role": "user", "content": "…"}]'
+        )
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], *, without: str | None = None) -> dict[str, list[Any]]:
@@ -68,7 +83,8 @@ def where_of(row: Mapping[str, Any], number: int) -> str:
     return getattr(row, "where", None) or f"row {number + 1}"
 
 
-def _check_text(text: str, what: str, may_be_empty: bool = False) -> None:
+def check_text(text: str, what: str, may_be_empty: bool = False) -> None:
+    """Raise a DataError that names ``what`` if the text is blank, or holds half a character."""
     if not may_be_empty and not text.strip():
         raise DataError(f"{what} is empty; give it something to answer, or remove the row")
     if has_half_a_character(text):
@@ -80,28 +96,34 @@ def _check_messages(messages: Sequence[Any], where: str, column: str) -> None:
         raise DataError(f"{where}: the {column} is an empty list; it needs at least one message")
     for number, message in enumerate(messages, start=1):
         what = f"{where}: message {number} of the {column}"
-        if not isinstance(message, Mapping):
-            raise DataError(f'{what} is {kind_of(message)}; a message is an object {{"role": …, "content": …}}')
-        for key in ("role", "content"):
-            if key not in message:
-                raise DataError(f"{what} has no {key!r} (it has: {', '.join(map(repr, message)) or 'none'})")
-        try:
-            check_choice("role", message["role"], ROLES, DataError)
-        except DataError as error:
-            raise DataError(f"{what}: {error}") from None
-        text = text_of(message["content"])
-        if text is None:
-            raise DataError(
-                f"{what}: its content is {kind_of(message['content'])}; it must be a text or a list of text parts "
-                '{"type": "text", "text": …}'
-            )
+        text = check_message(message, what)
         last = number == len(messages)
         if last and message["role"] == "assistant":
             raise DataError(
                 f"{where}: the {column} ends with a message of the assistant, which leaves nothing to answer; end with "
                 "what the model is to reply to"
             )
-        _check_text(text, what, may_be_empty=not last or message["role"] == "tool")
+        check_text(text, what, may_be_empty=not last or message["role"] == "tool")
+
+
+def check_message(message: Any, what: str) -> str:
+    """The text of a message. Raise a DataError that names ``what`` unless it has a known role and a content of text."""
+    if not isinstance(message, Mapping):
+        raise DataError(f'{what} is {kind_of(message)}; a message is an object {{"role": …, "content": …}}')
+    for key in ("role", "content"):
+        if key not in message:
+            raise DataError(f"{what} has no {key!r} (it has: {', '.join(map(repr, message)) or 'none'})")
+    try:
+        check_choice("role", message["role"], ROLES, DataError)
+    except DataError as error:
+        raise DataError(f"{what}: {error}") from None
+    text = text_of(message["content"])
+    if text is None:
+        raise DataError(
+            f"{what}: its content is {kind_of(message['content'])}; it must be a text or a list of text parts "
+            '{"type": "text", "text": …}'
+        )
+    return text
 
 
 def text_of(content: Any) -> str | None:

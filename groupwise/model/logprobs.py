@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ CPU_TOKENS, MOST_TOKENS = 4096, 65536
 SHARE_OF_MEMORY = 0.35  # of a GPU, for what the backward pass needs of one pack
 
 Ids = Sequence[int] | Tensor
+_P = TypeVar("_P")
+_C = TypeVar("_C")
 
 
 class TokenLogps(NamedTuple):
@@ -199,6 +201,23 @@ def each_states(
         yield run(prepared, part.prompts, part.completions)
 
 
+def samples_together(
+    prepared: Prepared, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
+) -> list[list[int]]:
+    """Which samples `each_pack` computes together, with this budget."""
+    lengths = [[len(ids) for ids in members] for members in completions]
+    packed = _as_packed(prepared, [len(prompt) for prompt in prompts], lengths)
+    return [pack.samples.tolist() for pack in plan_packs(*packed, token_budget)]
+
+
+def _as_packed(prepared: Prepared, prompts: list[_P], completions: list[list[_C]]) -> tuple[list[_P], list[list[_C]]]:
+    """What shares a prompt: on the plain path nothing does, and every sample counts with a prompt of its own."""
+    if not prepared.why_plain:
+        return prompts, completions
+    each = [prompt for prompt, members in zip(prompts, completions, strict=True) for _ in members]
+    return each, [[own] for members in completions for own in members]
+
+
 class _Part(NamedTuple):
     """What a pack computes."""
 
@@ -216,10 +235,7 @@ def _cut(
     token_budget: int | None,
 ) -> Iterator[_Part]:
     """The samples, checked, pack by pack."""
-    prompt_ids, completion_ids = _tensors(prepared, prompts, completions)
-    if prepared.why_plain:  # every sample is a row with its own prompt, and counts as such
-        prompt_ids = [p for p, members in zip(prompt_ids, completion_ids, strict=True) for _ in members]
-        completion_ids = [[ids] for members in completion_ids for ids in members]
+    prompt_ids, completion_ids = _as_packed(prepared, *_tensors(prepared, prompts, completions))
     prompt_lengths, lengths = [len(ids) for ids in prompt_ids], _lengths(completion_ids)
     if token_budget is None:
         longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))

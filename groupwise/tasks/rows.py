@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import Recipe
+from groupwise.config import DataSection, PreferenceSection, Recipe
 from groupwise.data import read_rows
 from groupwise.errors import ConfigError
 from groupwise.tasks.base import Row, Task
@@ -27,16 +27,21 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
 
     ``read`` is called in place of `data.read_rows`, for files that are not read as they are.
     """
-    data = recipe.data
-    if data.train is None and data.held_out is None:
+    if recipe.data.train is None and recipe.data.held_out is None:
         raise ConfigError(
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
             "to a hub data set owner/name"
         )
+    return read_section(recipe, "data", read)
+
+
+def read_section(recipe: Recipe, section: str, read: Reader | None = None) -> tuple[list[Row], list[Row]]:
+    """The training and the held-out rows that a section names: ``data``, or ``preference`` for pairs."""
+    data: DataSection | PreferenceSection = getattr(recipe, section)
     named = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
     if data.held_out_from_train and named is not None:
         raise ConfigError(
-            f"data.held_out_from_train is for data without held-out rows, but data.{named} is set; drop one"
+            f"{section}.held_out_from_train is for data without held-out rows, but {section}.{named} is set; drop one"
         )
     train_sources = listed(data.train)
     # One source with two splits is the hub's way to hold rows out.
@@ -58,17 +63,18 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
     if data.held_out_from_train:
         # Out of the first source: that is what is learned for, the others are there to help.
         first, *others = train or [[]]
-        first, drawn = hold_out(first, data.held_out_from_train, recipe.train.seed)
+        first, drawn = hold_out(first, data.held_out_from_train, recipe.train.seed, section)
         return list(chain(first, *others)), drawn[: data.held_out_rows]
     held_out = read_each(held_out_sources, data.held_out_split, data.held_out_rows)
     return list(chain(*train)), list(chain(*held_out))
 
 
-def hold_out(rows: Sequence[Row], number: int, seed: int) -> tuple[list[Row], list[Row]]:
+def hold_out(rows: Sequence[Row], number: int, seed: int, section: str = "data") -> tuple[list[Row], list[Row]]:
     """Rows to train on and ``number`` rows, drawn by the seed, to evaluate on; both in their old order."""
     if number >= len(rows):
         raise ConfigError(
-            f"data.held_out_from_train is {number}, but there are {len(rows)} rows, and some must be left to train on"
+            f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows, and some must be left to "
+            "train on"
         )
     chosen = set(random.Random(f"held out {seed}").sample(range(len(rows)), number))
     return (

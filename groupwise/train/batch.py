@@ -14,6 +14,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.data import Prompt
 from groupwise.grouping.grouper import Grouped, join_grouped
 from groupwise.tasks.base import Row
+from groupwise.train.group_pairs import GroupPairs
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,12 @@ def _join_sets(sets: Sequence[KeptSets]) -> KeptSets:
     return KeptSets(torch.cat([part.ids.cpu() for part in sets]), torch.cat(offsets))
 
 
+def no_batch(rewards: int) -> Batch:
+    """The batch of a step that samples nothing; ``rewards`` is the number of reward functions."""
+    nothing = torch.zeros(0, dtype=torch.bool)
+    return Batch([], [], [], 1, [], [], [], [], None, torch.zeros(0, rewards, dtype=torch.float64), nothing)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """How the samples of a batch compare: the reward of each, its group, its advantage, and whether it may teach."""
@@ -128,6 +135,8 @@ class Comparison:
     equal: Tensor  # (B,) bool: in a group whose rewards are all equal
     graded: dict[str, list[bool | None]] = field(default_factory=dict)  # what the task's grades say; it does not teach
     difficulty: Tensor | None = None  # (B,) what the advantages were multiplied by, if anything
+    pairs: GroupPairs | None = None  # which answer is preferred to which, where that is learned from
+    by_advantage: bool = True  # whether advantages teach: the policy's loss has a weight
 
     @property
     def allowed(self) -> Tensor:
@@ -139,8 +148,11 @@ class Comparison:
 
     @property
     def teaches(self) -> Tensor:
-        """Which samples have something to teach, ``(B,)``: a nonzero advantage that no mask silences."""
-        return self.allowed & (self.advantages != 0)
+        """Which samples have something to teach, ``(B,)``: a nonzero advantage that no mask silences, or a pair."""
+        found = self.allowed & (self.advantages != 0)
+        if not self.by_advantage:
+            found = torch.zeros_like(found)
+        return found if self.pairs is None else found | self.pairs.members(len(found))
 
     def why_not(self) -> list[str | None]:
         """For each sample, the first reason why it does not teach."""

@@ -7,6 +7,7 @@ most once in `QUIET` steps. What it looks at is saved with the run: a resumed ru
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,10 +26,14 @@ ONE_LETTER = 0.6
 UNSPLIT = 0.5  # of the prompts have all answers in one cluster
 ALIKE = 0.5  # of the distance between answers to different prompts; and without such, of a cosine distance of 1
 LONE = 0.5  # of the answers are alone in their cluster
+OPPOSED = -0.3  # cosine of the preference term's gradient and that of all the others
+UNLIKELY = -1.0  # β times what the better answers of pairs have lost in log-prob
 
 LETTERS, LETTERS_RIGHT = "letters/", "letters_right/"
 CAUSES = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dropped")
 SPLIT = "similarity_groups/n_prompts_split_into_"
+REFUSED = "preference/refused/"
+COSINE = "grad_cosine/grpo_preference"
 WATCHED = (
     "kl",
     "mask_ratio",
@@ -39,6 +44,11 @@ WATCHED = (
     "similarity_groups/avg_silhouette_score",
     "diversity/mean_distance",
     "diversity/distance_between_prompts",
+    "preference/weight",
+    "preference/pairs",
+    "preference/margin",
+    "preference/chosen_reward",
+    COSINE,
 )
 
 
@@ -58,6 +68,7 @@ class View:
     now: Recipe
     metric: str | None  # the task's
     questions: int  # in all steps of the window
+    told: Counter[str]  # how many of the steps reported each metric
 
     def starting(self, prefix: str) -> dict[str, float]:
         """The means of metrics whose names start so, by the rest of the name."""
@@ -79,7 +90,8 @@ class Checks:
         self._questions = [*self._questions, now.train.batch_size * now.train.accumulation][-WINDOW:]
         if len(self._window) < WINDOW:
             return []
-        view = View(step, self._means(), now, self.metric, sum(self._questions))
+        told = Counter(name for row in self._window for name in row)
+        view = View(step, self._means(), now, self.metric, sum(self._questions), told)
         found = []
         for name, check in CHECKS.items():
             quiet = name in self._said and step - self._said[name] < QUIET
@@ -114,7 +126,7 @@ class Checks:
         if self.metric is not None:
             names |= {self.metric, f"{self.metric}_no_answer"}
         for name, value in metrics.items():
-            if (name in names or name.startswith((LETTERS, LETTERS_RIGHT, SPLIT))) and math.isfinite(value):
+            if (name in names or name.startswith((LETTERS, LETTERS_RIGHT, SPLIT, REFUSED))) and math.isfinite(value):
                 yield name, float(value)
 
     def _means(self) -> dict[str, float]:
@@ -227,10 +239,18 @@ def _nothing_taught(view: View) -> str | None:
     if view.means.get("signal/teaching") != 0.0:
         return None
     masked = ", or masks took the answers that differ" if view.means.get("mask_ratio", 1.0) < 1 else ""
+    beside = " from the sampled answers, only from the data set's pairs" if view.means.get("preference/pairs") else ""
     return (
-        f"for {WINDOW} steps nothing was learned: the rewards in each group are all equal{masked}; use easier or "
-        f"harder questions, raise sampling.samples_per_prompt, now {view.now.sampling.samples_per_prompt}, or "
-        f"sampling.temperature, now {view.now.sampling.temperature:g}"
+        f"for {WINDOW} steps nothing was learned{beside}: the rewards in each group are all equal{masked}; "
+        f"{_more_spread(view.now)}"
+    )
+
+
+def _more_spread(now: Recipe) -> str:
+    """What to do about rewards that are all equal."""
+    return (
+        f"use easier or harder questions, raise sampling.samples_per_prompt, now {now.sampling.samples_per_prompt}, or "
+        f"sampling.temperature, now {now.sampling.temperature:g}"
     )
 
 
@@ -287,6 +307,66 @@ def _answers_scattered(view: View) -> str | None:
     )
 
 
+def _no_pairs(view: View) -> str | None:
+    if not view.means.get("preference/weight") or view.means.get("preference/pairs") != 0.0:
+        return None
+    if view.told["preference/pairs"] < WINDOW:  # the term has just come in
+        return None
+    refused = view.starting(REFUSED)
+    most = max(refused, key=lambda name: refused[name], default="")
+    start = f"for {WINDOW} steps there was not one pair to learn from"
+    if not refused.get(most):
+        return f"{start}; look at preference.pairs, now {view.now.preference.pairs!r}, and at preference.train"
+    return f"{start}: {_why_no_pair(most, view.now)}"
+
+
+def _why_no_pair(reason: str, now: Recipe) -> str:
+    """Why most groups gave none, and what to do about it."""
+    samples = f"sampling.samples_per_prompt, now {now.sampling.samples_per_prompt}"
+    if reason == "tie":
+        return f"the rewards in most groups are all equal; {_more_spread(now)}"
+    if reason == "margin":
+        return (
+            "the best and the worst reward of most groups are too close; lower preference.min_margin, now "
+            f"{now.preference.min_margin:g}, or raise {samples}"
+        )
+    if reason == "same_answer":
+        return (
+            "in most groups the best and the worst are the same answer with another reward; raise "
+            f"sampling.temperature, now {now.sampling.temperature:g}, and see why the reward changes its mind"
+        )
+    clusters = ", lower grouping.max_groups" if now.advantages.grouping == "similarity" else ""
+    return (
+        "most groups have fewer than two answers that may teach; see what the masks (masks.*) and failed rewards take"
+        f"{clusters}, or raise {samples}"
+    )
+
+
+def _preference_opposed(view: View) -> str | None:
+    cosine = view.means.get(COSINE)
+    if cosine is None or cosine >= OPPOSED:
+        return None
+    return (
+        f"the pairs and the rest of the objective pull apart: the cosine of their gradients is {cosine:.2f}; lower "
+        f"preference.weight, now {view.now.preference.weight:g}, by hand or by a rule ([[rules]]), or look at whether "
+        "the rewards and the pairs want the same"
+    )
+
+
+def _chosen_unlikely(view: View) -> str | None:
+    reward, margin = view.means.get("preference/chosen_reward"), view.means.get("preference/margin")
+    if reward is None or reward >= UNLIKELY or margin is None or margin <= 0:
+        return None
+    how = view.now.preference
+    kinds = [how.kind] if isinstance(how.kind, str) else how.kind
+    more = "raise the weight of the kind 'sft'" if "sft" in kinds else "add the kind 'sft' with a small weight"
+    return (
+        f"the better answers of pairs become less likely too, by {-reward / how.beta:.3g} in log-prob; lower "
+        f"optimizer.learning_rate, now {view.now.optimizer.learning_rate:g}, or preference.weight, now "
+        f"{how.weight:g}, raise preference.beta, now {how.beta:g}, or {more} (preference.kind_weights)"
+    )
+
+
 CHECKS: dict[str, Callable[[View], str | None]] = {
     "kl_high": _kl_high,
     "kl_low": _kl_low,
@@ -298,4 +378,7 @@ CHECKS: dict[str, Callable[[View], str | None]] = {
     "answers_alike": _answers_alike,
     "answers_unrelated": _answers_unrelated,
     "answers_scattered": _answers_scattered,
+    "no_pairs": _no_pairs,
+    "preference_opposed": _preference_opposed,
+    "chosen_unlikely": _chosen_unlikely,
 }

@@ -23,6 +23,7 @@ from groupwise.rewards import load_function, overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.difficulty import difficulty_weights, how_right
+from groupwise.train.group_pairs import GroupPairs, pair_up
 
 OVERLONG = "overlong"  # the name of the soft penalty among the rewards
 
@@ -72,12 +73,17 @@ def compare(
     grouping: GroupingFunction | None = None,
     grades: Mapping[str, Grade] | None = None,
     metric: str | None = None,
+    ranked_by: int | None = None,
 ) -> Comparison:
     """Rewards ``(B, K)`` become advantages ``(B,)``; ``advantage`` and ``grouping`` replace the built-in ones.
 
     ``grades`` only watch; the one named ``metric`` also says for the validity mask whether an answer can be found, and
-    for weights by difficulty whether it is right.
+    for weights by difficulty whether it is right. ``ranked_by``: the reward that orders the answers of a group for
+    pairs, in place of the weighted sum.
     """
+    if not len(batch):
+        nothing = torch.zeros(0)
+        return Comparison(nothing.double(), nothing.long(), nothing, {}, nothing.bool())
     graded = {name: _graded(batch, grade) for name, grade in (grades or {}).items()}
     how = now.advantages
     groups = _groups(batch, grouping)
@@ -109,12 +115,29 @@ def compare(
         silenced=_silenced(batch, now, graded.get(metric or "")),
         equal=statistics.equal[statistics.index],
         graded=graded,
+        by_advantage=bool(now.loss.policy_coef),
     )
-    if now.advantages.difficulty == "none":
-        return found
-    right = how_right(graded.get(metric or ""), total)
-    louder = difficulty_weights(now.advantages.difficulty, right, groups, found.teaches)
-    return replace(found, advantages=(found.advantages * louder).float(), difficulty=louder)
+    if now.advantages.difficulty != "none":
+        right = how_right(graded.get(metric or ""), total)
+        louder = difficulty_weights(now.advantages.difficulty, right, groups, found.teaches)
+        found = replace(found, advantages=(found.advantages * louder).float(), difficulty=louder)
+    if now.preference.weight and now.preference.pairs != "data":
+        ranks = total if ranked_by is None else rewards[:, ranked_by]
+        found = replace(found, pairs=_pairs(batch, now, ranks, found))
+    return found
+
+
+def _pairs(batch: Batch, now: Recipe, ranks: Tensor, found: Comparison) -> GroupPairs:
+    how = now.preference
+    return pair_up(
+        ranks,
+        found.groups,
+        batch.prompt_of,
+        batch.ids,
+        found.allowed,
+        per_group=how.pairs_per_group,
+        min_margin=how.min_margin,
+    )
 
 
 def _graded(batch: Batch, grade: Grade) -> list[bool | None]:

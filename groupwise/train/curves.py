@@ -3,45 +3,49 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import MissingExtraError
 from groupwise.rundir import metric_column, read_metrics
+from groupwise.train.display import PREFERRED
 from groupwise.train.records import EVALUATION, is_share
+
+Points = tuple[list[int], list[float]]  # steps, values
 
 CURVES = "curves.png"
 NICE = (1, 2, 5, 10)  # between the ticks of an axis
+FEW = 10  # points of a curve that are marked, for they are all that is known
 SMOOTHED_SHARE = 0.05  # of a curve's points, on each side, go into a point of its smoothed line
 
 
+@dataclass(frozen=True)
+class Panel:
+    """A picture of one metric, or of several under their labels; there only where all of them are."""
+
+    title: str
+    lines: Mapping[str, str]  # metric → label
+    colours: Sequence[str]
+    held_out: bool = False
+
+
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
-    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, entropy and KL, lengths,
-    and how different answers to a prompt are.
+    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, what the policy makes of pairs,
+    entropy and KL, lengths, how different answers to a prompt are, and whether the terms' gradients agree.
 
     What was not recorded is left out. None without matplotlib, or when there is nothing to draw.
     """
-    from groupwise.plots import COLOURS, new_figure, save_figure
+    from groupwise.plots import new_figure, save_figure
 
     folder = Path(run_folder)
     rows = read_metrics(folder / "metrics.jsonl")
-    blue, orange, green, pink = COLOURS[:4]
-    held_out = f"{EVALUATION}{metric}"
-    cells = [
-        [("reward while training", "reward", blue)],
-        [(_held_out_title(metric or ""), held_out, green)],
-        [("entropy", "entropy", orange), ("KL to the reference", "kl", pink)],
-        [
-            ("tokens in an answer", "completions/mean_length", blue),
-            ("answers cut off", "completions/clipped_ratio", orange),
-        ],
-        [
-            ("distance of two answers to a prompt", "diversity/mean_distance", green),
-            ("clusters per prompt", "similarity_groups/avg_groups_per_prompt", pink),
-        ],
-    ]
-    curves = {name: _finite(rows, name) for cell in cells for _, name, _ in cell}
-    cells = [[panel for panel in cell if curves[panel[1]][0]] for cell in cells]
+    cells = _cells(metric)
+    curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.lines}
+    if not curves["reward"][0]:
+        cells.insert(0, cells.pop(2))  # a run without rewards begins with its pairs
+    cells = [[panel for panel in cell if all(curves[name][0] for name in panel.lines)] for cell in cells]
     cells = [cell for cell in cells if cell]
     if not cells:
         return None
@@ -55,20 +59,64 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     for number, cell in enumerate(cells):
         alone = number == len(cells) - 1 and number % 2 == 0
         across = slice(None) if alone else number % 2
-        for position, (title, name, colour) in enumerate(cell):
+        for position, panel in enumerate(cell):
             top = number // 2 * 2 + position
             axes = figure.add_subplot(grid[top : top + 3 - len(cell), across])
-            share = is_share(name) and max(curves[name][1]) <= 1
-            if name == held_out:
-                _draw_held_out(axes, rows, name, colour, goal, share)
+            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.lines)
+            if panel.held_out:
+                name = next(iter(panel.lines))
+                own = goal if name == f"{EVALUATION}{metric}" else None
+                _draw_held_out(axes, rows, name, panel.colours[0], own, share)
             else:
-                _draw_smoothed(axes, *curves[name], colour)
-            _finish_axes(axes, title, share, last=position == len(cell) - 1)
+                _draw_lines(axes, panel, curves)
+            _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
     save_figure(figure, folder / CURVES)
     return folder / CURVES
 
 
-def _finite(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+def _cells(metric: str | None) -> list[list[Panel]]:
+    """All panels that there may be; two in one cell share its height. The third cell is that of the pairs."""
+    from groupwise.plots import COLOURS
+
+    blue, orange, green, pink = COLOURS[:4]
+    held_out, pairs = f"{EVALUATION}{metric}", f"{EVALUATION}{PREFERRED}"
+
+    def single(title: str, name: str, colour: str) -> Panel:
+        return Panel(title, {name: ""}, [colour])
+
+    return [
+        [single("reward while training", "reward", blue)],
+        [Panel(_held_out_title(metric or ""), {held_out: ""}, [green], held_out=True)],
+        [
+            Panel(
+                "DPO's reward of the two answers of a pair",
+                {"preference/chosen_reward": "better", "preference/rejected_reward": "worse"},
+                [blue, orange],
+            ),
+            single("better answer preferred, while training", "preference/accuracy", blue),
+        ],
+        [Panel(_held_out_title(PREFERRED), {pairs: ""}, [green], held_out=True)] if pairs != held_out else [],
+        [single("entropy", "entropy", orange), single("KL to the reference", "kl", pink)],
+        [
+            single("tokens in an answer", "completions/mean_length", blue),
+            single("answers cut off", "completions/clipped_ratio", orange),
+        ],
+        [
+            single("distance of two answers to a prompt", "diversity/mean_distance", green),
+            single("clusters per prompt", "similarity_groups/avg_groups_per_prompt", pink),
+        ],
+        [
+            single("cosine of the gradients of pairs and of GRPO", "grad_cosine/grpo_preference", pink),
+            Panel(
+                "norm of their gradients",
+                {"grad_norm/grpo": "GRPO", "grad_norm/preference": "pairs"},
+                [blue, orange],
+            ),
+        ],
+    ]
+
+
+def _finite(rows: list[dict[str, Any]], name: str) -> Points:
     steps, values = metric_column(rows, name)
     kept = [
         (step, float(value))
@@ -79,10 +127,19 @@ def _finite(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[floa
 
 
 def _held_out_title(metric: str) -> str:
+    if metric == PREFERRED:
+        return "better answer preferred, held-out pairs"
     return "right on held-out questions" if "accuracy" in metric else f"{metric.replace('_', ' ')}, held out"
 
 
-def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str) -> None:
+def _draw_lines(axes: Any, panel: Panel, curves: Mapping[str, Points]) -> None:
+    for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
+        _draw_smoothed(axes, *curves[name], colour, label)
+    if any(panel.lines.values()):
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str) -> None:
     import numpy as np
 
     reach = int(len(values) * SMOOTHED_SHARE)
@@ -91,7 +148,8 @@ def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str
     sums, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
     smooth = (sums[end] - sums[first]) / (end - first)
-    axes.plot(steps, smooth, color=colour, linewidth=2, marker="o" if len(steps) == 1 else None, markersize=4)
+    marker = "o" if len(steps) <= FEW else None
+    axes.plot(steps, smooth, color=colour, linewidth=2, marker=marker, markersize=4, label=label or None)
 
 
 def _draw_held_out(

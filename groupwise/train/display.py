@@ -23,11 +23,14 @@ Clock = Callable[[], float]
 Rows = Sequence[str | Sequence[str]]
 
 RECENT = 20  # steps from which the time that is left is told
-NEW_SHARE = 0.1  # of the newest reward in a point of the smoothed curve
+NEW_SHARE = 0.1  # of the newest value in a point of a smoothed curve
 HUGE = 1e30  # what is larger is not drawn
 MOST_POINTS = 4000  # of a curve that are kept; more than any terminal has dots
 LINE_SECONDS = 1.0
 STAGE_SECONDS = 20.0
+REWARD, MARGIN = "reward", "preference/margin"  # the curves: the second for a run that has no rewards
+PREFERRED = "preference_accuracy"  # what pairs are evaluated by
+SELDOM = ("grad_cosine/grpo_preference",)  # measured in some steps only: the last value is shown until the next
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,21 @@ class Evaluation:
     high: float | None
 
 
+class Smoothed(list[tuple[int, float, float]]):
+    """The points of a curve: step, value, and its mean with those before, of which the newest have most weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count, self._mean = 0, 0.0
+
+    def take(self, step: int, value: float) -> None:
+        self._count += 1
+        self._mean += (value - self._mean) * max(NEW_SHARE, 1 / self._count)
+        self.append((step, value, self._mean))
+        if len(self) > MOST_POINTS:
+            del self[1::2]
+
+
 def make_display(stream: TextIO | None = None) -> Display:
     """The display that fits a stream, the standard output without one."""
     from rich.console import Console
@@ -78,8 +96,8 @@ class Display:
         self._began = clock()
         self._now = 0
         self._metrics: dict[str, float] = {}
-        self._rewarded, self._smooth = 0, 0.0
-        self._rewards: list[tuple[int, float, float]] = []  # step, reward, smoothed reward
+        self._rewards, self._margins = Smoothed(), Smoothed()
+        self._seldom: dict[str, float] = {}
         self._evaluations: list[Evaluation] = []
         self._marks: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # step, when it was done
 
@@ -95,6 +113,8 @@ class Display:
         """A step is done."""
         with self._lock:
             self._now, self._metrics = step, _numbers(metrics)
+            if self._metrics.get("tokens_per_second") == 0:  # nothing was sampled, at no speed
+                del self._metrics["tokens_per_second"]
             self._marks.append((step, self._clock()))
             self._remember(step, self._metrics)
 
@@ -126,14 +146,13 @@ class Display:
         self.close()
 
     def _remember(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Keep the points of the two curves that are in a row of metrics."""
-        reward, metric = drawable(numbers.get("reward")), f"{EVALUATION}{self.facts.metric}"
-        if reward is not None:
-            self._rewarded += 1
-            self._smooth += (reward - self._smooth) * max(NEW_SHARE, 1 / self._rewarded)
-            self._rewards.append((step, reward, self._smooth))
-        if len(self._rewards) > MOST_POINTS:
-            del self._rewards[1::2]
+        """Keep the points of the curves that are in a row of metrics, and what is not in every row."""
+        for name, curve in ((REWARD, self._rewards), (MARGIN, self._margins)):
+            point = drawable(numbers.get(name))
+            if point is not None:
+                curve.take(step, point)
+        self._seldom |= {name: numbers[name] for name in SELDOM if name in numbers}
+        metric = f"{EVALUATION}{self.facts.metric}"
         value, low, high = (drawable(numbers.get(metric + end)) for end in ("", "_low", "_high"))
         if value is not None:
             self._evaluations.append(Evaluation(step, value, low, high))
@@ -188,7 +207,7 @@ class LineDisplay(Display):
         count = len(self._evaluations)
         super().evaluation(step, metrics)
         if len(self._evaluations) > count:
-            self._write(f"{self._place(step)} · held out: {self._evaluated()}")
+            self._write(f"{self._place(step)} · held out: {self._evaluated()}{self._beside(metrics)}")
             return
         numbers = [f"{name.removeprefix(EVALUATION)} {value:.4g}" for name, value in _numbers(metrics).items()]
         self._write(f"{self._place(step)} · held out: {', '.join(numbers[:6]) or 'nothing measured'}")
@@ -218,6 +237,12 @@ class LineDisplay(Display):
             points = " points" if self._in_percent() else ""
             text += f", {self._held_out(change, signed=True)}{points} since the first"
         return text
+
+    def _beside(self, metrics: Mapping[str, Any]) -> str:
+        """What an evaluation says of pairs, where that is not its metric."""
+        numbers = _numbers(metrics)
+        share = numbers.get(PREFERRED, numbers.get(EVALUATION + PREFERRED))
+        return f"; preferred {100 * share:.1f} %" if share is not None and self.facts.metric != PREFERRED else ""
 
     def _place(self, step: int) -> str:
         total = str(self.facts.steps)
@@ -262,6 +287,9 @@ LINE_PARTS: dict[str, Callable[[float], str]] = {
     "similarity_groups/avg_groups_per_prompt": lambda value: f"clusters {value:4.1f}",
     "diversity/mean_distance": lambda value: f"distance {value:.2f}",
     "completions/mean_length": lambda value: f"length {value:6.1f}",
+    "preference/pairs": lambda value: f"pairs {value:3,.0f}",
+    MARGIN: lambda value: f"margin {value:6.3f}",
+    "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
 }
 

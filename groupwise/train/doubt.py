@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from groupwise.config import Recipe
-from groupwise.train.setup import Parts
+
+if TYPE_CHECKING:
+    from groupwise.train.setup import Parts
 
 
 def doubt_about_sampler(metrics: Mapping[str, float], now: Recipe, parts: Parts) -> str | None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from statistics import mean
 
 import torch
 
 from groupwise.config import Recipe, setting_names
+from groupwise.errors import ConfigError
 from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
-from groupwise.model.logprobs import activation_bytes, completion_logps, default_token_budget
+from groupwise.model.logprobs import activation_bytes, completion_logps, default_token_budget, each_pack
 from groupwise.train.compare import find_advantage, find_grouping
 from groupwise.train.held_out import metric_of
-from groupwise.train.setup import Parts, check_embedder_of, load_parts, make_schedule, steps_of
+from groupwise.train.pair_logps import TokenPair
+from groupwise.train.pair_source import learns_from_pairs
+from groupwise.train.setup import (
+    Parts,
+    check_embedder_of,
+    load_parts,
+    make_schedule,
+    samples_answers,
+    steps_of,
+    uses_reference,
+)
 from groupwise.train.warmup import WarmUp
 
-PROBE_TOKENS = 16
+PROBE_TOKENS, PROBE_PAIRS = 16, 4
+FORWARD = 1 / 3  # of a pass forward and backward
 GIB, MIB = 2**30, 2**20
 
 
@@ -27,30 +39,42 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     notices: list[str] = []
     check_embedder_of(recipe)
     parts = load_parts(recipe, say=notices.append)
+    schedule = make_schedule(recipe)
+    samples = samples_answers(recipe, schedule.driven)
+    if samples and not len(parts.train):
+        raise ConfigError(f"the task {parts.task.name!r} has no rows to train on; set data.train")
     find_advantage(recipe.advantages.function)
     find_grouping(recipe.advantages.grouping)
     metric_of(parts)
     yield from _settings(recipe)
     yield ""
     yield from _data(parts)
+    yield from _pairs(parts, schedule.driven)
     yield from notices
     yield ""
-    yield from _memory(parts)
-    steps = steps_of(recipe, len(parts.train))
+    yield from _memory(parts, schedule.driven, samples)
+    steps = steps_of(recipe, parts)
     if not steps:
         yield f"steps: {WarmUp(parts).steps:,}, all of them supervised (train.steps is 0)"
         return
-    answers = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
-    yield f"steps: {steps:,}, each with {answers:,} answers of up to {recipe.sampling.max_new_tokens} tokens"
-    phase = make_schedule(recipe).phase(0, 0)
+    fixed = parts.pairs.train if learns_from_pairs(recipe, schedule.driven) else []
+    yield f"steps: {steps:,}, each with {_step(recipe, samples, fixed)}"
+    phase = schedule.phase(0, 0)
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
-        seconds = _seconds_per_step(parts)
-        yield (
-            f"time: about {seconds:.1f} s a step if every answer is of full length, {_duration(seconds * steps)} in "
-            f"all, without evaluation (from answers of {_probe_tokens(recipe)} tokens; within a factor of two)"
-        )
+        yield from _time(parts, steps, samples, fixed, kept=_reference_is_kept(recipe, schedule.driven))
+
+
+def _step(recipe: Recipe, samples: bool, fixed: Sequence[TokenPair]) -> str:
+    """What a step works on."""
+    found = []
+    if samples:
+        answers = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
+        found.append(f"{answers:,} answers of up to {recipe.sampling.max_new_tokens} tokens")
+    if fixed:
+        found.append(f"{recipe.preference.batch_size:,} pairs" + (" of the data set" if samples else ""))
+    return " and ".join(found)
 
 
 def _settings(recipe: Recipe) -> Iterator[str]:
@@ -65,35 +89,61 @@ def _settings(recipe: Recipe) -> Iterator[str]:
 
 
 def _data(parts: Parts) -> Iterator[str]:
-    lengths = [len(prompt.ids) for prompt in parts.train.prompts]
+    prompts = parts.train.prompts or parts.held_out.prompts
+    if not prompts:
+        return
+    lengths = [len(prompt.ids) for prompt in prompts]
     yield (
         f"data: {len(parts.train):,} rows to train on, {len(parts.held_out):,} held out; prompts of "
         f"{mean(lengths):.0f} tokens on average, {max(lengths)} at most"
     )
-    yield f"rewards: {', '.join(f'{each.name} × {each.weight:g}' for each in parts.scorer.functions)}"
-    yield f"the first prompt, as the model sees it: {parts.train.prompts[0].text!r}"
+    if parts.scorer is not None:
+        yield f"rewards: {', '.join(f'{each.name} × {each.weight:g}' for each in parts.scorer.functions)}"
+    yield f"the first prompt, as the model sees it: {prompts[0].text!r}"
 
 
-def _memory(parts: Parts) -> Iterator[str]:
+def _pairs(parts: Parts, driven: Collection[str]) -> Iterator[str]:
+    """Where pairs come from, how many there are, and how long."""
+    how, sets = parts.recipe.preference, parts.pairs
+    if how.pairs != "data" and learns_from_pairs(parts.recipe, driven):
+        answers = parts.recipe.sampling.samples_per_prompt
+        yield (
+            f"pairs of sampled answers: up to {min(how.pairs_per_group, answers // 2)} of each {answers}, the best "
+            f"against the worst by {how.reward or 'the sum of all rewards'}"
+        )
+    pairs = [*sets.train, *sets.held_out]
+    if not pairs:
+        return
+    lengths = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    yield (
+        f"pairs of {_sources(how.train, how.held_out)}: {len(sets.train):,} to train on, {len(sets.held_out):,} held "
+        f"out; a prompt and its longer answer have {mean(lengths):.0f} tokens on average, {max(lengths)} at most"
+    )
+    texts = [parts.tokenizer.decode(ids) for ids in (list(pairs[0].prompt), pairs[0].chosen, pairs[0].rejected)]
+    yield "the first pair, as the model sees it: {!r}, better {!r}, worse {!r}".format(*texts)
+
+
+def _sources(*given: str | list[str] | None) -> str:
+    named = [each if isinstance(each, list) else [each] for each in given if each is not None]
+    return ", ".join(dict.fromkeys(name for names in named for name in names))
+
+
+def _memory(parts: Parts, driven: Collection[str], samples: bool) -> Iterator[str]:
     recipe, prepared = parts.recipe, parts.prepared
     trained = sum(weight.numel() for weight in parts.model.parameters() if weight.requires_grad)
     held = sum(weight.numel() * weight.element_size() for weight in parts.model.parameters())
     low = prepared.dtype in (torch.bfloat16, torch.float16)
     budget = recipe.train.token_budget or default_token_budget(prepared)
-    how = recipe.sampling
-    rows = min(recipe.train.batch_size * recipe.train.accumulation * how.samples_per_prompt, Engine(prepared).max_rows)
-    prompts = parts.train.longest * -(-rows // how.samples_per_prompt)
-    uses_reference = bool(recipe.loss.kl_coef) or recipe.masks.off_policy == "document"
+    rows, cached = _answers_at_once(parts, samples)
     needs = {
         "weights": held,
         "float32 masters": 4 * trained if low else 0,
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
-        "reference": trained * prepared.dtype.itemsize if uses_reference else 0,
+        "reference": trained * prepared.dtype.itemsize if uses_reference(recipe, driven, parts.pairs) else 0,
         f"activations of {budget:,} tokens": budget
         * activation_bytes(prepared, checkpointing=recipe.model.gradient_checkpointing),
-        f"cache of {rows} answers": bytes_per_token(prepared.shapes, prepared.dtype)
-        * (prompts + rows * how.max_new_tokens),
+        f"cache of {rows} answers": bytes_per_token(prepared.shapes, prepared.dtype) * cached,
     }
     yield f"model: {recipe.model.source}, {trained:,} weights to train, {prepared.dtype}, on {prepared.device}"
     if prepared.why_plain:
@@ -103,8 +153,71 @@ def _memory(parts: Parts) -> Iterator[str]:
         if size:
             yield f"  {_size(size):>9}  {name}"
     total, free = sum(needs.values()) - held, free_memory(prepared.device)
-    verdict = "fits" if total < free else "does not fit: lower train.token_budget or sampling.max_new_tokens"
+    shorter = "sampling.max_new_tokens" if samples else "preference.max_length"
+    verdict = "fits" if total < free else f"does not fit: lower train.token_budget or {shorter}"
     yield f"  {_size(total):>9}  beside the weights, of {_size(free)} that are free: {verdict}"
+
+
+def _answers_at_once(parts: Parts, samples: bool) -> tuple[int, int]:
+    """How many answers are sampled side by side, and their tokens with the prompts; in evaluations, if only there."""
+    recipe, how = parts.recipe, parts.recipe.sampling
+    if samples:
+        asked, each, tokens = parts.train, how.samples_per_prompt, how.max_new_tokens
+        prompts = recipe.train.batch_size * recipe.train.accumulation
+    else:
+        asked, each = parts.held_out, recipe.evaluate.samples
+        prompts, tokens = len(asked), recipe.evaluate.max_new_tokens or how.max_new_tokens
+    rows = min(prompts * each, Engine(parts.prepared).max_rows)
+    return rows, asked.longest * -(-rows // each) + rows * tokens
+
+
+def _reference_is_kept(recipe: Recipe, driven: Collection[str]) -> bool:
+    """Whether the reference's log-probs of a data set's pairs are computed once, before the first step."""
+    moves = bool(recipe.reference.refresh_every) or "reference.refresh_every" in driven
+    return recipe.preference.cache and not moves
+
+
+def _time(parts: Parts, steps: int, samples: bool, fixed: Sequence[TokenPair], *, kept: bool) -> Iterator[str]:
+    seconds, pair, probes, full = 0.0, 0.0, [], ""
+    if samples:
+        seconds += _seconds_per_step(parts)
+        probes.append(f"answers of {_probe_tokens(parts.recipe)} tokens")
+        full = " if every answer is of full length"
+    if fixed:
+        pair, number = _seconds_per_pair(parts, fixed)
+        passes = parts.recipe.train.iterations + (0 if kept else FORWARD)
+        seconds += pair * passes * parts.recipe.preference.batch_size
+        probes.append(f"{number} pairs")
+    yield (
+        f"time: about {seconds:.1f} s a step{full}, {_duration(seconds * steps)} in all, without evaluation (from "
+        f"{' and '.join(probes)}; within a factor of two)"
+    )
+    if fixed and kept:
+        yield (
+            f"  before the first step about {_duration(pair * FORWARD * len(fixed))} for the reference's log-probs of "
+            f"{len(fixed):,} pairs, which are kept on the disk"
+        )
+
+
+def _seconds_per_pair(parts: Parts, pairs: Sequence[TokenPair]) -> tuple[float, int]:
+    """A few pairs forward and backward, scaled to one of average length; and how many they were."""
+    few = pairs[:: -(-len(pairs) // PROBE_PAIRS)]
+    budget = parts.recipe.train.token_budget or default_token_budget(parts.prepared)
+    budget = max(budget, *(_tokens(pair) for pair in few))
+    seconds = 0.0
+    for probe in (few[:1], few):  # the first call compiles and allocates
+        start = time.perf_counter()
+        prompts, answers = [pair.prompt for pair in probe], [[pair.chosen, pair.rejected] for pair in probe]
+        for _, found in each_pack(parts.prepared, prompts, answers, token_budget=budget):
+            found.logps.sum().backward()  # type: ignore[no-untyped-call]
+        seconds = _since(start, parts)
+        parts.model.zero_grad(set_to_none=True)
+    return seconds * mean(map(_tokens, pairs)) / sum(map(_tokens, few)), len(few)
+
+
+def _tokens(pair: TokenPair) -> int:
+    """What is computed of a pair: its prompt once, and both answers."""
+    return len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
 
 
 def _seconds_per_step(parts: Parts) -> float:
@@ -124,7 +237,7 @@ def _seconds_per_step(parts: Parts) -> float:
         start = time.perf_counter()
         completion_logps(parts.prepared, [prompt.ids], rollout.completions()).logps.sum().backward()  # type: ignore[no-untyped-call]
         parts.model.zero_grad(set_to_none=True)
-        seconds = time.perf_counter() - start
+        seconds = _since(start, parts)
     prompts = recipe.train.batch_size * recipe.train.accumulation
     computed = len(prompt.ids) + how.samples_per_prompt * tokens
     needed = prompts * (len(prompt.ids) + how.samples_per_prompt * how.max_new_tokens)
@@ -132,6 +245,13 @@ def _seconds_per_step(parts: Parts) -> float:
     # A decoding step costs little more for more rows, on a GPU almost nothing.
     batches = prompts if parts.prepared.device.type == "cpu" else 1
     return generation * how.max_new_tokens / tokens * batches + seconds * needed / computed * passes
+
+
+def _since(start: float, parts: Parts) -> float:
+    """Seconds, with all that a GPU has still to do."""
+    if parts.prepared.device.type == "cuda":
+        torch.cuda.synchronize(parts.prepared.device)
+    return time.perf_counter() - start
 
 
 def _probe_tokens(recipe: Recipe) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
@@ -13,8 +13,13 @@ from groupwise.evaluate.choice import Given, Report
 from groupwise.evaluate.exam import Candidate, examine
 from groupwise.evaluate.exam import Progress as ExamProgress
 from groupwise.generate import Engine, Sampling
+from groupwise.train.doubt import has_dropout
+from groupwise.train.pair_source import ACCURACY
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts, Say, load_parts
+
+if TYPE_CHECKING:
+    from groupwise.train.trainer import Trainer
 
 Progress = Callable[[int, int], None]
 # What a reward that looks at ``trainer_state`` sees where nothing is trained.
@@ -23,10 +28,11 @@ NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_toke
 
 def metric_of(parts: Parts) -> str | None:
     """What the best checkpoint is chosen by; None where nothing is held out."""
-    if not len(parts.held_out):
+    known = (list(parts.task.grades) or [REWARD]) if len(parts.held_out) else []
+    known += [ACCURACY] if parts.pairs.held_out else []
+    if not known:
         return None
-    name = parts.recipe.evaluate.metric or parts.task.metric or REWARD
-    known = list(parts.task.grades) or [REWARD]
+    name = parts.recipe.evaluate.metric or (parts.task.metric if len(parts.held_out) else None) or known[0]
     if name not in known:
         raise ConfigError(f"evaluate.metric {name!r} is not measured by this task (there are: {', '.join(known)})")
     return name
@@ -56,6 +62,24 @@ def evaluate_held_out(
         trainer_state=trainer_state,
         progress=progress,
     )
+
+
+def measure_held_out(trainer: Trainer) -> Evaluation:
+    """All that a run holds out: its questions, and its pairs of answers."""
+    parts, found = trainer.parts, Evaluation({})
+    if len(parts.held_out):
+        found = evaluate_held_out(
+            parts,
+            trainer.engine,
+            lambda done, total: trainer.display.stage(f"evaluating: {done} of {total}"),
+            trainer.state_for_rewards(),
+        )
+    if trainer.reference is not None:
+        budget, dropout = trainer.updater.token_budget, has_dropout(trainer.recipe)
+        found.metrics.update(
+            trainer.pairs.measure(parts.prepared, trainer.reference, trainer.now(), budget, dropout=dropout)
+        )
+    return found
 
 
 def examine_recipe(

@@ -15,6 +15,7 @@ from groupwise.grouping.document import LABELS, compute_group_distribution_per_p
 from groupwise.grouping.text import result_text
 from groupwise.rewards import distinct_n
 from groupwise.train.batch import Batch, Comparison
+from groupwise.train.group_pairs import REASONS
 from groupwise.train.rollout import Sampled
 from groupwise.train.update import Update
 from groupwise.train.work import Work
@@ -29,13 +30,16 @@ def step_metrics(
     now: Recipe,
 ) -> dict[str, float]:
     """Everything about a step but its timing and the settings that were in force."""
+    learned = {**_pairs(comparison, works, now), **_updates(updates)}
+    if not len(sampled.batch):
+        return learned
     return {
         **sampled.metrics,  # first: what a reward logs must not pass for what is measured here
         **_rewards(sampled.batch, comparison, names),
         **_completions(sampled.batch),
         **_signal(sampled, comparison, works),
         **_similarity(sampled, now),
-        **_updates(updates),
+        **learned,
         **_masks(sampled.batch, comparison, works, updates, now),
     }
 
@@ -116,6 +120,20 @@ def _similarity(sampled: Sampled, now: Recipe) -> dict[str, float]:
     return found
 
 
+def _pairs(comparison: Comparison, works: Sequence[Work], now: Recipe) -> dict[str, float]:
+    """How many pairs taught, where they came from, and why a group had none or fewer than it might."""
+    if not now.preference.weight:
+        return {}
+    sampled = sum(len(work.pairs.chosen) for work in works if work.pairs is not None)
+    fixed = sum(len(work.pairs.fixed.pairs) for work in works if work.pairs is not None)
+    found = {"preference/weight": now.preference.weight, "preference/pairs": float(sampled + fixed)}
+    if now.preference.pairs == "both":
+        found |= {"preference/pairs_group": float(sampled), "preference/pairs_data": float(fixed)}
+    if comparison.pairs is not None:
+        found |= {f"preference/refused/{why}": float(comparison.pairs.refused.get(why, 0)) for why in REASONS}
+    return found
+
+
 def _masks(
     batch: Batch, comparison: Comparison, works: Sequence[Work], updates: Sequence[Update], now: Recipe
 ) -> dict[str, float]:
@@ -150,13 +168,15 @@ def _updates(updates: Sequence[Update]) -> dict[str, float]:
     if not moved:
         return found
     found["loss"] = sum(sum(update.values.values()) for update in moved) / len(moved)
-    for name in moved[0].values:
+    for name in dict.fromkeys(name for update in moved for name in update.values):
         found[f"loss/{name}"] = sum(update.values.get(name, 0.0) for update in moved) / len(moved)
-    statistics = {
-        name: sum(update.statistics.get(name, 0.0) for update in moved) / len(moved) for name in moved[0].statistics
-    }
-    low, high = statistics.pop("clip_fraction_low", 0.0), statistics.pop("clip_fraction_high", 0.0)
-    found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    statistics = {}
+    for name in dict.fromkeys(name for update in moved for name in update.statistics):
+        known = [update.statistics[name] for update in moved if name in update.statistics]
+        statistics[name] = sum(known) / len(known)
+    if "clip_fraction_low" in statistics:
+        low, high = statistics.pop("clip_fraction_low"), statistics.pop("clip_fraction_high")
+        found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     found |= statistics
     found["grad_norm"] = sum(update.grad_norm for update in moved) / len(moved)
     gap = updates[0].gap
@@ -191,6 +211,8 @@ def rollout_table(step: int, batch: Batch, comparison: Comparison, names: Sequen
         "completion_tokens": batch.lengths.tolist(),
         "stop_reason": list(batch.stop_reasons),
     }
+    if comparison.pairs is not None:
+        table["pair"] = comparison.pairs.roles(len(batch))
     return {**table, **{name: values for name, values in batch.extra.items() if name not in table}}
 
 

@@ -7,14 +7,14 @@ has nothing to do is left out rather than computed as zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.core import kl_estimate, policy_loss
+from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, Settings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.rewards import load_function
@@ -31,20 +31,44 @@ class Totals:
     policy_sequences: int
     computed_tokens: int  # of the answers that are computed: a mean ratio or entropy knows only these
     computed_sequences: int
+    pairs: int = 0  # of answers, by which a preference is learned
+
+
+@dataclass(frozen=True)
+class WholePairs:
+    """Pairs of which both answers are in a part: their rows in it, and their summed log-probs under the reference."""
+
+    chosen: Tensor  # (n,)
+    rejected: Tensor  # (n,)
+    reference: Tensor  # (n, 2), the chosen first
+
+
+@dataclass(frozen=True)
+class PairSlopes:
+    """Pairs that are spread over parts, or a loss that looks across them: it is known already, and by how much it grows
+    with the log-prob of each answer of this part. Value and statistics come with one part alone."""
+
+    slopes: Tensor  # (b,)
+    value: float = 0.0
+    statistics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some samples of a mini-batch, ``(b, T)`` each but the advantages ``(b,)``; all on the model's device."""
+    """Some samples of a mini-batch, ``(b, T)`` each but the advantages ``(b,)``; all on the model's device.
+
+    Pairs of a data set have nothing but log-probs, a mask and pairs.
+    """
 
     logps: Tensor  # of the policy, with its gradient
     mask: Tensor
-    advantages: Tensor  # (b,)
-    policy_mask: Tensor | None  # what may teach, and how loudly
-    old_logps: Tensor | None  # None: the batch is used once
-    ref_logps: Tensor | None
-    entropy: Tensor | None
+    advantages: Tensor | None = None  # (b,)
+    policy_mask: Tensor | None = None  # what may teach, and how loudly
+    old_logps: Tensor | None = None  # None: the batch is used once
+    ref_logps: Tensor | None = None
+    entropy: Tensor | None = None
     exact_kl: ExactPart | None = None  # over the whole vocabulary, where loss.kl asks for that
+    pairs: WholePairs | PairSlopes | None = None
 
 
 @dataclass(frozen=True)
@@ -78,13 +102,16 @@ class Objective:
         )
 
 
-Found = tuple[Tensor, dict[str, Tensor]] | None
+Statistics = dict[str, Tensor]
+Found = tuple[Tensor, Statistics] | None
 Term = Callable[[Objective, Part], Found]
 
 
 def policy_term(objective: Objective, part: Part) -> Found:
-    """The policy's loss: `core.policy_loss` with the run's settings."""
+    """The policy's loss: `core.policy_loss` with the run's settings, times its weight."""
     how = objective.now.loss
+    if part.advantages is None or not how.policy_coef:
+        return None
     value, statistics = policy_loss(
         part.logps,
         part.old_logps,
@@ -101,7 +128,7 @@ def policy_term(objective: Objective, part: Part) -> Found:
         policy_mask=part.policy_mask,
         denominator=how.denominator,
     )
-    return value, _shares(objective, part, statistics)
+    return how.policy_coef * value, _shares(objective, part, statistics)
 
 
 def _shares(objective: Objective, part: Part, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -147,8 +174,58 @@ def entropy_term(objective: Objective, part: Part) -> Found:
     return value, {"entropy": total.detach() / objective.totals.computed_tokens}
 
 
-# A new term is a function like these, named here; the preference term of GRPO with DPO will be one.
-TERMS: dict[str, Term] = {"policy": policy_term, "kl": kl_term, "entropy": entropy_term}
+def preference_term(objective: Objective, part: Part) -> Found:
+    """w₂ · the loss of the pairs: `core.preference_loss` with the run's settings, a mean over the mini-batch's pairs.
+
+    It knows an answer by its log-prob, summed over tokens; the kinds that want a mean divide by its length.
+    """
+    if part.pairs is None:
+        return None
+    # In float64: a float32 sum over a long answer would lose what a small step of the policy changes.
+    weight, sums = objective.now.preference.weight, part.logps.double().sum(1)
+    if isinstance(part.pairs, PairSlopes):
+        linear = (part.pairs.slopes * sums).sum()
+        value = linear - linear.detach() + part.pairs.value
+        known = {name: linear.new_tensor(number) for name, number in part.pairs.statistics.items()}
+        return (weight * value).to(part.logps.dtype), known
+    chosen, rejected = part.pairs.chosen, part.pairs.rejected
+    value, statistics = pairs_loss(
+        objective.now,
+        torch.stack([sums[chosen], sums[rejected]], 1),
+        part.pairs.reference,
+        torch.stack([part.mask[chosen].sum(1), part.mask[rejected].sum(1)], 1),
+        objective.totals.pairs,
+    )
+    return (weight * value).to(part.logps.dtype), statistics
+
+
+def pairs_loss(now: Recipe, logps: Tensor, reference: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Statistics]:
+    """The loss of some of ``total`` pairs, without its weight, and statistics; tensors ``(n, 2)``, the chosen first."""
+    how = now.preference
+    value, found = preference_loss(
+        *logps.unbind(1),
+        *reference.unbind(1),
+        beta=how.beta,
+        kind=how.kind,
+        weights=how.kind_weights,
+        label_smoothing=how.label_smoothing,
+        discopop_tau=how.discopop_tau,
+        chosen_lengths=lengths[:, 0],
+        rejected_lengths=lengths[:, 1],
+        total_pairs=total,
+    )
+    chosen, rejected = (logps.detach().sum(0) / total).unbind()
+    named = {"loss": value.detach(), **found, "chosen_logp": chosen, "rejected_logp": rejected}
+    return value, {f"preference/{name}": number for name, number in named.items()}
+
+
+# A new term is a function like these, named here.
+TERMS: dict[str, Term] = {
+    "policy": policy_term,
+    "kl": kl_term,
+    "entropy": entropy_term,
+    "preference": preference_term,
+}
 
 
 def find_loss(name: str) -> Loss:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise import __version__
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, RunDirError
+from groupwise.evaluate import REWARD
 from groupwise.model.export import export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
 from groupwise.rundir import RunDir, atomic_folder, new_run_path, read_json, verify_manifest, write_bytes
@@ -21,7 +22,9 @@ from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
 from groupwise.train.curves import draw_curves
 from groupwise.train.events import Result
+from groupwise.train.pair_source import ACCURACY, learns_from_pairs
 from groupwise.train.questions import summarise
+from groupwise.train.setup import Parts, names_rows, samples_answers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +38,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft
 
 def open_run(recipe: Recipe, folder: str | Path | None, *, resume: bool, overwrite: bool) -> RunDir:
     """The run's folder, locked: a new one, the one to resume, or one that may be written over."""
-    name = recipe.run.name or (recipe.task if ":" not in recipe.task else "run")
+    name = recipe.run.name or _name_of(recipe)
     given = folder or recipe.run.folder
     if resume:
         return RunDir.resume(Path(given) if given else _latest(name))
@@ -44,6 +47,12 @@ def open_run(recipe: Recipe, folder: str | Path | None, *, resume: bool, overwri
         RunDir.resume(path).close()  # refused while another process has it
         shutil.rmtree(path)
     return RunDir.create(path)
+
+
+def _name_of(recipe: Recipe) -> str:
+    if not names_rows(recipe) and not samples_answers(recipe):
+        return "pairs"
+    return recipe.task if ":" not in recipe.task else "run"
 
 
 def _latest(name: str) -> Path:
@@ -94,11 +103,7 @@ def finish_run(trainer: Trainer) -> Result:
     if trainer.step and not stopped:
         trainer.display.stage("exporting the model")
         model = _export(trainer)
-    picture = (
-        draw_curves(run.path, metric=trainer.metric, goal=trainer.parts.task.goal)
-        if trainer.recipe.run.picture
-        else None
-    )
+    picture = draw_curves(run.path, metric=trainer.metric, goal=_goal(trainer)) if trainer.recipe.run.picture else None
     result = Result(
         step=trainer.step,
         first=trainer.first,
@@ -181,12 +186,12 @@ def model_card(trainer: Trainer) -> str:
         "library_name: transformers",
         "tags:",
         "- groupwise",
-        "- grpo",
+        *_tags(trainer),
         "---",
         "",
         f"# {recipe.run.name or task.name}",
         "",
-        f"`{recipe.model.source}` after {step} {trained} on the task `{task.name}`, trained with groupwise "
+        f"`{recipe.model.source}` after {step} {trained} on {_taught_by(trainer)}, trained with groupwise "
         f"{__version__}.",
         "",
     ]
@@ -200,16 +205,40 @@ def model_card(trainer: Trainer) -> str:
     return "\n".join(lines)
 
 
+def _tags(trainer: Trainer) -> list[str]:
+    """By what the weights were moved: GRPO's loss, DPO's, or both."""
+    weights = {"grpo": "loss.policy_coef", "dpo": "preference.weight"}
+    driven = trainer.schedule.driven
+    return [f"- {tag}" for tag, name in weights.items() if trainer.recipe.get(name) or name in driven]
+
+
+def _taught_by(trainer: Trainer) -> str:
+    """The task, the pairs of a data set, or both."""
+    parts, found = trainer.parts, []
+    if trainer.samples or trainer.supervised:
+        found.append(f"the task `{parts.task.name}`")
+    if parts.pairs.train and not trainer.supervised and learns_from_pairs(trainer.recipe, trainer.schedule.driven):
+        found.append(f"{len(parts.pairs.train):,} pairs of answers")
+    return " and ".join(found)
+
+
+def _goal(trainer: Trainer) -> float | None:
+    """The task's goal, which is none for pairs."""
+    return None if trainer.metric == ACCURACY else trainer.parts.task.goal
+
+
 def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
-    """The grades (or the reward) before and after, with intervals."""
-    names = list(trainer.parts.task.grades) or ["reward"]
-    share = bool(trainer.parts.task.grades)
+    """The grades (or the reward) and what was measured of pairs, before and after, with intervals."""
+    parts = trainer.parts
+    names = (list(parts.task.grades) or [REWARD]) if len(parts.held_out) else []
+    names += [ACCURACY, "preference_logp_accuracy"] if parts.pairs.held_out else []
+    shares = {*names} if parts.task.grades else {*names} - {REWARD}
 
     def shown(metrics: Mapping[str, float], name: str) -> str:
         if name not in metrics:
             return "–"
         value, low, high = (metrics[key] for key in (name, f"{name}_low", f"{name}_high"))
-        return f"{value:.1%} [{low:.1%}, {high:.1%}]" if share else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        return f"{value:.1%} [{low:.1%}, {high:.1%}]" if name in shares else f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
     after = trainer.last if trainer.best is None else trainer.best["metrics"]
     return [(name, shown(trainer.first, name), shown(after, name)) for name in names]
@@ -218,13 +247,13 @@ def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
 def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str | tuple[str, ...]]:
     lines: list[str | tuple[str, ...]] = []
     if trainer.first and trainer.last and trainer.metric is not None:
-        measured, goal = trainer.best or {"step": trainer.evaluated_at, "value": math.nan}, trainer.parts.task.goal
-        lines.append((f"{len(trainer.parts.held_out):,} held-out rows", "before", f"after {measured['step']} steps"))
+        measured, goal = trainer.best or {"step": trainer.evaluated_at, "value": math.nan}, _goal(trainer)
+        lines.append((_held_out(trainer.parts), "before", f"after {measured['step']} steps"))
         lines += _rows_of_metrics(trainer)
         if goal is not None:
             shown = f"{goal:.0%}" if trainer.parts.task.grades else f"{goal:g}"
             lines.append(("goal", shown, "reached" if measured["value"] >= goal else "not reached"))
-    if trainer.parts.task.grades and not trainer.supervised:
+    if trainer.parts.task.grades and trainer.samples and not trainer.supervised:
         lines.append(summarise(trainer.questions.table()))
     if trainer.stopping:
         lines.append(f"stopped after step {trainer.step} of {trainer.total_steps}; go on with --resume")
@@ -236,6 +265,13 @@ def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str
         lines.append(f"picture: {_shown(picture)}")
     lines.append(f"run: {_shown(trainer.run_dir.path)}")
     return lines
+
+
+def _held_out(parts: Parts) -> str:
+    rows, pairs = len(parts.held_out), len(parts.pairs.held_out)
+    if not rows:
+        return f"{pairs:,} held-out pairs"
+    return f"{rows:,} held-out rows" + (f", {pairs:,} pairs" if pairs else "")
 
 
 def _shown(path: Path) -> str:

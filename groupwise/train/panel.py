@@ -13,7 +13,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from groupwise.train.chart import Chart, empty_chart
-from groupwise.train.display import Clock, Display, Facts, Rows, aligned, count_of, drawable, duration
+from groupwise.train.display import (
+    MARGIN,
+    PREFERRED,
+    REWARD,
+    Clock,
+    Display,
+    Facts,
+    Rows,
+    aligned,
+    count_of,
+    drawable,
+    duration,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -29,7 +41,10 @@ TILE = 13
 
 
 class LiveDisplay(Display):
-    """A panel on a terminal: progress, the reward's curve beside the held-out one, numbers, and the last notices."""
+    """A panel on a terminal: progress, the reward's curve beside the held-out one, numbers, and the last notices.
+
+    A run that samples nothing has no reward; in its place is the margin of its pairs.
+    """
 
     def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
@@ -153,24 +168,31 @@ class LiveDisplay(Display):
         beside = self.facts.metric is not None and width >= NARROW - 4
         each = (width - 3) // 2 if beside else width
         grid = Table.grid(padding=(0, 3, 0, 0))
-        charts = [self._reward_chart(each, rows)]
+        charts = [self._training_chart(each, rows)]
         if beside:
             charts.append(self._held_out_chart(width - 3 - each, rows))
         grid.add_row(*charts)
         self._drawn = (key, grid)
         return grid
 
-    def _reward_chart(self, width: int, rows: int) -> Text:
+    @property
+    def _curve(self) -> str:
+        return MARGIN if self._margins and not self._rewards else REWARD
+
+    def _training_chart(self, width: int, rows: int) -> Text:
         from rich.text import Text
 
-        head = Text.assemble(("reward ", "bold cyan"))
-        if "reward" in self._metrics:
-            head.append(f" {_short(self._metrics['reward'])}", "bold")
-        if "reward_std" in self._metrics:
-            head.append(f" ±{_short(self._metrics['reward_std'])}", "dim")
-        if not self._rewards:
+        name, values = self._curve, self._metrics
+        head, points = Text(), self._rewards if name == REWARD else self._margins
+        if points or name in values:
+            head.append("reward " if name == REWARD else "margin of pairs ", "bold cyan")
+        if name in values:
+            head.append(f" {_short(values[name])}", "bold")
+        if name == REWARD and "reward_std" in values:
+            head.append(f" ±{_short(values['reward_std'])}", "dim")
+        if not points:
             return empty_chart(head, width, rows, "comes with the first step")
-        steps, raw, smooth = map(np.array, zip(*self._rewards, strict=True))
+        steps, raw, smooth = map(np.array, zip(*points, strict=True))
         # A lone outlier may leave the picture: it must not press the curve flat.
         span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
         chart = Chart(width, rows, steps, span, share=False)
@@ -181,7 +203,8 @@ class LiveDisplay(Display):
     def _held_out_chart(self, width: int, rows: int) -> Text:
         from rich.text import Text
 
-        head = Text.assemble((f"{self.facts.metric}, held out ", "bold green"))
+        metric = "preferred" if self.facts.metric == PREFERRED else self.facts.metric
+        head = Text.assemble((f"{metric}, held out ", "bold green"))
         if not self._evaluations:
             return empty_chart(head, width, rows, "comes with the first evaluation")
         goal, change = drawable(self.facts.goal), self._change()
@@ -208,10 +231,12 @@ class LiveDisplay(Display):
         from rich.text import Text
 
         memory = [value for name, value in self._metrics.items() if name.startswith("memory/")]
-        values = {**self._metrics, **({"memory": max(memory)} if memory else {})}
-        found = [(label, form(values[name])) for name, (label, form) in TILES.items() if name in values]
+        values = {**self._seldom, **self._metrics, **({"memory": max(memory)} if memory else {})}
+        shown = [name for name in TILES if name in values and name != self._curve]
+        found = [(TILES[name][0], TILES[name][1](values[name])) for name in shown]
         if self._evaluations and width < NARROW - 4:  # no room for its chart
-            found.insert(0, (self.facts.metric or "", self._held_out(self._evaluations[-1].value)))
+            label = "held out" if self.facts.metric == PREFERRED else self.facts.metric or ""
+            found.insert(0, (label, self._held_out(self._evaluations[-1].value)))
         lines = math.ceil(len(found) / max(1, width // TILE))
         beside = math.ceil(len(found) / lines) if lines else 1
         table = Table.grid(expand=True)
@@ -228,6 +253,10 @@ TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "entropy": ("entropy", lambda value: _short(value)),
     "kl": ("KL", lambda value: _short(value)),
     "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
+    "preference/pairs": ("pairs", lambda value: f"{value:,.0f}"),
+    MARGIN: ("margin", lambda value: _short(value)),
+    "preference/accuracy": ("preferred", lambda value: f"{100 * value:.0f} %"),
+    "grad_cosine/grpo_preference": ("grad cosine", lambda value: f"{value:+.2f}"),
     "frac_reward_zero_std": ("equal groups", lambda value: f"{100 * value:.0f} %"),
     "similarity_groups/avg_groups_per_prompt": ("clusters", lambda value: f"{value:.1f}"),
     "diversity/mean_distance": ("distance", lambda value: f"{value:.2f}"),

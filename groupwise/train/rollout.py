@@ -17,10 +17,11 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.data import Order, Prompt, columns_of, completion_for_reward
+from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.grouping.document import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.grouping.grouper import Grouper
-from groupwise.rewards import Scorer, Scores
+from groupwise.rewards import RewardFunction, Scorer, Scores
 from groupwise.tasks.base import Row
 from groupwise.train.batch import Batch, Comparison, join
 from groupwise.train.compare import OVERLONG, with_overlong_penalty
@@ -60,7 +61,7 @@ class Sampler:
         tokenizer: Any,
         rows: Sequence[Row],
         prompts: Sequence[Prompt],
-        scorer: Scorer,
+        scorer: Scorer | None,
         order: Order,
         compare: Callable[[Batch, Recipe], Comparison],
         *,
@@ -79,11 +80,15 @@ class Sampler:
     @property
     def names(self) -> list[str]:
         """The reward functions' names, the soft penalty's among them."""
-        return [function.name for function in self.scorer.functions] + ([OVERLONG] if self.overlong else [])
+        return [function.name for function in self._functions] + ([OVERLONG] if self.overlong else [])
 
     @property
     def weights(self) -> list[float]:
-        return [function.weight for function in self.scorer.functions] + ([1.0] if self.overlong else [])
+        return [function.weight for function in self._functions] + ([1.0] if self.overlong else [])
+
+    @property
+    def _functions(self) -> tuple[RewardFunction, ...]:
+        return () if self.scorer is None else self.scorer.functions
 
     def sample(self, step: int, now: Recipe, state: Any, timer: Timer) -> Sampled:
         """The batch of a step: batch_size × accumulation prompts, refilled where that is asked for."""
@@ -188,6 +193,8 @@ class Sampler:
 
     def _scores(self, rows: list[int], answers: Answers, skipped: list[bool], now: Recipe, state: Any) -> Scores:
         """The rewards of all answers, but for those that are skipped: these are as if no function had scored them."""
+        if self.scorer is None:
+            raise ConfigError("answers were sampled, but there is no reward to score them with; add [[rewards]]")
         count = now.sampling.samples_per_prompt
         asked = [place for place, skip in enumerate(skipped) if not skip]
         data = [self.rows[rows[place // count]] for place in asked]

@@ -21,6 +21,7 @@ def state_of(trainer: Trainer) -> dict[str, Any]:
     return {
         "tokens": trainer.tokens,
         "order": trainer.order.state(),
+        "pairs": trainer.pairs.state(),
         "schedule": trainer.schedule.state(),
         "token_budget": trainer.updater.token_budget,
         "max_rows": trainer.engine.max_rows,
@@ -85,6 +86,7 @@ def load_run(trainer: Trainer, folder: Path) -> None:
     trainer.step = int(state["step"])
     trainer.tokens = int(state["tokens"])
     trainer.order.load_state(state["order"])
+    trainer.pairs.load_state(state.get("pairs"))
     trainer.schedule.load_state(state["schedule"])
     trainer.updater.token_budget = trainer.recipe.train.token_budget or int(state["token_budget"])
     trainer.engine.max_rows = trainer.recipe.sampling.max_rows or int(state["max_rows"])

@@ -70,6 +70,11 @@ class Schedule:
         self._last: int | None = None
         self._tokens = 0
 
+    @property
+    def driven(self) -> tuple[str, ...]:
+        """The settings that this schedule drives."""
+        return tuple(self._base)
+
     def values(self, step: int, tokens: int) -> dict[str, float | int]:
         """Every setting that this schedule drives, at the start of ``step`` (from 0), after ``tokens`` sampled ones."""
         self._advance(step, tokens)

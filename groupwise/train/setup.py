@@ -3,7 +3,7 @@ before a single token is sampled."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from groupwise.config import Recipe, resolve_scheduled, scheduled_names
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, check_choice
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
 from groupwise.grouping.embed import check_embedder
@@ -23,6 +23,7 @@ from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import Row
 from groupwise.train.objective import find_loss
+from groupwise.train.pair_source import PairSets, learns_from_pairs, load_pairs
 from groupwise.train.schedule import Schedule, warmup_decay
 from groupwise.train.schedule_tables import parse_phases, parse_ramps, parse_rules
 
@@ -56,9 +57,10 @@ class Parts:
     train: Questions
     held_out: Questions
     builder: PromptBuilder
-    scorer: Scorer
+    scorer: Scorer | None  # None where no answer is ever scored
     stop: Stop | None
     loss: Loss
+    pairs: PairSets
 
 
 def load_parts(
@@ -69,12 +71,14 @@ def load_parts(
     say: Say = lambda text: None,
 ) -> Parts:
     """Load and check everything."""
-    task = task or load_task(recipe)
+    schedule = make_schedule(recipe)
+    samples = samples_answers(recipe, schedule.driven)
+    task = task or (load_task(recipe) if samples or names_rows(recipe) else Task("pairs", []))
     for note in task.notes:
         say(note)
-    scorer = make_scorer(recipe, task, rewards)
+    scorer = make_scorer(recipe, task, rewards, needed=samples)
     loss = find_loss(recipe.loss.name)
-    make_schedule(recipe)
+    check_objective(recipe, schedule.driven, scorer)
     _check_warm_up(recipe, task)
     settings = recipe.model
     lora = None
@@ -103,7 +107,8 @@ def load_parts(
     )
     train = _questions(builder, task.train, recipe.data.prompt, "training", say)
     held_out = _questions(builder, task.held_out, recipe.data.prompt, "held-out", say)
-    scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
+    if scorer is not None and (len(train) or len(held_out)):
+        scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
     prepared = prepare(model, compile=settings.compile, notice=say)
     _check_window(recipe, prepared, train, held_out)
     strings = [*recipe.sampling.stop, *task.stop]
@@ -119,7 +124,43 @@ def load_parts(
         scorer=scorer,
         stop=StopStrings(tokenizer, strings) if strings else None,
         loss=loss,
+        pairs=load_pairs(recipe, builder, prepared.window, learns=learns_from_pairs(recipe, schedule.driven), say=say),
     )
+
+
+def names_rows(recipe: Recipe) -> bool:
+    """Whether a recipe has questions, to train on or to evaluate by; pairs alone need none."""
+    return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
+
+
+def samples_answers(now: Recipe, driven: Collection[str] = ()) -> bool:
+    """Whether a step samples answers: all but a step on a data set of pairs alone.
+
+    Of a whole run it is asked with the settings that its schedule drives, which may be anything at some time.
+    """
+    asking = ["loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"]
+    asking += ["preference.weight"] if now.preference.pairs != "data" else []
+    return any(now.get(name) or name in driven for name in asking)
+
+
+def uses_reference(recipe: Recipe, driven: Collection[str], pairs: PairSets) -> bool:
+    """Whether a run needs a reference: for a KL, for pairs, or for a mask that looks at it."""
+    if recipe.train.steps == 0:
+        return bool(pairs.held_out)
+    needs = bool(recipe.loss.kl_coef) or "loss.kl_coef" in driven or recipe.masks.off_policy == "document"
+    return needs or learns_from_pairs(recipe, driven) or bool(pairs.held_out)
+
+
+def check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:
+    """Raise an error where nothing would be learned, or where group pairs are ordered by a reward that is not there."""
+    weights = ("loss.policy_coef", "preference.weight")
+    if not any(recipe.get(name) or name in driven for name in weights) and recipe.train.steps != 0:
+        raise ConfigError(
+            "loss.policy_coef and preference.weight are both 0, so nothing would be learned; set one of them"
+        )
+    names = [] if scorer is None else [function.name for function in scorer.functions]
+    if recipe.preference.reward is not None:
+        check_choice("preference.reward:", recipe.preference.reward, names, ConfigError)
 
 
 def compares_texts(recipe: Recipe) -> bool:
@@ -133,26 +174,31 @@ def check_embedder_of(recipe: Recipe) -> None:
         check_embedder(recipe.grouping.embedder)
 
 
-def steps_of(recipe: Recipe, rows: int) -> int:
-    """How many steps a run has: train.steps, or as many as its epochs take at the recipe's batch size."""
+def steps_of(recipe: Recipe, parts: Parts) -> int:
+    """How many steps a run has: train.steps, or as many as its epochs take; without answers, epochs of its pairs."""
     train = recipe.train
     if train.steps is not None:
         return train.steps
-    return max(1, round(rows * (train.epochs or 1.0) / (train.batch_size * train.accumulation)))
+    rows, batch = len(parts.train), train.batch_size * train.accumulation
+    if not samples_answers(recipe, make_schedule(recipe).driven):
+        rows, batch = len(parts.pairs.train), recipe.preference.batch_size
+    return max(1, round(rows * (train.epochs or 1.0) / batch))
 
 
-def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any]) -> Scorer:
-    """The task's rewards, those of the recipe, and those given in Python."""
+def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
+    """The task's rewards, those of the recipe, and those given in Python; ``needed``: answers will be scored."""
     functions = list(task.rewards)
     for entry in recipe.rewards:
         functions.append(named(make_reward(entry.function, entry.options), entry.weight, entry.name))
     functions += [given if isinstance(given, RewardFunction) else named(given) for given in rewards]
-    if not functions:
+    if functions:
+        return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
+    if needed:
         raise ConfigError(
             "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "
             "'file.py:function', or choose a task that brings its own"
         )
-    return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
+    return None
 
 
 def make_schedule(recipe: Recipe) -> Schedule:

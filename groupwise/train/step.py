@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -17,16 +17,18 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
-from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.errors import GroupwiseError
 from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.train.exact_kl import FACTOR_OF, ExactKL
-from groupwise.train.objective import Objective, Part, Totals
+from groupwise.train.objective import Objective, PairSlopes, Part, WholePairs
+from groupwise.train.pair_logps import pair_logps
+from groupwise.train.pair_plan import PairPlan, PairRows, plan_pairs
 from groupwise.train.reference import Reference
+from groupwise.train.teaching import what_teaches
 from groupwise.train.update import Gap, Update, compare_gradients
-from groupwise.train.work import Answers, Work, longest
+from groupwise.train.work import Answers, Work, WorkPairs, longest
 
 SMALLEST_BUDGET = 64
 
@@ -59,8 +61,12 @@ class Updater:
     def know(self, work: Work, now: Recipe, *, old: bool) -> None:
         """Add what must be known before the first update of a batch: old log-probs (if it is used more than once), the
         reference's, and the importance correction."""
-        if not len(work):
-            return
+        if len(work):
+            self._know_samples(work, now, old)
+        if work.pairs is not None and self.reference is not None:
+            work.pairs.reference = self._reference_of_pairs(work, work.pairs, now, self.reference)
+
+    def _know_samples(self, work: Work, now: Recipe, old: bool) -> None:
         if old or now.loss.importance_cap is not None:
             work.old_logps = self._logps(work, now).logps.cpu()
         if now.loss.importance_cap is not None and work.old_logps is not None:
@@ -70,8 +76,42 @@ class Updater:
                 work.old_logps = None
         estimated = now.loss.kl_coef and now.loss.kl not in FACTOR_OF
         if self.reference is not None and (estimated or now.masks.off_policy == "document"):
-            with self.reference.in_place(), without_dropout(self.prepared.model) if self.dropout else nullcontext():
+            with self._as_reference(self.reference):
                 work.ref_logps = self._logps(work, now).logps.cpu()
+
+    @contextmanager
+    def _as_reference(self, reference: Reference) -> Iterator[None]:
+        with reference.in_place(), without_dropout(self.prepared.model) if self.dropout else nullcontext():
+            yield
+
+    def _reference_of_pairs(self, work: Work, pairs: WorkPairs, now: Recipe, reference: Reference) -> Tensor:
+        """The reference's summed log-probs ``(n, 2)`` of all pairs; what is known of them is not computed again."""
+        with self._as_reference(reference):
+            if work.ref_logps is not None:
+                sampled = work.ref_logps.double().sum(1)[pairs.rows].view(-1, 2)
+            else:
+                sampled = self._sums_of_samples(work, pairs, now)
+            fixed = self._sums_of_fixed(pairs) if pairs.fixed.reference is None else pairs.fixed.reference
+        return torch.cat([sampled, fixed])
+
+    def _sums_of_samples(self, work: Work, pairs: WorkPairs, now: Recipe) -> Tensor:
+        """Summed log-probs ``(g, 2)`` of the samples that are in pairs, under the model as it is; no gradient."""
+        members = torch.zeros(len(work), dtype=torch.bool)
+        members[pairs.rows.flatten()] = True
+        sums = torch.zeros(len(work), dtype=torch.float64)
+        if bool(members.any()):
+            sums[members] = self._logps(work.answers_of(members), now).logps.double().sum(1).cpu()
+        return sums[pairs.rows].view(-1, 2)
+
+    def _sums_of_pairs(self, work: Work, now: Recipe) -> Tensor:
+        """The same ``(n, 2)`` of all pairs of a mini-batch."""
+        if work.pairs is None:
+            return torch.zeros(0, 2, dtype=torch.float64)
+        return torch.cat([self._sums_of_samples(work, work.pairs, now), self._sums_of_fixed(work.pairs)])
+
+    def _sums_of_fixed(self, pairs: WorkPairs) -> Tensor:
+        """The same ``(f, 2)`` of a data set's pairs."""
+        return pair_logps(self.prepared, pairs.fixed.pairs, token_budget=self.token_budget)
 
     def update(self, work: Work, now: Recipe, *, check: bool = False, compare_terms: bool = False) -> Update:
         """Forward, backward, one move of the optimizer. ``check`` compares with the sampler's log-probs."""
@@ -133,14 +173,15 @@ class Updater:
     def _gradient(self, work: Work, now: Recipe, check: bool, compare_terms: bool) -> Update:
         self.optimizer.zero_grad(set_to_none=True)
         found = Update(gap=Gap() if check else None)
-        policy_mask, work_totals = self._policy_mask(work, now, found)
-        objective = Objective(now, self.loss, work_totals)
+        policy_mask, totals = what_teaches(work, now, found, self._logps)
+        objective = Objective(now, self.loss, totals)
+        plan = plan_pairs(self.prepared, work, now, self._budget(work), lambda: self._sums_of_pairs(work, now))
         if not compare_terms:
-            self._backward(work, now, objective, policy_mask, found)
+            self._backward(work, now, objective, policy_mask, plan, found)
             return found
         gradients: dict[str, list[Tensor]] = {}
-        for name in [name for name, active in _active_terms(now).items() if active]:
-            self._backward(work, now, objective, policy_mask, found, only=name, watch=not gradients)
+        for name in [name for name, active in _active_terms(now, work).items() if active]:
+            self._backward(work, now, objective, policy_mask, plan, found, only=name, watch=not gradients)
             gradients[name] = [
                 torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
             ]
@@ -156,22 +197,37 @@ class Updater:
         now: Recipe,
         objective: Objective,
         policy_mask: Tensor | None,
+        plan: PairPlan | None,
         found: Update,
         *,
         only: str | None = None,
         watch: bool = True,
     ) -> None:
         """One pass over all packs, of all terms or of one; ``watch`` also takes the statistics, once per update."""
-        for part, rows in self._parts(work, now, policy_mask):
+        for part, rows in self._parts(work, now, policy_mask, plan, fixed=watch or only == "preference"):
             values, statistics = objective.terms(part)
             if only is not None:
-                values = {only: values[only]}
-            torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
+                values = {name: value for name, value in values.items() if name == only}
+            if values:
+                torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
             self._note(found, values, statistics if watch else {})
-            if found.gap is not None and watch:
+            if found.gap is not None and watch and rows is not None:
                 found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
 
-    def _parts(self, work: Work, now: Recipe, policy_mask: Tensor | None) -> Iterator[tuple[Part, Tensor]]:
+    def _parts(
+        self, work: Work, now: Recipe, policy_mask: Tensor | None, plan: PairPlan | None, *, fixed: bool
+    ) -> Iterator[tuple[Part, Tensor | None]]:
+        """Pack after pack: of the samples with the rows that they are, then of a data set's pairs."""
+        if len(work):
+            yield from self._sampled_parts(work, now, policy_mask, None if plan is None else plan.sampled)
+        if fixed and work.pairs is not None and plan is not None and plan.fixed is not None:
+            prompts, completions, _ = work.pairs.fixed_answers
+            for rows, found in each_pack(self.prepared, prompts, completions, token_budget=self._budget(work)):
+                yield Part(found.logps, found.mask, pairs=_on(plan.fixed.part(rows), found.logps)), None
+
+    def _sampled_parts(
+        self, work: Work, now: Recipe, policy_mask: Tensor | None, pairs: PairRows | None
+    ) -> Iterator[tuple[Part, Tensor]]:
         exact = self._exact_kl(work, now)
         packs = each_pack(
             self.prepared,
@@ -195,6 +251,7 @@ class Updater:
                     ref_logps=_optional_rows(work.ref_logps, rows, found.logps) if now.loss.kl_coef else None,
                     entropy=found.entropy,
                     exact_kl=None if exact is None or states is None else exact.next(states, found.mask),
+                    pairs=None if pairs is None else _on(pairs.part(rows), found.logps),
                 ),
                 rows,
             )
@@ -212,65 +269,6 @@ class Updater:
             token_budget=self._budget(work),
             dropout=self.dropout,
         )
-
-    def _policy_mask(self, work: Work, now: Recipe, found: Update) -> tuple[Tensor | None, Totals]:
-        """What may teach, ``(n, T)``: the batch's own masks, and those that need the policy's log-probs now."""
-        masks, totals = now.masks, work.totals
-        teaching = work.allowed[:, None] & work.mask
-        if masks.off_policy is not None or masks.high_entropy is not None:
-            logps, entropy = self._current(work, now)
-            if masks.off_policy is not None:
-                near = self._near(work, now, logps)
-                gone = work.allowed & ~near
-                found.silenced["off_policy"] = [work.samples[row] for row in gone.nonzero().flatten().tolist()]
-                if now.loss.denominator == "policy_mask":
-                    totals = replace(
-                        totals,
-                        policy_tokens=totals.policy_tokens - int(work.mask[gone].sum()),
-                        policy_sequences=totals.policy_sequences - int(gone.sum()),
-                    )
-                teaching = teaching & near[:, None]
-            if masks.high_entropy is not None:
-                # Chosen among tokens that could teach, so that skipping the others changes nothing.
-                could = teaching & (work.advantages != 0)[:, None]
-                teaching = high_entropy_mask(entropy, could, top_fraction=masks.high_entropy)
-                if now.loss.denominator == "policy_mask":
-                    totals = replace(
-                        totals,
-                        policy_tokens=int(teaching.sum()),
-                        policy_sequences=int(teaching.any(1).sum()),
-                    )
-        if work.weights is not None:
-            return teaching * work.weights, totals
-        return (None if bool((teaching == work.mask).all()) else teaching), totals
-
-    def _current(self, work: Work, now: Recipe) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropy under the policy as it is now ``(n, T)``, of the samples that a mask may take.
-
-        V3.2's looks at what did worse than its group alone, and entropy counts where something teaches; the others keep
-        the sampler's log-probs, which no mask takes.
-        """
-        masks = now.masks
-        chosen = work.allowed & (work.advantages < 0 if masks.off_policy == "v3.2" else masks.off_policy is not None)
-        if masks.high_entropy is not None:
-            chosen = chosen | (work.allowed & (work.advantages != 0))
-        logps, entropy = work.sampler_logps.clone(), torch.zeros(work.mask.shape)
-        if bool(chosen.any()):
-            answers = work.answers_of(chosen)
-            found = self._logps(answers, now, with_entropy=masks.high_entropy is not None)
-            at = (chosen.nonzero(), torch.arange(found.logps.shape[1]))
-            logps = logps.to(found.logps.dtype)
-            logps[at] = found.logps.cpu()
-            if found.entropy is not None:
-                entropy = entropy.to(found.entropy.dtype)
-                entropy[at] = found.entropy.cpu()
-        return logps, entropy
-
-    def _near(self, work: Work, now: Recipe, logps: Tensor) -> Tensor:
-        """Which samples the off-policy mask keeps ``(n,)``."""
-        rule, threshold = now.masks.off_policy or "v3.2", now.masks.off_policy_threshold
-        other = work.sampler_logps if rule == "v3.2" or work.ref_logps is None else work.ref_logps
-        return off_policy_sequence_mask(logps, other, work.advantages, work.mask, threshold=threshold, rule=rule)
 
     @torch.no_grad()
     def _logps(self, work: Work | Answers, now: Recipe, *, with_entropy: bool = False) -> TokenLogps:
@@ -335,13 +333,25 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
-def _active_terms(now: Recipe) -> dict[str, bool]:
-    return {"policy": True, "kl": bool(now.loss.kl_coef), "entropy": bool(now.loss.entropy_coef)}
+def _active_terms(now: Recipe, work: Work) -> dict[str, bool]:
+    how = now.loss
+    weights = {"policy": how.policy_coef, "kl": how.kl_coef, "entropy": how.entropy_coef}
+    return {**{name: bool(weight) for name, weight in weights.items()}, "preference": work.pairs is not None}
 
 
 def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
     """These rows of ``(n, T)``, cut to the width of a part and on its device."""
     return values[rows][:, : like.shape[1]].to(like.device)
+
+
+def _on(pairs: WholePairs | PairSlopes | None, like: Tensor) -> WholePairs | PairSlopes | None:
+    """A part's pairs on its device."""
+    if isinstance(pairs, PairSlopes):
+        return replace(pairs, slopes=pairs.slopes.to(like.device))
+    if pairs is None:
+        return None
+    device = like.device
+    return WholePairs(pairs.chosen.to(device), pairs.rejected.to(device), pairs.reference.to(device))
 
 
 def _optional_rows(values: Tensor | None, rows: Tensor, like: Tensor) -> Tensor | None:

@@ -27,16 +27,17 @@ from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.tasks.base import Row, Task
 from groupwise.train import checkpoint
-from groupwise.train.batch import Batch, Comparison
+from groupwise.train.batch import Batch, Comparison, no_batch
 from groupwise.train.checks import Checks
 from groupwise.train.clock import Clock
 from groupwise.train.compare import compare, find_advantage, find_grouping
 from groupwise.train.display import Display, Facts, LineDisplay
 from groupwise.train.doubt import doubt_about_sampler, has_dropout
 from groupwise.train.events import Callback, Report, Result
-from groupwise.train.held_out import evaluate_held_out, metric_of
+from groupwise.train.held_out import measure_held_out, metric_of
 from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.output import finish_run, open_run, write_resolved
+from groupwise.train.pair_source import PairSource, look_up_reference
 from groupwise.train.questions import QuestionLog
 from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
@@ -49,8 +50,10 @@ from groupwise.train.setup import (
     load_parts,
     make_optimizer,
     make_schedule,
+    samples_answers,
     set_learning_rate,
     steps_of,
+    uses_reference,
 )
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Updater
@@ -83,7 +86,9 @@ class Trainer:
         self.say = self.display.say
         check_embedder_of(recipe)
         self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, say=self.say)
-        if not len(self.parts.train):
+        self.schedule = make_schedule(recipe)
+        self.samples = samples_answers(recipe, self.schedule.driven)  # else there are pairs of a data set alone
+        if self.samples and not len(self.parts.train):
             raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on; set data.train")
         self.advantage = find_advantage(recipe.advantages.function)
         self.grouping = find_grouping(recipe.advantages.grouping)
@@ -99,9 +104,9 @@ class Trainer:
         self._prepare_model()
         self.masters = MasterWeights(self.parts.model)
         self.optimizer = make_optimizer(recipe, self.parts.model, self.masters, self.say)
-        self.schedule = make_schedule(recipe)
         self.engine = Engine(prepared, max_rows=recipe.sampling.max_rows)
-        self.order = Order(len(self.parts.train), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        self.order = Order(max(1, len(self.parts.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        self.pairs = PairSource(self.parts.pairs, recipe)
         self.sampler = Sampler(
             self.engine,
             self.parts.tokenizer,
@@ -143,7 +148,7 @@ class Trainer:
         self.warned = False
         self.checks = Checks(self.parts.task.metric)
         self.questions = QuestionLog(self.parts.train.rows, self.parts.task.metric)
-        self.total_steps = steps_of(recipe, len(self.parts.train))
+        self.total_steps = steps_of(recipe, self.parts)
         if self.supervised and self.warm_up is not None:
             self.total_steps = self.warm_up.steps
 
@@ -225,17 +230,22 @@ class Trainer:
 
     def _step(self) -> Report:
         now = self.now()
-        sampled = self.sampler.sample(self.step, now, self._state_for_rewards(), self.clock)
+        if samples_answers(now):
+            sampled = self.sampler.sample(self.step, now, self.state_for_rewards(), self.clock)
+        else:
+            sampled = Sampled(no_batch(len(self.sampler.names)))
         batch = sampled.batch
         comparison = self.compare(batch, now)
-        self.call("on_rollout", batch, comparison)
+        if len(batch):
+            self.call("on_rollout", batch, comparison)
         with self.clock("train"):
             works, updates = self._learn(batch, comparison, now)
         self.step += 1
         self.tokens += sampled.tokens
         if self.reference is not None and now.reference.refresh_every and self.step % now.reference.refresh_every == 0:
             self.reference.refresh(now.reference.mix)
-        self.questions.observe(batch, comparison)
+        if len(batch):
+            self.questions.observe(batch, comparison)
         for others in sampled.left_out:
             self.questions.observe(others, self.compare(others, now))
         metrics = step_metrics(sampled, comparison, self.sampler.names, works, updates, now)
@@ -245,7 +255,7 @@ class Trainer:
             "samples_per_prompt": now.sampling.samples_per_prompt,
             "kl_coef": now.loss.kl_coef,
             "num_tokens": self.tokens,
-            "epoch": self.order.epoch,
+            "epoch": self.order.epoch if self.samples else self.pairs.epoch,
             "token_budget": self.updater.token_budget,
         }
         if self.reference is not None:
@@ -266,14 +276,16 @@ class Trainer:
             grouping=self.grouping,
             grades=self.parts.task.grades,
             metric=self.parts.task.metric,
+            ranked_by=None if now.preference.reward is None else self.sampler.names.index(now.preference.reward),
         )
 
     def _learn(self, batch: Batch, comparison: Comparison, now: Recipe) -> tuple[list[Work], list[Update]]:
-        """μ passes over the batch, each cut into mini-batches of whole prompts."""
+        """μ passes over the batch, each cut into mini-batches of whole prompts, and a data set's pairs beside them."""
         prompts, parts = len(batch.prompts), now.train.mini_batches
         order = list(range(prompts)) if parts == 1 else self._shuffled(prompts)
         cuts = [order[prompts * part // parts : prompts * (part + 1) // parts] for part in range(parts)]
-        works = [plan_work(batch, comparison, cut, now) for cut in cuts]
+        fixed = self.pairs.take(now)
+        works = [plan_work(batch, comparison, cut, now, fixed.part(at, parts)) for at, cut in enumerate(cuts)]
         used_again = now.train.iterations * parts > 1
         self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
         for work in works:
@@ -283,7 +295,7 @@ class Trainer:
         every = self.recipe.train.term_gradients
         for iteration in range(now.train.iterations):
             for work in works:
-                if not len(work):
+                if work.empty:
                     continue  # nothing in it teaches: no update, and the weights stay
                 self._seed_dropout(len(updates), iteration)
                 updates.append(
@@ -296,7 +308,7 @@ class Trainer:
     def _after(self, report: Report) -> None:
         """Record the step, let the schedule see it, evaluate and save where it is time to."""
         records = self._records()
-        if self.recipe.run.rollouts:
+        if self.recipe.run.rollouts and len(report.batch):
             with self.clock("record"):
                 records.rollouts(
                     self.step, rollout_table(self.step, report.batch, report.comparison, self.sampler.names)
@@ -325,13 +337,14 @@ class Trainer:
             rewind(self.run_dir, -1)
         if found is None and not self.supervised:
             do_warm_up(self)
-        if self._uses_reference():
+        if uses_reference(self.recipe, self.schedule.driven, self.parts.pairs):
             self.reference = Reference(
                 self.masters, mixes=self._drives("reference.mix") or self.recipe.reference.mix < 1
             )
             self.updater.reference = self.reference
         if found is not None:
             load_run(self, found)
+        look_up_reference(self)
         write_resolved(self)
         self.records = Records(
             self.run_dir,
@@ -373,15 +386,10 @@ class Trainer:
 
     def evaluate(self) -> Evaluation | None:
         """Measure the policy on the held-out rows; remember the best. None if there are no such rows."""
-        if not len(self.parts.held_out):
+        if self.metric is None:
             return None
         self.display.stage("evaluating")
-        found = evaluate_held_out(
-            self.parts,
-            self.engine,
-            lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
-            self._state_for_rewards(),
-        )
+        found = measure_held_out(self)
         self.evaluated_at, self.last = self.step, found.metrics
         self.first = self.first or found.metrics
         value, better = found.metrics[self.metric or REWARD], False
@@ -423,14 +431,8 @@ class Trainer:
         values = self.schedule.values(self.step, self.tokens)
         return self.recipe.with_settings(values) if values else self.recipe
 
-    def _uses_reference(self) -> bool:
-        recipe = self.recipe
-        return not self.supervised and (
-            bool(recipe.loss.kl_coef) or self._drives("loss.kl_coef") or recipe.masks.off_policy == "document"
-        )
-
     def _drives(self, name: str) -> bool:
-        return name in self.schedule.values(self.step, self.tokens)
+        return name in self.schedule.driven
 
     def _prepare_model(self) -> None:
         model = self.parts.prepared.model
@@ -446,7 +448,7 @@ class Trainer:
         generator = torch.Generator().manual_seed(chance(self.recipe.train.seed, 4, self.step))
         return torch.randperm(number, generator=generator).tolist()
 
-    def _state_for_rewards(self) -> SimpleNamespace:
+    def state_for_rewards(self) -> SimpleNamespace:
         """What a reward function written for TRL may look at as ``trainer_state``."""
         return SimpleNamespace(
             global_step=self.step, max_steps=self.total_steps, epoch=self.order.epoch, num_input_tokens_seen=self.tokens

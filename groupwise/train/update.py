@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PREFERENCE = "preference"  # the name of its term
+
 
 @dataclass
 class Gap:
@@ -43,13 +45,28 @@ class Update:
 
 
 def compare_gradients(gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
-    """The norm of each term's gradient, and the cosine between each two."""
+    """The norm of each term's gradient, and the cosine between each two.
+
+    Beside a preference term, ``grpo`` is all the others together: do the two pull the same way?
+    """
     names = list(gradients)
-    norms = {name: float(torch.nn.utils.get_total_norm(gradients[name])) for name in names}
-    found = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+    found = {f"grad_norm/{name}": _norm(gradients[name]) for name in names}
     for number, one in enumerate(names):
         for other in names[number + 1 :]:
-            product = sum(float((a * b).sum()) for a, b in zip(gradients[one], gradients[other], strict=True))
-            scale = norms[one] * norms[other]
-            found[f"grad_cosine/{one}_{other}"] = product / scale if scale else 0.0
+            found[f"grad_cosine/{one}_{other}"] = _cosine(gradients[one], gradients[other])
+    others = [gradients[name] for name in names if name != PREFERENCE]
+    if PREFERENCE in gradients and others:
+        whole = [torch.stack(shares).sum(0) for shares in zip(*others, strict=True)]
+        found["grad_norm/grpo"] = _norm(whole)
+        found[f"grad_cosine/grpo_{PREFERENCE}"] = _cosine(whole, gradients[PREFERENCE])
     return found
+
+
+def _norm(gradient: Sequence[Tensor]) -> float:
+    return float(torch.nn.utils.get_total_norm(list(gradient)))
+
+
+def _cosine(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
+    product = sum(float((a * b).sum()) for a, b in zip(one, other, strict=True))
+    scale = _norm(one) * _norm(other)
+    return product / scale if scale else 0.0

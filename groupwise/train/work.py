@@ -14,6 +14,7 @@ from groupwise.core.filters import KeptSets
 from groupwise.model.logprobs import in_rows
 from groupwise.train.batch import Batch, Comparison
 from groupwise.train.objective import Totals
+from groupwise.train.pair_logps import TokenPair
 
 
 class Answers(NamedTuple):
@@ -22,6 +23,42 @@ class Answers(NamedTuple):
     prompts: list[tuple[int, ...]]
     completions: list[list[Tensor]]
     kept: KeptSets | None
+
+
+class FixedPairs(NamedTuple):
+    """Pairs of a data set, and the reference's summed log-probs of them ``(n, 2)`` where they are known already."""
+
+    pairs: Sequence[TokenPair] = ()
+    reference: Tensor | None = None
+
+    def part(self, number: int, parts: int) -> FixedPairs:
+        """One of so many parts, as equal as can be."""
+        own = slice(len(self.pairs) * number // parts, len(self.pairs) * (number + 1) // parts)
+        return FixedPairs(self.pairs[own], None if self.reference is None else self.reference[own])
+
+
+@dataclass
+class WorkPairs:
+    """The pairs of a mini-batch: those among its samples, by their rows, and those of a data set."""
+
+    chosen: Tensor  # (g,) rows of the work
+    rejected: Tensor  # (g,)
+    fixed: FixedPairs
+    reference: Tensor | None = None  # (g + f, 2): summed log-probs under the reference, the samples' pairs first
+
+    def __len__(self) -> int:
+        return len(self.chosen) + len(self.fixed.pairs)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of the samples' pairs, ``(g, 2)``."""
+        return torch.stack([self.chosen, self.rejected], 1)
+
+    @property
+    def fixed_answers(self) -> Answers:
+        """The data set's pairs as what log-probs are computed of: the chosen and the rejected answer in turn."""
+        pairs = self.fixed.pairs
+        return Answers([pair.prompt for pair in pairs], [[pair.chosen, pair.rejected] for pair in pairs], None)
 
 
 @dataclass
@@ -40,9 +77,15 @@ class Work:
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
     weights: Tensor | None = None  # (n, T) the importance correction
+    pairs: WorkPairs | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute, so that no update is due."""
+        return not self.samples and self.pairs is None
 
     def answers_of(self, chosen: Tensor) -> Answers:
         """The answers of some samples, ``(n,)`` bool, with their prompts."""
@@ -55,8 +98,13 @@ class Work:
         return Answers(prompts, [members for members in groups if members], kept)
 
 
-def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now: Recipe) -> Work:
-    """What a mini-batch of these prompts needs computed: what teaches, or everything where a term asks for it."""
+def plan_work(
+    batch: Batch, comparison: Comparison, prompts: Sequence[int], now: Recipe, fixed: FixedPairs | None = None
+) -> Work:
+    """What a mini-batch of these prompts needs computed: what teaches, or everything where a term asks for it.
+
+    ``fixed`` are pairs of a data set that are learned from beside them.
+    """
     members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
     everything = bool(now.loss.kl_coef or now.loss.entropy_coef) or not now.train.skip_equal
     if now.loss.denominator == "policy_mask" and now.masks.off_policy == "document":
@@ -71,6 +119,7 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
         divided_by = [i for i in members if allowed[i]]
     lengths = batch.lengths
     mask = _mask(lengths[chosen])
+    pairs = _pairs(comparison, chosen, fixed or FixedPairs())
     return Work(
         samples=chosen,
         prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
@@ -87,16 +136,35 @@ def plan_work(batch: Batch, comparison: Comparison, prompts: Sequence[int], now:
             policy_sequences=len(divided_by),
             computed_tokens=int(mask.sum()),
             computed_sequences=len(chosen),
+            pairs=0 if pairs is None else len(pairs),
         ),
+        pairs=pairs,
     )
+
+
+def _pairs(comparison: Comparison, samples: Sequence[int], fixed: FixedPairs) -> WorkPairs | None:
+    """The pairs among these samples of a batch, and those of a data set; None if there are neither."""
+    rows = {sample: row for row, sample in enumerate(samples)}
+    known = comparison.pairs
+    own = [] if known is None else list(zip(known.chosen.tolist(), known.rejected.tolist(), strict=True))
+    own = [pair for pair in own if pair[0] in rows]  # both or neither: a mini-batch has whole prompts
+    if not own and not fixed.pairs:
+        return None
+    chosen, rejected = (torch.tensor([rows[pair[side]] for pair in own], dtype=torch.long) for side in (0, 1))
+    return WorkPairs(chosen, rejected, fixed)
 
 
 def longest(work: Work | Answers) -> int:
-    """Tokens of the longest sample, its prompt included."""
-    return max(
-        len(prompt) + max(ids.shape[0] for ids in members)
-        for prompt, members in zip(work.prompts, work.completions, strict=True)
+    """Tokens of the longest answer to be computed, its prompt included; a pair's too."""
+    own = max(
+        (
+            len(prompt) + max(ids.shape[0] for ids in members)
+            for prompt, members in zip(work.prompts, work.completions, strict=True)
+        ),
+        default=0,
     )
+    pairs = work.pairs.fixed.pairs if isinstance(work, Work) and work.pairs is not None else ()
+    return max([own, *(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs)])
 
 
 def _mask(lengths: Tensor) -> Tensor:

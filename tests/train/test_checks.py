@@ -9,12 +9,14 @@ import pytest
 
 from groupwise.errors import CheckpointError
 from groupwise.tasks import Task
-from groupwise.train.checks import CHECKS, QUIET, SPLIT, WINDOW, Checks
+from groupwise.train.checks import CHECKS, COSINE, QUIET, REFUSED, SPLIT, WINDOW, Checks
 from tests.train.made import made_recipe, made_trainer
-from tests.train.runs import go, metrics_of, small_trainer
+from tests.train.runs import even, go, metrics_of, small_trainer
 
 KL = {"loss.kl_coef": 0.02}
 LETTERS = {"letters/A": 0.7, "letters/B": 0.3}
+PAIRS = {"preference.weight": 0.1}
+NO_PAIRS = {"preference/weight": 0.1, "preference/pairs": 0.0}
 UNSPLIT = {f"{SPLIT}1_groups": 3.0, f"{SPLIT}2_groups": 1.0}
 
 
@@ -64,6 +66,32 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
          ["75%", "make no clusters (silhouette 0.04)", "sampling.samples_per_prompt, now 4", "'BAAI/bge-m3'"]),
         ("answers_scattered", {f"{SPLIT}4_groups": 2.0, "similarity_groups/n_single_member_groups": 4.1}, {},
          ["51% of the answers are alone", "grouping.max_groups, now 7", "advantages.shrinkage, now 0"]),
+        ("nothing_taught", {"signal/teaching": 0.0, "preference/weight": 0.1, "preference/pairs": 4.0}, {},
+         ["for 10 steps nothing was learned from the sampled answers, only from the data set's pairs: the rewards in"]),
+        ("no_pairs", {**NO_PAIRS, f"{REFUSED}tie": 2.0, f"{REFUSED}alone": 1.0}, PAIRS,
+         ["for 10 steps there was not one pair", "are all equal; use easier or harder", "samples_per_prompt, now 4",
+          "sampling.temperature, now 1"]),
+        ("no_pairs", {**NO_PAIRS, f"{REFUSED}tie": 1.0, f"{REFUSED}margin": 2.0},
+         {**PAIRS, "preference.min_margin": 0.5},
+         ["too close; lower preference.min_margin, now 0.5, or raise sampling.samples_per_prompt, now 4"]),
+        ("no_pairs", {**NO_PAIRS, f"{REFUSED}same_answer": 2.0}, PAIRS,
+         ["the same answer with another reward; raise sampling.temperature, now 1, and see why the reward"]),
+        ("no_pairs", {**NO_PAIRS, f"{REFUSED}alone": 2.0}, PAIRS,
+         ["fewer than two answers that may teach; see what the masks (masks.*) and failed rewards take, or raise "
+          "sampling.samples_per_prompt, now 4"]),
+        ("no_pairs", {**NO_PAIRS, f"{REFUSED}alone": 2.0}, {**PAIRS, "advantages.grouping": "similarity"},
+         ["failed rewards take, lower grouping.max_groups, or raise"]),
+        ("no_pairs", NO_PAIRS, {**PAIRS, "preference.pairs": "data"}, ["preference.pairs, now 'data', and at"]),
+        ("preference_opposed", {COSINE: -0.31}, PAIRS,
+         ["the cosine of their gradients is -0.31; lower preference.weight, now 0.1, by hand or by a rule ([[rules]])",
+          "want the same"]),
+        ("chosen_unlikely", {"preference/chosen_reward": -1.4, "preference/margin": 0.01}, PAIRS,
+         ["less likely too, by 14 in log-prob", "lower optimizer.learning_rate, now 0.001",
+          "preference.weight, now 0.1", "preference.beta, now 0.1",
+          "add the kind 'sft' with a small weight (preference.kind_weights)"]),
+        ("chosen_unlikely", {"preference/chosen_reward": -1.4, "preference/margin": 3.0},
+         {**PAIRS, "preference.kind": ["sigmoid", "sft"], "preference.beta": 0.5},
+         ["by 2.8 in log-prob", "raise the weight of the kind 'sft' (preference.kind_weights)"]),
     ],
 )  # fmt: skip
 def test_each_says_what_to_change(name, metrics, settings, says):
@@ -88,6 +116,14 @@ def test_each_says_what_to_change(name, metrics, settings, says):
         ({"other_no_answer": 1.0}, {}),
         ({f"{SPLIT}1_groups": 2.0, f"{SPLIT}3_groups": 2.0, "diversity/mean_distance": 0.01}, {}),
         ({f"{SPLIT}4_groups": 2.0, "similarity_groups/n_single_member_groups": 4.0}, {}),
+        ({"preference/weight": 0.1, "preference/pairs": 0.1, f"{REFUSED}tie": 7.0}, PAIRS),
+        ({"preference/pairs": 0.0, f"{REFUSED}tie": 7.0}, PAIRS),
+        ({COSINE: -0.3}, PAIRS),
+        ({COSINE: math.nan}, PAIRS),
+        ({"preference/chosen_reward": -1.0, "preference/margin": 0.5}, PAIRS),
+        ({"preference/chosen_reward": -5.0, "preference/margin": 0.0}, PAIRS),
+        ({"preference/chosen_reward": -5.0}, PAIRS),
+        ({"preference/weight": 1.0, "preference/pairs": 16.0, "preference/margin": 0.2}, PAIRS),  # all that DPO reports
     ],
 )
 def test_nothing_is_said_without_a_reason(metrics, settings):
@@ -167,7 +203,35 @@ def test_names_are_those_that_metrics_get():
         "answers_alike",
         "answers_unrelated",
         "answers_scattered",
+        "no_pairs",
+        "preference_opposed",
+        "chosen_unlikely",
     ]
+
+
+def test_a_preference_term_that_has_just_come_in_is_given_time_to_find_pairs():
+    """A ramp brings it in at step 6: ten steps with it are over at step 15."""
+    checks, now = Checks(), made_recipe(PAIRS)
+    rows = [{"reward": 1.0}] * 5 + [{**NO_PAIRS, f"{REFUSED}tie": 2.0}] * 10
+    said = [[sign.name for sign in checks.observe(step, row, now)] for step, row in enumerate(rows, 1)]
+    assert said == [[]] * 14 + [["no_pairs"]]
+
+
+def test_the_cosine_counts_by_the_steps_that_measured_it():
+    """Of ten steps two know it: their mean is −0.35, and over all ten it would be −0.07."""
+    checks, now = Checks(), made_recipe(PAIRS)
+    rows = [{COSINE: -0.9}, {}, {}, {}, {}, {COSINE: 0.2}, {}, {}, {}, {}]
+    said = [checks.observe(step, row, now) for step, row in enumerate(rows, 1)]
+    assert [sign.name for sign in said[-1]] == ["preference_opposed"]
+    assert "is -0.35;" in said[-1][0].sentence
+
+
+def test_a_checkpoint_from_before_there_were_pairs():
+    """Its window knows nothing of them, and is filled up step by step."""
+    checks, now = Checks("accuracy"), made_recipe(PAIRS)
+    checks.load_state({"window": [{"kl": 0.1, "signal/teaching": 0.5}] * 10, "questions": [2] * 10, "said": {}})
+    said = [[sign.name for sign in checks.observe(step, NO_PAIRS, now)] for step in range(11, 21)]
+    assert said == [[]] * 9 + [["no_pairs"]]
 
 
 def same(completions, **_):
@@ -190,3 +254,37 @@ def test_a_resumed_run_does_not_say_it_twice(tmp_path):
         small_trainer(tmp_path / name, changes, task=task, rewards=[same], resume=True).run()
         steps = [row["step"] for row in metrics_of(tmp_path / name) if "warnings/nothing_taught" in row]
         assert steps == [10]
+
+
+def test_in_a_run_the_reason_why_there_are_no_pairs_is_found(tmp_path):
+    """All groups have answers that differ, by less than is asked for."""
+    settings = {**PAIRS, "preference.min_margin": 5.0, "train.steps": 10, "sampling.max_new_tokens": 4}
+    with made_trainer(tmp_path, settings, reward=even) as trainer:
+        reports = list(trainer.steps())
+    assert {report.metrics["preference/pairs"] for report in reports} == {0.0}
+    (sentence,) = [text for text in trainer.display.said if "no_pairs" in text]
+    assert sentence.startswith("step 10: warning no_pairs: for 10 steps there was not one pair to learn from: the best")
+    assert "lower preference.min_margin, now 5, " in sentence
+    assert not trainer.display.heard("nothing_taught")
+
+
+def test_in_a_run_on_pairs_alone_only_what_is_true_is_said(tmp_path):
+    """Nothing is sampled, so nothing is said of groups. Far too large steps drive the better answers away too."""
+    pairs = [{"prompt": f"Say {n}: ", "chosen": f"{n} a b c", "rejected": f"{n} d"} for n in range(4)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pairs))
+    changes = {
+        "algorithm": "dpo",
+        "preference": {"train": str(tmp_path / "pairs.jsonl"), "batch_size": 4, "cache": False},
+        "train": {"steps": 12},
+        "run": {"checkpoint_every": 0},
+    }
+    quiet = small_trainer(tmp_path / "quiet", changes, {"optimizer": {"learning_rate": 1e-6}}, task=None)
+    quiet.run()
+    assert not quiet.display.heard("warning")
+    loud = small_trainer(tmp_path / "loud", changes, {"optimizer": {"learning_rate": 0.3}}, task=None)
+    loud.run()
+    rows = metrics_of(tmp_path / "loud")
+    falling = [row["step"] for row in rows if row["preference/chosen_reward"] < -1]
+    assert len(falling) >= 5
+    assert loud.display.heard("warning chosen_unlikely: the better answers of pairs become less likely too")
+    assert not loud.display.heard("nothing_taught")

@@ -56,6 +56,20 @@ METRICS = {
 }
 
 
+OFFLINE = {  # what a step of DPO on a data set reports: nothing was sampled
+    "preference/weight": 1.0,
+    "preference/pairs": 16.0,
+    "preference/margin": 0.5231,
+    "preference/accuracy": 0.71,
+    "grad_norm": 6.2,
+    "learning_rate": 1e-6,
+    "tokens_per_second": 0.0,
+    "num_tokens": 0.0,
+    "step_time": 1.5,
+}
+DPO = replace(FACTS, algorithm="dpo", steps=36, metric="preference_accuracy", goal=None)
+
+
 class Time:
     """A clock that is set by hand."""
 
@@ -126,6 +140,40 @@ def test_what_is_missing_is_left_out(lines, stream, clock):
     assert stream.getvalue().splitlines() == [
         "step   1/300 ·   0.0 s",
         "step   2/300 · reward    nan ·   2.5 s · left 6 min",
+    ]
+
+
+def test_a_step_with_pairs_tells_of_them(lines, stream, clock):
+    clock.now += 2
+    lines.step(1, {**METRICS, "preference/pairs": 64.0, "preference/margin": -0.5, "preference/accuracy": 1.0})
+    assert stream.getvalue().splitlines()[-1] == (
+        "step   1/300 · reward  0.412 ±0.31 · equal groups  12 % · length 1205.3 · pairs  64 · margin -0.500 · "
+        "preferred 100 % ·   1,830 tokens/s ·   0.9 s · left 10 min"
+    )
+
+
+def test_a_step_without_answers_has_no_reward_and_no_speed(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.start(DPO)
+    display.evaluation(0, {"preference_accuracy": 0.5, "preference_accuracy_low": 0.5, "preference_accuracy_high": 0.5})
+    for step in (1, 2):
+        clock.now += 2
+        display.step(step, {**OFFLINE, "preference/margin": OFFLINE["preference/margin"] * (step - 1)})
+    assert stream.getvalue().splitlines()[1:] == [
+        "step  0/36 · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
+        "step  1/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.000 · preferred  71 % · "
+        "  1.5 s · left 70 s",
+        "step  2/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.523 · preferred  71 % · "
+        "  1.5 s · left 68 s",
+    ]
+
+
+def test_held_out_pairs_are_told_beside_the_tasks_own_metric(lines, stream):
+    lines.evaluation(1, {**evaluation(0.25), "preference_accuracy": 0.625})
+    lines.evaluation(2, {"eval/accuracy": 0.5, "eval/preference_accuracy": 0.75})
+    assert stream.getvalue().splitlines() == [
+        "step   1/300 · held out: accuracy 25.0 % (21.0 % to 29.0 %); preferred 62.5 %",
+        "step   2/300 · held out: accuracy 50.0 %, +25.0 points since the first; preferred 75.0 %",
     ]
 
 
@@ -363,6 +411,51 @@ def test_numbers_that_were_not_measured_have_no_place(panel):
         assert label not in shown
 
 
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (74, 24), (140, 50), (50, 40)])
+def test_a_run_on_pairs_alone_shows_their_margin_in_place_of_a_reward(clock, width, height):
+    display = live(width, height, clock=clock)
+    display.start(DPO)
+    assert "reward" not in picture(display, width, height, color_system=None)
+    for step in range(1, 31):
+        clock.now += 1
+        display.step(step, {**OFFLINE, "preference/margin": OFFLINE["preference/margin"] * step / 30})
+        if step % 10 == 0:
+            display.evaluation(step, {"preference_accuracy": step / 40})
+    shown = picture(display, width, height, color_system=None)
+    lines = shown.splitlines()
+    assert {cell_len(line) for line in lines} == {width}
+    assert len(lines) < height
+    for text in ("margin of pairs  0.523", "└ 1 ─", "pairs", "16", "preferred", "71 %", "6.200", "1.0e-06", "75.0 %"):
+        assert text in shown, text
+    assert re.search("[\u2801-\u28ff]", shown)  # a curve
+    for text in ("reward", "tokens/s", "comes with", "grad cosine"):
+        assert text not in shown, text
+    if width >= 74:
+        assert "preferred, held out  75.0 % +50.0" in shown
+    else:
+        assert re.search("held out +pairs +preferred", shown)
+    display.close()
+
+
+def test_a_run_with_rewards_and_pairs_has_numbers_for_both(panel, clock):
+    """The gradients are compared in some steps only: what they said last stays, also when the run is resumed."""
+    pairs = {name: value for name, value in OFFLINE.items() if name.startswith("preference/")}
+    run_of(panel, clock, steps=4)
+    panel.step(5, {**METRICS, **pairs, "grad_cosine/grpo_preference": -0.251})
+    panel.step(6, {**METRICS, **pairs})
+    shown = picture(panel, 80, color_system=None)
+    assert "reward  0.412 ±0.310" in shown
+    assert "margin of pairs" not in shown
+    assert re.search(r"pairs +margin .*\n.* 16 +0\.523 ", shown)
+    assert re.search(r"preferred +grad cosine .*\n.* 71 % +-0\.25 ", shown)
+    assert "1,830" in shown
+    resumed = live(clock=clock)
+    resumed.start(FACTS, first_step=5, past=[{"step": 5, "reward": 0.1, "grad_cosine/grpo_preference": 0.5}])
+    resumed.step(6, METRICS)
+    assert "+0.50" in picture(resumed, 80, color_system=None)
+    resumed.close()
+
+
 def test_a_resumed_run_shows_its_past(clock):
     past = [{"step": 0, "eval/accuracy": 0.25}, *({"step": step, "reward": 0.1} for step in range(1, 41))]
     display = live(clock=clock)
@@ -405,7 +498,8 @@ odd = st.one_of(
     st.just(torch.ones(2)),
     st.sampled_from([0.0, 1e-320, -1e-320, 1e30, -1e30, 1e300, 5.0, 5.0 + 1e-12]),
 )
-odd_metrics = st.dictionaries(st.sampled_from([*METRICS, "accuracy", "accuracy_low", "accuracy_high"]), odd)
+odd_names = [*METRICS, *OFFLINE, "grad_cosine/grpo_preference", "accuracy", "accuracy_low", "accuracy_high"]
+odd_metrics = st.dictionaries(st.sampled_from([*odd_names, "preference_accuracy"]), odd)
 
 
 @settings(max_examples=60)

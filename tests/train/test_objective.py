@@ -114,7 +114,7 @@ def test_the_kl_of_samples_that_are_all_silenced_stays_a_mean():
 
 
 def test_terms_have_names():
-    assert list(TERMS) == ["policy", "kl", "entropy"]
+    assert list(TERMS) == ["policy", "kl", "entropy", "preference"]
 
 
 # --- KL and entropy ---------------------------------------------------------------------------------------------------

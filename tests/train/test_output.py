@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.metadata import version
 
@@ -14,9 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import groupwise
 from groupwise.config import make_recipe
 from groupwise.errors import CheckpointError, InputError, RunDirError
-from groupwise.rundir import RunDir, read_json, verify_manifest, write_bytes
+from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_bytes
 from groupwise.tasks import Task
 from groupwise.train import output
+from groupwise.train.curves import draw_curves
 from groupwise.train.output import differences, open_run, versions
 from groupwise.train.trainer import Trainer
 from tests.train.runs import ROWS, go, merged, metrics_of, small_trainer
@@ -35,6 +37,30 @@ def graded_trainer(folder, changes, rights, **options) -> Trainer:
     task = Task("graded", ROWS, ROWS[:3], grades={"right": grade}, metric="right")
     found.append(small_trainer(folder, merged(QUICK, changes), task=task, **options))
     return found[0]
+
+
+PAIRS = [{"prompt": f"Say {n}: ", "chosen": f"{n} and more", "rejected": f"{n}!"} for n in range(12)]
+OFFLINE = {"algorithm": "dpo", "preference": {"held_out_from_train": 4, "batch_size": 4, "cache": False}}
+BOTH = merged(OFFLINE, {"algorithm": "pg_grpo", "preference": {"pairs": "both"}})
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The reference's log-probs of pairs are not kept beyond a test."""
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
+
+
+def pairs_trainer(folder, *changes, **options) -> Trainer:
+    """A run that learns from pairs of a file; without a task it samples nothing."""
+    path = folder.with_name("pairs.jsonl")
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    source = {"preference": {"train": str(path)}}
+    return small_trainer(folder, QUICK, source, *changes, **{"task": None, **options})
+
+
+def titles_of(folder, drawn, metric, goal=None) -> list[str]:
+    assert draw_curves(folder, metric=metric, goal=goal) is not None
+    return [axes.get_title(loc="left") for axes in drawn[-1].axes]
 
 
 def logits_of(model) -> torch.Tensor:
@@ -116,6 +142,18 @@ def test_a_name_of_its_own(tmp_path, monkeypatch):
         assert run.path == sorted(paths)[-1]
     with pytest.raises(InputError, match=r"a run's name may hold letters, digits, '\.', '_' and '-', got 'a/b'"):
         open_run(make_recipe({"run": {"name": "a/b"}}), None, resume=False, overwrite=False)
+
+
+def test_a_run_on_pairs_alone_is_called_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        offline = make_recipe({"algorithm": "dpo", "preference": {"train": "p.jsonl"}})
+        with open_run(offline, None, resume=False, overwrite=False) as run:
+            assert re.search(r"-pairs(-\d)?$", run.path.name)
+    with open_run(offline, None, resume=True, overwrite=False) as again:
+        assert again.path == run.path
+    with open_run(make_recipe(), None, resume=False, overwrite=False) as run:
+        assert run.path.name.endswith("-rows")
 
 
 def test_the_folder_of_the_recipe(tmp_path):
@@ -302,6 +340,76 @@ def test_model_card_without_held_out_rows(tmp_path):
     assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
 
 
+def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
+    """Held-out pairs are what it is judged by; no reward and no question is spoken of."""
+    monkeypatch.chdir(tmp_path)
+    trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"run": {"picture": True}, "optimizer": {"learning_rate": 1e-2}})
+    result = trainer.run()
+    share = r"\d+\.\d% \[\d+\.\d%, \d+\.\d%\]"
+    head, relative, plain, *rest = trainer.display.summary
+    assert head == ("4 held-out pairs", "before", f"after {result.best_step} steps")
+    assert relative[:2] == ("preference_accuracy", "50.0% [50.0%, 50.0%]")  # before, the policy is the reference
+    best = trainer.best["metrics"]
+    ends = [f"{best[f'preference_accuracy{end}']:.1%}" for end in ("", "_low", "_high")]
+    assert relative[2] == "{} [{}, {}]".format(*ends)
+    assert plain[0] == "preference_logp_accuracy"
+    assert all(re.fullmatch(share, value) for value in plain[1:])
+    paths = ["model: run/model", "picture: run/curves.png", "run: run"]
+    assert [line for line in rest if not line.startswith("the best was")] == paths
+    card = (result.model / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- dpo\n---\n\n# pairs\n")
+    assert "steps of `dpo` on 8 pairs of answers, trained with groupwise " in card
+    assert f"| preference_accuracy | 50.0% [50.0%, 50.0%] | {relative[2]} |" in card
+    assert "| reward |" not in card
+
+
+def test_a_run_on_pairs_alone_that_holds_nothing_out(tmp_path):
+    trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"preference": {"held_out_from_train": 0}})
+    result = trainer.run()
+    assert (result.first, result.last, result.best_step) == ({}, {}, None)
+    assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
+    card = (result.model / "README.md").read_text()
+    assert "after 2 steps of `dpo` on 12 pairs of answers" in card
+    assert "held out" not in card
+
+
+def test_a_run_on_questions_and_pairs(tmp_path):
+    """Both are told. The task's goal is no goal for pairs, whatever the best checkpoint is chosen by."""
+    task = Task("graded", ROWS, ROWS[:2], grades={"right": lambda row, answer: True}, metric="right", goal=0.8)
+    for name, goals in (("right", [("goal", "80%", "reached")]), ("preference_accuracy", [])):
+        trainer = pairs_trainer(tmp_path / name, BOTH, {"evaluate": {"metric": name}}, task=task)
+        result = trainer.run()
+        rows = [row for row in trainer.display.summary if isinstance(row, tuple)]
+        assert rows[0][0] == "2 held-out rows, 4 pairs"
+        assert rows[1] == ("right", "100.0% [34.2%, 100.0%]", "100.0% [34.2%, 100.0%]")
+        assert [row[0] for row in rows[2:4]] == ["preference_accuracy", "preference_logp_accuracy"]
+        assert rows[4:] == goals
+        assert any(str(line).startswith("questions: ") for line in trainer.display.summary)
+        card = (result.model / "README.md").read_text()
+        assert "tags:\n- groupwise\n- grpo\n- dpo\n---\n\n# graded\n" in card
+        assert "steps of `pg_grpo` on the task `graded` and 8 pairs of answers, trained" in card
+
+
+def test_rewards_beside_pairs_stay_numbers(tmp_path):
+    trainer = pairs_trainer(tmp_path / "run", BOTH, task=Task("plain", ROWS, ROWS[:2]))
+    trainer.run()
+    rows = {row[0]: row[1] for row in trainer.display.summary if isinstance(row, tuple)}
+    assert re.fullmatch(r"-?\d\.\d{3} \[-?\d\.\d{3}, -?\d\.\d{3}\]", rows["reward"])
+    assert rows["preference_accuracy"] == "50.0% [50.0%, 50.0%]"
+
+
+def test_the_tags_follow_the_schedule(tmp_path):
+    """A term that a ramp brings in later counts; one that the recipe leaves out does not."""
+    ramps = {"preference.weight": {"from": 0.0, "to": 1.0, "steps": 2}}
+    for name, changes, tags in (
+        ("plain", {}, "- grpo\n---"),
+        ("ramp", {"ramps": ramps}, "- grpo\n- dpo\n---"),
+        ("online", {"preference": {"weight": 1.0}, "loss": {"policy_coef": 0.0}}, "- groupwise\n- dpo\n---"),
+    ):
+        with small_trainer(tmp_path / name, QUICK, changes) as trainer:
+            assert tags in output.model_card(trainer)
+
+
 def test_summary_of_rewards(tmp_path, monkeypatch):
     """Without grades the reward is what is told; paths are told as one would type them."""
     monkeypatch.chdir(tmp_path)
@@ -369,6 +477,60 @@ def test_the_picture(tmp_path):
     trainer.run()
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"picture: {tmp_path / 'run' / 'curves.png'}" in trainer.display.summary
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    figures = []
+    monkeypatch.setattr("groupwise.plots.save_figure", lambda figure, path: figures.append(figure))
+    return figures
+
+
+def test_the_picture_of_a_run_on_pairs_alone(tmp_path, drawn):
+    """It begins with the pairs, beside what they are held out for; nothing is kept free for a reward."""
+    pairs_trainer(tmp_path / "run", OFFLINE, {"train": {"term_gradients": 1}}).run()
+    assert titles_of(tmp_path / "run", drawn, "preference_accuracy") == [
+        "DPO's reward of the two answers of a pair",
+        "better answer preferred, while training",
+        "better answer preferred, held-out pairs",
+    ]
+    rewards, _, held_out = drawn[-1].axes
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for line, name in zip(rewards.lines, ("chosen", "rejected"), strict=True):
+        known = [row[f"preference/{name}_reward"] for row in rows if f"preference/{name}_reward" in row]
+        assert line.get_ydata().tolist() == pytest.approx(known)
+    assert [text.get_text() for text in rewards.get_legend().get_texts()] == ["better", "worse"]
+    known = [row["eval/preference_accuracy"] for row in rows if "eval/preference_accuracy" in row]
+    assert held_out.lines[0].get_ydata().tolist() == known
+    assert held_out.get_subplotspec().colspan.start == 1
+
+
+def test_the_picture_of_a_run_with_rewards_and_pairs(tmp_path, drawn):
+    with RunDir.create(tmp_path / "run") as run:
+        run.metrics.record(0, {"eval/accuracy": 0.25, "eval/preference_accuracy": 0.5})
+        for step in range(1, 31):
+            pairs = {"preference/chosen_reward": 0.1, "preference/rejected_reward": -0.1, "preference/accuracy": 0.7}
+            terms = {"grad_cosine/grpo_preference": 0.2, "grad_norm/grpo": 1.0, "grad_norm/preference": 0.5}
+            run.metrics.record(step, {"reward": 1.0, **pairs, **(terms if step % 10 == 0 else {})})
+        run.metrics.record(30, {"eval/accuracy": 0.5, "eval/preference_accuracy": 0.75})
+    assert titles_of(run.path, drawn, "accuracy", goal=0.8) == [
+        "reward while training",
+        "right on held-out questions",
+        "DPO's reward of the two answers of a pair",
+        "better answer preferred, while training",
+        "better answer preferred, held-out pairs",
+        "cosine of the gradients of pairs and of GRPO",
+        "norm of their gradients",
+    ]
+    panels = {axes.get_title(loc="left"): axes for axes in drawn[-1].axes}
+    assert len(panels["right on held-out questions"].lines) == 2  # with the goal
+    assert len(panels["better answer preferred, held-out pairs"].lines) == 1
+    (cosine,) = panels["cosine of the gradients of pairs and of GRPO"].lines
+    assert cosine.get_xdata().tolist() == [10, 20, 30]
+    assert cosine.get_marker() == "o"
+    raw, smooth = panels["better answer preferred, while training"].lines
+    assert smooth.get_marker() == "None"
+    assert raw.get_alpha() < 1
 
 
 def test_a_model_from_before_is_replaced(tmp_path):

@@ -12,6 +12,7 @@ from groupwise.core.losses import LOSSES, Loss, TokenTerm
 from groupwise.train.compare import compare
 from groupwise.train.setup import make_optimizer
 from groupwise.train.step import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, Updater
+from groupwise.train.teaching import near
 from groupwise.train.trainer import Callback
 from groupwise.train.work import plan_work
 from tests.train.made import (
@@ -420,7 +421,7 @@ def test_a_mask_asks_only_about_samples_that_it_may_take(monkeypatch, kept):
     updater = made_updater(now)
     perturb(updater.prepared.model, size=0.05)
     everything = updater._logps(work, now).logps
-    wanted = updater._near(work, now, everything)
+    wanted = near(work, now, everything)
     monkeypatch.setattr(step_module, "completion_logps", completion_logps)
     found = updater.update(work, now)
     worse = (work.allowed & (work.advantages < 0)).tolist()

@@ -1,0 +1,248 @@
+"""What a row with a better and a worse answer says, in whichever of the usual forms it says it.
+
+The form is told row by row, by the columns and by what is in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from groupwise.data.prompts import Message, as_messages
+from groupwise.data.rows import check_column, check_message, check_prompt, check_text, kind_of, nearest
+from groupwise.errors import DataError, check_choice
+
+SAME_ANSWER, NO_ANSWER = "same_answer", "no_answer"
+CONVERSATIONS = "conversations"  # ShareGPT's column of the prompt
+SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+LLMBAR = ("input", "output_1", "output_2", "label")
+TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # in the dialogues of Anthropic's HH
+
+
+class Preference(NamedTuple):
+    """A prompt and the answers to it, the better one first: three texts, or three lists of messages."""
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+
+
+class Turn(NamedTuple):
+    """A turn of a dialogue that is one text, and where in it the words of the turn begin."""
+
+    role: str
+    words: str
+    start: int
+
+
+@dataclass(frozen=True)
+class PreferenceReader:
+    """Reads rows whose columns have these names; with ``chat``, texts become messages of the user and the assistant."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    chat: bool
+
+    def read(self, row: Mapping[str, Any], where: str) -> Preference | str:
+        """What the row says; ``"no_answer"`` or ``"same_answer"`` if it can be seen here that there is no choice."""
+        names = self._columns(row, where)
+        prompt = row.get(names[0])
+        if prompt is not None:
+            prompt = _with_roles(prompt, where, names[0])
+        chosen, rejected = (_answer(row[name], where, name) for name in names[1:])
+        if not chosen or not rejected:
+            return NO_ANSWER
+        if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, (list, tuple)):
+            return self._texts(row, where, names[0], chosen, rejected)
+        answers = [_messages_of(answer) for answer in (chosen, rejected)]
+        inside = all(answer[0]["role"] != "assistant" for answer in answers)
+        if prompt is None or (isinstance(prompt, str) and inside):
+            return self._parted(row, where, *answers)
+        check_prompt(prompt, where, names[0])
+        for answer, name in zip(answers, names[1:], strict=True):
+            if answer[0]["role"] != "assistant":
+                raise DataError(
+                    f"{where}: the {name} begins with a message of the {answer[0]['role']}, but an answer is the "
+                    f"assistant's; leave the prompt out of the answers, or leave the column {names[0]!r} out"
+                )
+            _check_end(answer, where, name)
+        return Preference(as_messages(prompt), *answers) if all(map(_has_words, answers)) else NO_ANSWER
+
+    def column_of_messages(self, row: Mapping[str, Any]) -> str:
+        """The column in which a row has messages, for an error."""
+        names = (self.prompt, CONVERSATIONS, self.chosen, self.rejected)
+        return next((name for name in names if isinstance(row.get(name), (Mapping, list, tuple))), self.chosen)
+
+    def _columns(self, row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
+        """The columns in which this row has its prompt, the better answer and the worse one."""
+        asked, first, second, label = LLMBAR
+        if row.get(self.chosen) is None and first in row and second in row:
+            for name in (asked, label):
+                check_column(row, name, where)
+            check_prompt(row[asked], where, asked)
+            # A .csv file has its numbers as texts; a bool is neither number.
+            orders = {"1": (asked, first, second), "2": (asked, second, first)}
+            if str(row[label]) not in orders:
+                raise DataError(
+                    f"{where}: the {label} is {row[label]!r}; it must be 1 or 2, the number of the better output"
+                )
+            return orders[str(row[label])]
+        for name in (self.chosen, self.rejected):
+            check_column(row, name, where)
+        absent = row.get(self.prompt) is None and row.get(CONVERSATIONS) is not None
+        return CONVERSATIONS if absent else self.prompt, self.chosen, self.rejected
+
+    def _texts(self, row: Mapping[str, Any], where: str, asked: str, chosen: str, rejected: str) -> Preference | str:
+        prompt = row.get(asked)
+        if prompt is not None:
+            check_prompt(prompt, where, asked)
+        if not (_has_words(chosen) and _has_words(rejected)):
+            return NO_ANSWER
+        if prompt is not None:
+            return self._wrapped(prompt, chosen, rejected)
+        if chosen == rejected:
+            return SAME_ANSWER
+        dialogues = _turns(chosen), _turns(rejected)
+        if all(dialogues):
+            return self._dialogue(row, where, chosen, rejected, *dialogues)
+        seam = _seam(chosen, rejected)
+        prompt, chosen, rejected = chosen[:seam], chosen[seam:], rejected[seam:]
+        if not prompt.strip():
+            raise self._no_prompt(row, where, "whole word")
+        if not (_has_words(chosen) and _has_words(rejected)):
+            return NO_ANSWER
+        if self.chat:  # the blank between the two belongs to neither message
+            return self._wrapped(prompt.rstrip(), chosen.lstrip(), rejected.lstrip())
+        return Preference(prompt, chosen, rejected)
+
+    def _wrapped(self, prompt: str, chosen: str, rejected: str) -> Preference:
+        if not self.chat:
+            return Preference(prompt, chosen, rejected)
+        return Preference(as_messages(prompt), _messages_of(chosen), _messages_of(rejected))
+
+    def _dialogue(
+        self, row: Mapping[str, Any], where: str, chosen: str, rejected: str, better: list[Turn], worse: list[Turn]
+    ) -> Preference | str:
+        both = [[{"role": turn.role, "content": turn.words} for turn in turns] for turns in (better, worse)]
+        found = self._parted(row, where, *both)
+        if self.chat or isinstance(found, str):
+            return found
+        # As texts, the prompt ends where the assistant is to speak.
+        number = len(found.prompt)
+        start, start_of_worse = better[number].start, worse[number].start
+        return Preference(chosen[:start], chosen[start:], rejected[start_of_worse:])
+
+    def _parted(
+        self, row: Mapping[str, Any], where: str, chosen: list[Message], rejected: list[Message]
+    ) -> Preference | str:
+        """The prompt is what both begin with, but for the last message of the shorter one, and ends where both go on
+        with the assistant: where the user's words differ it ends earlier."""
+        if chosen == rejected:
+            return SAME_ANSWER
+        for answer, name in ((chosen, self.chosen), (rejected, self.rejected)):
+            _check_end(answer, where, name)
+        most = min(len(chosen), len(rejected)) - 1
+        number = common_length(chosen[:most], rejected[:most])
+        while number and not chosen[number]["role"] == rejected[number]["role"] == "assistant":
+            number -= 1
+        if not number:
+            raise self._no_prompt(row, where, "message before the assistant's")
+        answers = chosen[number:], rejected[number:]
+        return Preference(chosen[:number], *answers) if all(map(_has_words, answers)) else NO_ANSWER
+
+    def _no_prompt(self, row: Mapping[str, Any], where: str, what: str) -> DataError:
+        hint = nearest(self.prompt, row) if self.prompt not in row else ""
+        return DataError(
+            f"{where}: the {self.chosen} and the {self.rejected} begin with no {what} in common that could be the "
+            f"prompt; give it in the column {self.prompt!r}, and in the others the answers alone{hint}"
+        )
+
+
+def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many members two sequences have in common at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
+
+
+def _with_roles(value: Any, where: str, column: str) -> Any:
+    """Messages of ShareGPT as messages with role and content; anything else as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if isinstance(message, Mapping) and message.get("role") is None and "from" in message:
+            what = f"{where}: message {number} of the {column}"
+            if "value" not in message:
+                raise DataError(f"{what} has no 'value' (it has: {', '.join(map(repr, message))})")
+            try:
+                check_choice("speaker", message["from"], SPEAKERS, DataError)
+            except DataError as error:
+                raise DataError(f"{what}: {error}") from None
+            message = {"role": SPEAKERS[message["from"]], "content": message["value"]}
+        messages.append(message)
+    return messages
+
+
+def _answer(value: Any, where: str, column: str) -> str | list[Message]:
+    """What a column of an answer holds, checked: a text, or messages."""
+    if isinstance(value, str):
+        check_text(value, f"{where}: the {column}", may_be_empty=True)
+        return value
+    if not isinstance(value, (Mapping, list, tuple)):
+        raise DataError(
+            f"{where}: the {column} is {kind_of(value)}; it must be a text, a message or a list of messages such as "
+            '[{"role": "assistant", "content": "…"}]'
+        )
+    messages = _with_roles([value] if isinstance(value, Mapping) else value, where, column)
+    for number, message in enumerate(messages, start=1):
+        what = f"{where}: message {number} of the {column}"
+        check_text(check_message(message, what), what, may_be_empty=True)
+    return as_messages(messages)
+
+
+def _messages_of(answer: str | list[Message]) -> list[Message]:
+    return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+
+
+def _has_words(answer: str | list[Message]) -> bool:
+    if isinstance(answer, str):
+        return bool(answer.strip())
+    return any(message["content"].strip() for message in answer if message["role"] == "assistant")
+
+
+def _check_end(answer: list[Message], where: str, column: str) -> None:
+    if answer[-1]["role"] != "assistant":
+        raise DataError(
+            f"{where}: the {column} ends with a message of the {answer[-1]['role']}, but an answer ends with the "
+            "assistant's; remove what follows it, or the row"
+        )
+
+
+def _seam(chosen: str, rejected: str) -> int:
+    """Where two texts part: behind the last word that both begin with, and in front of a space, as TRL has it."""
+    seam = common_length(chosen, rejected)
+    if seam == min(len(chosen), len(rejected)):
+        seam -= 1  # one begins with the whole of the other, and the shorter one needs an answer too
+    while seam and not (chosen[seam - 1].isspace() or (chosen[seam].isspace() and rejected[seam].isspace())):
+        seam -= 1
+    return seam - 1 if seam and chosen[seam - 1] == " " else seam
+
+
+def _turns(text: str) -> list[Turn]:
+    """The turns of a dialogue between Human and Assistant; none if the text is no such dialogue."""
+    marks = list(TURN.finditer(text))
+    if not marks or text[: marks[0].start()].strip():
+        return []
+    ends = [*(mark.start() for mark in marks[1:]), len(text)]
+    turns: list[Turn] = []
+    for mark, end in zip(marks, ends, strict=True):
+        role = "user" if mark[1] == "Human" else "assistant"
+        turn = Turn(role, text[mark.end() : end].strip(), mark.end())
+        if turns and turns[-1].role == role:  # a template may insist that the two take turns
+            before = turns.pop()
+            turn = Turn(role, f"{before.words}\n\n{turn.words}".strip(), before.start)
+        turns.append(turn)
+    return turns if len(turns) > 1 else []
