@@ -22,10 +22,12 @@ are two presets, with the same numbers; they differ in
 ``similarity_group_grpo`` is the third document: which answers are compared with each other is decided by what they say
 (``[grouping]`` has the settings). Its loss is the mean over all tokens, as in verl, for which the document is written.
 
-``pg_grpo`` is the fourth document: GRPO and DPO in one objective, L = L_clip + w₁·KL + w₂·L_DPO, all three minimised
-(its formula for the first two has the signs of something to be maximised, its code those of a loss). It leaves both
-weights open. w₁ = 0.04 is DeepSeekMath's. W2_REASON ``dpo`` is the end of that scale where only a
-data set of pairs is left: nothing is sampled.
+``pg_grpo`` is the fourth document: GRPO and DPO in one objective, L = L_clip + w₁·KL + w₂·L_DPO, all of it to be
+minimised (its formula for the first two has the signs of something to be maximised, its code those of a loss; its
+formula has one ratio per answer, its code one per token, which is what is here). It leaves both weights open. w₁ = 0.04
+is DeepSeekMath's. w₂ = 0.1 makes the two gradients about equally large where answers have some two hundred tokens
+(docs/preference.md): DPO sums over an answer's tokens what GRPO averages, so short answers want a larger one. ``dpo``
+is the end of that scale where a data set of pairs is all there is: nothing is sampled.
 """
 
 from __future__ import annotations

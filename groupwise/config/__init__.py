@@ -5,7 +5,7 @@ A recipe is TOML. Three layers make it: the algorithm's preset, the file, and wh
 neighbour. A recipe is never changed once it is made: a schedule makes a new one for each step.
 """
 
-from groupwise.config.layers import load_recipe, make_recipe, parse_override
+from groupwise.config.layers import load_recipe, make_recipe, parse_override, samples_answers
 from groupwise.config.names import resolve_scheduled, scheduled_names, setting_names
 from groupwise.config.sections import DataSection, GroupingSection, PreferenceSection, Recipe, RewardSection
 
@@ -19,6 +19,7 @@ __all__ = [
     "make_recipe",
     "parse_override",
     "resolve_scheduled",
+    "samples_answers",
     "scheduled_names",
     "setting_names",
 ]

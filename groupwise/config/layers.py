@@ -182,7 +182,8 @@ def _check(recipe: Recipe, where: str) -> None:
             f"{recipe.sampling.max_new_tokens}"
         )
     if (
-        recipe.sampling.samples_per_prompt == 1
+        recipe.loss.policy_coef
+        and recipe.sampling.samples_per_prompt == 1
         and recipe.advantages.baseline != "none"
         and recipe.advantages.grouping in ("prompt", "similarity")
     ):
@@ -197,11 +198,23 @@ def _check(recipe: Recipe, where: str) -> None:
             f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
         )
     prompts = recipe.train.batch_size * recipe.train.accumulation
-    if recipe.train.mini_batches > prompts:
+    if not samples_answers(recipe):
+        _check_pair_batches(recipe, where)
+    elif recipe.train.mini_batches > prompts:
         raise ConfigError(
             f"{where}: train.mini_batches {recipe.train.mini_batches} is more than the {prompts} prompts of a step "
             "(train.batch_size × train.accumulation)"
         )
+
+
+def samples_answers(now: Recipe, driven: Collection[str] = ()) -> bool:
+    """Whether a step samples answers: all but a step on a data set of pairs alone.
+
+    Of a whole run it is asked with the settings that its schedule drives, which may be anything at some time.
+    """
+    asking = ["loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"]
+    asking += ["preference.weight"] if now.preference.pairs != "data" else []
+    return any(now.get(name) or name in driven for name in asking)
 
 
 def _check_shrinkage(recipe: Recipe, where: str) -> None:
@@ -252,6 +265,14 @@ def _check_preference(recipe: Recipe, where: str) -> None:
     if how.pairs == "group" and how.weight and recipe.sampling.samples_per_prompt == 1:
         raise ConfigError(
             f"{where}: sampling.samples_per_prompt is 1, so no group has two answers to make a pair of; use at least 2"
+        )
+
+
+def _check_pair_batches(recipe: Recipe, where: str) -> None:
+    if recipe.train.mini_batches > recipe.preference.batch_size:
+        raise ConfigError(
+            f"{where}: train.mini_batches {recipe.train.mini_batches} is more than the {recipe.preference.batch_size} "
+            "pairs of a step (preference.batch_size)"
         )
 
 

@@ -156,8 +156,9 @@ class Comparison:
 
     def why_not(self) -> list[str | None]:
         """For each sample, the first reason why it does not teach."""
+        last = "no_advantage" if self.by_advantage else "no_pair"
         reasons = {name: failed.tolist() for name, failed in {**self.silenced, "equal_rewards": self.equal}.items()}
         return [
-            None if teaches else next((name for name, failed in reasons.items() if failed[number]), "no_advantage")
+            None if teaches else next((name for name, failed in reasons.items() if failed[number]), last)
             for number, teaches in enumerate(self.teaches.tolist())
         ]

@@ -100,7 +100,10 @@ def load_checkpoint(
     _load_optimizer(optimizer, masters, load_file(folder / OPTIMIZER))
     if reference is not None:
         if not (folder / REFERENCE).exists():
-            raise CheckpointError(f"{folder} holds no reference, but this recipe needs one (loss.kl_coef); start anew")
+            raise CheckpointError(
+                f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start "
+                "anew"
+            )
         reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
     return state
 

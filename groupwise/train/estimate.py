@@ -8,8 +8,7 @@ from statistics import mean
 
 import torch
 
-from groupwise.config import Recipe, setting_names
-from groupwise.errors import ConfigError
+from groupwise.config import Recipe, samples_answers, setting_names
 from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
@@ -21,9 +20,9 @@ from groupwise.train.pair_source import learns_from_pairs
 from groupwise.train.setup import (
     Parts,
     check_embedder_of,
+    check_rows,
     load_parts,
     make_schedule,
-    samples_answers,
     steps_of,
     uses_reference,
 )
@@ -41,8 +40,7 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     parts = load_parts(recipe, say=notices.append)
     schedule = make_schedule(recipe)
     samples = samples_answers(recipe, schedule.driven)
-    if samples and not len(parts.train):
-        raise ConfigError(f"the task {parts.task.name!r} has no rows to train on; set data.train")
+    check_rows(parts, schedule.driven)
     find_advantage(recipe.advantages.function)
     find_grouping(recipe.advantages.grouping)
     metric_of(parts)

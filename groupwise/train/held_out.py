@@ -13,8 +13,9 @@ from groupwise.evaluate.choice import Given, Report
 from groupwise.evaluate.exam import Candidate, examine
 from groupwise.evaluate.exam import Progress as ExamProgress
 from groupwise.generate import Engine, Sampling
+from groupwise.model.logprobs import default_token_budget
 from groupwise.train.doubt import has_dropout
-from groupwise.train.pair_source import ACCURACY
+from groupwise.train.pair_source import ACCURACY, LOGP_ACCURACY, likelier_answers
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts, Say, load_parts
 
@@ -75,7 +76,7 @@ def measure_held_out(trainer: Trainer) -> Evaluation:
             trainer.state_for_rewards(),
         )
     if trainer.reference is not None:
-        budget, dropout = trainer.updater.token_budget, has_dropout(trainer.recipe)
+        budget, dropout = default_token_budget(parts.prepared), has_dropout(trainer.recipe)  # as for the reference
         found.metrics.update(
             trainer.pairs.measure(parts.prepared, trainer.reference, trainer.now(), budget, dropout=dropout)
         )
@@ -118,7 +119,10 @@ def examine_recipe(
 def evaluate_recipe(recipe: Recipe, say: Say = lambda text: None) -> tuple[Evaluation, str | None]:
     """Load a recipe's model and held-out rows, and measure; also the name of the metric that counts."""
     parts = load_parts(recipe, say=say)
-    if not len(parts.held_out):
-        raise ConfigError("there is nothing to evaluate on: set data.held_out")
-    metric = metric_of(parts)
-    return evaluate_held_out(parts, Engine(parts.prepared, max_rows=recipe.sampling.max_rows)), metric
+    metric, found = metric_of(parts), Evaluation({})
+    if metric is None:
+        raise ConfigError("there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs")
+    if len(parts.held_out):
+        found = evaluate_held_out(parts, Engine(parts.prepared, max_rows=recipe.sampling.max_rows))
+    found.metrics.update(likelier_answers(parts))
+    return found, LOGP_ACCURACY if metric == ACCURACY else metric

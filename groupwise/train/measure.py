@@ -144,7 +144,7 @@ def _masks(
     """
     found = {f"masks/{name}": _mean(failed.double()) for name, failed in comparison.silenced.items()}
     left = comparison.allowed.double()
-    passes = len(updates) / max(1, sum(1 for work in works if len(work)))  # over the batch, in mini-batches
+    passes = len(updates) / max(1, sum(not work.empty for work in works))  # over the batch, in mini-batches
     for name in dict.fromkeys(name for update in updates for name in update.silenced):
         taken = [sample for update in updates for sample in update.silenced.get(name, ())]
         found[f"masks/{name}"] = len(taken) / passes / len(batch)

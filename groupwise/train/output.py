@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise import __version__
-from groupwise.config import Recipe
+from groupwise.config import Recipe, samples_answers
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.evaluate import REWARD
 from groupwise.model.export import export_model
@@ -24,7 +24,7 @@ from groupwise.train.curves import draw_curves
 from groupwise.train.events import Result
 from groupwise.train.pair_source import ACCURACY, learns_from_pairs
 from groupwise.train.questions import summarise
-from groupwise.train.setup import Parts, names_rows, samples_answers
+from groupwise.train.setup import Parts, names_rows
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -24,16 +24,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from groupwise.errors import CheckpointError, GroupwiseError, InputError
+from groupwise.errors import CheckpointError, InputError
 from groupwise.model.logprobs import check_ids, completion_logps
 from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.model.weights import cache_folder
 from groupwise.rundir.files import reason_of, write_safetensors
+from groupwise.train.failures import SMALLEST_BUDGET, OutOfMemoryError, out_of_memory
 from groupwise.train.reference import Reference
 
 FORMAT = 1  # of the files and keys; another number finds nothing that this one has written
 BLOCK = 256
-SMALLEST_BUDGET = 64
 KEY_LENGTH = 32  # hexadecimal digits
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}  # in a model's config
 
@@ -44,10 +44,6 @@ class TokenPair(NamedTuple):
     prompt: tuple[int, ...]
     chosen: Tensor  # (t,) int64, on the CPU
     rejected: Tensor
-
-
-class PairMemoryError(GroupwiseError, RuntimeError):
-    """Not even one answer with its prompt fits into memory."""
 
 
 def pair_logps(prepared: Prepared, pairs: Sequence[TokenPair], *, token_budget: int) -> Tensor:
@@ -164,11 +160,11 @@ def _compute(prepared: Prepared, block: Sequence[_Ids], first: int, token_budget
         with torch.no_grad():
             tokens = completion_logps(prepared, prompts, answers, token_budget=_budget(block, token_budget)).logps
     except RuntimeError as error:
-        if isinstance(error, GroupwiseError) or not _out_of_memory(error):
+        if not out_of_memory(error):
             raise
         longest = max(ids.longest() for ids in block)
         if token_budget <= max(SMALLEST_BUDGET, longest):
-            raise PairMemoryError(
+            raise OutOfMemoryError(
                 f"memory ran out with a single answer of a pair, {longest} tokens with its prompt; use a smaller "
                 "model, or leave out long pairs"
             ) from error
@@ -181,10 +177,6 @@ def _compute(prepared: Prepared, block: Sequence[_Ids], first: int, token_budget
     if prepared.device.type == "cuda":
         torch.cuda.empty_cache()
     return None
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _check_finite(sums: Tensor, first: int) -> None:

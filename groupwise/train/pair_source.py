@@ -25,11 +25,13 @@ from groupwise.train.reference import Reference
 from groupwise.train.work import FixedPairs
 
 if TYPE_CHECKING:
+    from groupwise.train.setup import Parts
     from groupwise.train.trainer import Trainer
 
 Say = Callable[[str], None]
 
-ACCURACY = "preference_accuracy"
+ACCURACY, LOGP_ACCURACY = "preference_accuracy", "preference_logp_accuracy"
+BETTER = torch.tensor([1.0, -1.0], dtype=torch.float64)  # the chosen answer's number less the rejected one's
 WHY_REFUSED = {
     "same_answer": "the chosen and the rejected answer are the same",
     "no_answer": "an answer is empty",
@@ -94,7 +96,7 @@ def look_up_reference(trainer: Trainer) -> None:
     """Find the reference's log-probs of a run's pairs, on the disk or by computing them, unless it is going to move."""
     recipe, reference = trainer.recipe, trainer.reference
     moves = bool(recipe.reference.refresh_every) or "reference.refresh_every" in trainer.schedule.driven
-    if reference is None or moves:
+    if reference is None or moves or not recipe.preference.cache:
         return
 
     def look_up(pairs: Sequence[TokenPair]) -> Tensor:
@@ -108,11 +110,11 @@ def look_up_reference(trainer: Trainer) -> None:
             dropout=has_dropout(recipe),
         )
 
-    sets = trainer.pairs.sets
-    if sets.train and recipe.preference.cache and learns_from_pairs(recipe, trainer.schedule.driven):
-        trainer.pairs.train_reference = look_up(sets.train)
-    if sets.held_out:
-        trainer.pairs.held_out_reference = look_up(sets.held_out)
+    source = trainer.pairs
+    if source.sets.train and learns_from_pairs(recipe, trainer.schedule.driven):
+        source.train_reference = look_up(source.sets.train)
+    if source.sets.held_out:
+        source.held_out_reference = look_up(source.sets.held_out)
 
 
 class PairSource:
@@ -164,15 +166,32 @@ class PairSource:
             if ref is None:
                 with reference.in_place():
                     ref = pair_logps(prepared, pairs, token_budget=token_budget)
-        lengths = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])
-        loss, statistics = pairs_loss(now, logps, ref, lengths, len(pairs))
-        better = torch.tensor([1.0, -1.0], dtype=logps.dtype)
-        found: dict[str, float] = {}
-        compared = {ACCURACY: (logps - ref) @ better, "preference_logp_accuracy": (logps / lengths) @ better}
-        for name, values in compared.items():
-            band = mean_interval(((values > 0).double() + 0.5 * (values == 0)).numpy())
-            found |= {name: band.estimate, f"{name}_low": band.low, f"{name}_high": band.high}
+        loss, statistics = pairs_loss(now, logps, ref, _lengths(pairs), len(pairs))
+        found = _share(ACCURACY, (logps - ref) @ BETTER) | _likelier(pairs, logps)
         found["preference_loss"] = float(loss)
         for name in ("margin", "chosen_reward", "rejected_reward"):
             found[f"preference_{name}"] = float(statistics[f"preference/{name}"])
         return found
+
+
+def likelier_answers(parts: Parts) -> dict[str, float]:
+    """What can be said of held-out pairs without a reference: how often the better answer is the likelier one."""
+    pairs, prepared = parts.pairs.held_out, parts.prepared
+    if not pairs:
+        return {}
+    return _likelier(pairs, pair_logps(prepared, pairs, token_budget=default_token_budget(prepared)))
+
+
+def _likelier(pairs: Sequence[TokenPair], logps: Tensor) -> dict[str, float]:
+    """By the mean log-prob of a token, so that the shorter answer is not the likelier one by its length."""
+    return _share(LOGP_ACCURACY, (logps / _lengths(pairs)) @ BETTER)
+
+
+def _share(name: str, margins: Tensor) -> dict[str, float]:
+    """The share of margins above 0, with its interval; a margin of nothing counts as half."""
+    band = mean_interval(((margins > 0).double() + 0.5 * (margins == 0)).numpy())
+    return {name: band.estimate, f"{name}_low": band.low, f"{name}_high": band.high}
+
+
+def _lengths(pairs: Sequence[TokenPair]) -> Tensor:
+    return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])

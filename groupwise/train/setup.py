@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from groupwise.config import Recipe, resolve_scheduled, scheduled_names
+from groupwise.config import Recipe, resolve_scheduled, samples_answers, scheduled_names
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError, check_choice
@@ -133,22 +133,18 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def samples_answers(now: Recipe, driven: Collection[str] = ()) -> bool:
-    """Whether a step samples answers: all but a step on a data set of pairs alone.
-
-    Of a whole run it is asked with the settings that its schedule drives, which may be anything at some time.
-    """
-    asking = ["loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"]
-    asking += ["preference.weight"] if now.preference.pairs != "data" else []
-    return any(now.get(name) or name in driven for name in asking)
-
-
 def uses_reference(recipe: Recipe, driven: Collection[str], pairs: PairSets) -> bool:
     """Whether a run needs a reference: for a KL, for pairs, or for a mask that looks at it."""
     if recipe.train.steps == 0:
         return bool(pairs.held_out)
     needs = bool(recipe.loss.kl_coef) or "loss.kl_coef" in driven or recipe.masks.off_policy == "document"
     return needs or learns_from_pairs(recipe, driven) or bool(pairs.held_out)
+
+
+def check_rows(parts: Parts, driven: Collection[str]) -> None:
+    """Raise an error where answers are to be sampled, but there is nothing to ask."""
+    if samples_answers(parts.recipe, driven) and not len(parts.train):
+        raise ConfigError(f"the task {parts.task.name!r} has no rows to train on; set data.train")
 
 
 def check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
-from groupwise.errors import GroupwiseError
 from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import Prepared, without_dropout
 from groupwise.train.exact_kl import FACTOR_OF, ExactKL
+from groupwise.train.failures import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, out_of_memory
 from groupwise.train.objective import Objective, PairSlopes, Part, WholePairs
 from groupwise.train.pair_logps import pair_logps
 from groupwise.train.pair_plan import PairPlan, PairRows, plan_pairs
@@ -29,12 +29,6 @@ from groupwise.train.reference import Reference
 from groupwise.train.teaching import what_teaches
 from groupwise.train.update import Gap, Update, compare_gradients
 from groupwise.train.work import Answers, Work, WorkPairs, longest
-
-SMALLEST_BUDGET = 64
-
-
-class NotFiniteError(GroupwiseError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the weights have not moved."""
 
 
 class Updater:
@@ -67,6 +61,7 @@ class Updater:
             work.pairs.reference = self._reference_of_pairs(work, work.pairs, now, self.reference)
 
     def _know_samples(self, work: Work, now: Recipe, old: bool) -> None:
+        old = old and bool(now.loss.policy_coef or now.loss.kl_coef)
         if old or now.loss.importance_cap is not None:
             work.old_logps = self._logps(work, now).logps.cpu()
         if now.loss.importance_cap is not None and work.old_logps is not None:
@@ -187,7 +182,7 @@ class Updater:
             ]
             self.optimizer.zero_grad(set_to_none=True)
         found.terms = compare_gradients(gradients)
-        for master, *shares in zip(self.masters.parameters(), *gradients.values(), strict=True):
+        for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
         return found
 
@@ -208,8 +203,11 @@ class Updater:
             values, statistics = objective.terms(part)
             if only is not None:
                 values = {name: value for name, value in values.items() if name == only}
-            if values:
-                torch.stack(list(values.values())).sum().backward()  # type: ignore[no-untyped-call]
+            learned = [
+                value for value in values.values() if value.requires_grad
+            ]  # what is only watched has no gradient
+            if learned:
+                torch.stack(learned).sum().backward()  # type: ignore[no-untyped-call]
             self._note(found, values, statistics if watch else {})
             if found.gap is not None and watch and rows is not None:
                 found.gap.add(part.logps, _rows(work.sampler_logps, rows, part.logps), part.mask)
@@ -292,7 +290,7 @@ class Updater:
 
     def _make_room(self, error: Exception, work: Work | Answers) -> None:
         """After running out of memory: give back what generation holds and halve the packs; else raise again."""
-        if isinstance(error, GroupwiseError) or not _out_of_memory(error):
+        if not out_of_memory(error):
             raise error
         self.optimizer.zero_grad(set_to_none=True)
         if self.token_budget <= max(SMALLEST_BUDGET, longest(work)):
@@ -323,14 +321,6 @@ class Updater:
         for sums, more in ((found.values, values), (found.statistics, statistics)):
             for name, value in more.items():
                 sums[name] = sums.get(name, 0.0) + value.detach()
-
-
-class OutOfMemoryError(GroupwiseError, RuntimeError):
-    """Not even one sample fits, or what the optimizer remembers does not."""
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _active_terms(now: Recipe, work: Work) -> dict[str, bool]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config import Recipe, make_recipe
+from groupwise.config import Recipe, make_recipe, samples_answers
 from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import REWARD, Evaluation
@@ -37,7 +37,7 @@ from groupwise.train.events import Callback, Report, Result
 from groupwise.train.held_out import measure_held_out, metric_of
 from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.output import finish_run, open_run, write_resolved
-from groupwise.train.pair_source import PairSource, look_up_reference
+from groupwise.train.pair_source import ACCURACY, PairSource, look_up_reference
 from groupwise.train.questions import QuestionLog
 from groupwise.train.records import Records, rewind
 from groupwise.train.reference import Reference
@@ -46,11 +46,11 @@ from groupwise.train.saving import load_run, save_run
 from groupwise.train.setup import (
     Parts,
     check_embedder_of,
+    check_rows,
     compares_texts,
     load_parts,
     make_optimizer,
     make_schedule,
-    samples_answers,
     set_learning_rate,
     steps_of,
     uses_reference,
@@ -88,8 +88,7 @@ class Trainer:
         self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, say=self.say)
         self.schedule = make_schedule(recipe)
         self.samples = samples_answers(recipe, self.schedule.driven)  # else there are pairs of a data set alone
-        if self.samples and not len(self.parts.train):
-            raise ConfigError(f"the task {self.parts.task.name!r} has no rows to train on; set data.train")
+        check_rows(self.parts, self.schedule.driven)
         self.advantage = find_advantage(recipe.advantages.function)
         self.grouping = find_grouping(recipe.advantages.grouping)
         self.metric = metric_of(self.parts)
@@ -365,7 +364,7 @@ class Trainer:
                 steps=self.total_steps,
                 metric=self.metric,
                 folder=str(self.run_dir.path),
-                goal=self.parts.task.goal,
+                goal=None if self.metric == ACCURACY else self.parts.task.goal,
                 log_every=self.recipe.run.log_every,
             ),
             first_step=self.step,

@@ -15,9 +15,9 @@ from groupwise.errors import ConfigError
 from groupwise.model.logprobs import each_pack
 from groupwise.model.precision import MasterWeights
 from groupwise.train.doubt import has_dropout
+from groupwise.train.failures import NotFiniteError, OutOfMemoryError
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts
-from groupwise.train.step import NotFiniteError, OutOfMemoryError
 
 if TYPE_CHECKING:
     from groupwise.train.trainer import Trainer

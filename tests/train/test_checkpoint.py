@@ -306,7 +306,9 @@ def test_policy_alone(run):
 
 def test_no_reference_in_it(run):
     folder = Policy(run).save(1)
-    with pytest.raises(CheckpointError, match=r"holds no reference, but this recipe needs one \(loss.kl_coef\)"):
+    with pytest.raises(
+        CheckpointError, match=r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\)"
+    ):
         Policy(run, reference=True).load(folder)
 
 

@@ -19,7 +19,8 @@ from groupwise.model.lora import add_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.model.prepared import prepare
 from groupwise.train import pair_logps as module
-from groupwise.train.pair_logps import BLOCK, SMALLEST_BUDGET, PairMemoryError, TokenPair, pair_logps, reference_logps
+from groupwise.train.failures import SMALLEST_BUDGET, OutOfMemoryError
+from groupwise.train.pair_logps import BLOCK, TokenPair, pair_logps, reference_logps
 from groupwise.train.reference import Reference
 from tests.model.models import VOCABULARY, tiny
 from tests.train.made import perturb, small_llama
@@ -124,15 +125,15 @@ def test_more_than_a_block_and_none_at_all(tmp_path):
 
 
 def test_a_long_answer_in_bfloat16_is_summed_exactly():
-    """Its log-probs are float32 numbers, of which only the sum is rounded, once."""
+    """Its log-probs are float32 numbers, whose sum is not rounded to one of them."""
     prepared = prepare(tiny("llama", torch.bfloat16))
     answer = torch.arange(120) % VOCABULARY
     found = pair_logps(prepared, [TokenPair((3, 4), answer, answer[:1])], token_budget=BUDGET)
-    assert found.dtype == torch.float32
+    assert found.dtype == torch.float64
     with torch.no_grad():
         tokens = completion_logps(prepared, [[3, 4]], [[answer, answer[:1]]], token_budget=BUDGET).logps
     assert tokens.dtype == torch.float32
-    assert found[0].tolist() == tokens.double().sum(1).float().tolist()
+    assert found[0].tolist() == tokens.double().sum(1).tolist()
 
 
 def test_the_reference_stays_when_the_policy_moves(tmp_path):
@@ -357,7 +358,7 @@ def test_damaged_and_foreign_files_are_computed_anew(tmp_path):
     nan[1, 0] = torch.nan
     contents = [b"", b"no tensors", foreign, whole + b"more", whole[:-1]]
     contents += [whole[:length] for length in range(0, len(whole), 16)]
-    contents += [kept(nan), kept(logps.double()), kept(logps[:2]), kept(logps.view(2, 3))]
+    contents += [kept(nan), kept(logps.float()), kept(logps[:2]), kept(logps.view(2, 3))]
     contents += [kept(logps + 1, digest), kept(logps, digest[:3])]
     save_file({"logps": tensors["logps"]}, path)
     contents.append(path.read_bytes())
@@ -505,7 +506,7 @@ def test_the_longest_pair_is_the_end(tmp_path):
         own = {name: weight.data_ptr() for name, weight in prepared.model.named_parameters()}
         pairs, said = [TokenPair((1, 2), torch.arange(length), torch.tensor([3]))] * 100, []
         Passes(prepared, most=1)
-        with pytest.raises(PairMemoryError, match=rf"a single answer of a pair, {length + 2} tokens with its prompt"):
+        with pytest.raises(OutOfMemoryError, match=rf"a single answer of a pair, {length + 2} tokens with its prompt"):
             reference_logps(prepared, reference, pairs, folder=tmp_path, token_budget=budget, say=said.append)
         assert [int(sentence.split()[-1]) for sentence in said] == halves
         assert {name: weight.data_ptr() for name, weight in prepared.model.named_parameters()} == own

@@ -321,7 +321,11 @@ def test_a_newer_checkpoint_that_is_damaged(tmp_path):
     ("changes", "error", "sentence"),
     [
         ({"train": {"seed": 1}}, ConfigError, "the saved order was made with seed=0, but seed=1 is set now"),
-        (KL, CheckpointError, r"holds no reference, but this recipe needs one \(loss.kl_coef\); start anew"),
+        (
+            KL,
+            CheckpointError,
+            r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\); start anew",
+        ),
         (LORA, CheckpointError, "these master weights do not fit the model"),
         (
             {"rules": [{"when": "reward < 0", "over": 2, "then": "learning_rate * 0.5"}]},

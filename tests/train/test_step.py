@@ -10,8 +10,9 @@ import torch
 import groupwise.train.step as step_module
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
 from groupwise.train.compare import compare
+from groupwise.train.failures import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError
 from groupwise.train.setup import make_optimizer
-from groupwise.train.step import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, Updater
+from groupwise.train.step import Updater
 from groupwise.train.teaching import near
 from groupwise.train.trainer import Callback
 from groupwise.train.work import plan_work
