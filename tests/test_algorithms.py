@@ -160,3 +160,36 @@ def test_a_misspelt_preset():
     with pytest.raises(ConfigError, match=r"unknown algorithm 'drgrpo'; did you mean 'dr_grpo'\? \(allowed: 'dapo', "):
         find_algorithm("drgrpo")
     assert find_algorithm("gspo") is ALGORITHMS["gspo"]
+
+
+def test_the_fourth_documents_defaults():
+    """Token ratio, grpo's aggregation, k3 to the frozen first model, DPO's sigmoid with beta 0.1, group pairs."""
+    recipe = make_recipe({"algorithm": "pg_grpo"})
+    said = {
+        "loss.name": "grpo",
+        "loss.ratio": "token",
+        "loss.policy_coef": 1.0,
+        "loss.kl": "k3",
+        "loss.kl_coef": 0.04,
+        "reference.refresh_every": 0,
+        "preference.weight": 0.1,
+        "preference.beta": 0.1,
+        "preference.kind": "sigmoid",
+        "preference.pairs": "group",
+    }
+    assert {name: recipe.get(name) for name in said} == said
+
+
+def test_dpo_is_the_end_of_the_scale_without_grpo():
+    changed = differences(make_recipe({"algorithm": "dpo"}), make_recipe({"algorithm": "pg_grpo"}))
+    assert changed == {
+        "algorithm": "dpo",
+        "loss.policy_coef": 0.0,
+        "loss.kl_coef": 0.0,
+        "preference.weight": 1.0,
+        "preference.pairs": "data",
+    }
+    names = ALGORITHMS["dpo"].metrics
+    assert names == ALGORITHMS["pg_grpo"].metrics
+    assert {name.partition("/")[0] for name in names} == {"rewards", "logps"}
+    assert all(name.startswith("preference/") for name in names.values())

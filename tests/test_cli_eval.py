@@ -16,6 +16,7 @@ from groupwise.cli.settings import parse_settings
 from groupwise.config import make_recipe
 from groupwise.errors import ConfigError
 from groupwise.evaluate.report import read_report
+from groupwise.model import load_model_and_tokenizer
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rewards.choice import NO_ANSWER
 from groupwise.rundir import read_metrics
@@ -387,3 +388,29 @@ def test_two_steps_of_the_recipe(here, said):
     prompt = tokenizer("Which?", return_tensors="pt")
     assert model.generate(**prompt, max_new_tokens=2, do_sample=False).shape[1] == prompt["input_ids"].shape[1] + 2
     assert "2 answers by run/model: " in said("eval", RECIPE, "--model.name", "run/model", *SMALL[2:])
+
+
+def test_held_out_pairs_are_measured_without_a_reference(here, said):
+    """Which answer is likelier per token, by a plain computation; alone, and beside the task's own questions."""
+    rows = [{"prompt": f"Say {n}: ", "chosen": f"{n}.", "rejected": f"{n}, {n + 1}?"} for n in range(12)]
+    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (here / "dpo.toml").write_text(
+        'algorithm = "dpo"\n[data]\nchat = false\n[preference]\ntrain = "pairs.jsonl"\nheld_out = "pairs.jsonl"\n'
+    )
+    model, tokenizer = load_model_and_tokenizer("tiny", device="cpu")
+    likelier = 0
+    for row in rows:
+        means = []
+        for answer in (row["chosen"], row["rejected"]):
+            prompt, end = tokenizer(row["prompt"])["input_ids"], [tokenizer.eos_token_id]
+            ids = torch.tensor([*prompt, *tokenizer(answer, add_special_tokens=False)["input_ids"], *end])
+            with torch.no_grad():
+                logps = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+            means.append(float(logps[len(prompt) - 1 :].mean()))
+        likelier += means[0] > means[1]
+    lines = said("eval", "dpo.toml").splitlines()
+    assert lines[0].split("  ")[0] == "metric"
+    assert lines[1].split()[:3] == ["preference_logp_accuracy", "*", f"{likelier / 12:.4f}"]
+    assert len(lines) == 2
+    names = [line.split("  ")[0] for line in said(*EVAL, "--preference.held_out", "pairs.jsonl").splitlines()]
+    assert names[1:4] == ["accuracy *", "accuracy_lenient", "preference_logp_accuracy"]

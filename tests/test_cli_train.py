@@ -251,7 +251,8 @@ def test_a_reward_that_breaks_during_training(complaint):
 
 
 def test_nothing_to_evaluate(complaint, here):
-    assert complaint("eval", "r.toml") == "there is nothing to evaluate on: set data.held_out"
+    said = "there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs"
+    assert complaint("eval", "r.toml") == said
     said = complaint("eval", "r.toml", "--data.held_out", "rows.jsonl", "--answers", ".")
     assert said == "--answers . is a folder; name a file"
 

@@ -19,6 +19,7 @@ from groupwise.config import (
     make_recipe,
     parse_override,
     resolve_scheduled,
+    samples_answers,
     scheduled_names,
     setting_names,
 )
@@ -221,12 +222,11 @@ def test_a_wrong_name_has_its_nearest_neighbour(table, sentence):
 @pytest.mark.parametrize(("theirs", "ours"), KNOWN_ELSEWHERE.items())
 def test_names_of_other_libraries_are_recognised(theirs, ours):
     assert ours in NAMES
-    same = "".join(
-        f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}")
-    )  # a setting of ours may be called so
+    # A setting of ours may have that name too; it is then named first.
+    same = "".join(f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}"))
     for table in ({theirs: 1}, {"train": {theirs: 1}}):
         assert refused(table).endswith(f"{theirs}'; did you mean {same}{ours!r}?")
-    with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {ours!r}?")):
+    with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {same}{ours!r}?")):
         parse_override(theirs, "1")
 
 
@@ -600,3 +600,22 @@ def test_a_fault_where_a_file_may_be_named(tmp_path, text):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"recipe\.toml: "):
         load_recipe(tmp_path / "recipe.toml")
+
+
+def test_who_samples_answers():
+    dpo = make_recipe({"algorithm": "dpo"})
+    assert not samples_answers(dpo)
+    for name in ("loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"):
+        assert samples_answers(dpo.with_settings({name: 0.1}))
+        assert samples_answers(dpo, [name])  # a schedule may set it later
+    assert samples_answers(dpo.with_settings({"preference.pairs": "both"}))
+    assert not samples_answers(dpo, ["preference.weight"])
+    assert samples_answers(make_recipe({"algorithm": "pg_grpo"}))
+
+
+def test_a_run_of_pairs_alone_is_held_to_its_pairs_and_not_to_its_answers():
+    dpo = {"algorithm": "dpo", "sampling": {"samples_per_prompt": 1}, "preference": {"batch_size": 32}}
+    assert make_recipe({**dpo, "train": {"mini_batches": 32}}).train.mini_batches == 32
+    assert refused({**dpo, "train": {"mini_batches": 33}}) == (
+        "the recipe: train.mini_batches 33 is more than the 32 pairs of a step (preference.batch_size)"
+    )

@@ -44,6 +44,7 @@ ROWS = {
     "gsm8k": [{"question": f"What is {n} + {n}?", "answer": f"Twice {n}.\n#### {2 * n}"} for n in range(10)],
     "rows": [{"prompt": f"Say {n}: ", "answer": str(n)} for n in range(10)],
 }
+PAIRS = [{"prompt": f"Say {n}: ", "chosen": f"{n}.", "rejected": f"{n + 1}."} for n in range(10)]
 
 
 def header_of(path: Path) -> str:
@@ -101,6 +102,8 @@ def test_the_commands_in_its_header_are_commands(name):
 def test_its_first_step_runs(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe(FOLDER / name)
+    if recipe.preference.train is not None:
+        monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))  # the reference's log-probs are kept there
     settings = {**SMALL, "run.folder": "run"}
     if recipe.warm_up.steps:
         settings |= {"warm_up.steps": 1, "warm_up.batch_size": 2}
@@ -115,6 +118,12 @@ def test_its_first_step_runs(name, tmp_path, monkeypatch, capsys):
             rows = ROWS[recipe.task]
             (tmp_path / f"{key}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             settings[f"data.{key}"] = f"{key}.jsonl"
+    for key in ("train", "held_out"):
+        if recipe.get(f"preference.{key}") is not None:
+            (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+            settings |= {f"preference.{key}": "pairs.jsonl", "preference.batch_size": 2}
+    if recipe.preference.held_out_from_train:
+        settings["preference.held_out_from_train"] = 2
     words = [f"--{setting}={value}" for setting, value in settings.items()]
     status = main(["train", str(FOLDER / name), *words])
     said = capsys.readouterr()

@@ -181,19 +181,22 @@ def _print_metrics(found: Evaluation, metric: str | None, model: str) -> None:
     out = console()
     table = Table(box=None, pad_edge=False, header_style="bold")
     graded = any(f"{name}_no_answer" in found.metrics for name in found.metrics)
-    for column in ("metric", "value", "95 % interval", "without an answer" if graded else "not scored"):
+    none = ("without an answer" if graded else "not scored",) if found.answers else ()
+    for column in ("metric", "value", "95 % interval", *none):
         table.add_column(column, justify="left" if column == "metric" else "right")
     names = [name for name in found.metrics if f"{name}_low" in found.metrics]
     for name in names:
         interval = found.interval(name)
-        none = found.metrics[f"{name}_no_answer" if graded else f"{name}_unscored"]
+        missing = found.metrics.get(f"{name}_no_answer" if graded else f"{name}_unscored")  # pairs always have both
         table.add_row(
             f"{name} *" if name == metric else name,
             f"{interval.estimate:.4f}",
             f"{interval.low:.4f} – {interval.high:.4f}",
-            f"{none:.1%}",
+            *(("" if missing is None else f"{missing:.1%}",) if found.answers else ()),
         )
     out.print(table)
+    if not found.answers:
+        return
     answered = len(found.answers)
     length, cut = found.metrics["mean_length"], found.metrics["truncated"]
     out.print(

@@ -203,9 +203,7 @@ class Updater:
             values, statistics = objective.terms(part)
             if only is not None:
                 values = {name: value for name, value in values.items() if name == only}
-            learned = [
-                value for value in values.values() if value.requires_grad
-            ]  # what is only watched has no gradient
+            learned = [value for value in values.values() if value.requires_grad]  # entropy may be only watched
             if learned:
                 torch.stack(learned).sum().backward()  # type: ignore[no-untyped-call]
             self._note(found, values, statistics if watch else {})
