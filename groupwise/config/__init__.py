@@ -7,14 +7,13 @@ neighbour. A recipe is never changed once it is made: a schedule makes a new one
 
 from groupwise.config.layers import load_recipe, make_recipe, parse_override, samples_answers
 from groupwise.config.names import resolve_scheduled, scheduled_names, setting_names
-from groupwise.config.sections import DataSection, GroupingSection, PreferenceSection, Recipe, RewardSection
+from groupwise.config.sections import GroupingSection, Recipe, RewardSection, SourcesSection
 
 __all__ = [
-    "DataSection",
     "GroupingSection",
-    "PreferenceSection",
     "Recipe",
     "RewardSection",
+    "SourcesSection",
     "load_recipe",
     "make_recipe",
     "parse_override",

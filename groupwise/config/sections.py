@@ -63,13 +63,15 @@ class ModelSection(Section):
     """the version of a model on the hub"""
 
 
-class DataSection(Section):
+class SourcesSection(Section):
+    """Where rows come from: those to train on, and those that are held out."""
+
     train: str | list[str] | None = None
     """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, a hub data set owner/name, or several"""
     held_out: str | list[str] | None = None
     """rows to evaluate on; never trained on"""
     held_out_from_train: CountOrNone = 0
-    """evaluate on so many rows, drawn by the seed, of the first source of data.train, and do not train on them"""
+    """evaluate on so many rows, drawn by the seed, of the first source to train on, and do not train on them"""
     subset: str | None = None
     """the configuration of a hub data set"""
     train_split: str | None = None
@@ -80,6 +82,9 @@ class DataSection(Section):
     """use only the first so many rows (for generated tasks: make so many)"""
     held_out_rows: Count | None = None
     """evaluate on only the first so many rows (for generated tasks: make so many)"""
+
+
+class DataSection(SourcesSection):
     prompt: str = "prompt"
     """the column that holds the prompt: a text or a list of chat messages"""
     system_prompt: str | None = None
@@ -243,7 +248,7 @@ class LossSection(Section):
     """correct for a difference between sampler and trainer by their ratio, at most this (TIS)"""
 
 
-class PreferenceSection(Section):
+class PreferenceSection(SourcesSection):
     weight: NotNegative = 0.0
     """w₂: weight of the preference term, learning from pairs (docs/preference.md); 0 leaves it out"""
     beta: Positive = 0.1
@@ -264,26 +269,10 @@ class PreferenceSection(Section):
     """the rewards of a group's pair must differ by more than this; equal ones make no pair"""
     reward: str | None = None
     """the name of the reward that puts a group in order; by default the weighted sum of all"""
-    train: str | list[str] | None = None
-    """pairs to train on: files, a folder, a hub data set owner/name, or several; a row has chosen and rejected"""
-    held_out: str | list[str] | None = None
-    """pairs to evaluate on; never trained on"""
-    held_out_from_train: CountOrNone = 0
-    """evaluate on so many pairs, drawn by the seed, of the first source of preference.train"""
-    subset: str | None = None
-    """the configuration of a hub data set"""
-    train_split: str | None = None
-    """the split of a hub data set to train on"""
-    held_out_split: str | None = None
-    """the split of a hub data set to evaluate on"""
-    train_rows: Count | None = None
-    """use only the first so many rows"""
-    held_out_rows: Count | None = None
-    """evaluate on only the first so many rows"""
     prompt: str = "prompt"
     """the column that holds the prompt; where there is none, it is what chosen and rejected begin with"""
     chosen: str = "chosen"
-    """the column that holds the better answer: a text, a message or messages"""
+    """the column of preference.train that holds the better answer: a text, a message or messages"""
     rejected: str = "rejected"
     """the column that holds the worse answer"""
     batch_size: Count = 16

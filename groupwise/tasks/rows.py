@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import DataSection, PreferenceSection, Recipe
+from groupwise.config import Recipe, SourcesSection
 from groupwise.data import read_rows
 from groupwise.errors import ConfigError
 from groupwise.tasks.base import Row, Task
@@ -37,7 +37,7 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
 
 def read_section(recipe: Recipe, section: str, read: Reader | None = None) -> tuple[list[Row], list[Row]]:
     """The training and the held-out rows that a section names: ``data``, or ``preference`` for pairs."""
-    data: DataSection | PreferenceSection = getattr(recipe, section)
+    data: SourcesSection = getattr(recipe, section)
     named = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
     if data.held_out_from_train and named is not None:
         raise ConfigError(
