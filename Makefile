@@ -28,7 +28,7 @@ train: setup ## train the embedded default, a quiz: from a quarter right to over
 train-seeds: setup ## the same with five seeds, and a table of what they reached
 	$(BIN)/python benchmarks/quiz_seeds.py
 
-test: setup ## run the tests (about eight minutes on two cores)
+test: setup ## run the tests (about ten minutes on two cores)
 	$(BIN)/python -m pytest -n auto
 
 lint: setup ## check style, formatting and types
