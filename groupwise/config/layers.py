@@ -242,7 +242,7 @@ def _check_preference(recipe: Recipe, where: str) -> None:
     """The kinds of preference loss and what they need; a data set of pairs that nobody would look at."""
     how = recipe.preference
     try:
-        names, _ = check_kinds(
+        check_kinds(
             how.kind,
             how.kind_weights,
             beta=how.beta,
@@ -251,10 +251,10 @@ def _check_preference(recipe: Recipe, where: str) -> None:
         )
     except InputError as error:
         raise ConfigError(f"{where}: [preference] {error}") from error
-    if how.label_smoothing and not SMOOTHED_KINDS.intersection(names):
+    if how.label_smoothing and not SMOOTHED_KINDS.intersection(how.kinds):
         raise ConfigError(
-            f"{where}: preference.label_smoothing has no effect on the kind {', '.join(names)}; for pairs that may be "
-            "the wrong way round use preference.kind 'robust'"
+            f"{where}: preference.label_smoothing has no effect on the kind {', '.join(how.kinds)}; for pairs that may "
+            "be the wrong way round use preference.kind 'robust'"
         )
     if how.pairs == "group" and (how.train is not None or how.held_out_from_train):
         given = "train" if how.train is not None else "held_out_from_train"

@@ -286,6 +286,11 @@ class PreferenceSection(SourcesSection):
     cache: bool = True
     """keep the reference's log-probs of the data set's pairs on disk; without it they are computed in each step"""
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds as a list, also where there is one."""
+        return [self.kind] if isinstance(self.kind, str) else self.kind
+
 
 class MasksSection(Section):
     truncated: bool = False

@@ -358,8 +358,7 @@ def _chosen_unlikely(view: View) -> str | None:
     if reward is None or reward >= UNLIKELY or margin is None or margin <= 0:
         return None
     how = view.now.preference
-    kinds = [how.kind] if isinstance(how.kind, str) else how.kind
-    more = "raise the weight of the kind 'sft'" if "sft" in kinds else "add the kind 'sft' with a small weight"
+    more = "raise the weight of the kind 'sft'" if "sft" in how.kinds else "add the kind 'sft' with a small weight"
     return (
         f"the better answers of pairs become less likely too, by {-reward / how.beta:.3g} in log-prob; lower "
         f"optimizer.learning_rate, now {view.now.optimizer.learning_rate:g}, or preference.weight, now "

@@ -10,8 +10,7 @@ from typing import Any
 
 from groupwise.errors import MissingExtraError
 from groupwise.rundir import metric_column, read_metrics
-from groupwise.train.display import PREFERRED
-from groupwise.train.records import EVALUATION, is_share
+from groupwise.train.records import EVALUATION, PREFERRED, is_share
 
 Points = tuple[list[int], list[float]]  # steps, values
 

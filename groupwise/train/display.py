@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TextIO
 
-from groupwise.train.records import EVALUATION, is_share
+from groupwise.train.records import EVALUATION, PREFERRED, is_share
 
 Clock = Callable[[], float]
 Rows = Sequence[str | Sequence[str]]
@@ -29,7 +29,6 @@ MOST_POINTS = 4000  # of a curve that are kept; more than any terminal has dots
 LINE_SECONDS = 1.0
 STAGE_SECONDS = 20.0
 REWARD, MARGIN = "reward", "preference/margin"  # the curves: the second for a run that has no rewards
-PREFERRED = "preference_accuracy"  # what pairs are evaluated by
 SELDOM = ("grad_cosine/grpo_preference",)  # measured in some steps only: the last value is shown until the next
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean
 
 import torch
 
-from groupwise.config import Recipe, samples_answers, setting_names
+from groupwise.config import Recipe, setting_names
 from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
@@ -16,7 +16,6 @@ from groupwise.model.logprobs import activation_bytes, completion_logps, default
 from groupwise.train.compare import find_advantage, find_grouping
 from groupwise.train.held_out import metric_of
 from groupwise.train.pair_logps import TokenPair
-from groupwise.train.pair_source import learns_from_pairs
 from groupwise.train.setup import (
     Parts,
     check_embedder_of,
@@ -24,7 +23,6 @@ from groupwise.train.setup import (
     load_parts,
     make_schedule,
     steps_of,
-    uses_reference,
 )
 from groupwise.train.warmup import WarmUp
 
@@ -39,29 +37,28 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     check_embedder_of(recipe)
     parts = load_parts(recipe, say=notices.append)
     schedule = make_schedule(recipe)
-    samples = samples_answers(recipe, schedule.driven)
-    check_rows(parts, schedule.driven)
+    check_rows(parts)
     find_advantage(recipe.advantages.function)
     find_grouping(recipe.advantages.grouping)
     metric_of(parts)
     yield from _settings(recipe)
     yield ""
     yield from _data(parts)
-    yield from _pairs(parts, schedule.driven)
+    yield from _pairs(parts)
     yield from notices
     yield ""
-    yield from _memory(parts, schedule.driven, samples)
-    steps = steps_of(recipe, parts)
+    yield from _memory(parts)
+    steps = steps_of(parts)
     if not steps:
         yield f"steps: {WarmUp(parts).steps:,}, all of them supervised (train.steps is 0)"
         return
-    fixed = parts.pairs.train if learns_from_pairs(recipe, schedule.driven) else []
-    yield f"steps: {steps:,}, each with {_step(recipe, samples, fixed)}"
+    fixed = parts.pairs.train if parts.learns_from_pairs else []
+    yield f"steps: {steps:,}, each with {_step(recipe, parts.samples, fixed)}"
     phase = schedule.phase(0, 0)
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
-        yield from _time(parts, steps, samples, fixed, kept=_reference_is_kept(recipe, schedule.driven))
+        yield from _time(parts, steps, fixed)
 
 
 def _step(recipe: Recipe, samples: bool, fixed: Sequence[TokenPair]) -> str:
@@ -100,10 +97,10 @@ def _data(parts: Parts) -> Iterator[str]:
     yield f"the first prompt, as the model sees it: {prompts[0].text!r}"
 
 
-def _pairs(parts: Parts, driven: Collection[str]) -> Iterator[str]:
+def _pairs(parts: Parts) -> Iterator[str]:
     """Where pairs come from, how many there are, and how long."""
     how, sets = parts.recipe.preference, parts.pairs
-    if how.pairs != "data" and learns_from_pairs(parts.recipe, driven):
+    if how.pairs != "data" and parts.learns_from_pairs:
         answers = parts.recipe.sampling.samples_per_prompt
         yield (
             f"pairs of sampled answers: up to {min(how.pairs_per_group, answers // 2)} of each {answers}, the best "
@@ -126,19 +123,19 @@ def _sources(*given: str | list[str] | None) -> str:
     return ", ".join(dict.fromkeys(name for names in named for name in names))
 
 
-def _memory(parts: Parts, driven: Collection[str], samples: bool) -> Iterator[str]:
+def _memory(parts: Parts) -> Iterator[str]:
     recipe, prepared = parts.recipe, parts.prepared
     trained = sum(weight.numel() for weight in parts.model.parameters() if weight.requires_grad)
     held = sum(weight.numel() * weight.element_size() for weight in parts.model.parameters())
     low = prepared.dtype in (torch.bfloat16, torch.float16)
     budget = recipe.train.token_budget or default_token_budget(prepared)
-    rows, cached = _answers_at_once(parts, samples)
+    rows, cached = _answers_at_once(parts)
     needs = {
         "weights": held,
         "float32 masters": 4 * trained if low else 0,
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
-        "reference": trained * prepared.dtype.itemsize if uses_reference(recipe, driven, parts.pairs) else 0,
+        "reference": trained * prepared.dtype.itemsize if parts.uses_reference else 0,
         f"activations of {budget:,} tokens": budget
         * activation_bytes(prepared, checkpointing=recipe.model.gradient_checkpointing),
         f"cache of {rows} answers": bytes_per_token(prepared.shapes, prepared.dtype) * cached,
@@ -151,15 +148,15 @@ def _memory(parts: Parts, driven: Collection[str], samples: bool) -> Iterator[st
         if size:
             yield f"  {_size(size):>9}  {name}"
     total, free = sum(needs.values()) - held, free_memory(prepared.device)
-    shorter = "sampling.max_new_tokens" if samples else "preference.max_length"
+    shorter = "sampling.max_new_tokens" if parts.samples else "preference.max_length"
     verdict = "fits" if total < free else f"does not fit: lower train.token_budget or {shorter}"
     yield f"  {_size(total):>9}  beside the weights, of {_size(free)} that are free: {verdict}"
 
 
-def _answers_at_once(parts: Parts, samples: bool) -> tuple[int, int]:
+def _answers_at_once(parts: Parts) -> tuple[int, int]:
     """How many answers are sampled side by side, and their tokens with the prompts; in evaluations, if only there."""
     recipe, how = parts.recipe, parts.recipe.sampling
-    if samples:
+    if parts.samples:
         asked, each, tokens = parts.train, how.samples_per_prompt, how.max_new_tokens
         prompts = recipe.train.batch_size * recipe.train.accumulation
     else:
@@ -169,28 +166,22 @@ def _answers_at_once(parts: Parts, samples: bool) -> tuple[int, int]:
     return rows, asked.longest * -(-rows // each) + rows * tokens
 
 
-def _reference_is_kept(recipe: Recipe, driven: Collection[str]) -> bool:
-    """Whether the reference's log-probs of a data set's pairs are computed once, before the first step."""
-    moves = bool(recipe.reference.refresh_every) or "reference.refresh_every" in driven
-    return recipe.preference.cache and not moves
-
-
-def _time(parts: Parts, steps: int, samples: bool, fixed: Sequence[TokenPair], *, kept: bool) -> Iterator[str]:
+def _time(parts: Parts, steps: int, fixed: Sequence[TokenPair]) -> Iterator[str]:
     seconds, pair, probes, full = 0.0, 0.0, [], ""
-    if samples:
+    if parts.samples:
         seconds += _seconds_per_step(parts)
         probes.append(f"answers of {_probe_tokens(parts.recipe)} tokens")
         full = " if every answer is of full length"
     if fixed:
         pair, number = _seconds_per_pair(parts, fixed)
-        passes = parts.recipe.train.iterations + (0 if kept else FORWARD)
+        passes = parts.recipe.train.iterations + (0 if parts.keeps_reference else FORWARD)
         seconds += pair * passes * parts.recipe.preference.batch_size
         probes.append(f"{number} pairs")
     yield (
         f"time: about {seconds:.1f} s a step{full}, {_duration(seconds * steps)} in all, without evaluation (from "
         f"{' and '.join(probes)}; within a factor of two)"
     )
-    if fixed and kept:
+    if fixed and parts.keeps_reference:
         yield (
             f"  before the first step about {_duration(pair * FORWARD * len(fixed))} for the reference's log-probs of "
             f"{len(fixed):,} pairs, which are kept on the disk"

@@ -15,7 +15,8 @@ from groupwise.evaluate.exam import Progress as ExamProgress
 from groupwise.generate import Engine, Sampling
 from groupwise.model.logprobs import default_token_budget
 from groupwise.train.doubt import has_dropout
-from groupwise.train.pair_source import ACCURACY, LOGP_ACCURACY, likelier_answers
+from groupwise.train.pair_source import likelier_answers
+from groupwise.train.records import LIKELIER, PREFERRED
 from groupwise.train.rollout import chance
 from groupwise.train.setup import Parts, Say, load_parts
 
@@ -30,7 +31,7 @@ NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_toke
 def metric_of(parts: Parts) -> str | None:
     """What the best checkpoint is chosen by; None where nothing is held out."""
     known = (list(parts.task.grades) or [REWARD]) if len(parts.held_out) else []
-    known += [ACCURACY] if parts.pairs.held_out else []
+    known += [PREFERRED] if parts.pairs.held_out else []
     if not known:
         return None
     name = parts.recipe.evaluate.metric or (parts.task.metric if len(parts.held_out) else None) or known[0]
@@ -125,4 +126,4 @@ def evaluate_recipe(recipe: Recipe, say: Say = lambda text: None) -> tuple[Evalu
     if len(parts.held_out):
         found = evaluate_held_out(parts, Engine(parts.prepared, max_rows=recipe.sampling.max_rows))
     found.metrics.update(likelier_answers(parts))
-    return found, LOGP_ACCURACY if metric == ACCURACY else metric
+    return found, LIKELIER if metric == PREFERRED else metric

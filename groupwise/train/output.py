@@ -22,8 +22,8 @@ from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
 from groupwise.train.curves import draw_curves
 from groupwise.train.events import Result
-from groupwise.train.pair_source import ACCURACY, learns_from_pairs
 from groupwise.train.questions import summarise
+from groupwise.train.records import LIKELIER, PREFERRED
 from groupwise.train.setup import Parts, names_rows
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def finish_run(trainer: Trainer) -> Result:
     if trainer.step and not stopped:
         trainer.display.stage("exporting the model")
         model = _export(trainer)
-    picture = draw_curves(run.path, metric=trainer.metric, goal=_goal(trainer)) if trainer.recipe.run.picture else None
+    picture = draw_curves(run.path, metric=trainer.metric, goal=trainer.goal) if trainer.recipe.run.picture else None
     result = Result(
         step=trainer.step,
         first=trainer.first,
@@ -208,8 +208,7 @@ def model_card(trainer: Trainer) -> str:
 def _tags(trainer: Trainer) -> list[str]:
     """By what the weights were moved: GRPO's loss, DPO's, or both."""
     weights = {"grpo": "loss.policy_coef", "dpo": "preference.weight"}
-    driven = trainer.schedule.driven
-    return [f"- {tag}" for tag, name in weights.items() if trainer.recipe.get(name) or name in driven]
+    return [f"- {tag}" for tag, name in weights.items() if trainer.parts.ever(name)]
 
 
 def _taught_by(trainer: Trainer) -> str:
@@ -217,21 +216,16 @@ def _taught_by(trainer: Trainer) -> str:
     parts, found = trainer.parts, []
     if trainer.samples or trainer.supervised:
         found.append(f"the task `{parts.task.name}`")
-    if parts.pairs.train and not trainer.supervised and learns_from_pairs(trainer.recipe, trainer.schedule.driven):
+    if parts.pairs.train and not trainer.supervised and parts.learns_from_pairs:
         found.append(f"{len(parts.pairs.train):,} pairs of answers")
     return " and ".join(found)
-
-
-def _goal(trainer: Trainer) -> float | None:
-    """The task's goal, which is none for pairs."""
-    return None if trainer.metric == ACCURACY else trainer.parts.task.goal
 
 
 def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
     """The grades (or the reward) and what was measured of pairs, before and after, with intervals."""
     parts = trainer.parts
     names = (list(parts.task.grades) or [REWARD]) if len(parts.held_out) else []
-    names += [ACCURACY, "preference_logp_accuracy"] if parts.pairs.held_out else []
+    names += [PREFERRED, LIKELIER] if parts.pairs.held_out else []
     shares = {*names} if parts.task.grades else {*names} - {REWARD}
 
     def shown(metrics: Mapping[str, float], name: str) -> str:
@@ -247,7 +241,7 @@ def _rows_of_metrics(trainer: Trainer) -> list[tuple[str, str, str]]:
 def _summary(trainer: Trainer, result: Result, picture: Path | None) -> list[str | tuple[str, ...]]:
     lines: list[str | tuple[str, ...]] = []
     if trainer.first and trainer.last and trainer.metric is not None:
-        measured, goal = trainer.best or {"step": trainer.evaluated_at, "value": math.nan}, _goal(trainer)
+        measured, goal = trainer.best or {"step": trainer.evaluated_at, "value": math.nan}, trainer.goal
         lines.append((_held_out(trainer.parts), "before", f"after {measured['step']} steps"))
         lines += _rows_of_metrics(trainer)
         if goal is not None:

@@ -45,6 +45,16 @@ class TokenPair(NamedTuple):
     chosen: Tensor  # (t,) int64, on the CPU
     rejected: Tensor
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt and the longer answer."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+def pair_lengths(pairs: Sequence[TokenPair]) -> Tensor:
+    """Tokens of the answers, ``(n, 2)``, the chosen ones first."""
+    return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs], dtype=torch.long).view(-1, 2)
+
 
 def pair_logps(prepared: Prepared, pairs: Sequence[TokenPair], *, token_budget: int) -> Tensor:
     """Log-probs ``(n, 2)`` of the chosen and the rejected answers, summed over their tokens, under the model as it is.

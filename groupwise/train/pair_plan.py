@@ -19,6 +19,7 @@ from groupwise.errors import InputError
 from groupwise.model.logprobs import samples_together
 from groupwise.model.prepared import Prepared
 from groupwise.train.objective import PairSlopes, WholePairs, pairs_loss
+from groupwise.train.pair_logps import pair_lengths
 from groupwise.train.work import Work, WorkPairs
 
 
@@ -82,10 +83,9 @@ def plan_pairs(
     if reference is None:
         raise InputError("pairs are learned from relative to a reference, whose log-probs are not known here")
     sampled, fixed = pairs.rows, torch.arange(2 * len(pairs.fixed.pairs)).view(-1, 2)
-    answers, kinds = pairs.fixed_answers, now.preference.kind
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    answers = pairs.fixed_answers
     whole = (
-        not BATCH_KINDS.intersection(kinds)
+        not BATCH_KINDS.intersection(now.preference.kinds)
         and _together(sampled, samples_together(prepared, work.prompts, work.completions, token_budget))
         and _together(fixed, samples_together(prepared, answers.prompts, answers.completions, token_budget))
     )
@@ -114,6 +114,4 @@ def _spread(now: Recipe, logps: Tensor, reference: Tensor, lengths: Tensor) -> S
 
 def _lengths(work: Work, pairs: WorkPairs) -> Tensor:
     """Tokens of each answer, ``(n, 2)``."""
-    sampled = work.mask.sum(1)[pairs.rows]
-    fixed = torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs.fixed.pairs], dtype=torch.long)
-    return torch.cat([sampled.view(-1, 2), fixed.view(-1, 2)])
+    return torch.cat([work.mask.sum(1)[pairs.rows].view(-1, 2), pair_lengths(pairs.fixed.pairs)])

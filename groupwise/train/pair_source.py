@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from groupwise.tasks.base import Row
 from groupwise.tasks.rows import read_section
 from groupwise.train.doubt import has_dropout
 from groupwise.train.objective import pairs_loss
-from groupwise.train.pair_logps import TokenPair, pair_logps, reference_logps
+from groupwise.train.pair_logps import TokenPair, pair_lengths, pair_logps, reference_logps
+from groupwise.train.records import LIKELIER, PREFERRED
 from groupwise.train.reference import Reference
 from groupwise.train.work import FixedPairs
 
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-ACCURACY, LOGP_ACCURACY = "preference_accuracy", "preference_logp_accuracy"
 BETTER = torch.tensor([1.0, -1.0], dtype=torch.float64)  # the chosen answer's number less the rejected one's
 WHY_REFUSED = {
     "same_answer": "the chosen and the rejected answer are the same",
@@ -45,11 +45,6 @@ class PairSets:
 
     train: list[TokenPair]
     held_out: list[TokenPair]
-
-
-def learns_from_pairs(recipe: Recipe, driven: Collection[str] = ()) -> bool:
-    """Whether a run has a preference term at some time; ``driven`` are the settings that its schedule moves."""
-    return bool(recipe.preference.weight) or "preference.weight" in driven
 
 
 def load_pairs(recipe: Recipe, builder: PromptBuilder, window: int | None, *, learns: bool, say: Say) -> PairSets:
@@ -95,8 +90,7 @@ def _tensors(pair: Pair) -> TokenPair:
 def look_up_reference(trainer: Trainer) -> None:
     """Find the reference's log-probs of a run's pairs, on the disk or by computing them, unless it is going to move."""
     recipe, reference = trainer.recipe, trainer.reference
-    moves = bool(recipe.reference.refresh_every) or "reference.refresh_every" in trainer.schedule.driven
-    if reference is None or moves or not recipe.preference.cache:
+    if reference is None or not trainer.parts.keeps_reference:
         return
 
     def look_up(pairs: Sequence[TokenPair]) -> Tensor:
@@ -111,7 +105,7 @@ def look_up_reference(trainer: Trainer) -> None:
         )
 
     source = trainer.pairs
-    if source.sets.train and learns_from_pairs(recipe, trainer.schedule.driven):
+    if source.sets.train and trainer.parts.learns_from_pairs:
         source.train_reference = look_up(source.sets.train)
     if source.sets.held_out:
         source.held_out_reference = look_up(source.sets.held_out)
@@ -166,8 +160,8 @@ class PairSource:
             if ref is None:
                 with reference.in_place():
                     ref = pair_logps(prepared, pairs, token_budget=token_budget)
-        loss, statistics = pairs_loss(now, logps, ref, _lengths(pairs), len(pairs))
-        found = _share(ACCURACY, (logps - ref) @ BETTER) | _likelier(pairs, logps)
+        loss, statistics = pairs_loss(now, logps, ref, pair_lengths(pairs), len(pairs))
+        found = _share(PREFERRED, (logps - ref) @ BETTER) | _likelier(pairs, logps)
         found["preference_loss"] = float(loss)
         for name in ("margin", "chosen_reward", "rejected_reward"):
             found[f"preference_{name}"] = float(statistics[f"preference/{name}"])
@@ -184,14 +178,10 @@ def likelier_answers(parts: Parts) -> dict[str, float]:
 
 def _likelier(pairs: Sequence[TokenPair], logps: Tensor) -> dict[str, float]:
     """By the mean log-prob of a token, so that the shorter answer is not the likelier one by its length."""
-    return _share(LOGP_ACCURACY, (logps / _lengths(pairs)) @ BETTER)
+    return _share(LIKELIER, (logps / pair_lengths(pairs)) @ BETTER)
 
 
 def _share(name: str, margins: Tensor) -> dict[str, float]:
     """The share of margins above 0, with its interval; a margin of nothing counts as half."""
     band = mean_interval(((margins > 0).double() + 0.5 * (margins == 0)).numpy())
     return {name: band.estimate, f"{name}_low": band.low, f"{name}_high": band.high}
-
-
-def _lengths(pairs: Sequence[TokenPair]) -> Tensor:
-    return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs])

@@ -15,7 +15,6 @@ import numpy as np
 from groupwise.train.chart import Chart, empty_chart
 from groupwise.train.display import (
     MARGIN,
-    PREFERRED,
     REWARD,
     Clock,
     Display,
@@ -26,6 +25,7 @@ from groupwise.train.display import (
     drawable,
     duration,
 )
+from groupwise.train.records import PREFERRED
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

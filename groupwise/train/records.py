@@ -33,6 +33,7 @@ Say = Callable[[str], None]
 TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 EVALUATION = "eval/"
+PREFERRED, LIKELIER = "preference_accuracy", "preference_logp_accuracy"  # what held-out pairs are measured by
 
 
 LARGEST = 3.4028234e38  # TensorBoard keeps 32 bits of a number

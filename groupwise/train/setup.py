@@ -23,7 +23,7 @@ from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import Row
 from groupwise.train.objective import find_loss
-from groupwise.train.pair_source import PairSets, learns_from_pairs, load_pairs
+from groupwise.train.pair_source import PairSets, load_pairs
 from groupwise.train.schedule import Schedule, warmup_decay
 from groupwise.train.schedule_tables import parse_phases, parse_ramps, parse_rules
 
@@ -61,6 +61,34 @@ class Parts:
     stop: Stop | None
     loss: Loss
     pairs: PairSets
+    driven: tuple[str, ...]  # the settings that a schedule moves
+
+    def ever(self, name: str) -> bool:
+        """Whether a number is not 0 at some time: to begin with, or because a schedule moves it."""
+        return bool(self.recipe.get(name)) or name in self.driven
+
+    @property
+    def samples(self) -> bool:
+        """Whether answers are sampled at some time; else there are pairs of a data set alone."""
+        return samples_answers(self.recipe, self.driven)
+
+    @property
+    def learns_from_pairs(self) -> bool:
+        """Whether there is a preference term at some time."""
+        return self.ever("preference.weight")
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a reference is needed: for a KL, for pairs, or for a mask that looks at it."""
+        if self.recipe.train.steps == 0:
+            return bool(self.pairs.held_out)
+        needs = self.ever("loss.kl_coef") or self.recipe.masks.off_policy == "document"
+        return needs or self.learns_from_pairs or bool(self.pairs.held_out)
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the reference's log-probs of a data set's pairs are found once: they are kept, and it never moves."""
+        return self.recipe.preference.cache and not self.ever("reference.refresh_every")
 
 
 def load_parts(
@@ -71,14 +99,14 @@ def load_parts(
     say: Say = lambda text: None,
 ) -> Parts:
     """Load and check everything."""
-    schedule = make_schedule(recipe)
-    samples = samples_answers(recipe, schedule.driven)
+    driven = make_schedule(recipe).driven
+    samples = samples_answers(recipe, driven)
     task = task or (load_task(recipe) if samples or names_rows(recipe) else Task("pairs", []))
     for note in task.notes:
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
     loss = find_loss(recipe.loss.name)
-    check_objective(recipe, schedule.driven, scorer)
+    check_objective(recipe, driven, scorer)
     _check_warm_up(recipe, task)
     settings = recipe.model
     lora = None
@@ -124,7 +152,14 @@ def load_parts(
         scorer=scorer,
         stop=StopStrings(tokenizer, strings) if strings else None,
         loss=loss,
-        pairs=load_pairs(recipe, builder, prepared.window, learns=learns_from_pairs(recipe, schedule.driven), say=say),
+        pairs=load_pairs(
+            recipe,
+            builder,
+            prepared.window,
+            learns=bool(recipe.preference.weight) or "preference.weight" in driven,
+            say=say,
+        ),
+        driven=driven,
     )
 
 
@@ -133,17 +168,9 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def uses_reference(recipe: Recipe, driven: Collection[str], pairs: PairSets) -> bool:
-    """Whether a run needs a reference: for a KL, for pairs, or for a mask that looks at it."""
-    if recipe.train.steps == 0:
-        return bool(pairs.held_out)
-    needs = bool(recipe.loss.kl_coef) or "loss.kl_coef" in driven or recipe.masks.off_policy == "document"
-    return needs or learns_from_pairs(recipe, driven) or bool(pairs.held_out)
-
-
-def check_rows(parts: Parts, driven: Collection[str]) -> None:
+def check_rows(parts: Parts) -> None:
     """Raise an error where answers are to be sampled, but there is nothing to ask."""
-    if samples_answers(parts.recipe, driven) and not len(parts.train):
+    if parts.samples and not len(parts.train):
         raise ConfigError(f"the task {parts.task.name!r} has no rows to train on; set data.train")
 
 
@@ -170,14 +197,14 @@ def check_embedder_of(recipe: Recipe) -> None:
         check_embedder(recipe.grouping.embedder)
 
 
-def steps_of(recipe: Recipe, parts: Parts) -> int:
+def steps_of(parts: Parts) -> int:
     """How many steps a run has: train.steps, or as many as its epochs take; without answers, epochs of its pairs."""
-    train = recipe.train
+    train = parts.recipe.train
     if train.steps is not None:
         return train.steps
     rows, batch = len(parts.train), train.batch_size * train.accumulation
-    if not samples_answers(recipe, make_schedule(recipe).driven):
-        rows, batch = len(parts.pairs.train), recipe.preference.batch_size
+    if not parts.samples:
+        rows, batch = len(parts.pairs.train), parts.recipe.preference.batch_size
     return max(1, round(rows * (train.epochs or 1.0) / batch))
 
 

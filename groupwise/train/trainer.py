@@ -37,9 +37,9 @@ from groupwise.train.events import Callback, Report, Result
 from groupwise.train.held_out import measure_held_out, metric_of
 from groupwise.train.measure import rollout_table, step_metrics, with_aliases
 from groupwise.train.output import finish_run, open_run, write_resolved
-from groupwise.train.pair_source import ACCURACY, PairSource, look_up_reference
+from groupwise.train.pair_source import PairSource, look_up_reference
 from groupwise.train.questions import QuestionLog
-from groupwise.train.records import Records, rewind
+from groupwise.train.records import PREFERRED, Records, rewind
 from groupwise.train.reference import Reference
 from groupwise.train.rollout import Sampled, Sampler, chance
 from groupwise.train.saving import load_run, save_run
@@ -53,7 +53,6 @@ from groupwise.train.setup import (
     make_schedule,
     set_learning_rate,
     steps_of,
-    uses_reference,
 )
 from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Updater
@@ -86,9 +85,8 @@ class Trainer:
         self.say = self.display.say
         check_embedder_of(recipe)
         self.parts: Parts = load_parts(recipe, task=task, rewards=rewards, say=self.say)
-        self.schedule = make_schedule(recipe)
-        self.samples = samples_answers(recipe, self.schedule.driven)  # else there are pairs of a data set alone
-        check_rows(self.parts, self.schedule.driven)
+        self.samples = self.parts.samples  # else there are pairs of a data set alone
+        check_rows(self.parts)
         self.advantage = find_advantage(recipe.advantages.function)
         self.grouping = find_grouping(recipe.advantages.grouping)
         self.metric = metric_of(self.parts)
@@ -103,6 +101,7 @@ class Trainer:
         self._prepare_model()
         self.masters = MasterWeights(self.parts.model)
         self.optimizer = make_optimizer(recipe, self.parts.model, self.masters, self.say)
+        self.schedule = make_schedule(recipe)
         self.engine = Engine(prepared, max_rows=recipe.sampling.max_rows)
         self.order = Order(max(1, len(self.parts.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
         self.pairs = PairSource(self.parts.pairs, recipe)
@@ -147,7 +146,7 @@ class Trainer:
         self.warned = False
         self.checks = Checks(self.parts.task.metric)
         self.questions = QuestionLog(self.parts.train.rows, self.parts.task.metric)
-        self.total_steps = steps_of(recipe, self.parts)
+        self.total_steps = steps_of(self.parts)
         if self.supervised and self.warm_up is not None:
             self.total_steps = self.warm_up.steps
 
@@ -243,8 +242,7 @@ class Trainer:
         self.tokens += sampled.tokens
         if self.reference is not None and now.reference.refresh_every and self.step % now.reference.refresh_every == 0:
             self.reference.refresh(now.reference.mix)
-        if len(batch):
-            self.questions.observe(batch, comparison)
+        self.questions.observe(batch, comparison)
         for others in sampled.left_out:
             self.questions.observe(others, self.compare(others, now))
         metrics = step_metrics(sampled, comparison, self.sampler.names, works, updates, now)
@@ -336,9 +334,9 @@ class Trainer:
             rewind(self.run_dir, -1)
         if found is None and not self.supervised:
             do_warm_up(self)
-        if uses_reference(self.recipe, self.schedule.driven, self.parts.pairs):
+        if self.parts.uses_reference:
             self.reference = Reference(
-                self.masters, mixes=self._drives("reference.mix") or self.recipe.reference.mix < 1
+                self.masters, mixes="reference.mix" in self.parts.driven or self.recipe.reference.mix < 1
             )
             self.updater.reference = self.reference
         if found is not None:
@@ -364,7 +362,7 @@ class Trainer:
                 steps=self.total_steps,
                 metric=self.metric,
                 folder=str(self.run_dir.path),
-                goal=None if self.metric == ACCURACY else self.parts.task.goal,
+                goal=self.goal,
                 log_every=self.recipe.run.log_every,
             ),
             first_step=self.step,
@@ -419,6 +417,11 @@ class Trainer:
             self.say(sentence)
 
     @property
+    def goal(self) -> float | None:
+        """The task's goal, which is none for pairs."""
+        return None if self.metric == PREFERRED else self.parts.task.goal
+
+    @property
     def best_name(self) -> str | None:
         """The folder of the best checkpoint."""
         return None if self.best is None else checkpoint.checkpoint_name(int(self.best["step"]))
@@ -429,9 +432,6 @@ class Trainer:
         """The recipe of the next step: the run's, with what the schedule says."""
         values = self.schedule.values(self.step, self.tokens)
         return self.recipe.with_settings(values) if values else self.recipe
-
-    def _drives(self, name: str) -> bool:
-        return name in self.schedule.driven
 
     def _prepare_model(self) -> None:
         model = self.parts.prepared.model

@@ -164,7 +164,7 @@ def longest(work: Work | Answers) -> int:
         default=0,
     )
     pairs = work.pairs.fixed.pairs if isinstance(work, Work) and work.pairs is not None else ()
-    return max([own, *(len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in pairs)])
+    return max([own, *(pair.longest for pair in pairs)])
 
 
 def _mask(lengths: Tensor) -> Tensor:
