@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
 
@@ -22,13 +23,19 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
+$(BOX2D): $(INSTALLED) # LunarLander's physics; where it must be compiled, swig does a part of it
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt setuptools swig
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pip install --quiet --constraint constraints.txt \
+	  --no-build-isolation --editable '.[box2d]'
+	@touch $@
+
 train: setup ## train the embedded default, a quiz: from a quarter right to over 90 %, in a few minutes on a CPU
 	$(BIN)/groupwise train recipes/quiz.toml
 
 train-seeds: setup ## the same with five seeds, and a table of what they reached
 	$(BIN)/python benchmarks/quiz_seeds.py
 
-test: setup ## run the tests (about ten minutes on two cores)
+test: setup $(BOX2D) ## run the tests (about eleven minutes on two cores)
 	$(BIN)/python -m pytest -n auto
 
 lint: setup ## check style, formatting and types

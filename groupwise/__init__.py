@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 _SUBMODULES = (
-    "algorithms", "config", "core", "data", "errors", "evaluate", "generate", "grouping", "model", "plots", "rewards",
+    "algorithms", "comparison", "config", "control", "core", "data", "errors", "evaluate", "generate", "grouping", "model", "plots", "rewards",
     "rundir", "stats", "tasks", "train",
 )  # fmt: skip
 

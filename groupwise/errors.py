@@ -38,6 +38,10 @@ class RunDirError(GroupwiseError, RuntimeError):
     """A run folder cannot be used: in use by another process, not empty, or not a run folder."""
 
 
+class ControlError(GroupwiseError, RuntimeError):
+    """A control environment cannot be used, or failed on the way."""
+
+
 class MissingExtraError(GroupwiseError, ImportError):
     """A feature needs an optional package that is not installed."""
 

@@ -80,6 +80,22 @@ def bootstrap_interval(
     return Interval(_number(estimate), _number(low), _number(high))
 
 
+def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
+    """The median with its percentile bootstrap interval, where values may be ``inf``: what never happened.
+
+    The bounds are drawn medians; between two of which one is infinite there is nothing to interpolate.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or not array.size or np.isnan(array).any() or np.isneginf(array).any():
+        raise InputError(f"a median needs a list of numbers without NaN and −inf, got {values!r}")
+    _check_level(level)
+    draws = np.random.default_rng(seed).integers(0, len(array), size=(resamples, len(array)))
+    medians = np.sort(np.median(array[draws], axis=1))
+    last = resamples - 1
+    low, high = medians[math.floor(last * (1 - level) / 2)], medians[math.ceil(last * (1 + level) / 2)]
+    return Interval(float(np.median(array)), float(low), float(high))
+
+
 def proportion_interval(successes: int, number: int, *, level: float = 0.95) -> Interval:
     """A share such as an accuracy with its Wilson interval, which also behaves near 0 and 1."""
     if not 0 <= successes <= number or number < 1:

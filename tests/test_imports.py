@@ -33,7 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tasks": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping"},
     "evaluate": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping", "tasks"},
     "train": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping", "tasks", "evaluate"},
-    "control": BASE,
+    "comparison": BASE,
+    "control": BASE | {"comparison"},
 }
 EVERYTHING = set(MAY_IMPORT)
 MAY_IMPORT["integrations"] = EVERYTHING
@@ -42,8 +43,8 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
-    "datasets", "gymnasium", "matplotlib", "openai", "peft", "ray", "sentence_transformers", "sklearn", "tensorboardX",
-    "trl", "verl", "vllm", "wandb",
+    "PIL", "datasets", "gymnasium", "imageio", "matplotlib", "openai", "peft", "ray", "sentence_transformers", "sklearn",
+    "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
 }  # fmt: skip
 
 

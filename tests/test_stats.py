@@ -13,6 +13,7 @@ from groupwise.stats import (
     Interval,
     bootstrap_interval,
     interquartile_mean,
+    median_interval,
     paired_test,
     probability_of_improvement,
     proportion_interval,
@@ -65,6 +66,26 @@ def test_bootstrap_is_repeatable():
     assert bootstrap_interval(values, seed=1) != bootstrap_interval(values)
     assert bootstrap_interval([2.0]) == Interval(2.0, 2.0, 2.0)
     assert str(Interval(0.12345, 0.1, 0.2)) == "0.123 [0.1, 0.2]"
+
+
+def test_median_interval_is_the_bootstraps_where_all_is_finite():
+    """The bounds are two of the drawn medians, where the other interpolates: with few values these are the same."""
+    values = np.random.default_rng(1).normal(size=15)
+    for level in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
+        assert median_interval(values, level=level) == bootstrap_interval(values, statistic=np.median, level=level)
+    assert median_interval(values, seed=1, resamples=50) != median_interval(values, resamples=50)
+
+
+@given(known=st.lists(st.integers(0, 100), max_size=9), unknown=st.integers(0, 9))
+def test_an_infinite_median_is_one_beyond_all_bounds(known, unknown):
+    """Infinity behaves as a number that is larger than any other, and as nothing else."""
+    if not known and not unknown:
+        return
+    infinite = median_interval([*known, *[np.inf] * unknown], resamples=100)
+    huge = median_interval([*known, *[1e6] * unknown], resamples=100)
+    for name in ("estimate", "low", "high"):
+        bound = getattr(huge, name)
+        assert getattr(infinite, name) == (np.inf if bound > 1e5 else bound)
 
 
 @given(number=st.integers(1, 2000), share=st.floats(0, 1), level=st.sampled_from([0.8, 0.95, 0.99]))
@@ -131,6 +152,11 @@ def test_probability_of_improvement():
         (lambda: bootstrap_interval(["a"]), "values must be numbers: could not convert"),
         (lambda: bootstrap_interval([1.0], level=1.0), "level must be between 0 and 1"),
         (lambda: bootstrap_interval([1.0], resamples=0), "resamples must be at least 1"),
+        (lambda: median_interval([]), r"a median needs a list of numbers .* got \[\]"),
+        (lambda: median_interval([1.0, np.nan]), "without NaN"),
+        (lambda: median_interval([1.0, -np.inf]), "and −inf"),
+        (lambda: median_interval([[1.0]]), "a list of numbers"),
+        (lambda: median_interval([1.0], level=0.0), "level must be between 0 and 1"),
         (lambda: proportion_interval(3, 2), "got 3 of 2"),
         (lambda: proportion_interval(0, 0), "number ≥ 1"),
         (lambda: paired_test([1.0], [1.0, 2.0]), "equally long"),

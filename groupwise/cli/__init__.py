@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from groupwise import __version__
 from groupwise.cli.common import Commands, Run, say_error
+from groupwise.cli.control import add_control
 from groupwise.cli.evaluate import add_eval
 from groupwise.cli.models import add_models
 from groupwise.cli.sample import add_sample
@@ -21,7 +22,7 @@ from groupwise.cli.train import add_check, add_train
 from groupwise.errors import GroupwiseError
 
 # A new command is a function like `add_models`, named here.
-COMMANDS: tuple[Callable[[Commands], None], ...] = (add_train, add_check, add_eval, add_sample, add_models)
+COMMANDS: tuple[Callable[[Commands], None], ...] = (add_train, add_check, add_eval, add_sample, add_models, add_control)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,17 +11,21 @@ from groupwise.rundir.files import (
     write_safetensors,
 )
 from groupwise.rundir.metrics import MetricsRecorder, metric_column, read_metrics
-from groupwise.rundir.run import RunDir, new_run_path
+from groupwise.rundir.run import RunDir, new_run_path, package_versions
+from groupwise.rundir.signals import StopRequest, stop_on_signals
 
 __all__ = [
     "MetricsRecorder",
     "RunDir",
+    "StopRequest",
     "atomic_folder",
     "metric_column",
     "new_run_path",
+    "package_versions",
     "read_json",
     "read_metrics",
     "remove_leftovers",
+    "stop_on_signals",
     "verify_manifest",
     "write_bytes",
     "write_json",

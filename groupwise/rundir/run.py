@@ -13,11 +13,14 @@ The lock belongs to the process, so a killed one leaves no lock behind.
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import platform
 import re
+import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -65,9 +68,12 @@ class RunDir:
         self.metrics = MetricsRecorder(path / METRICS)
 
     @classmethod
-    def create(cls, path: str | Path) -> RunDir:
-        """Start a run in a folder that is new or empty."""
+    def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
+        """Start a run in a folder that is new or empty; with ``overwrite`` a run that is there is deleted first."""
         path = Path(path)
+        if overwrite and (path / MARKER).exists():
+            cls.resume(path).close()  # refused while another process has it
+            shutil.rmtree(path)
         if path.exists() and not path.is_dir():
             raise RunDirError(f"{path} is a file, not a folder; choose another place for the run")
         if (path / MARKER).exists():
@@ -160,6 +166,17 @@ def _holder(path: Path) -> str:
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
     except (CheckpointError, KeyError, TypeError):
         return "another process"
+
+
+def package_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of groupwise, Python and the packages that are installed, and the kind of machine."""
+    found = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    for package in packages:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def _now() -> str:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
 import os
-import platform
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,7 +15,15 @@ from groupwise.errors import CheckpointError, RunDirError
 from groupwise.evaluate import REWARD
 from groupwise.model.export import export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
-from groupwise.rundir import RunDir, atomic_folder, new_run_path, read_json, verify_manifest, write_bytes
+from groupwise.rundir import (
+    RunDir,
+    atomic_folder,
+    new_run_path,
+    package_versions,
+    read_json,
+    verify_manifest,
+    write_bytes,
+)
 from groupwise.rundir.run import MARKER
 from groupwise.train import checkpoint
 from groupwise.train.curves import draw_curves
@@ -43,10 +49,7 @@ def open_run(recipe: Recipe, folder: str | Path | None, *, resume: bool, overwri
     if resume:
         return RunDir.resume(Path(given) if given else _latest(name))
     path = Path(given) if given else new_run_path(RUNS, name)
-    if overwrite and (path / MARKER).exists():
-        RunDir.resume(path).close()  # refused while another process has it
-        shutil.rmtree(path)
-    return RunDir.create(path)
+    return RunDir.create(path, overwrite=overwrite)
 
 
 def _name_of(recipe: Recipe) -> str:
@@ -74,13 +77,7 @@ def write_resolved(trainer: Trainer) -> None:
 
 
 def versions() -> dict[str, str]:
-    found = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return package_versions(PACKAGES)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -25,6 +25,7 @@ from groupwise.grouping.workers import make_grouper
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
+from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Row, Task
 from groupwise.train import checkpoint
 from groupwise.train.batch import Batch, Comparison, no_batch
@@ -54,7 +55,6 @@ from groupwise.train.setup import (
     set_learning_rate,
     steps_of,
 )
-from groupwise.train.signals import StopRequest, stop_on_signals
 from groupwise.train.step import Updater
 from groupwise.train.update import Update
 from groupwise.train.warmup import WarmUp, do_warm_up

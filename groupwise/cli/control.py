@@ -1,0 +1,199 @@
+"""`groupwise control`: GRPO and PPO on Gymnasium environments; train, compare, play."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from groupwise.cli.common import Commands, add, console
+from groupwise.errors import ConfigError
+
+if TYPE_CHECKING:
+    from groupwise.control.main import Row
+
+RUNS = Path("runs")
+SETTINGS_HELP = "preset, and changes of its settings: grpo-fast:same_start=false:lr=0.01 (see below)"
+
+
+class HelpWithPresets(argparse._HelpAction):
+    """`--help` that also explains the presets and every setting; they are read from where they are defined."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.epilog = _presets_help()
+        super().__call__(parser, *_)
+
+
+def add_control(commands: Commands) -> None:
+    control = commands.add_parser("control", help="GRPO and PPO on Gymnasium environments: train, compare, play")
+    actions = control.add_subparsers(title="actions", metavar="ACTION", required=True)
+
+    action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
+    action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID of your own")
+    action.add_argument(
+        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="passed to the environment"
+    )
+    action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
+    action.add_argument("--seed", type=int, default=0, metavar="N", help="decides weights, first states and sampling")
+    action.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: a new one below runs/)")
+    _add_budget(action)
+    action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
+    action.add_argument("--save-every", type=int, default=50, metavar="N", help="updates between saved models")
+    action.add_argument("--live-plot", action="store_true", help="show the curves in a window while it trains")
+    action.add_argument("--resume", action="store_true", help="go on with the run in --out")
+    action.add_argument("--overwrite", action="store_true", help="delete a run that is in --out already")
+
+    action = _add(
+        actions,
+        "compare",
+        _compare,
+        "train several algorithms on several seeds and compare them; goes on where it stopped",
+    )
+    action.add_argument("--envs", default="CartPole-v1", metavar="ID,…", help="Gymnasium ids")
+    action.add_argument("--algos", default="ppo,grpo", metavar="PRESET,…", help=SETTINGS_HELP)
+    action.add_argument("--seeds", type=int, default=10, metavar="N", help="seeds 0 … N − 1 for each")
+    action.add_argument("--out", type=Path, default=RUNS / "comparison", metavar="DIR", help="default: %(default)s")
+    action.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at once (default: the cores)"
+    )
+    _add_budget(action)
+    action.set_defaults(interrupted="interrupted; every run has saved, the same command goes on")
+
+    action = _add(actions, "play", _play, "watch a trained agent, or several side by side from the same first state")
+    action.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a model of it (.pt)")
+    action.add_argument("--seed", type=int, metavar="N", help="the first state (default: the first held-out one)")
+    action.add_argument(
+        "--out", type=Path, metavar="FILE", help="a film, .gif or .mp4 (default: a window, or RUN/play.gif)"
+    )
+
+
+def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
+    parser = add(actions, name, run, help_text, add_help=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    action = "help" if name == "play" else HelpWithPresets
+    parser.add_argument("-h", "--help", action=action, help="show this help and exit")
+    return parser
+
+
+def _add_budget(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--steps", type=int, default=100_000, metavar="N", help="environment steps (default: %(default)s)"
+    )
+    action.add_argument("--evaluate-every", type=int, default=2048, metavar="N", help="steps between evaluations")
+    action.add_argument("--starts", type=int, default=20, metavar="N", help="held-out first states of an evaluation")
+    action.add_argument("--threshold", type=float, metavar="X", help="the return that counts as solved")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from groupwise.control.main import config_of, line_of, plotter_of, train
+    from groupwise.rundir import new_run_path
+
+    config = config_of(
+        environment=arguments.env,
+        options=dict(map(_option, arguments.env_option)),
+        algorithm=arguments.algo,
+        seed=arguments.seed,
+        stop_when_solved=arguments.stop_when_solved,
+        save_every=arguments.save_every,
+        **_budget(arguments),
+    )
+    if arguments.resume and not arguments.out:
+        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+    folder = arguments.out or new_run_path(RUNS, re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}"))
+    out = console()
+
+    def report(row: Row) -> None:
+        out.print(line_of(row), highlight=False, soft_wrap=True)
+        plotter.add(config.algorithm, row)
+
+    plotter = plotter_of(config, folder / "progress.png", window=arguments.live_plot)
+    with plotter:
+        training = train(config, folder, resume=arguments.resume, overwrite=arguments.overwrite, report=report)
+    ending = "stopped; go on with --resume" if training.exit_status else f"watch it: groupwise control play {folder}"
+    for line in (training.outcome(), f"{folder} has the curve (progress.png) and the best model; {ending}"):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return training.exit_status
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from groupwise.control.main import compare, config_of
+
+    environments, algorithms = (_names(arguments, option) for option in ("envs", "algos"))
+    for option in ("seeds", "jobs"):
+        if getattr(arguments, option) < 1:
+            raise ConfigError(f"--{option} must be at least 1, got {getattr(arguments, option)}")
+    configs = [
+        config_of(environment=environment, algorithm=algorithm, seed=seed, **_budget(arguments))
+        for environment in environments
+        for seed in range(arguments.seeds)
+        for algorithm in algorithms
+    ]
+    out = console()
+
+    def say(line: str) -> None:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    say(compare(configs, arguments.out, jobs=arguments.jobs, report=say))
+    say(f"all of it is in {arguments.out}: comparison.md, runs.csv, curves.csv and a picture for each environment")
+    return 0
+
+
+def _play(arguments: argparse.Namespace) -> int:
+    from groupwise.control.main import HELD_OUT, play
+    from groupwise.control.utils import has_display
+
+    film = arguments.out
+    if film is None and (len(arguments.runs) > 1 or not has_display()):
+        first = arguments.runs[0]
+        film = (first if first.is_dir() else first.parent) / "play.gif"
+    returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=film)
+    out = console()
+    for run, value in zip(arguments.runs, returns, strict=True):
+        out.print(f"{run}: return {value:g}", markup=False, highlight=False, soft_wrap=True)
+    if film:
+        out.print(f"the film is {film}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold")}
+
+
+def _names(arguments: argparse.Namespace, option: str) -> list[str]:
+    names = [name.strip() for name in getattr(arguments, option).split(",") if name.strip()]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"--{option} must name one or more, each once, with commas between; got {names}")
+    return names
+
+
+def _option(word: str) -> tuple[str, Any]:
+    """KEY=VALUE, the value as JSON where it is that: numbers, true, false, null; else text."""
+    key, equals, value = word.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--env-option wants KEY=VALUE, got {word!r}")
+    try:
+        return key, json.loads(value)
+    except ValueError:
+        return key, value
+
+
+def _presets_help() -> str:
+    from groupwise.control.algorithms import PRESETS, SHORT
+
+    lines = ["presets:"]
+    for name, preset in PRESETS.items():
+        also = [short for short, long in SHORT.items() if long == name]
+        lines.append(f"  {' or '.join([name, *also])}")
+        lines += [f"      {line.strip()}" for line in (preset.__doc__ or "").strip().splitlines() if line.strip()]
+    for title, preset in (("grpo", PRESETS["grpo-paper"]), ("ppo", PRESETS["ppo"])):
+        settings = preset()
+        lines += ["", f"settings of {title}, with the document's values:"]
+        for key, field in type(settings).model_fields.items():
+            if key != "algorithm":
+                value = getattr(settings, key)
+                shown = "x".join(map(str, value)) if isinstance(value, tuple) else json.dumps(value).strip('"')
+                lines.append(f"  {f'{key}={shown}':28} {field.description}")
+    return "\n".join(lines)
