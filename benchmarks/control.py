@@ -149,14 +149,8 @@ def judging(outcome: Outcome) -> Any:
     return Judging()
 
 
-CONTENDERS: dict[str, Callable[[str, int, int], Outcome]] = {
-    "ppo-fast": run_groupwise,
-    "ppo": run_groupwise,
-    "grpo-fast": run_groupwise,
-    "grpo-paper": run_groupwise,
-    "sb3-default": run_sb3,
-    "sb3-tuned": run_sb3,
-}
+CONTENDERS = dict.fromkeys(("ppo-fast", "ppo", "grpo-fast", "grpo-paper"), run_groupwise)
+CONTENDERS |= dict.fromkeys(("sb3-default", "sb3-tuned"), run_sb3)
 
 
 def measure(names: list[str], seeds: int, budgets: dict[str, int]) -> Outcomes:

@@ -69,7 +69,7 @@ Report = Callable[[Row], None]
 class Config(BaseModel):
     """A run: everything that decides what it does. It is saved as config.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     environment: str = Field(default="CartPole-v1", description="a Gymnasium id, or MODULE:ID for one of your own")
     options: dict[str, Any] = Field(default={}, description="what the environment is made with")
@@ -348,13 +348,15 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path)
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+    """One thread and no oneDNN: for networks this small, what those two prepare takes longer than the work."""
+    threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
+    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
     try:
-        with torch.backends.mkldnn.flags(enabled=False):
-            yield
+        yield
     finally:
-        torch.set_num_threads(before)
+        torch.backends.mkldnn.enabled = one_dnn
+        torch.set_num_threads(threads)
 
 
 def _csv(rows: Sequence[Row]) -> bytes:

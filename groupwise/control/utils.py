@@ -181,7 +181,13 @@ def _flattener(name: str, space: Any) -> Callable[[Any], Array]:
             f"{name} has the observation space {space}, which is no vector of a fixed length. "
             "gymnasium.wrappers.TransformObservation can make one of it"
         )
-    return lambda observation: np.asarray(spaces.flatten(space, observation), dtype=np.float32)
+
+    def flat(observation: Any) -> Array:
+        if not space.contains(observation):  # flatten would take −1 for the last of a Discrete space
+            raise ValueError(f"{observation!r} is not in {space}")
+        return np.asarray(spaces.flatten(space, observation), dtype=np.float32)
+
+    return flat
 
 
 def _parts(space: Any) -> list[Any]:
@@ -355,6 +361,8 @@ class PPOBuffer:
 
     def transitions(self) -> dict[str, Tensor]:
         """All that was stored, (time, environment, …), and an empty buffer for the next steps."""
+        if not self._steps:
+            raise InputError("the buffer is empty: store a step before learning from it")
         names = self._steps[0]
         columns = {name: torch.from_numpy(np.stack([step[name] for step in self._steps])) for name in names}
         self._steps = []
@@ -468,7 +476,7 @@ def write_film(path: Path, films: Sequence[Sequence[tuple[Array, str]]], fps: fl
     length = max(map(len, films))
     moments = [*range(0, length - 1, every), length - 1]
     frames = [np.hstack([_captioned(*film[min(moment, len(film) - 1)]) for film in films]) for moment in moments]
-    frames += [frames[-1]] * 25  # the end is worth a look
+    frames += [frames[-1]] * round(fps / every)  # the end is worth a second
     how: dict[str, Any] = {"duration": 1000 * every / fps, "loop": 0} if path.suffix == ".gif" else {"fps": fps / every}
     write_bytes(path, imageio.imwrite("<bytes>", np.stack(frames), extension=path.suffix, **how))
 

@@ -306,6 +306,20 @@ def test_a_bad_beginning_is_told_with_its_seed(fault, what):
         SeededGymEnv(TOY, {"fault": fault, "at": 0}).reset(seed=23)
 
 
+def test_a_moment_is_drawn():
+    environment = SeededGymEnv("CartPole-v1", render_mode="rgb_array")
+    with pytest.raises(ControlError, match=r"CartPole-v1, step 0 .* could not be drawn: ResetNeeded"):
+        environment.render()
+    environment.reset(seed=0)
+    first = environment.render()
+    assert first.shape == (400, 600, 3)
+    walk(environment, [1] * 5)
+    assert (environment.render() != first).any()
+    environment.close()
+    with pytest.raises(ControlError, match=f"'{TOY}' cannot be made: .*render_mode"):
+        SeededGymEnv(TOY, render_mode="rgb_array")
+
+
 # --- many environments at once ---------------------------------------------------------------------------------------
 
 
@@ -368,10 +382,11 @@ def test_members_that_end_drop_out_and_the_others_go_on(engine):
     [
         ("CartPole-v1", {}),
         ("CartPole-v1", {"max_episode_steps": 15}),
+        ("CartPole-v1", {"max_episode_steps": -1}),
         ("CartPole-v1", {"sutton_barto_reward": True}),
         ("Acrobot-v1", {"max_episode_steps": 9}),
     ],
-    ids=["CartPole", "short CartPole", "CartPole with another reward", "Acrobot"],
+    ids=["CartPole", "short CartPole", "CartPole without a limit", "CartPole with another reward", "Acrobot"],
 )
 def test_a_member_that_is_reset_in_the_middle_loses_no_step(name, options):
     number = 5
@@ -592,17 +607,6 @@ def test_a_plotter_that_saw_nothing_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_window_pyplot_is_not_touched(tmp_path):
-    import matplotlib.pyplot as plt
-
-    before = plt.get_fignums(), plt.isinteractive()
-    plotter = LivePlotter(tmp_path / "live.png", window=False, pause=0.0)
-    plotter.add("grpo", progress(1))
-    assert (plt.get_fignums(), plt.isinteractive()) == before
-    plotter.close()
-    assert (plt.get_fignums(), plt.isinteractive()) == before
-
-
 class FigureCanvas(FigureCanvasAgg):
     """With this, pyplot takes this file for a backend that has windows: no screen is needed to see what they do."""
 
@@ -648,6 +652,15 @@ def test_a_window_is_drawn_without_blocking(tmp_path, pyplot):
     plotter.close()
     assert pyplot.get_fignums() == []
     assert (tmp_path / "live.png").exists()
+
+
+def test_without_a_window_pyplot_is_not_touched(tmp_path, pyplot):
+    pyplot.switch_backend(f"module://{__name__}")
+    pyplot.ioff()
+    plotter = LivePlotter(tmp_path / "live.png", window=False, pause=0.0)
+    plotter.add("grpo", progress(1))
+    plotter.close()
+    assert (pyplot.get_fignums(), pyplot.isinteractive()) == ([], False)
 
 
 def test_a_display_without_anything_to_open_windows_with_gets_the_picture(tmp_path, pyplot):

@@ -1,0 +1,633 @@
+"""The agents against the document's loops written out, against Stable-Baselines3, and their settings."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from torch.distributions import Categorical
+
+from groupwise.control.algorithms import (
+    PRESETS,
+    GRPOAgent,
+    GRPOSettings,
+    PPOAgent,
+    PPOSettings,
+    make_agent,
+    play_out,
+    settings_of,
+)
+from groupwise.control.utils import GRPOBuffer, PPOBuffer, Shape, make_environments
+from groupwise.errors import ConfigError, ControlError
+
+SHAPE = Shape(observation=3, actions=4, threshold=None, time_limit=100)
+
+
+@pytest.fixture
+def _doubles():
+    """Networks in double precision, so that Adam's division by tiny gradients does not amplify rounding."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def random_episodes(rng, agent, groups, *, spread=True):
+    """Episodes of random lengths, sampled by a policy a little off the agent's; every third group has equal returns."""
+    kind = agent.actor[0].weight.dtype
+    sampler = copy.deepcopy(agent.actor)
+    for weight in sampler.parameters():
+        weight.data += 0.15 * torch.from_numpy(rng.normal(size=weight.shape)).to(kind)
+    episodes = []
+    for group in range(groups):
+        for _ in range(agent.settings.group_size):
+            length = int(rng.integers(1, 9))
+            states = torch.from_numpy(rng.normal(size=(length, SHAPE.observation))).to(kind)
+            actions = torch.from_numpy(rng.integers(SHAPE.actions, size=length))
+            rewards = torch.from_numpy(rng.normal(size=length))
+            if group % 3 == 1 or not spread:
+                rewards = torch.zeros(length, dtype=torch.float64)
+                rewards[rng.integers(length)] = 2.0
+            logps = Categorical(logits=sampler(states)).log_prob(actions).detach()
+            episode = {"states": states, "actions": actions, "logps": logps, "rewards": rewards}
+            episodes.append(episode | {"return": rewards.sum(), "weight": torch.tensor(1 / length)})
+    return episodes
+
+
+def population(values):
+    mean = sum(values) / len(values)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
+
+
+def compared(values, settings):
+    """(R_i − mean) / (std + ε) of one group."""
+    mean, std = population(values)
+    return [(value - mean) / ((std + 1e-8) if settings.divide_by_std else 1) for value in values]
+
+
+def literal_advantages(group, settings):
+    """A number per step of each episode of one group."""
+    rewards = [episode["rewards"].tolist() for episode in group]
+    if settings.credit == "outcome":
+        own = compared([sum(row) for row in rewards], settings)
+        return [[own[i]] * len(row) for i, row in enumerate(rewards)]
+    advantages = [[0.0] * len(row) for row in rewards]
+    for t in range(max(map(len, rewards))):
+        to_go = [sum(settings.gamma ** (k - t) * row[k] for k in range(t, len(row))) for row in rewards]
+        for i, value in enumerate(compared(to_go, settings)):
+            if t < len(rewards[i]):
+                advantages[i][t] = value
+    return advantages
+
+
+class LiteralGRPO:
+    """The document's update, an episode at a time, with the settings that go beyond it."""
+
+    def __init__(self, agent):
+        self.settings, self.actor = agent.settings, copy.deepcopy(agent.actor)
+        self.reference = copy.deepcopy(agent.actor)
+        self.optimizer = torch.optim.Adam(self.actor.parameters(), lr=self.settings.lr)
+
+    def update(self, episodes):
+        settings, advantages = self.settings, []
+        for start in range(0, len(episodes), settings.group_size):
+            advantages += literal_advantages(episodes[start : start + settings.group_size], settings)
+        every_step = sum(len(episode["rewards"]) for episode in episodes)
+        for _ in range(settings.epochs):
+            loss, clipped = torch.zeros(()), 0
+            for episode, advantage in zip(episodes, advantages, strict=True):
+                own = torch.tensor(advantage)
+                logps = Categorical(logits=self.actor(episode["states"])).log_prob(episode["actions"])
+                ratio = torch.exp(logps - episode["logps"])
+                held = ratio.clip(1 - settings.clip, 1 + settings.clip)
+                objective = torch.minimum(ratio * own, held * own)
+                clipped += int((held * own < ratio * own).sum())
+                if settings.kl_coef:
+                    before = Categorical(logits=self.reference(episode["states"])).log_prob(episode["actions"])
+                    distance = before.detach() - logps
+                    objective = objective - settings.kl_coef * (distance.exp() - distance - 1)
+                weight = 1 / every_step
+                if settings.length_norm == "episode":
+                    weight = episode["weight"] / len(episodes)
+                loss = loss - weight * objective.sum()
+            descend(loss, self.optimizer, settings.max_grad_norm)
+        return {"loss": loss.item(), "clip_fraction": clipped / every_step}
+
+
+def descend(loss, optimizer, largest):
+    """One step of the optimizer, with the gradient of all weights together cut to a length."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    optimizer.zero_grad()
+    loss.backward()
+    norm = math.sqrt(sum(float(weight.grad.square().sum()) for weight in weights))
+    for weight in weights:
+        weight.grad *= min(1.0, largest / (norm + 1e-6))
+    optimizer.step()
+
+
+def assert_same_weights(network, literal, before, lr):
+    """Equal to a thousandth of a step of the optimizer, and not merely because nothing moved."""
+    for (name, weight), expected, start in zip(
+        network.named_parameters(), literal.parameters(), before.parameters(), strict=True
+    ):
+        assert (expected - start).abs().max() > 0.5 * lr, name
+        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-3 * lr, msg=lambda text, name=name: name + text)
+
+
+def bits(agent):
+    return [weight.detach().clone() for weight in agent.networks.parameters()]
+
+
+# --- GRPO ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize(
+    ("length_norm", "divide_by_std", "kl_coef", "credit"),
+    itertools.product(("episode", "step"), (True, False), (0.0, 0.3), ("outcome", "reward_to_go")),
+)
+def test_grpo_is_the_loop_of_the_document(length_norm, divide_by_std, kl_coef, credit, epochs):
+    settings = GRPOSettings(
+        lr=0.01,
+        epochs=epochs,
+        group_size=4,
+        gamma=0.9,
+        length_norm=length_norm,
+        divide_by_std=divide_by_std,
+        kl_coef=kl_coef,
+        credit=credit,
+        hidden=(8, 7),
+        max_grad_norm=0.3 if epochs == 4 else 100.0,
+    )
+    agent = GRPOAgent(SHAPE, settings, seed=1)
+    literal, before = LiteralGRPO(agent), copy.deepcopy(agent.actor)
+    rng = np.random.default_rng(5)
+    for groups in (3, 4):  # the second update shows that Adam's moments are the same as well
+        episodes = random_episodes(rng, agent, groups)
+        seen, expected = agent.update(episodes), literal.update(episodes)
+        assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        assert seen["clip_fraction"] == pytest.approx(expected["clip_fraction"], abs=1e-6)
+        assert expected["clip_fraction"] > 0.02
+        assert_same_weights(agent.actor, literal.actor, before, settings.lr)
+
+
+def test_what_an_update_tells_of_its_episodes():
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=2, groups=2))
+    episodes = random_episodes(np.random.default_rng(0), agent, 2)  # the second group's returns are all 2
+    first, second = (episode["return"].item() for episode in episodes[:2])
+    seen = agent.update(episodes)
+    assert seen["zero_spread_groups"] == 0.5
+    assert seen["group_spread"] == pytest.approx(abs(first - second) / 2 / 2)
+    assert seen["train_return"] == pytest.approx((first + second + 4) / 4)
+    assert seen["episode_length"] == sum(len(episode["rewards"]) for episode in episodes) / 4
+    assert 0 < seen["entropy"] <= math.log(4) + 1e-6
+
+
+def played(agent, seed=0):
+    """The episodes of one update on CartPole, as the training loop gathers them."""
+    settings = agent.settings
+    number = settings.groups * settings.group_size
+    environments = make_environments("CartPole-v1", number)
+    members, buffer = np.arange(number), GRPOBuffer(number)
+    states = environments.reset(members, [seed + member // settings.group_size for member in range(number)])
+    while len(members):
+        actions, logps = agent.get_action(states)
+        steps = environments.step(members, actions)
+        buffer.store(members, states=states, actions=actions, logps=logps, rewards=steps.rewards)
+        if steps.done.any():
+            buffer.end_episode(*members[steps.done].tolist())
+        members, states = members[~steps.done], steps.observations[~steps.done]
+    return buffer.episodes()
+
+
+CART_POLE = Shape(observation=4, actions=2, threshold=475.0, time_limit=500)
+
+
+def test_with_one_epoch_the_ratio_is_one():
+    agent = GRPOAgent(CART_POLE, settings_of("grpo-paper"))
+    for update in range(3):
+        seen = agent.update(played(agent, 10 * update))
+        assert seen["clip_fraction"] == 0
+        assert abs(seen["approx_kl"]) < 1e-6
+        assert seen["zero_spread_groups"] < 1
+
+
+def test_with_more_epochs_and_long_steps_the_ratio_is_clipped():
+    agent = GRPOAgent(CART_POLE, settings_of("grpo-paper:epochs=8:lr=0.02"))
+    seen = agent.update(played(agent))
+    assert seen["clip_fraction"] > 0.05
+    assert seen["approx_kl"] > 0.01
+
+
+def test_equal_returns_teach_nothing():
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=3, lr=0.1))
+    before = bits(agent)
+    seen = agent.update(random_episodes(np.random.default_rng(1), agent, 3, spread=False))
+    assert seen["zero_spread_groups"] == 1.0
+    assert seen["group_spread"] == 0.0
+    assert all(map(torch.equal, before, bits(agent)))
+    assert not agent.optimizer.state  # Adam has not even counted a step
+
+
+def test_equal_returns_are_still_held_to_the_reference():
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=3, lr=0.01, kl_coef=1.0))
+    rng = np.random.default_rng(1)
+    start = copy.deepcopy(agent.actor)
+    for _ in range(5):
+        agent.update(random_episodes(rng, agent, 1))
+    reference = agent.networks["reference"]
+    assert all(map(torch.equal, start.parameters(), reference.parameters()))
+    before, told = bits(agent), []
+    for _ in range(30):
+        told.append(agent.update(random_episodes(rng, agent, 3, spread=False)))
+    assert {seen["zero_spread_groups"] for seen in told} == {1.0}
+    assert not all(map(torch.equal, before, bits(agent)))
+    assert told[-1]["kl"] < 0.2 * told[0]["kl"]
+
+
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_a_loss_that_is_not_finite_is_told_before_the_optimizer_moves(epochs):
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=epochs))
+    episodes = random_episodes(np.random.default_rng(1), agent, 1)
+    episodes[2]["logps"][0] = math.nan
+    before = bits(agent)
+    with pytest.raises(ControlError, match=r"the loss is nan; a smaller learning rate \(lr\) may help"):
+        agent.update(episodes)
+    assert all(map(torch.equal, before, bits(agent)))
+    assert not agent.optimizer.state
+
+
+# --- acting ----------------------------------------------------------------------------------------------------------
+
+
+def opinionated(seed=0, scale=100.0):
+    """An agent whose policy is far from uniform, which a fresh one is close to."""
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, lr=0.05), seed=seed)
+    agent.actor[-1].weight.data *= scale
+    agent.actor[-1].bias.data += torch.tensor([0.5, -0.7, 0.1, 0.0])
+    return agent
+
+
+def by_torch(agent, states):
+    with torch.no_grad():
+        return Categorical(logits=agent.actor(torch.from_numpy(states)))
+
+
+def states_of(number, seed=0):
+    return np.random.default_rng(seed).normal(size=(number, SHAPE.observation)).astype(np.float32)
+
+
+def test_log_probabilities_are_those_of_the_categorical():
+    agent, states = opinionated(), states_of(200)
+    policy = by_torch(agent, states)
+    for greedy in (False, True):
+        actions, logps = agent.get_action(states, greedy=greedy)
+        assert logps.dtype == np.float32
+        np.testing.assert_allclose(logps, policy.log_prob(torch.from_numpy(actions)).numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(actions, policy.probs.argmax(-1).numpy())
+
+
+def test_logits_of_any_size_give_finite_log_probabilities():
+    agent = opinionated(scale=1e6)
+    actions, logps = agent.get_action(states_of(50))
+    assert np.isfinite(logps).all()
+    np.testing.assert_array_equal(actions, agent.get_action(states_of(50), greedy=True)[0])
+
+
+def test_actions_are_as_frequent_as_they_are_likely():
+    agent, number = opinionated(scale=20.0), 20_000
+    for state in states_of(3):
+        states = np.tile(state, (number, 1))
+        expected = number * by_torch(agent, states[:1]).probs[0].double().numpy()
+        assert expected.min() > 50
+        counts = np.bincount(agent.get_action(states)[0], minlength=SHAPE.actions)
+        assert ((counts - expected) ** 2 / expected).sum() < 16.27  # χ² with 3 degrees of freedom, p = 0.001
+
+
+def test_a_batch_is_its_rows():
+    agent, states = opinionated(), states_of(40)
+    actions, logps = agent.get_action(states, generator=np.random.default_rng(3))
+    generator = np.random.default_rng(3)
+    rows = [agent.get_action(state[None], generator=generator) for state in states]
+    np.testing.assert_array_equal(actions, np.concatenate([row[0] for row in rows]))
+    np.testing.assert_allclose(logps, np.concatenate([row[1] for row in rows]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_generator_of_ones_own_leaves_the_agents_alone():
+    one, two = opinionated(), opinionated()
+    one.get_action(states_of(9), generator=np.random.default_rng(3))
+    one.get_action(states_of(9), greedy=True)
+    np.testing.assert_array_equal(one.get_action(states_of(50))[0], two.get_action(states_of(50))[0])
+
+
+def test_acting_follows_the_weights():
+    agent, other, states = opinionated(0), opinionated(1), states_of(50)
+    seen = []
+    for change in (
+        lambda: None,
+        lambda: agent.update(random_episodes(np.random.default_rng(2), agent, 2)),
+        lambda: agent.networks.load_state_dict(other.networks.state_dict()),
+        lambda: agent.update(random_episodes(np.random.default_rng(3), agent, 2)),
+    ):
+        change()
+        actions, logps = agent.get_action(states, greedy=True)
+        policy = by_torch(agent, states)
+        np.testing.assert_allclose(logps, policy.log_prob(torch.from_numpy(actions)).numpy(), rtol=1e-5, atol=1e-5)
+        seen.append(logps)
+    for before, after in itertools.pairwise(seen):
+        assert np.abs(before - after).max() > 1e-3
+
+
+def test_a_seed_decides_the_weights_and_nothing_else_is_touched():
+    before = torch.get_rng_state()
+    agents = [make_agent(SHAPE, settings_of(name), seed) for name in ("grpo", "ppo") for seed in (3, 3, 4)]
+    assert torch.equal(torch.get_rng_state(), before)
+    for same, again, other in (agents[:3], agents[3:]):
+        assert all(map(torch.equal, bits(same), bits(again)))
+        assert not torch.equal(bits(same)[0], bits(other)[0])
+    assert [type(agent) for agent in agents[::3]] == [GRPOAgent, PPOAgent]
+
+
+@pytest.mark.parametrize("name", ["CartPole-v1", "Acrobot-v1"])
+def test_an_evaluation_is_one_episode_from_each_start(name):
+    options = {"max_episode_steps": 60}
+    environments = make_environments(name, 6, options)
+    agent = make_agent(environments.shape, settings_of("ppo"), seed=2)
+    agent.actor[-1].weight.data *= 100
+    seeds, expected = [5, 3, 5, 8, 13, 21], []
+    plain = gymnasium.make(name, **options)
+    for seed in seeds:
+        state, total, over = plain.reset(seed=seed)[0], 0.0, False
+        while not over:
+            action = int(agent.actor(torch.from_numpy(np.float32(state))).argmax())
+            state, reward, terminated, truncated, _ = plain.step(action)
+            total, over = total + reward, terminated or truncated
+        expected.append(total)
+    assert play_out(agent, environments, seeds, greedy=True).tolist() == expected
+    own = agent.generator.bit_generator.state
+    sampled = play_out(agent, environments, seeds, greedy=False)
+    np.testing.assert_array_equal(play_out(agent, environments, seeds, greedy=False), sampled)
+    assert agent.generator.bit_generator.state == own  # how often one evaluates changes nothing in the training
+
+
+# --- PPO -------------------------------------------------------------------------------------------------------------
+
+
+def random_rows(rng, agent, steps, environments):
+    """Transitions whose log-probabilities are a little off the agent's, with ends of both kinds."""
+    kind = np.float64 if agent.actor[0].weight.dtype == torch.float64 else np.float32
+    rows = []
+    for _ in range(steps):
+        states = rng.normal(size=(environments, SHAPE.observation)).astype(kind)
+        actions, logps = agent.get_action(states)
+        rows.append(
+            {
+                "states": states,
+                "next_states": rng.normal(size=states.shape).astype(kind),
+                "actions": actions,
+                "logps": (logps + 0.2 * rng.normal(size=environments)).astype(kind),
+                "rewards": rng.normal(size=environments),
+                "terminated": rng.random(environments) < 0.15,
+                "truncated": rng.random(environments) < 0.15,
+            }
+        )
+    return rows
+
+
+def buffer_of(rows):
+    buffer = PPOBuffer()
+    for row in rows:
+        buffer.store(**row)
+    return buffer
+
+
+def literal_gae(rows, critic, settings):
+    advantages = torch.zeros(len(rows), len(rows[0]["rewards"]))
+    for column in range(advantages.shape[1]):
+        running = 0.0
+        for t in reversed(range(len(rows))):
+            row = {name: values[column] for name, values in rows[t].items()}
+            ahead = 0.0 if row["terminated"] else critic(torch.from_numpy(row["next_states"])).item()
+            delta = row["rewards"] + settings.gamma * ahead - critic(torch.from_numpy(row["states"])).item()
+            if row["terminated"] or row["truncated"]:
+                running = 0.0
+            running = delta + settings.gamma * settings.gae_lambda * running
+            advantages[t, column] = running
+    return advantages
+
+
+def literal_ppo(rows, actor, critic, optimizer, settings, generator):
+    """The document's PPO, a minibatch at a time; the loss of the last one."""
+    advantages = literal_gae(rows, critic, settings)
+    flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows])) for name in rows[0]}
+    with torch.no_grad():
+        returns = advantages.flatten() + critic(flat["states"])[:, 0]
+    advantages = advantages.flatten()
+    advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+    number = len(advantages)
+    for _ in range(settings.epochs):
+        order = generator.permutation(number)
+        for start in range(0, number, settings.minibatch):
+            chosen = order[start : start + settings.minibatch]
+            policy = Categorical(logits=actor(flat["states"][chosen]))
+            ratio = (policy.log_prob(flat["actions"][chosen]) - flat["logps"][chosen]).exp()
+            held = ratio.clip(1 - settings.clip, 1 + settings.clip)
+            objective = torch.minimum(ratio * advantages[chosen], held * advantages[chosen]).mean()
+            error = ((critic(flat["states"][chosen])[:, 0] - returns[chosen]) ** 2).mean()
+            loss = -(objective - settings.value_coef * error + settings.entropy_coef * policy.entropy().mean())
+            descend(loss, optimizer, settings.max_grad_norm)
+    return loss.item(), error.item()
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize(
+    ("value_coef", "entropy_coef", "max_grad_norm"), [(0.5, 0.0, 0.5), (1.3, 0.2, 100.0), (0.7, 0.05, 0.05)]
+)
+def test_ppo_is_the_loop_of_the_document(value_coef, entropy_coef, max_grad_norm):
+    settings = PPOSettings(
+        lr=0.01,
+        epochs=3,
+        environments=3,
+        steps=39,
+        minibatch=16,
+        gamma=0.9,
+        gae_lambda=0.8,
+        value_coef=value_coef,
+        entropy_coef=entropy_coef,
+        max_grad_norm=max_grad_norm,
+        hidden=(8, 7),
+    )
+    agent, rng = PPOAgent(SHAPE, settings, seed=4), np.random.default_rng(6)
+    before = copy.deepcopy((agent.actor, agent.critic))
+    actor, critic = copy.deepcopy(before)
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=settings.lr)
+    for _ in range(2):
+        rows = random_rows(rng, agent, 13, 3)
+        order = copy.deepcopy(agent.generator)
+        seen = agent.update(buffer_of(rows))
+        loss, error = literal_ppo(rows, actor, critic, optimizer, settings, order)
+        assert (seen["loss"], seen["value_loss"]) == (pytest.approx(loss, rel=1e-6), pytest.approx(error, rel=1e-6))
+        assert_same_weights(agent.actor, actor, before[0], settings.lr)
+        assert_same_weights(agent.critic, critic, before[1], settings.lr)
+
+
+@pytest.mark.filterwarnings("ignore")  # Stable-Baselines3's own
+def test_ppo_is_that_of_stable_baselines():
+    """One batch of real episodes gone through four times; both bootstrap where the time limit cut one off."""
+    sb3 = pytest.importorskip("stable_baselines3")
+    from stable_baselines3.common.logger import configure
+
+    number, steps, options = 4, 40, {"max_episode_steps": 12}
+    settings = PPOSettings(
+        environments=number, steps=number * steps, minibatch=number * steps, epochs=4, entropy_coef=0.01
+    )
+    agent = PPOAgent(CART_POLE, settings, seed=1)
+    before = copy.deepcopy((agent.actor, agent.critic))
+    peer = sb3.PPO(
+        "MlpPolicy",
+        sb3.common.env_util.make_vec_env("CartPole-v1", number),
+        learning_rate=settings.lr,
+        n_steps=steps,
+        batch_size=settings.minibatch,
+        n_epochs=settings.epochs,
+        gamma=settings.gamma,
+        gae_lambda=settings.gae_lambda,
+        ent_coef=settings.entropy_coef,
+        policy_kwargs={"optimizer_kwargs": {"eps": 1e-8}},
+        device="cpu",
+    )
+    peer.set_logger(configure(None, []))
+    for ours, theirs in layers_of(agent, peer):
+        theirs.load_state_dict(ours.state_dict())
+    rows = _play_for_both(agent, peer, make_environments("CartPole-v1", number, options), steps)
+    assert sum(row["truncated"].sum() for row in rows) > 5
+    assert sum(row["terminated"].sum() for row in rows) > 0
+    buffer = buffer_of(rows)
+    transitions = buffer.transitions()
+    advantages, returns = buffer.advantages(transitions, agent.critic, settings.gamma, settings.gae_lambda)
+    np.testing.assert_allclose(advantages.numpy(), peer.rollout_buffer.advantages, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(returns.numpy(), peer.rollout_buffer.returns, rtol=1e-4, atol=1e-4)
+    agent.update(buffer_of(rows))
+    peer.train()
+    starts = [layer for network in before for layer in list(network)[::2]]
+    for (ours, theirs), start in zip(layers_of(agent, peer), starts, strict=True):
+        assert (ours.weight - start.weight).abs().max() > settings.lr
+        torch.testing.assert_close(ours.weight, theirs.weight, rtol=0, atol=0.05 * settings.lr)
+        torch.testing.assert_close(ours.bias, theirs.bias, rtol=0, atol=0.05 * settings.lr)
+
+
+def layers_of(agent, peer):
+    """Our layers beside theirs: the actor's three, then the critic's."""
+    extractor = peer.policy.mlp_extractor
+    actor = [*list(extractor.policy_net)[::2], peer.policy.action_net]
+    critic = [*list(extractor.value_net)[::2], peer.policy.value_net]
+    return list(zip([*list(agent.actor)[::2], *list(agent.critic)[::2]], [*actor, *critic], strict=True))
+
+
+@torch.no_grad()
+def _play_for_both(agent, peer, environments, steps):
+    """Transitions for our buffer, and the same in theirs, which adds γV(s′) to the reward where one was cut off."""
+    everyone = np.arange(agent.settings.environments)
+    states, begins, rows = environments.reset(everyone, everyone.tolist()), np.ones(len(everyone)), []
+    seeds = itertools.count(100)
+
+    def value(of):
+        return agent.critic(torch.from_numpy(of)).squeeze(-1)
+
+    for _ in range(steps):
+        actions, logps = agent.get_action(states)
+        taken = environments.step(everyone, actions)
+        rows.append(
+            {"states": states, "actions": actions, "logps": logps, "next_states": taken.observations, **taken.ends()}
+        )
+        cut_off = taken.truncated & ~taken.terminated
+        rewards = taken.rewards + cut_off * agent.settings.gamma * value(taken.observations).numpy()
+        peer.rollout_buffer.add(states, actions, rewards, begins, value(states), torch.from_numpy(logps))
+        states, begins = taken.observations.copy(), taken.done
+        if begins.any():
+            states[begins] = environments.reset(everyone[begins], [next(seeds) for _ in everyone[begins]])
+    peer.rollout_buffer.compute_returns_and_advantage(value(states), begins)
+    return rows
+
+
+def test_ppo_stops_before_a_loss_that_is_not_finite_moves_anything():
+    agent = PPOAgent(SHAPE, PPOSettings(environments=2, steps=8, minibatch=8))
+    rows = random_rows(np.random.default_rng(0), agent, 4, 2)
+    rows[1]["rewards"][0] = 1e30  # its square is beyond float32
+    before = bits(agent)
+    with pytest.raises(ControlError, match=r"the loss is (inf|nan); a smaller learning rate"):
+        agent.update(buffer_of(rows))
+    assert all(map(torch.equal, before, bits(agent)))
+    assert not agent.optimizer.state
+
+
+# --- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_numbers_are_those_of_the_document():
+    grpo, ppo = settings_of("grpo-paper"), settings_of("ppo")
+    assert grpo == settings_of("grpo")
+    assert isinstance(grpo, GRPOSettings)
+    assert isinstance(ppo, PPOSettings)
+    assert grpo.groups * grpo.group_size == 32
+    assert (grpo.lr, grpo.group_size, grpo.clip, grpo.kl_coef, grpo.epochs) == (3e-4, 16, 0.2, 0.0, 1)
+    assert (grpo.credit, grpo.length_norm, grpo.divide_by_std, grpo.same_start) == ("outcome", "episode", True, True)
+    assert (ppo.lr, ppo.steps, ppo.clip) == (3e-4, 2048, 0.2)
+    for name, preset in PRESETS.items():
+        assert settings_of(name) == preset()
+        agent = make_agent(SHAPE, settings_of(name), 0)
+        assert type(agent.optimizer) is torch.optim.Adam
+        assert agent.optimizer.param_groups[0]["lr"] == settings_of(name).lr
+
+
+def test_settings_are_changed_by_name():
+    settings = settings_of("grpo-fast:lr=0.5:same_start=false:credit=reward_to_go:hidden=32x16", {"gamma": 0.5})
+    changed = {"lr": 0.5, "same_start": False, "credit": "reward_to_go", "hidden": (32, 16), "gamma": 0.5}
+    assert settings.model_dump() == PRESETS["grpo-fast"]().model_dump() | changed
+    assert settings_of("ppo:lr=0.1", {"lr": 0.2}).lr == 0.1
+    assert settings_of("ppo:steps=60:environments=6").steps == 60
+    network = make_agent(SHAPE, settings_of("ppo:hidden=32x16"), 0).critic
+    assert [tuple(layer.weight.shape) for layer in list(network)[::2]] == [(32, 3), (16, 32), (1, 16)]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ("grpo-fest", "unknown algorithm 'grpo-fest'; did you mean 'grpo-fast'"),
+        ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast'\)"),
+        ("grpo:group=5", "unknown setting of grpo-paper 'group'; did you mean 'groups'"),
+        ("grpo:steps=5", "unknown setting of grpo-paper 'steps'"),
+        ("ppo:group_size=5", "unknown setting of ppo 'group_size'"),
+        ("ppo:algorithm=grpo", "unknown setting of ppo 'algorithm'"),
+        ("grpo:lr", "'lr' is no change of a setting; write grpo-paper:KEY=VALUE"),
+        ("grpo:", "'' is no change of a setting"),
+        ("grpo:lr=fast", "grpo:lr=fast: lr = 'fast' cannot be used: .*valid number"),
+        ("grpo:lr=0", "lr = '0' cannot be used: .*greater than 0"),
+        ("grpo:lr=nan", "lr = 'nan' cannot be used"),
+        ("grpo:group_size=1", "group_size = '1' cannot be used: .*greater than or equal to 2"),
+        ("grpo:epochs=1.5", "epochs = '1.5' cannot be used: .*valid integer"),
+        ("grpo:same_start=perhaps", "same_start = 'perhaps' cannot be used: .*valid boolean"),
+        ("grpo:credit=all", "credit = 'all' cannot be used: .*'outcome' or 'reward_to_go'"),
+        ("grpo:gamma=1.01", "gamma = '1.01' cannot be used: .*less than or equal to 1"),
+        ("grpo:hidden=32xlarge", "hidden.1 = 'large' cannot be used"),
+        ("grpo:hidden=0", "hidden.0 = '0' cannot be used: .*greater than 0"),
+        ("ppo:hidden=64x-3", "hidden.1 = '-3' cannot be used: .*greater than 0"),
+        ("ppo:steps=2049", r"cannot be used: steps \(2049\) must be a multiple of environments \(8\)"),
+        ("ppo:environments=3", r"cannot be used: steps \(2048\) must be a multiple of environments \(3\)"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(algorithm, message):
+    with pytest.raises(ConfigError, match=message):
+        settings_of(algorithm)
+
+
+def test_changes_of_a_wrong_type_are_refused():
+    with pytest.raises(ConfigError, match=r"ppo: minibatch = \[3\] cannot be used: .*valid integer"):
+        settings_of("ppo", {"minibatch": [3]})
+    with pytest.raises(ConfigError, match="unknown setting of ppo 'minibach'; did you mean 'minibatch'"):
+        settings_of("ppo", {"minibach": 3})
