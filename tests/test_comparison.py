@@ -18,7 +18,7 @@ from groupwise.comparison.curves import POINTS
 from groupwise.comparison.duels import duels_of_endings, duels_of_speed
 from groupwise.comparison.page import page
 from groupwise.comparison.runs import cells_of
-from groupwise.comparison.text import escape, number, short
+from groupwise.comparison.text import escape, number, short, signed
 from groupwise.comparison.write import file_names
 from groupwise.errors import InputError, MissingExtraError
 from groupwise.stats import bootstrap_interval
@@ -228,6 +228,14 @@ def test_every_pair_of_every_environment_is_compared():
     assert [(duel.environment, duel.first + duel.second) for duel in duels_of_endings(cells_of(runs))] == compared
 
 
+def test_of_many_algorithms_the_first_is_compared_with_each_of_the_others():
+    names = ["base", "b", "c", "d", "e", "f"]
+    for duels in (duels_of_endings, duels_of_speed):
+        found = duels(cells_of([run(name, solved=(1, 1.0)) for name in names]))
+        assert [(duel.first, duel.second) for duel in found] == [("base", name) for name in names[1:]]
+        assert len(duels(cells_of([run(name, solved=(1, 1.0)) for name in names[:5]]))) == 10
+
+
 def test_speed_where_some_were_not_solved():
     quick, slow = [1000, 2000, 3000, 4000, 5000, 6000], [7000, 8000, None, None, None, None]
     text = page_of([*solved_after("quick", *quick), *solved_after("slow", *slow)])
@@ -324,6 +332,7 @@ def test_an_escaped_text_is_one_cell_and_reads_as_before(text):
 
 
 def test_numbers_as_they_are_told():
+    assert [signed(value) for value in (7e-18, -7e-18, 0.5, -2)] == ["0", "0", "+0.5", "−2"]
     told = {26_624: "26.6k", 60_000: "60k", 999_600: "1M", 999.7: "1k", 1_500_000: "1.5M", 500: "500", 0.25: "0.25"}
     assert {value: short(value) for value in told} == told
     told = {-86.44: "−86.4", 1234.5: "1,234", 0.00123: "0.00123", 500.0: "500", 4.712: "4.71", -3.0: "−3"}

@@ -17,6 +17,7 @@ from groupwise.stats import Interval, PairedTest, paired_test, probability_of_im
 
 SIGNIFICANT = 0.05
 LEAST_SEEDS = 6
+MOST_FOR_ALL_PAIRS = 5
 
 BySeed = Mapping[int, float]  # a number for each seed, of which the higher is the better
 
@@ -44,22 +45,28 @@ class Duel:
 
 
 def duels_of_endings(cells: Cells) -> list[Duel]:
-    """Each pair of algorithms, by the greedy return with which their runs end."""
+    """Pairs of algorithms, by the greedy return with which their runs end."""
     return [
         _duel(environment, (first, second), _endings(row[first]), _endings(row[second]))
         for environment, row in cells.items()
-        for first, second in combinations(row, 2)
+        for first, second in _pairs(list(row))
     ]
 
 
 def duels_of_speed(cells: Cells) -> list[Duel]:
-    """Each pair of algorithms of which a run was solved, by how few environment steps that took."""
+    """Pairs of algorithms of which a run was solved, by how few environment steps that took."""
     return [
         _duel(environment, (first, second), *_standings(row[first], row[second]))
         for environment, row in cells.items()
-        for first, second in combinations(row, 2)
+        for first, second in _pairs(list(row))
         if any(run.solved_at for run in (*row[first], *row[second]))
     ]
+
+
+def _pairs(algorithms: list[str]) -> list[tuple[str, str]]:
+    """Every pair, of a few; of more, the first with each of the others, as variants with what they vary."""
+    everyone = list(combinations(algorithms, 2))
+    return everyone if len(algorithms) <= MOST_FOR_ALL_PAIRS else everyone[: len(algorithms) - 1]
 
 
 def _endings(runs: list[Run]) -> BySeed:

@@ -6,7 +6,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from groupwise.comparison.duels import LEAST_SEEDS, SIGNIFICANT, Duel, duels_of_endings, duels_of_speed
+from groupwise.comparison.duels import (
+    LEAST_SEEDS,
+    MOST_FOR_ALL_PAIRS,
+    SIGNIFICANT,
+    Duel,
+    duels_of_endings,
+    duels_of_speed,
+)
 from groupwise.comparison.runs import MEASURES, Cells, Row, Run, algorithms_of, any_run, is_number
 from groupwise.comparison.text import counted, escape, number, percent, short, signed
 from groupwise.stats import Interval, bootstrap_interval, interquartile_mean, median_interval, proportion_interval
@@ -109,7 +116,8 @@ def _endings(duels: Sequence[Duel]) -> list[str]:
         "How likely a run of the first ends with a higher greedy return than one of the second, ties counting half; "
         "the mean difference over the seeds that both have, and the p-value of a paired sign-flip test of it. A "
         f"verdict needs p < {SIGNIFICANT}, which fewer than {LEAST_SEEDS} seeds cannot give. Each pair stands alone: "
-        "of twenty that do not differ, one gets a verdict all the same."
+        "of twenty that do not differ, one gets a verdict all the same. Of more than "
+        f"{MOST_FOR_ALL_PAIRS} algorithms, only the first is compared with each of the others."
     )
     return ["## Final greedy return, pair by pair", _table(header, rows), says]
 

@@ -23,6 +23,7 @@ def short(value: float) -> str:
 
 def number(value: float) -> str:
     """As many digits as a table bears: ``1,234``, ``475.3``, ``−86.4``, ``0.00123``; a whole number without zeros."""
+    value = 0.0 if abs(value) < 1e-9 else value  # what is left of a difference of equals
     size = abs(value)
     if value == round(value) or size >= 1000:
         text = f"{value:,.0f}"
@@ -32,7 +33,8 @@ def number(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    return f"+{number(value)}" if value > 0 else number(value)
+    text = number(value)
+    return f"+{text}" if value > 0 and text != "0" else text
 
 
 def percent(value: float) -> str:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +50,7 @@ from groupwise.control.utils import (
     make_environments,
     write_film,
 )
-from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError
+from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError, check_choice
 from groupwise.rundir import RunDir, StopRequest, package_versions, read_json, stop_on_signals, write_bytes
 
 CONFIG: dict[str, Any] = {
@@ -174,18 +178,21 @@ def train(
 ) -> Training:
     """Train by ``config`` and leave config.json, progress.csv, result.json and the models in ``folder``.
 
-    ``report`` is called with each row of progress.csv. Ctrl-C ends a run after the update under way, with everything
+    ``report`` is called with each row of progress.csv, after a resume also with those from before. Ctrl-C ends a run after the update under way, with everything
     saved. ``resume`` goes on with what was saved: GRPO as if it had never stopped; PPO with new episodes, for what is
     inside an environment cannot be saved. One thread is used, which is fastest for networks this small.
     """
+    report = report or (lambda row: None)
     training = Training(config)  # an environment that cannot be used is refused before there is a folder
     with RunDir.resume(folder) if resume else RunDir.create(folder, overwrite=overwrite) as run, _one_thread():
         if resume:
             training.restore(run)
+            for row in training.progress.rows:
+                report(row)
         else:
             run.write_json(CONFIG_FILE, config.model_dump(mode="json"))
         with stop_on_signals(lambda message: None) as stopping:
-            training.run(run, stopping, report or (lambda row: None))
+            training.run(run, stopping, report)
     return training
 
 
@@ -207,7 +214,7 @@ class Training:
         """Update, evaluate and save until the steps are used up, or somebody asks for the end."""
         progress, config = self.progress, self.config
         try:
-            if not progress.rows:
+            if self._is_due:
                 report(self.evaluate(run))
             for steps, seen, seconds in self._updates():
                 progress.update += 1
@@ -216,7 +223,7 @@ class Training:
                 progress.seen.append(seen)
                 self._mark()
                 run.metrics.record(progress.update, {"env_steps": progress.env_steps, **seen})
-                if self.is_over or progress.env_steps >= progress.rows[-1]["env_steps"] + config.evaluate_every:
+                if self._is_due:
                     report(self.evaluate(run))
                 if progress.update % config.save_every == 0:
                     write_model(run.path / MODELS / f"update-{progress.update}.pt", self.model())
@@ -224,7 +231,8 @@ class Training:
                 if stopping or self.is_over:
                     break
         except Exception:
-            self.save(run)
+            if progress.rows:
+                self.save(run)
             raise
         self.save(run)
         self.exit_status = stopping.exit_status
@@ -246,6 +254,16 @@ class Training:
     def is_over(self) -> bool:
         solved = self.config.stop_when_solved and self.progress.solved_at is not None
         return solved or self.progress.env_steps >= self.config.steps
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to evaluate now: at the start, at the end and every so many steps; on resuming, if that failed."""
+        progress = self.progress
+        if not progress.rows:
+            return True
+        last = progress.rows[-1]
+        enough = progress.env_steps >= last["env_steps"] + self.config.evaluate_every
+        return progress.update > last["update"] and (self.is_over or enough)
 
     def evaluate(self, run: RunDir) -> Row:
         """Play from the held-out starts, add a row to progress.csv and keep the model if it is the best so far."""
@@ -305,13 +323,14 @@ class Training:
         saved = read_model(run.path / STATE_FILE)
         before, now = saved["config"], self.config.model_dump(mode="json")
         _check_same(before, now, run.path)
-        self.agent.networks.load_state_dict(saved["weights"])
+        _load_weights(self.agent, saved, run.path / STATE_FILE)
         self.agent.optimizer.load_state_dict(saved["optimizer"])
         for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
             generator.bit_generator.state = state
         self.progress = Progress(**saved["progress"])
         self._mark()
         run.metrics.rewind(self.progress.update)
+        (run.path / RESULT_FILE).unlink(missing_ok=True)  # it told of another end
         run.write_json(CONFIG_FILE, now)
 
     def _mark(self) -> None:
@@ -373,7 +392,7 @@ def read_progress(path: Path) -> list[Row]:
     try:
         with open(path, newline="") as file:
             return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
@@ -386,12 +405,16 @@ def write_model(path: Path, model: Mapping[str, Any]) -> None:
 def read_model(path: Path) -> dict[str, Any]:
     """A saved model. Only tensors and plain values are loaded, so that a file of somebody else's can do no harm."""
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; a run writes it at its first evaluation")
+        raise CheckpointError(
+            f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every so many "
+            "updates and when it is stopped"
+        )
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever the damage leads to
         raise CheckpointError(f"{path} is no model, or is damaged: {' '.join(str(error).split())[:200]}") from error
-    if not isinstance(model, dict) or model.get("format") != MODEL_FORMAT:
+    known = isinstance(model, dict) and model.get("format") == MODEL_FORMAT
+    if not known or not all(isinstance(model.get(part), dict) for part in ("config", "weights")):
         raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, the one this groupwise writes")
     return model
 
@@ -403,11 +426,16 @@ def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
     environment = SeededGymEnv(config.environment, config.options)
     environment.close()
     agent = make_agent(environment.shape, config.settings, config.seed)
+    _load_weights(agent, model, path)
+    return config, agent
+
+
+def _load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: Path) -> None:
     try:
         agent.networks.load_state_dict(model["weights"])
     except RuntimeError as error:
-        raise CheckpointError(f"{path} does not fit {config.environment} as it is here: {error}") from error
-    return config, agent
+        name = model["config"].get("environment")
+        raise CheckpointError(f"{path} does not fit {name} as it is here: {error}") from error
 
 
 # --- comparing -------------------------------------------------------------------------------------------------------
@@ -424,8 +452,9 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: C
     todo = [(config, path) for config, path in runs if not _is_finished(config, path)]
     report(f"{len(configs)} runs, {len(configs) - len(todo)} of them finished already")
     failed: list[str] = []
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        futures = {pool.submit(_train_one, config, path): _name_of(config) for config, path in todo}
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent) as pool:
+        with _interrupts_ignored():  # Ctrl-C reaches a terminal's every process; those that start here leave it to this
+            futures = {pool.submit(_train_one, config, path): _name_of(config) for config, path in todo}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
                 try:
@@ -433,11 +462,12 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: C
                 except GroupwiseError as error:
                     outcome = f"failed: {error}"
                     failed.append(f"{futures[future]}: {error}")
+                except BrokenProcessPool as error:
+                    raise ControlError("a run's process was killed, for want of memory perhaps; try again") from error
                 report(f"[{number} of {len(todo)}] {futures[future]}: {outcome}")
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
-                process.terminate()  # on which a run finishes its update and saves
+                process.terminate()  # on which a run finishes its update, saves, and its process ends
             raise
     finished = [_read_run(config, path) for config, path in runs if _is_finished(config, path)]
     text = write_comparison(folder, finished, starts=configs[0].starts) if finished else ""
@@ -450,10 +480,37 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: C
 
 
 def _train_one(config: Config, folder: Path) -> str:
-    training = train(config, folder, resume=(folder / STATE_FILE).exists(), overwrite=True)
-    if training.exit_status:
-        raise KeyboardInterrupt
+    try:
+        training = train(config, folder, resume=(folder / STATE_FILE).exists(), overwrite=True)
+    except KeyboardInterrupt:
+        os._exit(130)
+    if training.exit_status:  # the pool may have handed out the next run already: nobody must begin it
+        os._exit(training.exit_status)
     return training.outcome()
+
+
+def _end_with_parent() -> None:
+    """Once the process that compares is gone, stop as if told to: a worker would wait for work for ever."""
+    parent = parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _name_of(config: Config) -> str:
@@ -466,11 +523,13 @@ def _folder_of(folder: Path, config: Config) -> Path:
 
 
 def _is_finished(config: Config, folder: Path) -> bool:
-    if not (folder / RESULT_FILE).exists():
+    if not (folder / CONFIG_FILE).exists():
         return False
     before = read_json(folder / CONFIG_FILE)
     _check_same(before, config.model_dump(mode="json"), folder)
-    return bool(before["steps"] == config.steps)
+    if before["steps"] > config.steps:
+        raise ConfigError(f"{folder} was begun with steps = {before['steps']}, not {config.steps}; choose another folder")
+    return before["steps"] == config.steps and (folder / RESULT_FILE).exists()
 
 
 def _read_run(config: Config, folder: Path) -> Run:
@@ -505,6 +564,8 @@ def _episode(
     """Each moment of a greedy episode: its picture, a caption and the return so far."""
     environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
     state, total, done, number = environment.reset(seed=seed), 0.0, False, 0
+    if render_mode == "rgb_array" and environment.render().ndim != 3:
+        raise ControlError(f"{config.environment} draws no picture (rgb_array), so there is nothing to make a film of")
     yield environment.render(), config.algorithm, total
     while not done:
         actions, _ = agent.get_action(state[None], greedy=True)
@@ -519,6 +580,7 @@ def _episode(
 
 def main(config: Mapping[str, Any] = CONFIG) -> None:
     """Do what ``config`` says: train the algorithms one after the other and draw them, then let them play."""
+    check_choice("mode", config["mode"], ("train", "play"), ConfigError)
     folder = Path(config["folder"])
     common = {name: config[name] for name in ("environment", "seed", "steps")}
     runs = {
@@ -530,6 +592,8 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
             for name, (run, path) in runs.items():
                 training = train(run, path, overwrite=True, report=partial(_show, plotter, name))
                 say(f"{name}: {training.outcome()}")
+                if training.exit_status:
+                    sys.exit(training.exit_status)
     film = folder / "play.gif"
     returns = play([path for _, path in runs.values()], out=film)
     say(f"{film} shows them from one first state; returns: {', '.join(f'{value:g}' for value in returns)}")

@@ -599,7 +599,7 @@ def test_settings_are_changed_by_name():
     ("algorithm", "message"),
     [
         ("grpo-fest", "unknown algorithm 'grpo-fest'; did you mean 'grpo-fast'"),
-        ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast'\)"),
+        ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast', 'grpo'\)"),
         ("grpo:group=5", "unknown setting of grpo-paper 'group'; did you mean 'groups'"),
         ("grpo:steps=5", "unknown setting of grpo-paper 'steps'"),
         ("ppo:group_size=5", "unknown setting of ppo 'group_size'"),
