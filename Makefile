@@ -8,10 +8,10 @@ BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
 
-.PHONY: help setup train train-seeds test lint format bench test-gpu test-verl clean
+.PHONY: help setup train train-seeds test lint format bench bench-control test-gpu test-verl clean
 
 help: ## list the commands
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 setup: $(INSTALLED) ## make .venv with everything pinned in constraints.txt (at once when nothing has changed)
 
@@ -52,6 +52,9 @@ bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minut
 	$(BIN)/python benchmarks/generate.py
 	$(BIN)/python benchmarks/logprobs.py
 	$(BIN)/python benchmarks/step.py --against trl
+
+bench-control: setup ## GRPO and PPO beside Stable-Baselines3's PPO on CartPole, ten seeds, one thread; about 20 minutes
+	$(BIN)/python benchmarks/control.py
 
 test-gpu: ## run the GPU tests; they fail, rather than skip, without a CUDA device
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/gpu

@@ -178,9 +178,10 @@ def train(
 ) -> Training:
     """Train by ``config`` and leave config.json, progress.csv, result.json and the models in ``folder``.
 
-    ``report`` is called with each row of progress.csv, after a resume also with those from before. Ctrl-C ends a run after the update under way, with everything
-    saved. ``resume`` goes on with what was saved: GRPO as if it had never stopped; PPO with new episodes, for what is
-    inside an environment cannot be saved. One thread is used, which is fastest for networks this small.
+    ``report`` is called with each row of progress.csv, on resuming also with those that are there. Ctrl-C ends a run
+    after the update under way, with everything saved. ``resume`` goes on with what was saved: GRPO as if it had never
+    stopped; PPO with new episodes, for what is inside an environment cannot be saved. One thread is used, which is
+    fastest for networks this small.
     """
     report = report or (lambda row: None)
     training = Training(config)  # an environment that cannot be used is refused before there is a folder
@@ -413,10 +414,10 @@ def read_model(path: Path) -> dict[str, Any]:
         model = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever the damage leads to
         raise CheckpointError(f"{path} is no model, or is damaged: {' '.join(str(error).split())[:200]}") from error
-    known = isinstance(model, dict) and model.get("format") == MODEL_FORMAT
-    if not known or not all(isinstance(model.get(part), dict) for part in ("config", "weights")):
+    parts = (model.get(name) for name in ("config", "weights")) if isinstance(model, dict) else (None,)
+    if not all(isinstance(part, dict) for part in parts) or model.get("format") != MODEL_FORMAT:
         raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, the one this groupwise writes")
-    return model
+    return dict(model)
 
 
 def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
@@ -528,7 +529,7 @@ def _is_finished(config: Config, folder: Path) -> bool:
     before = read_json(folder / CONFIG_FILE)
     _check_same(before, config.model_dump(mode="json"), folder)
     if before["steps"] > config.steps:
-        raise ConfigError(f"{folder} was begun with steps = {before['steps']}, not {config.steps}; choose another folder")
+        raise ConfigError(f"{folder} has had {before['steps']} steps, not {config.steps}; choose another folder")
     return before["steps"] == config.steps and (folder / RESULT_FILE).exists()
 
 
@@ -564,9 +565,10 @@ def _episode(
     """Each moment of a greedy episode: its picture, a caption and the return so far."""
     environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
     state, total, done, number = environment.reset(seed=seed), 0.0, False, 0
-    if render_mode == "rgb_array" and environment.render().ndim != 3:
-        raise ControlError(f"{config.environment} draws no picture (rgb_array), so there is nothing to make a film of")
-    yield environment.render(), config.algorithm, total
+    frame = environment.render()
+    if render_mode == "rgb_array" and frame.ndim != 3:
+        raise ControlError(f"{config.environment} draws no pictures (rgb_array) that a film could be made of")
+    yield frame, config.algorithm, total
     while not done:
         actions, _ = agent.get_action(state[None], greedy=True)
         state, reward, terminated, truncated = environment.step(actions[0])

@@ -120,9 +120,9 @@ class SeededGymEnv:
         return self._checked(observation, "the observation"), reward, bool(terminated), bool(truncated)
 
     def render(self) -> Array:
-        """The picture of this moment, (height, width, 3); no number at all where a window shows it."""
+        """The picture of this moment, (height, width, 3); no number at all where a window shows it, at every step."""
         try:
-            frame = self.env.render()
+            frame = None if self.env.render_mode == "human" else self.env.render()
         except Exception as error:
             raise ControlError(f"{self._where} could not be drawn: {_told(error)}") from error
         return np.asarray([] if frame is None else frame)
@@ -430,7 +430,9 @@ class LivePlotter:
                 axes.axhline(self._threshold, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label="solved")
             axes.set(xlabel=label)
         self._panels[0].set(ylabel="mean return on held-out starts")
-        self._panels[1].legend(frameon=False, fontsize=8, loc="lower right")
+        self._figure.legends.clear()
+        lines, names = self._panels[0].get_legend_handles_labels()
+        self._figure.legend(lines, names, frameon=False, fontsize=8, loc="outside lower center", ncols=5)
         self._figure.suptitle(self._title, fontsize=11, x=0.01, ha="left")
         if self._plt is None:
             save_figure(self._figure, self._picture)

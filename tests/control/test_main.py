@@ -1,0 +1,816 @@
+"""A run: what it saves, how it goes on, what its evaluations say; and what ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from PIL import Image
+
+from groupwise.control import main as control
+from groupwise.control.algorithms import GRPOAgent, make_agent, play_out, settings_of
+from groupwise.control.main import (
+    CONFIG,
+    HELD_OUT,
+    Training,
+    config_of,
+    grpo_updates,
+    load_agent,
+    main,
+    play,
+    read_model,
+    read_progress,
+    train,
+)
+from groupwise.control.utils import SeededGymEnv, make_environments
+from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
+from groupwise.rundir import RunDir, read_json, read_metrics
+
+SMALL = {"steps": 3000, "starts": 4, "evaluate_every": 500, "save_every": 2}
+GRPO = "grpo-fast"
+PPO = "ppo-fast:steps=512:epochs=2"
+COLUMNS = ["update", "env_steps", "cpu_seconds", "greedy_return", "sampled_return"]
+
+
+class Walk(gymnasium.Env):
+    """A noisy walk between two walls that is steered a little; its members count their steps together.
+
+    ``trouble`` (a place, a number and a kind) is what happens at that step of training or of an evaluation.
+    """
+
+    taken = {"training": 0, "evaluation": 0}
+    trouble: tuple[str, int, str] | None = None
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Discrete(2)
+
+    @classmethod
+    def begin(cls, trouble=None):
+        cls.taken, cls.trouble = {"training": 0, "evaluation": 0}, trouble
+
+    @classmethod
+    def clock(cls):
+        return float(sum(cls.taken.values()))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = "evaluation" if seed >= HELD_OUT else "training"
+        self.where, self.noise = self.np_random.normal(scale=0.1), 0.0
+        return np.array([self.where, self.noise]), {}
+
+    def step(self, action):
+        self.taken[self.place] += 1
+        self.noise = self.np_random.normal(scale=0.3)
+        self.where += self.noise + 0.2 * (2 * action - 1)
+        observation, reward = np.array([self.where, self.noise]), 1.0
+        if self.trouble and self.trouble[:2] == (self.place, self.taken[self.place]):
+            kind = self.trouble[2]
+            if kind == "raise":
+                raise ZeroDivisionError("the pole broke")
+            if kind == "signal":
+                os.kill(os.getpid(), signal.SIGINT)
+            observation, reward = (
+                np.where(kind == "observation", np.nan, observation),
+                {"reward": np.nan}.get(kind, 1.0),
+            )
+        return observation, reward, bool(abs(self.where) > 1), False, {}
+
+
+class Scripted(gymnasium.Env):
+    """Episodes of one step. The n-th evaluation's greedy return is the n-th of ``script``; its sampled one is 100."""
+
+    script = [1.0, 9.0, 1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 0.0, 0.0, 0.0]
+    played = 0  # episodes from held-out starts; with one start an evaluation has two
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.reward = None
+        if seed >= HELD_OUT:
+            number, sampled = divmod(Scripted.played, 2)
+            self.reward = 100.0 if sampled else self.script[number]
+            Scripted.played += 1
+        return self.np_random.normal(size=2), {}
+
+    def step(self, action):
+        reward = self.np_random.normal() + action if self.reward is None else self.reward
+        return self.np_random.normal(size=2), reward, True, False, {}
+
+
+class Blank(Walk):
+    """It says that it can be drawn, and gives nothing."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+
+    def __init__(self, render_mode=None):
+        self.render_mode = render_mode
+
+    def render(self):
+        return None
+
+
+WALK, SCRIPTED, BLANK = "GroupwiseWalk-v0", "GroupwiseScripted-v0", "GroupwiseBlank-v0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _environments():
+    gymnasium.register(WALK, entry_point=Walk, max_episode_steps=60)
+    gymnasium.register(BLANK, entry_point=Blank, max_episode_steps=60)
+    gymnasium.register(SCRIPTED, entry_point=Scripted, reward_threshold=9.0)
+    yield
+    for name in (WALK, BLANK, SCRIPTED):
+        gymnasium.registry.pop(name)
+
+
+@pytest.fixture(autouse=True)
+def _from_the_start():
+    Walk.begin()
+    Scripted.played = 0
+
+
+def small(**changes):
+    return config_of(**{**SMALL, "algorithm": GRPO, **changes})
+
+
+def told(folder):
+    """The rows of a run, without what depends on the machine."""
+    return [
+        {name: row[name] for name in row if name != "cpu_seconds"} for row in read_progress(folder / "progress.csv")
+    ]
+
+
+def weights(path):
+    model = read_model(path / "state.pt" if path.is_dir() else path)
+    return {name: weight.tolist() for name, weight in model["weights"].items()}
+
+
+def assert_same_run(one, other):
+    """The same rows, metrics, weights, optimizer, generators and models, bit for bit."""
+    assert told(one) == told(other)
+    assert read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
+    models = [path.relative_to(one) for path in sorted(one.rglob("*.pt"))]
+    assert models == [path.relative_to(other) for path in sorted(other.rglob("*.pt"))]
+    assert len(models) > 3
+    for name in models:
+        assert weights(one / name) == weights(other / name), name
+    states = [read_model(folder / "state.pt") for folder in (one, other)]
+    assert states[0]["generators"] == states[1]["generators"]
+    moments = [[value.tolist() for value in state["optimizer"]["state"][0].values()] for state in states]
+    assert moments[0] == moments[1]
+    results = [read_json(folder / "result.json") | {"cpu_seconds": 0} for folder in (one, other)]
+    assert results[0] == results[1]
+
+
+def stop_at(number):
+    """A report that presses Ctrl-C when it is told the row of that number."""
+    rows = []
+
+    def report(row):
+        rows.append(row)
+        if len(rows) == number + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    return report
+
+
+def python(*arguments, **options):
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+# --- what a run saves ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_a_run_leaves_its_files(tmp_path, algorithm):
+    seen = []
+    threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
+    training = train(small(algorithm=algorithm), tmp_path / "run", report=seen.append)
+    assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == (threads, one_dnn)
+    folder, updates = tmp_path / "run", training.progress.update
+    assert updates > 3
+    saved = {f"models/update-{number}.pt" for number in range(2, updates + 1, 2)}
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
+    own = {"config.json", "progress.csv", "result.json", "best_model.pt", "state.pt", "metrics.jsonl", "run.json"}
+    assert files == own | saved
+    assert read_json(folder / "config.json") == small(algorithm=algorithm).model_dump(mode="json")
+
+    rows = read_progress(folder / "progress.csv")
+    assert rows == seen == training.progress.rows
+    header = (folder / "progress.csv").read_text().splitlines()[0].split(",")
+    assert header[:5] == COLUMNS
+    own = {"zero_spread_groups", "group_spread"} if algorithm == GRPO else {"value_loss"}
+    assert {"clip_fraction", "entropy", "episode_length", "loss", "approx_kl", "train_return"} | own == set(header[5:])
+    assert list(rows[0]) == COLUMNS
+    assert rows[0]["update"] == rows[0]["env_steps"] == rows[0]["cpu_seconds"] == 0
+
+    metrics = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, updates + 1))
+    for before, row in zip(rows, rows[1:], strict=False):
+        between = [each for each in metrics if before["update"] < each["step"] <= row["update"]]
+        assert row["env_steps"] == between[-1]["env_steps"]
+        assert row["env_steps"] - before["env_steps"] >= 500 or row is rows[-1]
+        assert len(between) == 1 or between[-2]["env_steps"] - before["env_steps"] < 500
+        assert row["cpu_seconds"] > before["cpu_seconds"]
+        for name in header[5:]:
+            values = [each[name] for each in between if name in each]
+            assert row[name] == pytest.approx(np.mean(values), rel=1e-12)
+
+    last = rows[-1]
+    assert last["env_steps"] >= 3000 > metrics[-2]["env_steps"]
+    assert read_json(folder / "result.json") == {
+        "env_steps": last["env_steps"],
+        "cpu_seconds": last["cpu_seconds"],
+        "greedy_return": last["greedy_return"],
+        "sampled_return": last["sampled_return"],
+        "best": list(max((row["greedy_return"], row["sampled_return"]) for row in rows)),
+        "threshold": 475.0,
+        "solved_at": None,
+    }
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_the_seed_decides_everything(tmp_path, algorithm):
+    for name, seed in (("one", 0), ("same", 0), ("other", 1)):
+        train(small(algorithm=algorithm, seed=seed, steps=1500), tmp_path / name)
+    assert told(tmp_path / "one") == told(tmp_path / "same")
+    assert weights(tmp_path / "one") == weights(tmp_path / "same")
+    pairs = list(zip(told(tmp_path / "one"), told(tmp_path / "other"), strict=False))
+    assert all(one["sampled_return"] != other["sampled_return"] for one, other in pairs)
+    fresh = make_agent(SeededGymEnv("CartPole-v1").shape, settings_of(algorithm), 0)
+    held_out = make_environments("CartPole-v1", 4)
+    first = told(tmp_path / "one")[0]
+    for how in ("greedy", "sampled"):
+        returns = play_out(fresh, held_out, range(HELD_OUT, HELD_OUT + 4), greedy=how == "greedy")
+        assert first[f"{how}_return"] == returns.mean()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"update,env_steps\n1,many\n", b"update\n1,2\n"])
+def test_progress_that_is_damaged_is_refused(tmp_path, content):
+    (tmp_path / "progress.csv").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"progress.csv cannot be read"):
+        read_progress(tmp_path / "progress.csv")
+
+
+def test_a_folder_that_holds_a_run_is_refused(tmp_path):
+    train(small(steps=1), tmp_path / "run")
+    before = told(tmp_path / "run")
+    with pytest.raises(RunDirError, match="already holds a run"):
+        train(small(seed=1), tmp_path / "run")
+    assert told(tmp_path / "run") == before
+    train(small(seed=1, steps=1, save_every=50), tmp_path / "run", overwrite=True)
+    assert told(tmp_path / "run") != before
+    assert not (tmp_path / "run/models").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"environment": "Pendulum-v1"}, ControlError, "only discrete actions"),
+        ({"environment": "CartPole-v7"}, ControlError, "'CartPole-v7' cannot be made"),
+        ({"options": {"wind": 3}}, ControlError, "cannot be made: .*wind"),
+        ({"algorithm": "grpo-fest"}, ConfigError, "did you mean 'grpo-fast'"),
+        ({"steps": 0}, ConfigError, "steps = 0 cannot be used: .*greater than or equal to 1"),
+        ({"seed": -1}, ConfigError, "seed = -1 cannot be used"),
+        ({"threshold": float("nan")}, ConfigError, "threshold = nan cannot be used: .*finite"),
+        ({"start": 3}, ConfigError, "start = 3 cannot be used: .*not permitted"),
+    ],
+    ids=lambda value: next(iter(value)) + str(*value.values()) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(tmp_path, changes, error, message):
+    with pytest.raises(error, match=message):
+        train(small(**changes), tmp_path / "run")
+    assert not list(tmp_path.iterdir())
+
+
+# --- going on with a run ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"algorithm": GRPO},
+        {"algorithm": "grpo-fast:epochs=2:kl_coef=0.1:group_size=4:independent_noise=true", "environment": WALK},
+    ],
+    ids=["vectorised", "loop"],
+)
+def test_grpo_goes_on_as_if_it_had_never_stopped(tmp_path, changes):
+    config = small(**changes)
+    train(config, tmp_path / "whole")
+    for stop in (0, 1, 3):  # told the first row, it makes one update and stops
+        folder = tmp_path / f"stopped-{stop}"
+        stopped = train(config, folder, report=stop_at(stop))
+        assert stopped.exit_status == 130
+        assert stopped.progress.env_steps < config.steps
+        assert len(stopped.progress.rows) == stop + 1
+        assert not (folder / "result.json").exists()
+        seen = []
+        resumed = train(config, folder, resume=True, report=seen.append)
+        assert resumed.exit_status == 0
+        assert seen == read_progress(folder / "progress.csv")
+        assert_same_run(folder, tmp_path / "whole")
+
+
+def test_ppo_goes_on_with_its_weights_its_optimizer_and_its_counters(tmp_path):
+    config = small(algorithm=PPO, save_every=50)
+    stopped = train(config, tmp_path / "run", report=stop_at(3))
+    progress = stopped.progress
+    assert (stopped.exit_status, progress.update, progress.env_steps) == (130, 3, 3 * 512)
+    again = Training(config)
+    with RunDir.resume(tmp_path / "run") as run:
+        again.restore(run)
+    assert again.progress == progress
+    pairs = zip(again.agent.networks.parameters(), stopped.agent.networks.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    before, now = (agent.optimizer.state_dict()["state"] for agent in (stopped.agent, again.agent))
+    assert {place: {name: value.tolist() for name, value in state.items()} for place, state in now.items()} == {
+        place: {name: value.tolist() for name, value in state.items()} for place, state in before.items()
+    }
+    rows = told(tmp_path / "run")
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert told(tmp_path / "run")[: len(rows)] == rows
+    assert [row["update"] for row in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
+    assert resumed.progress.env_steps == 6 * 512 == read_json(tmp_path / "run/result.json")["env_steps"]
+    assert resumed.progress.cpu_seconds > progress.cpu_seconds
+    moments = resumed.agent.optimizer.state_dict()["state"][0]
+    assert moments["step"] == 6 * 2 * 2  # updates, passes, minibatches
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from groupwise.control.main import config_of, train
+
+def report(row):
+    if row["update"] == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(config_of(**eval(sys.argv[2])), Path(sys.argv[1]), report=report)
+"""
+
+
+def test_a_killed_run_goes_on_from_its_last_saved_state(tmp_path):
+    config = small(evaluate_every=1, save_every=3, steps=4000)
+    whole = train(config, tmp_path / "whole")
+    assert whole.progress.update > 5
+    done = python("-c", KILLED, str(tmp_path / "killed"), repr(config.model_dump()))
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(told(tmp_path / "killed")) == 6
+    assert read_metrics(tmp_path / "killed/metrics.jsonl")[-1]["step"] == 5
+    assert read_model(tmp_path / "killed/state.pt")["progress"]["update"] == 3
+    (tmp_path / "killed/.unfinished-12345678-state.pt").write_bytes(b"half")
+    train(config, tmp_path / "killed", resume=True)
+    assert_same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_two_interrupts_end_a_run_at_once_and_an_unsaved_one_cannot_go_on(tmp_path):
+    def report(row):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small(), tmp_path / "run", report=report)
+    with pytest.raises(
+        CheckpointError, match=r"state.pt does not exist; a run writes .* state.pt every so many updates"
+    ):
+        train(small(), tmp_path / "run", resume=True)
+    with pytest.raises(RunDirError, match="nothing to resume"):
+        train(small(), tmp_path / "nowhere", resume=True)
+    assert train(small(steps=1), tmp_path / "run", overwrite=True).exit_status == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "values"),
+    [
+        ({"algorithm": "grpo-fast:lr=0.1"}, ("algorithm", "'grpo-fast'", "'grpo-fast:lr=0.1'")),
+        ({"environment": "Acrobot-v1"}, ("environment", "'CartPole-v1'", "'Acrobot-v1'")),
+        ({"options": {"sutton_barto_reward": True}}, ("options", r"\{\}", r"\{'sutton_barto_reward': True\}")),
+        ({"seed": 7}, ("seed", "0", "7")),
+        ({"starts": 5}, ("starts", "4", "5")),
+        ({"evaluate_every": 100}, ("evaluate_every", "500", "100")),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_another_configuration_cannot_go_on(tmp_path, changes, values):
+    train(small(), tmp_path / "run", report=stop_at(1))
+    files = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    name, before, now = values
+    with pytest.raises(ConfigError, match=rf"run was begun with {name} = {before}, not {now}; choose another folder"):
+        train(small(**changes), tmp_path / "run", resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == files
+
+
+def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_steps(tmp_path):
+    folder = tmp_path / "run"
+    first = train(small(), folder)
+    kept = ("progress.csv", "best_model.pt", "result.json", "metrics.jsonl", "config.json")
+    before, saved = {name: (folder / name).read_bytes() for name in kept}, weights(folder)
+    assert train(small(), folder, resume=True).progress == first.progress
+    assert {name: (folder / name).read_bytes() for name in kept} == before
+    assert weights(folder) == saved
+
+    rows = told(folder)
+    longer = small(steps=6000)
+    stopped = train(longer, folder, resume=True, report=stop_at(len(rows)))
+    assert stopped.exit_status == 130
+    assert not (folder / "result.json").exists()  # the old one would say that this is finished
+    train(longer, folder, resume=True)
+    assert told(folder)[: len(rows)] == rows
+    assert read_json(folder / "config.json")["steps"] == 6000
+    assert read_json(folder / "result.json")["env_steps"] == told(folder)[-1]["env_steps"] >= 6000
+    train(longer, tmp_path / "whole")
+    assert weights(folder) == weights(tmp_path / "whole")
+
+
+def test_a_stopped_run_that_is_told_to_end_earlier_is_evaluated_where_it_is(tmp_path):
+    config = small(evaluate_every=10_000)
+    stopped = train(config, tmp_path / "run", report=stop_at(0))
+    steps = stopped.progress.env_steps
+    resumed = train(small(evaluate_every=10_000, steps=steps), tmp_path / "run", resume=True)
+    assert resumed.progress.update == 1
+    assert [row["env_steps"] for row in told(tmp_path / "run")] == [0, steps]
+    returns = play_out(resumed.agent, make_environments("CartPole-v1", 4), range(HELD_OUT, HELD_OUT + 4), greedy=True)
+    assert (
+        read_json(tmp_path / "run/result.json")["greedy_return"]
+        == returns.mean()
+        == told(tmp_path / "run")[1]["greedy_return"]
+    )
+
+
+# --- evaluating ------------------------------------------------------------------------------------------------------
+
+
+def literal_return(config, agent, seed):
+    """One greedy episode of the plain environment, with the network's own arg max."""
+    environment = gymnasium.make(config.environment, **config.options)
+    observation, _ = environment.reset(seed=seed)
+    total, done = 0.0, False
+    while not done:
+        vector = spaces.flatten(environment.observation_space, observation)
+        with torch.no_grad():
+            action = int(agent.actor(torch.from_numpy(np.float32(vector))).argmax())
+        observation, reward, terminated, truncated, _ = environment.step(action)
+        total, done = total + float(reward), terminated or truncated
+    return total
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "algorithm"),
+    [
+        ("CartPole-v1", {}, GRPO),
+        ("FrozenLake-v1", {"is_slippery": True}, "grpo-fast:independent_noise=true"),
+        (WALK, {}, PPO),
+    ],
+    ids=["CartPole", "FrozenLake", "a walk"],
+)
+def test_the_best_model_is_the_peak_and_plays_as_its_row_says(tmp_path, environment, options, algorithm):
+    config = small(environment=environment, options=options, algorithm=algorithm, starts=6)
+    train(config, tmp_path / "run")
+    rows = read_progress(tmp_path / "run/progress.csv")
+    model = torch.load(tmp_path / "run/best_model.pt", weights_only=True)
+    assert model["scores"] == max(rows, key=lambda row: (row["greedy_return"], row["sampled_return"]))
+    assert model["config"] == config.model_dump(mode="json")
+    assert model["config"]["seed"] == 0
+    assert model["versions"]["gymnasium"] == gymnasium.__version__
+    assert {"groupwise", "python", "torch", "numpy"} <= set(model["versions"])
+    loaded, agent = load_agent(tmp_path / "run")
+    assert loaded == config
+    returns = [literal_return(config, agent, HELD_OUT + start) for start in range(6)]
+    assert np.mean(returns) == pytest.approx(model["scores"]["greedy_return"], rel=1e-12)
+    assert max(returns) > 0
+
+
+def test_only_the_highest_evaluation_so_far_replaces_the_best_model(tmp_path):
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, save_every=1, steps=24 * 10)
+    train(config, tmp_path / "run")
+    assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script
+    assert read_model(tmp_path / "run/best_model.pt")["scores"]["update"] == 1
+    assert weights(tmp_path / "run/best_model.pt") == weights(tmp_path / "run/models/update-1.pt")
+    assert weights(tmp_path / "run/best_model.pt") != weights(tmp_path / "run/models/update-2.pt")
+    _, agent = load_agent(tmp_path / "run/models/update-2.pt")
+    assert agent.actor[0].weight.tolist() == weights(tmp_path / "run/models/update-2.pt")["actor.0.weight"]
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_evaluating_does_not_disturb_training(tmp_path, algorithm):
+    train(small(algorithm=algorithm, environment=WALK), tmp_path / "often")
+    train(small(algorithm=algorithm, environment=WALK, evaluate_every=10**9, starts=2), tmp_path / "never")
+    assert len(told(tmp_path / "often")) > 4
+    assert len(told(tmp_path / "never")) == 2
+    assert weights(tmp_path / "often") == weights(tmp_path / "never")
+
+
+@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+def test_neither_steps_nor_cpu_seconds_count_evaluations(tmp_path, monkeypatch, algorithm):
+    monkeypatch.setattr(control.time, "process_time", Walk.clock)  # it ticks with each step of any environment
+    train(small(algorithm=algorithm, environment=WALK), tmp_path / "run")
+    last = read_progress(tmp_path / "run/progress.csv")[-1]
+    assert last["env_steps"] == last["cpu_seconds"] == Walk.taken["training"]
+    assert Walk.taken["evaluation"] > 100
+    if algorithm == GRPO:
+        metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+        lengths = accumulate(24 * row["episode_length"] for row in metrics)
+        assert [row["env_steps"] for row in metrics] == pytest.approx(list(lengths))
+
+
+@pytest.mark.parametrize(("threshold", "solved"), [(None, 4), (9.0, 4), (3.0, 4), (0.5, 1), (9.5, None)])
+def test_solved_are_two_evaluations_in_a_row_at_the_threshold(tmp_path, threshold, solved):
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=24 * 10, threshold=threshold)
+    training = train(config, tmp_path / "run")
+    rows = read_progress(tmp_path / "run/progress.csv")
+    assert len(rows) == 11
+    expected = None if solved is None else [rows[solved]["env_steps"], rows[solved]["cpu_seconds"]]
+    assert read_json(tmp_path / "run/result.json")["solved_at"] == expected
+    if solved is None:
+        assert training.outcome().endswith("after 240 steps, not solved (that is 9.5 twice in a row)")
+    else:
+        assert f"after 240 steps, solved after {24 * solved} steps and" in training.outcome()
+    Scripted.played = 0
+    train(config.model_copy(update={"stop_when_solved": True}), tmp_path / "stops")
+    assert told(tmp_path / "stops") == told(tmp_path / "run")[: 11 if solved is None else solved + 1]
+    assert read_json(tmp_path / "stops/result.json")["solved_at"] is not None or solved is None
+
+
+def test_a_run_that_stops_between_the_two_evaluations_remembers_the_first(tmp_path):
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=24 * 10, stop_when_solved=True)
+    train(config, tmp_path / "run", report=stop_at(3))
+    assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script[:4]
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script[:5]
+    assert resumed.progress.solved_at == (4 * 24, resumed.progress.cpu_seconds)
+
+
+def test_an_environment_without_a_threshold_is_never_solved(tmp_path):
+    training = train(small(environment=WALK, steps=500), tmp_path / "run")
+    assert read_json(tmp_path / "run/result.json")["threshold"] is None
+    assert training.outcome().endswith(" steps")
+
+
+# --- models that cannot be used --------------------------------------------------------------------------------------
+
+
+class Harm:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model") / "run"
+    train(small(steps=1), folder)
+    return folder / "best_model.pt"
+
+
+def in_torchs_format(value):
+    def write(path, model):
+        torch.save(value(path, model) if callable(value) else value, path)
+
+    return write
+
+
+DAMAGE = {
+    "empty": lambda path, model: path.write_bytes(b""),
+    "half": lambda path, model: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "text": lambda path, model: path.write_text("no model at all"),
+    "a pickle with code": lambda path, model: path.write_bytes(pickle.dumps(Harm(str(path.parent / "harmed")))),
+    "code": in_torchs_format(lambda path, model: model | {"more": Harm(str(path.parent / "harmed"))}),
+    "a tensor": in_torchs_format(torch.zeros(3)),
+    "somebody else's": in_torchs_format({"state_dict": {}}),
+    "another format": in_torchs_format(lambda path, model: model | {"format": 2}),
+    "no config": in_torchs_format({"format": 1, "weights": {}}),
+    "no weights": in_torchs_format(lambda path, model: model | {"weights": None}),
+    "of another environment": in_torchs_format(
+        lambda path, model: model | {"config": model["config"] | {"environment": "Acrobot-v1"}}
+    ),
+    "with a layer too few": in_torchs_format(
+        lambda path, model: model | {"weights": {name: model["weights"][name] for name in list(model["weights"])[:-1]}}
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_model_that_cannot_be_used_is_refused(tmp_path, whole_model, damage):
+    path = tmp_path / "best_model.pt"
+    path.write_bytes(whole_model.read_bytes())
+    DAMAGE[damage](path, torch.load(path, weights_only=True))
+    for place in (path, tmp_path):
+        with pytest.raises(CheckpointError, match=r"is no model|is not a model of format 1|does not fit") as caught:
+            load_agent(place)
+        assert str(tmp_path) in str(caught.value)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["best_model.pt"]
+
+
+def test_a_model_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(CheckpointError, match=r"best_model.pt does not exist; a run writes best_model.pt at its first"):
+        load_agent(tmp_path)
+
+
+def test_a_state_of_an_environment_that_has_changed_cannot_go_on(tmp_path):
+    train(small(steps=500, environment=WALK), tmp_path / "run")
+    state = read_model(tmp_path / "run/state.pt")
+    state["weights"]["actor.0.weight"] = torch.zeros(64, 5)
+    torch.save(state, tmp_path / "run/state.pt")
+    with pytest.raises(CheckpointError, match=rf"state.pt does not fit {WALK} as it is here: .*size mismatch"):
+        train(small(steps=500, environment=WALK), tmp_path / "run", resume=True)
+
+
+# --- environments that fail ------------------------------------------------------------------------------------------
+
+FAULTS = {
+    "raise": r"failed on action [01]: ZeroDivisionError: the pole broke",
+    "observation": r"the observation holds NaN or an infinity: \[nan, nan\]",
+    "reward": r"gave the reward nan; rewards must be finite",
+}
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+@pytest.mark.parametrize("place", ["training", "evaluation"])
+def test_what_was_learned_before_an_environment_failed_is_kept(tmp_path, place, kind):
+    config = small(environment=WALK, steps=4000, evaluate_every=300)
+    train(config, tmp_path / "whole")
+    Walk.begin((place, 3000 if place == "training" else 1000, kind))
+    with pytest.raises(ControlError, match=rf"{WALK}, step \d+ of the episode with seed \d+,.*{FAULTS[kind]}"):
+        train(config, tmp_path / "run")
+    saved = read_model(tmp_path / "run/state.pt")["progress"]
+    if place == "training":
+        assert 3000 - 24 * 60 < saved["env_steps"] < 3000
+    assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == saved["update"] > 1
+    Walk.begin()
+    train(config, tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "run", tmp_path / "whole")
+
+
+def test_an_environment_that_fails_at_once_is_named(tmp_path):
+    Walk.begin(("evaluation", 1, "raise"))
+    with pytest.raises(ControlError, match=f"{WALK}, step 1 of the episode with seed {HELD_OUT}, failed on action"):
+        train(small(environment=WALK), tmp_path / "run")
+    assert not (tmp_path / "run/state.pt").exists()
+
+
+# --- groups ----------------------------------------------------------------------------------------------------------
+
+
+class Seen(GRPOAgent):
+    """An agent that keeps its episodes."""
+
+    greedy = False
+
+    def get_action(self, states, **options):
+        return super().get_action(states, **{"greedy": self.greedy, **options})
+
+    def update(self, episodes):
+        self.groups = [
+            episodes[i : i + self.settings.group_size] for i in range(0, len(episodes), self.settings.group_size)
+        ]
+        return super().update(episodes)
+
+
+def groups_of(environment, algorithm, *, greedy=False):
+    """The groups of the second update."""
+    settings = settings_of(algorithm)
+    environments = make_environments(environment, settings.groups * settings.group_size)
+    agent = Seen(environments.shape, settings)
+    agent.greedy = greedy
+    updates = grpo_updates(agent, environments, np.random.default_rng(0))
+    next(updates)
+    steps, seen = next(updates)
+    assert [len(group) for group in agent.groups] == [settings.group_size] * settings.groups
+    assert steps == sum(len(episode["rewards"]) for group in agent.groups for episode in group)
+    returns = [float(episode["return"]) for group in agent.groups for episode in group]
+    assert seen["train_return"] == pytest.approx(np.mean(returns))
+    return agent.groups
+
+
+@pytest.mark.parametrize("environment", ["CartPole-v1", WALK])
+def test_the_members_of_a_group_share_their_first_state(environment):
+    groups = groups_of(environment, "grpo-fast")
+    starts = [{tuple(episode["states"][0].tolist()) for episode in group} for group in groups]
+    assert [len(group) for group in starts] == [1, 1, 1]
+    assert len(set.union(*starts)) == 3
+    assert any(len({len(episode["rewards"]) for episode in group}) > 1 for group in groups)
+    groups = groups_of(environment, "grpo-fast:same_start=false")
+    assert len({tuple(episode["states"][0].tolist()) for group in groups for episode in group}) == 24
+
+
+def test_the_members_of_a_group_share_their_noise_unless_told_otherwise():
+    def second_noise(groups):
+        """What the first step of each episode met; the walk shows its noise."""
+        return [{float(episode["states"][1, 1]) for episode in group if len(episode["states"]) > 1} for group in groups]
+
+    shared = second_noise(groups_of(WALK, "grpo-fast"))
+    assert [len(group) for group in shared] == [1, 1, 1]
+    assert len(set.union(*shared)) == 3
+    groups = groups_of(WALK, "grpo-fast:independent_noise=true")
+    assert len(set.union(*second_noise(groups))) > 20
+    assert [len({tuple(episode["states"][0].tolist()) for episode in group}) for group in groups] == [1, 1, 1]
+
+
+def test_on_ice_the_same_actions_part_only_with_noise_of_ones_own():
+    def ways(algorithm):
+        groups = groups_of("FrozenLake-v1", algorithm, greedy=True)
+        return [len({episode["states"].numpy().tobytes() for episode in group}) for group in groups]
+
+    assert ways("grpo-fast:group_size=16") == [1, 1, 1]
+    assert min(ways("grpo-fast:group_size=16:independent_noise=true")) > 5
+
+
+# --- learning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["grpo-fast", "ppo-fast"])
+def test_cart_pole_is_learned(tmp_path, algorithm):
+    train(small(algorithm=algorithm, steps=25_000, evaluate_every=5000, save_every=50), tmp_path / "run")
+    rows = told(tmp_path / "run")
+    assert rows[0]["greedy_return"] < 60
+    assert max(row["greedy_return"] for row in rows) >= 200
+    assert max(row["sampled_return"] for row in rows) >= 120
+
+
+# --- what the document imagines --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _no_display(monkeypatch):
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def film_of(path):
+    with Image.open(path) as film:
+        return film.size, film.n_frames
+
+
+@pytest.mark.usefixtures("_no_display")
+def test_main_trains_draws_and_plays_what_its_config_says(tmp_path, capsys):
+    small_config = {**CONFIG, "algorithms": ["grpo-fast:lr=0.01", PPO], "steps": 1500, "folder": str(tmp_path)}
+    main(small_config)
+    out = capsys.readouterr().out
+    folders = [tmp_path / "grpo-fast_lr=0.01", tmp_path / PPO.replace(":", "_")]
+    for folder, name in zip(folders, small_config["algorithms"], strict=True):
+        assert read_json(folder / "config.json")["algorithm"] == name
+        assert read_json(folder / "result.json")["env_steps"] >= 1500
+        assert f"{name}: return " in out
+    with Image.open(tmp_path / "live.png") as picture:
+        assert picture.format == "PNG"
+    (width, _), frames = film_of(tmp_path / "play.gif")
+    assert (width, frames > 3) == (800, True)
+    said = out.splitlines()[-1]
+    returns = [literal_return(*load_agent(folder), HELD_OUT) for folder in folders]
+    assert said == f"{tmp_path / 'play.gif'} shows them from one first state; returns: {returns[0]:g}, {returns[1]:g}"
+
+    states = [(folder / "state.pt").stat().st_mtime_ns for folder in folders]
+    (tmp_path / "play.gif").unlink()
+    main({**small_config, "mode": "play"})
+    assert capsys.readouterr().out.splitlines() == [said]
+    assert film_of(tmp_path / "play.gif")[0][0] == 800
+    assert [(folder / "state.pt").stat().st_mtime_ns for folder in folders] == states
+
+
+def test_main_as_a_process(tmp_path):
+    code = (
+        "import groupwise.control.main as m\n"
+        "m.main({**m.CONFIG, 'steps': 1500, 'algorithms': ['grpo-fast'], 'folder': 'here'})"
+    )
+    environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
+    done = python("-W", "error::ResourceWarning", "-c", code, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"grpo-fast", "live.png", "play.gif"}
+
+
+def test_main_refuses_another_mode(tmp_path):
+    with pytest.raises(ConfigError, match=r"unknown mode 'tain'; did you mean 'train'\? \(allowed: 'train', 'play'\)"):
+        main({**CONFIG, "mode": "tain", "folder": str(tmp_path)})
+
+
+@pytest.mark.usefixtures("_no_display")
+def test_an_interrupt_ends_main_and_not_only_the_first_of_its_runs(tmp_path):
+    Walk.begin(("training", 500, "signal"))
+    with pytest.raises(SystemExit) as caught:
+        main({**CONFIG, "environment": WALK, "algorithms": [GRPO, PPO], "steps": 3000, "folder": str(tmp_path)})
+    assert caught.value.code == 130
+    assert {path.name for path in tmp_path.iterdir()} == {GRPO, "live.png"}
+    assert (tmp_path / GRPO / "state.pt").exists()
+
+
+def test_what_cannot_be_drawn_is_not_filmed(tmp_path):
+    train(small(environment=BLANK, steps=100), tmp_path / "run")
+    with pytest.raises(ControlError, match=f"{BLANK} draws no pictures"):
+        play([tmp_path / "run"], out=tmp_path / "play.gif")
+    train(small(environment=WALK, steps=100), tmp_path / "other")
+    with pytest.raises(ControlError, match=f"'{WALK}' cannot be made: .*render_mode"):
+        play([tmp_path / "other"], out=tmp_path / "play.gif")
+    assert not (tmp_path / "play.gif").exists()
