@@ -34,7 +34,10 @@ def test_example_runs(block, tmp_path, monkeypatch):
         assert (names["result"].model / "model.safetensors").exists()
     if "choice" in names:
         assert f"# {names['choice'].letter} {names['choice'].rule}\n" in f"{block}\n"
-    assert {"rollout", "loss", "result", "choice"} & names.keys()
+    if "training" in names:
+        assert names["training"].progress.env_steps >= 2000
+        assert (tmp_path / "runs" / "mine" / "play.gif").exists()
+    assert {"rollout", "loss", "result", "choice", "training"} & names.keys()
 
 
 def test_the_readme_says_what_comes_out():

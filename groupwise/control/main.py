@@ -88,16 +88,15 @@ class Config(BaseModel):
     stop_when_solved: bool = Field(default=False, description="stop after two evaluations in a row at the threshold")
     save_every: int = Field(default=50, ge=1, description="updates between saved states")
 
-    @property
-    def settings(self) -> GRPOSettings | PPOSettings:
-        return settings_of(self.algorithm)
+    settings: GRPOSettings | PPOSettings = Field(discriminator="algorithm", description="what the algorithm stands for")
 
 
 def config_of(**values: Any) -> Config:
-    """A run's configuration; what cannot be used is a ConfigError."""
-    config = checked(Config, values)
-    settings_of(config.algorithm)
-    return config
+    """A run's configuration; what cannot be used is a ConfigError. Settings that are not given are the algorithm's."""
+    algorithm = values.get("algorithm", Config.model_fields["algorithm"].default)
+    if "settings" not in values and isinstance(algorithm, str):
+        values["settings"] = settings_of(algorithm).model_dump()
+    return checked(Config, values)
 
 
 # --- the training loops ----------------------------------------------------------------------------------------------

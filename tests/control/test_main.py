@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from itertools import accumulate
-from pathlib import Path
+from itertools import accumulate, pairwise
+from typing import ClassVar
 
 import gymnasium
 import numpy as np
@@ -37,9 +36,9 @@ from groupwise.control.utils import SeededGymEnv, make_environments
 from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
 from groupwise.rundir import RunDir, read_json, read_metrics
 
-SMALL = {"steps": 3000, "starts": 4, "evaluate_every": 500, "save_every": 2}
-GRPO = "grpo-fast"
-PPO = "ppo-fast:steps=512:epochs=2"
+SMALL = {"steps": 1500, "starts": 3, "evaluate_every": 300, "save_every": 2}
+GRPO = "grpo-fast:groups=2:group_size=4"  # 8 episodes an update
+PPO = "ppo-fast:steps=256:epochs=2:minibatch=128"
 COLUMNS = ["update", "env_steps", "cpu_seconds", "greedy_return", "sampled_return"]
 
 
@@ -49,7 +48,7 @@ class Walk(gymnasium.Env):
     ``trouble`` (a place, a number and a kind) is what happens at that step of training or of an evaluation.
     """
 
-    taken = {"training": 0, "evaluation": 0}
+    taken: ClassVar = {"training": 0, "evaluation": 0}
     trouble: tuple[str, int, str] | None = None
     observation_space = spaces.Box(-np.inf, np.inf, (2,))
     action_space = spaces.Discrete(2)
@@ -66,13 +65,13 @@ class Walk(gymnasium.Env):
         super().reset(seed=seed)
         self.place = "evaluation" if seed >= HELD_OUT else "training"
         self.where, self.noise = self.np_random.normal(scale=0.1), 0.0
-        return np.array([self.where, self.noise]), {}
+        return np.float32([self.where, self.noise]), {}
 
     def step(self, action):
         self.taken[self.place] += 1
         self.noise = self.np_random.normal(scale=0.3)
         self.where += self.noise + 0.2 * (2 * action - 1)
-        observation, reward = np.array([self.where, self.noise]), 1.0
+        observation, reward = np.float32([self.where, self.noise]), 1.0
         if self.trouble and self.trouble[:2] == (self.place, self.taken[self.place]):
             kind = self.trouble[2]
             if kind == "raise":
@@ -89,7 +88,7 @@ class Walk(gymnasium.Env):
 class Scripted(gymnasium.Env):
     """Episodes of one step. The n-th evaluation's greedy return is the n-th of ``script``; its sampled one is 100."""
 
-    script = [1.0, 9.0, 1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 0.0, 0.0, 0.0]
+    script: ClassVar = [1.0, 9.0, 1.0, 9.0, 9.0, 3.0, 9.0, 9.0, 0.0, 0.0, 0.0]
     played = 0  # episodes from held-out starts; with one start an evaluation has two
     observation_space = spaces.Box(-np.inf, np.inf, (2,))
     action_space = spaces.Discrete(2)
@@ -101,17 +100,17 @@ class Scripted(gymnasium.Env):
             number, sampled = divmod(Scripted.played, 2)
             self.reward = 100.0 if sampled else self.script[number]
             Scripted.played += 1
-        return self.np_random.normal(size=2), {}
+        return np.float32(self.np_random.normal(size=2)), {}
 
     def step(self, action):
         reward = self.np_random.normal() + action if self.reward is None else self.reward
-        return self.np_random.normal(size=2), reward, True, False, {}
+        return np.float32(self.np_random.normal(size=2)), reward, True, False, {}
 
 
 class Blank(Walk):
     """It says that it can be drawn, and gives nothing."""
 
-    metadata = {"render_modes": ["rgb_array"]}
+    metadata: ClassVar = {"render_modes": ["rgb_array"]}
 
     def __init__(self, render_mode=None):
         self.render_mode = render_mode
@@ -161,7 +160,7 @@ def assert_same_run(one, other):
     assert read_metrics(one / "metrics.jsonl") == read_metrics(other / "metrics.jsonl")
     models = [path.relative_to(one) for path in sorted(one.rglob("*.pt"))]
     assert models == [path.relative_to(other) for path in sorted(other.rglob("*.pt"))]
-    assert len(models) > 3
+    assert len(models) >= 2
     for name in models:
         assert weights(one / name) == weights(other / name), name
     states = [read_model(folder / "state.pt") for folder in (one, other)]
@@ -217,18 +216,18 @@ def test_a_run_leaves_its_files(tmp_path, algorithm):
 
     metrics = read_metrics(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == list(range(1, updates + 1))
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in pairwise(rows):
         between = [each for each in metrics if before["update"] < each["step"] <= row["update"]]
         assert row["env_steps"] == between[-1]["env_steps"]
-        assert row["env_steps"] - before["env_steps"] >= 500 or row is rows[-1]
-        assert len(between) == 1 or between[-2]["env_steps"] - before["env_steps"] < 500
+        assert row["env_steps"] - before["env_steps"] >= 300 or row is rows[-1]
+        assert len(between) == 1 or between[-2]["env_steps"] - before["env_steps"] < 300
         assert row["cpu_seconds"] > before["cpu_seconds"]
         for name in header[5:]:
             values = [each[name] for each in between if name in each]
             assert row[name] == pytest.approx(np.mean(values), rel=1e-12)
 
     last = rows[-1]
-    assert last["env_steps"] >= 3000 > metrics[-2]["env_steps"]
+    assert last["env_steps"] >= 1500 > metrics[-2]["env_steps"]
     assert read_json(folder / "result.json") == {
         "env_steps": last["env_steps"],
         "cpu_seconds": last["cpu_seconds"],
@@ -243,16 +242,16 @@ def test_a_run_leaves_its_files(tmp_path, algorithm):
 @pytest.mark.parametrize("algorithm", [GRPO, PPO])
 def test_the_seed_decides_everything(tmp_path, algorithm):
     for name, seed in (("one", 0), ("same", 0), ("other", 1)):
-        train(small(algorithm=algorithm, seed=seed, steps=1500), tmp_path / name)
+        train(small(algorithm=algorithm, seed=seed, steps=800), tmp_path / name)
     assert told(tmp_path / "one") == told(tmp_path / "same")
     assert weights(tmp_path / "one") == weights(tmp_path / "same")
     pairs = list(zip(told(tmp_path / "one"), told(tmp_path / "other"), strict=False))
-    assert all(one["sampled_return"] != other["sampled_return"] for one, other in pairs)
+    assert all(one != other for one, other in pairs)
     fresh = make_agent(SeededGymEnv("CartPole-v1").shape, settings_of(algorithm), 0)
-    held_out = make_environments("CartPole-v1", 4)
+    held_out = make_environments("CartPole-v1", 3)
     first = told(tmp_path / "one")[0]
     for how in ("greedy", "sampled"):
-        returns = play_out(fresh, held_out, range(HELD_OUT, HELD_OUT + 4), greedy=how == "greedy")
+        returns = play_out(fresh, held_out, range(HELD_OUT, HELD_OUT + 3), greedy=how == "greedy")
         assert first[f"{how}_return"] == returns.mean()
 
 
@@ -301,14 +300,14 @@ def test_what_cannot_be_trained_is_refused_before_there_is_a_folder(tmp_path, ch
     "changes",
     [
         {"algorithm": GRPO},
-        {"algorithm": "grpo-fast:epochs=2:kl_coef=0.1:group_size=4:independent_noise=true", "environment": WALK},
+        {"algorithm": f"{GRPO}:epochs=2:kl_coef=0.1:independent_noise=true", "environment": WALK},
     ],
     ids=["vectorised", "loop"],
 )
 def test_grpo_goes_on_as_if_it_had_never_stopped(tmp_path, changes):
     config = small(**changes)
     train(config, tmp_path / "whole")
-    for stop in (0, 1, 3):  # told the first row, it makes one update and stops
+    for stop in (0, 2):  # told the first row, it makes one update and stops
         folder = tmp_path / f"stopped-{stop}"
         stopped = train(config, folder, report=stop_at(stop))
         assert stopped.exit_status == 130
@@ -326,7 +325,7 @@ def test_ppo_goes_on_with_its_weights_its_optimizer_and_its_counters(tmp_path):
     config = small(algorithm=PPO, save_every=50)
     stopped = train(config, tmp_path / "run", report=stop_at(3))
     progress = stopped.progress
-    assert (stopped.exit_status, progress.update, progress.env_steps) == (130, 3, 3 * 512)
+    assert (stopped.exit_status, progress.update, progress.env_steps) == (130, 3, 3 * 256)
     again = Training(config)
     with RunDir.resume(tmp_path / "run") as run:
         again.restore(run)
@@ -341,7 +340,7 @@ def test_ppo_goes_on_with_its_weights_its_optimizer_and_its_counters(tmp_path):
     resumed = train(config, tmp_path / "run", resume=True)
     assert told(tmp_path / "run")[: len(rows)] == rows
     assert [row["update"] for row in told(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
-    assert resumed.progress.env_steps == 6 * 512 == read_json(tmp_path / "run/result.json")["env_steps"]
+    assert resumed.progress.env_steps == 6 * 256 == read_json(tmp_path / "run/result.json")["env_steps"]
     assert resumed.progress.cpu_seconds > progress.cpu_seconds
     moments = resumed.agent.optimizer.state_dict()["state"][0]
     assert moments["step"] == 6 * 2 * 2  # updates, passes, minibatches
@@ -361,7 +360,7 @@ train(config_of(**eval(sys.argv[2])), Path(sys.argv[1]), report=report)
 
 
 def test_a_killed_run_goes_on_from_its_last_saved_state(tmp_path):
-    config = small(evaluate_every=1, save_every=3, steps=4000)
+    config = small(evaluate_every=1, save_every=3)
     whole = train(config, tmp_path / "whole")
     assert whole.progress.update > 5
     done = python("-c", KILLED, str(tmp_path / "killed"), repr(config.model_dump()))
@@ -393,12 +392,12 @@ def test_two_interrupts_end_a_run_at_once_and_an_unsaved_one_cannot_go_on(tmp_pa
 @pytest.mark.parametrize(
     ("changes", "values"),
     [
-        ({"algorithm": "grpo-fast:lr=0.1"}, ("algorithm", "'grpo-fast'", "'grpo-fast:lr=0.1'")),
+        ({"algorithm": f"{GRPO}:lr=0.1"}, ("algorithm", f"'{GRPO}'", f"'{GRPO}:lr=0.1'")),
         ({"environment": "Acrobot-v1"}, ("environment", "'CartPole-v1'", "'Acrobot-v1'")),
         ({"options": {"sutton_barto_reward": True}}, ("options", r"\{\}", r"\{'sutton_barto_reward': True\}")),
         ({"seed": 7}, ("seed", "0", "7")),
-        ({"starts": 5}, ("starts", "4", "5")),
-        ({"evaluate_every": 100}, ("evaluate_every", "500", "100")),
+        ({"starts": 5}, ("starts", "3", "5")),
+        ({"evaluate_every": 100}, ("evaluate_every", "300", "100")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -421,14 +420,14 @@ def test_a_finished_run_stays_as_it_is_and_goes_on_with_more_steps(tmp_path):
     assert weights(folder) == saved
 
     rows = told(folder)
-    longer = small(steps=6000)
+    longer = small(steps=3000)
     stopped = train(longer, folder, resume=True, report=stop_at(len(rows)))
     assert stopped.exit_status == 130
     assert not (folder / "result.json").exists()  # the old one would say that this is finished
     train(longer, folder, resume=True)
     assert told(folder)[: len(rows)] == rows
-    assert read_json(folder / "config.json")["steps"] == 6000
-    assert read_json(folder / "result.json")["env_steps"] == told(folder)[-1]["env_steps"] >= 6000
+    assert read_json(folder / "config.json")["steps"] == 3000
+    assert read_json(folder / "result.json")["env_steps"] == told(folder)[-1]["env_steps"] >= 3000
     train(longer, tmp_path / "whole")
     assert weights(folder) == weights(tmp_path / "whole")
 
@@ -440,7 +439,7 @@ def test_a_stopped_run_that_is_told_to_end_earlier_is_evaluated_where_it_is(tmp_
     resumed = train(small(evaluate_every=10_000, steps=steps), tmp_path / "run", resume=True)
     assert resumed.progress.update == 1
     assert [row["env_steps"] for row in told(tmp_path / "run")] == [0, steps]
-    returns = play_out(resumed.agent, make_environments("CartPole-v1", 4), range(HELD_OUT, HELD_OUT + 4), greedy=True)
+    returns = play_out(resumed.agent, make_environments("CartPole-v1", 3), range(HELD_OUT, HELD_OUT + 3), greedy=True)
     assert (
         read_json(tmp_path / "run/result.json")["greedy_return"]
         == returns.mean()
@@ -469,7 +468,7 @@ def literal_return(config, agent, seed):
     ("environment", "options", "algorithm"),
     [
         ("CartPole-v1", {}, GRPO),
-        ("FrozenLake-v1", {"is_slippery": True}, "grpo-fast:independent_noise=true"),
+        ("FrozenLake-v1", {"is_slippery": False}, f"{GRPO}:lr=0.01"),
         (WALK, {}, PPO),
     ],
     ids=["CartPole", "FrozenLake", "a walk"],
@@ -492,7 +491,7 @@ def test_the_best_model_is_the_peak_and_plays_as_its_row_says(tmp_path, environm
 
 
 def test_only_the_highest_evaluation_so_far_replaces_the_best_model(tmp_path):
-    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, save_every=1, steps=24 * 10)
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, save_every=1, steps=8 * 10)
     train(config, tmp_path / "run")
     assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script
     assert read_model(tmp_path / "run/best_model.pt")["scores"]["update"] == 1
@@ -520,22 +519,22 @@ def test_neither_steps_nor_cpu_seconds_count_evaluations(tmp_path, monkeypatch, 
     assert Walk.taken["evaluation"] > 100
     if algorithm == GRPO:
         metrics = read_metrics(tmp_path / "run/metrics.jsonl")
-        lengths = accumulate(24 * row["episode_length"] for row in metrics)
+        lengths = accumulate(8 * row["episode_length"] for row in metrics)
         assert [row["env_steps"] for row in metrics] == pytest.approx(list(lengths))
 
 
 @pytest.mark.parametrize(("threshold", "solved"), [(None, 4), (9.0, 4), (3.0, 4), (0.5, 1), (9.5, None)])
 def test_solved_are_two_evaluations_in_a_row_at_the_threshold(tmp_path, threshold, solved):
-    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=24 * 10, threshold=threshold)
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=8 * 10, threshold=threshold)
     training = train(config, tmp_path / "run")
     rows = read_progress(tmp_path / "run/progress.csv")
     assert len(rows) == 11
     expected = None if solved is None else [rows[solved]["env_steps"], rows[solved]["cpu_seconds"]]
     assert read_json(tmp_path / "run/result.json")["solved_at"] == expected
     if solved is None:
-        assert training.outcome().endswith("after 240 steps, not solved (that is 9.5 twice in a row)")
+        assert training.outcome().endswith("after 80 steps, not solved (that is 9.5 twice in a row)")
     else:
-        assert f"after 240 steps, solved after {24 * solved} steps and" in training.outcome()
+        assert f"after 80 steps, solved after {8 * solved} steps and" in training.outcome()
     Scripted.played = 0
     train(config.model_copy(update={"stop_when_solved": True}), tmp_path / "stops")
     assert told(tmp_path / "stops") == told(tmp_path / "run")[: 11 if solved is None else solved + 1]
@@ -543,12 +542,12 @@ def test_solved_are_two_evaluations_in_a_row_at_the_threshold(tmp_path, threshol
 
 
 def test_a_run_that_stops_between_the_two_evaluations_remembers_the_first(tmp_path):
-    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=24 * 10, stop_when_solved=True)
+    config = small(environment=SCRIPTED, starts=1, evaluate_every=1, steps=8 * 10, stop_when_solved=True)
     train(config, tmp_path / "run", report=stop_at(3))
     assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script[:4]
     resumed = train(config, tmp_path / "run", resume=True)
     assert [row["greedy_return"] for row in told(tmp_path / "run")] == Scripted.script[:5]
-    assert resumed.progress.solved_at == (4 * 24, resumed.progress.cpu_seconds)
+    assert resumed.progress.solved_at == (4 * 8, resumed.progress.cpu_seconds)
 
 
 def test_an_environment_without_a_threshold_is_never_solved(tmp_path):
@@ -624,7 +623,7 @@ def test_a_state_of_an_environment_that_has_changed_cannot_go_on(tmp_path):
     state = read_model(tmp_path / "run/state.pt")
     state["weights"]["actor.0.weight"] = torch.zeros(64, 5)
     torch.save(state, tmp_path / "run/state.pt")
-    with pytest.raises(CheckpointError, match=rf"state.pt does not fit {WALK} as it is here: .*size mismatch"):
+    with pytest.raises(CheckpointError, match=rf"state.pt does not fit {WALK} as it is here: (?s:.*)size mismatch"):
         train(small(steps=500, environment=WALK), tmp_path / "run", resume=True)
 
 
@@ -637,17 +636,19 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-@pytest.mark.parametrize("place", ["training", "evaluation"])
+@pytest.mark.parametrize(
+    ("place", "kind"),
+    [("training", "raise"), ("training", "observation"), ("training", "reward"), ("evaluation", "raise")],
+)
 def test_what_was_learned_before_an_environment_failed_is_kept(tmp_path, place, kind):
-    config = small(environment=WALK, steps=4000, evaluate_every=300)
+    config = small(environment=WALK, steps=3500, save_every=100)
     train(config, tmp_path / "whole")
     Walk.begin((place, 3000 if place == "training" else 1000, kind))
     with pytest.raises(ControlError, match=rf"{WALK}, step \d+ of the episode with seed \d+,.*{FAULTS[kind]}"):
         train(config, tmp_path / "run")
     saved = read_model(tmp_path / "run/state.pt")["progress"]
     if place == "training":
-        assert 3000 - 24 * 60 < saved["env_steps"] < 3000
+        assert 3000 - 8 * 60 <= saved["env_steps"] < 3000
     assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == saved["update"] > 1
     Walk.begin()
     train(config, tmp_path / "run", resume=True)
@@ -731,13 +732,14 @@ def test_on_ice_the_same_actions_part_only_with_noise_of_ones_own():
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", ["grpo-fast", "ppo-fast"])
-def test_cart_pole_is_learned(tmp_path, algorithm):
-    train(small(algorithm=algorithm, steps=25_000, evaluate_every=5000, save_every=50), tmp_path / "run")
+@pytest.mark.parametrize(("algorithm", "steps"), [("grpo-fast", 20_000), ("ppo-fast", 12_000)])
+def test_cart_pole_is_learned(tmp_path, algorithm, steps):
+    train(config_of(algorithm=algorithm, steps=steps, evaluate_every=4000, starts=4), tmp_path / "run")
     rows = told(tmp_path / "run")
-    assert rows[0]["greedy_return"] < 60
+    assert rows[0]["greedy_return"] < 20  # of this seed; some fresh policies stand for 200 steps if they never explore
+    assert rows[0]["sampled_return"] < 40
     assert max(row["greedy_return"] for row in rows) >= 200
-    assert max(row["sampled_return"] for row in rows) >= 120
+    assert max(row["sampled_return"] for row in rows) >= 150
 
 
 # --- what the document imagines --------------------------------------------------------------------------------------
@@ -756,13 +758,13 @@ def film_of(path):
 
 @pytest.mark.usefixtures("_no_display")
 def test_main_trains_draws_and_plays_what_its_config_says(tmp_path, capsys):
-    small_config = {**CONFIG, "algorithms": ["grpo-fast:lr=0.01", PPO], "steps": 1500, "folder": str(tmp_path)}
+    small_config = {**CONFIG, "algorithms": ["grpo-fast:lr=0.001", PPO], "steps": 500, "folder": str(tmp_path)}
     main(small_config)
     out = capsys.readouterr().out
-    folders = [tmp_path / "grpo-fast_lr=0.01", tmp_path / PPO.replace(":", "_")]
+    folders = [tmp_path / "grpo-fast_lr=0.001", tmp_path / PPO.replace(":", "_")]
     for folder, name in zip(folders, small_config["algorithms"], strict=True):
         assert read_json(folder / "config.json")["algorithm"] == name
-        assert read_json(folder / "result.json")["env_steps"] >= 1500
+        assert read_json(folder / "result.json")["env_steps"] >= 500
         assert f"{name}: return " in out
     with Image.open(tmp_path / "live.png") as picture:
         assert picture.format == "PNG"
@@ -783,7 +785,7 @@ def test_main_trains_draws_and_plays_what_its_config_says(tmp_path, capsys):
 def test_main_as_a_process(tmp_path):
     code = (
         "import groupwise.control.main as m\n"
-        "m.main({**m.CONFIG, 'steps': 1500, 'algorithms': ['grpo-fast'], 'folder': 'here'})"
+        "m.main({**m.CONFIG, 'steps': 500, 'algorithms': ['grpo-fast'], 'folder': 'here'})"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
     done = python("-W", "error::ResourceWarning", "-c", code, cwd=tmp_path, env=environment)
@@ -800,10 +802,10 @@ def test_main_refuses_another_mode(tmp_path):
 def test_an_interrupt_ends_main_and_not_only_the_first_of_its_runs(tmp_path):
     Walk.begin(("training", 500, "signal"))
     with pytest.raises(SystemExit) as caught:
-        main({**CONFIG, "environment": WALK, "algorithms": [GRPO, PPO], "steps": 3000, "folder": str(tmp_path)})
+        main({**CONFIG, "environment": WALK, "algorithms": ["grpo-fast", PPO], "steps": 3000, "folder": str(tmp_path)})
     assert caught.value.code == 130
-    assert {path.name for path in tmp_path.iterdir()} == {GRPO, "live.png"}
-    assert (tmp_path / GRPO / "state.pt").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"grpo-fast", "live.png"}
+    assert (tmp_path / "grpo-fast/state.pt").exists()
 
 
 def test_what_cannot_be_drawn_is_not_filmed(tmp_path):
