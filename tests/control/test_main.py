@@ -36,7 +36,7 @@ from groupwise.control.utils import SeededGymEnv, make_environments
 from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
 from groupwise.rundir import RunDir, read_json, read_metrics
 
-SMALL = {"steps": 1500, "starts": 3, "evaluate_every": 300, "save_every": 2}
+SMALL = {"steps": 1500, "starts": 3, "evaluate_every": 256, "save_every": 2}
 GRPO = "grpo-fast:groups=2:group_size=4"  # 8 episodes an update
 PPO = "ppo-fast:steps=256:epochs=2:minibatch=128"
 COLUMNS = ["update", "env_steps", "cpu_seconds", "greedy_return", "sampled_return"]
@@ -219,8 +219,8 @@ def test_a_run_leaves_its_files(tmp_path, algorithm):
     for before, row in pairwise(rows):
         between = [each for each in metrics if before["update"] < each["step"] <= row["update"]]
         assert row["env_steps"] == between[-1]["env_steps"]
-        assert row["env_steps"] - before["env_steps"] >= 300 or row is rows[-1]
-        assert len(between) == 1 or between[-2]["env_steps"] - before["env_steps"] < 300
+        assert row["env_steps"] - before["env_steps"] >= 256 or row is rows[-1]
+        assert len(between) == 1 or between[-2]["env_steps"] - before["env_steps"] < 256
         assert row["cpu_seconds"] > before["cpu_seconds"]
         for name in header[5:]:
             values = [each[name] for each in between if name in each]
@@ -360,7 +360,7 @@ train(config_of(**eval(sys.argv[2])), Path(sys.argv[1]), report=report)
 
 
 def test_a_killed_run_goes_on_from_its_last_saved_state(tmp_path):
-    config = small(evaluate_every=1, save_every=3)
+    config = small(evaluate_every=1, save_every=3, steps=2000)
     whole = train(config, tmp_path / "whole")
     assert whole.progress.update > 5
     done = python("-c", KILLED, str(tmp_path / "killed"), repr(config.model_dump()))
@@ -397,7 +397,7 @@ def test_two_interrupts_end_a_run_at_once_and_an_unsaved_one_cannot_go_on(tmp_pa
         ({"options": {"sutton_barto_reward": True}}, ("options", r"\{\}", r"\{'sutton_barto_reward': True\}")),
         ({"seed": 7}, ("seed", "0", "7")),
         ({"starts": 5}, ("starts", "3", "5")),
-        ({"evaluate_every": 100}, ("evaluate_every", "300", "100")),
+        ({"evaluate_every": 100}, ("evaluate_every", "256", "100")),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -468,7 +468,7 @@ def literal_return(config, agent, seed):
     ("environment", "options", "algorithm"),
     [
         ("CartPole-v1", {}, GRPO),
-        ("FrozenLake-v1", {"is_slippery": False}, f"{GRPO}:lr=0.01"),
+        ("FrozenLake-v1", {"is_slippery": False}, "grpo-fast"),
         (WALK, {}, PPO),
     ],
     ids=["CartPole", "FrozenLake", "a walk"],
@@ -758,10 +758,15 @@ def film_of(path):
 
 @pytest.mark.usefixtures("_no_display")
 def test_main_trains_draws_and_plays_what_its_config_says(tmp_path, capsys):
-    small_config = {**CONFIG, "algorithms": ["grpo-fast:lr=0.001", PPO], "steps": 500, "folder": str(tmp_path)}
+    small_config = {
+        **CONFIG,
+        "algorithms": ["grpo-fast:lr=1e-6", f"{PPO}:lr=1e-6"],
+        "steps": 500,
+        "folder": str(tmp_path),
+    }
     main(small_config)
     out = capsys.readouterr().out
-    folders = [tmp_path / "grpo-fast_lr=0.001", tmp_path / PPO.replace(":", "_")]
+    folders = [tmp_path / name.replace(":", "_") for name in small_config["algorithms"]]
     for folder, name in zip(folders, small_config["algorithms"], strict=True):
         assert read_json(folder / "config.json")["algorithm"] == name
         assert read_json(folder / "result.json")["env_steps"] >= 500
@@ -785,12 +790,12 @@ def test_main_trains_draws_and_plays_what_its_config_says(tmp_path, capsys):
 def test_main_as_a_process(tmp_path):
     code = (
         "import groupwise.control.main as m\n"
-        "m.main({**m.CONFIG, 'steps': 500, 'algorithms': ['grpo-fast'], 'folder': 'here'})"
+        "m.main({**m.CONFIG, 'steps': 500, 'algorithms': ['grpo:lr=1e-6'], 'folder': 'here'})"
     )
     environment = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "WAYLAND_DISPLAY")}
     done = python("-W", "error::ResourceWarning", "-c", code, cwd=tmp_path, env=environment)
     assert (done.returncode, done.stderr) == (0, "")
-    assert {path.name for path in (tmp_path / "here").iterdir()} == {"grpo-fast", "live.png", "play.gif"}
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {"grpo_lr=1e-6", "live.png", "play.gif"}
 
 
 def test_main_refuses_another_mode(tmp_path):
