@@ -195,5 +195,6 @@ def _presets_help() -> str:
             if key != "algorithm":
                 value = getattr(settings, key)
                 shown = "x".join(map(str, value)) if isinstance(value, tuple) else json.dumps(value).strip('"')
+                shown = "none" if value is None else shown  # as it is written on the command line
                 lines.append(f"  {f'{key}={shown}':28} {field.description}")
     return "\n".join(lines)

@@ -208,6 +208,7 @@ class Training:
         self.threshold = _threshold(config)
         self.agent = make_agent(self.environments.shape, settings, config.seed)
         self.rng = np.random.default_rng(config.seed)
+        self._versions = package_versions(("torch", "gymnasium", "numpy"))
         self._mark()
 
     def run(self, run: RunDir, stopping: StopRequest, report: Report) -> None:
@@ -305,7 +306,7 @@ class Training:
             "format": MODEL_FORMAT,
             "config": self.config.model_dump(mode="json"),
             "weights": self.agent.networks.state_dict(),
-            "versions": package_versions(("torch", "gymnasium", "numpy")),
+            "versions": self._versions,
             "scores": self.progress.rows[-1],
         }
 
