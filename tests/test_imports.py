@@ -43,8 +43,8 @@ MAY_IMPORT["__main__"] = {"cli"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
-    "PIL", "datasets", "gymnasium", "imageio", "matplotlib", "openai", "peft", "ray", "sentence_transformers", "sklearn",
-    "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
+    "PIL", "datasets", "gymnasium", "imageio", "matplotlib", "openai", "peft", "ray", "sentence_transformers",
+    "sklearn", "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
 }  # fmt: skip
 
 

@@ -629,6 +629,16 @@ def test_a_state_of_an_environment_that_has_changed_cannot_go_on(tmp_path):
 
 # --- environments that fail ------------------------------------------------------------------------------------------
 
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    Walk.begin()
+    config = small(environment=WALK, steps=3500, save_every=100)
+    folder = tmp_path_factory.mktemp("undisturbed") / "whole"
+    train(config, folder)
+    return config, folder
+
+
 FAULTS = {
     "raise": r"failed on action [01]: ZeroDivisionError: the pole broke",
     "observation": r"the observation holds NaN or an infinity: \[nan, nan\]",
@@ -640,9 +650,8 @@ FAULTS = {
     ("place", "kind"),
     [("training", "raise"), ("training", "observation"), ("training", "reward"), ("evaluation", "raise")],
 )
-def test_what_was_learned_before_an_environment_failed_is_kept(tmp_path, place, kind):
-    config = small(environment=WALK, steps=3500, save_every=100)
-    train(config, tmp_path / "whole")
+def test_what_was_learned_before_an_environment_failed_is_kept(tmp_path, undisturbed, place, kind):
+    config, whole = undisturbed
     Walk.begin((place, 3000 if place == "training" else 1000, kind))
     with pytest.raises(ControlError, match=rf"{WALK}, step \d+ of the episode with seed \d+,.*{FAULTS[kind]}"):
         train(config, tmp_path / "run")
@@ -652,7 +661,7 @@ def test_what_was_learned_before_an_environment_failed_is_kept(tmp_path, place, 
     assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == saved["update"] > 1
     Walk.begin()
     train(config, tmp_path / "run", resume=True)
-    assert_same_run(tmp_path / "run", tmp_path / "whole")
+    assert_same_run(tmp_path / "run", whole)
 
 
 def test_an_environment_that_fails_at_once_is_named(tmp_path):

@@ -1,0 +1,311 @@
+"""`groupwise control` as a user types it: train, compare, play, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from typing import ClassVar
+
+import gymnasium
+import imageio.v3 as imageio
+import numpy as np
+import pytest
+from gymnasium import spaces
+from PIL import Image
+
+from groupwise.cli import main
+from groupwise.control.algorithms import PRESETS, settings_of
+from groupwise.control.main import HELD_OUT, load_agent, play_out, read_model, read_progress
+from groupwise.control.utils import make_environments
+from groupwise.rundir import read_json
+
+SMALL = ["--steps", "500", "--starts", "3", "--evaluate-every", "250"]
+STILL = "grpo-fast:lr=1e-6"  # it hardly learns, so that its films are short
+INTERRUPTED = "GroupwiseInterrupted-v0"
+
+
+class Interrupted(gymnasium.Env):
+    """At its 300th step Ctrl-C is pressed."""
+
+    taken: ClassVar[list[int]] = []
+    observation_space = spaces.Box(-np.inf, np.inf, (2,))
+    action_space = spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.now = 0
+        return np.float32(self.np_random.normal(size=2)), {}
+
+    def step(self, action):
+        self.now += 1
+        self.taken.append(action)
+        if len(self.taken) == 300:
+            os.kill(os.getpid(), signal.SIGINT)
+        return np.float32(self.np_random.normal(size=2)), float(action), self.now > 5, False, {}
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(monkeypatch, tmp_path):
+    """No display, a folder of its own, and lines that are not broken."""
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two runs on CartPole and one on FrozenLake, as the command leaves them."""
+    root = tmp_path_factory.mktemp("trained")
+    for name, words in {
+        "grpo": ["--algo", STILL],
+        "ppo": ["--algo", "ppo-fast:lr=1e-6:steps=256:minibatch=128", "--seed", "3"],
+        "lake": ["--env", "FrozenLake-v1", "--env-option", "is_slippery=false", "--env-option", "map_name=8x8"],
+    }.items():
+        assert main(["control", "train", *SMALL, "--out", str(root / name), *words]) == 0
+    return root
+
+
+@pytest.fixture
+def runs(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "kept")
+
+
+def refused(capsys, *words):
+    """What is said when a command is refused: one line on the standard error, status 2, nothing else."""
+    assert main(["control", *words]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("groupwise: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def greedy_returns(folder, starts):
+    """The greedy returns of a run's best model from some held-out starts."""
+    config, agent = load_agent(folder)
+    environments = make_environments(config.environment, starts, config.options)
+    return play_out(agent, environments, range(HELD_OUT, HELD_OUT + starts), greedy=True)
+
+
+# --- train -----------------------------------------------------------------------------------------------------------
+
+
+def test_training_tells_its_rows_its_outcome_and_what_comes_next(capsys, tmp_path):
+    words = ["control", "train", "--algo", STILL, "--seed", "5", "--save-every", "1", *SMALL]
+    assert main(words) == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.endswith("-CartPole-v1-grpo-fast_lr_1e-6")
+    config = read_json(folder / "config.json")
+    expected = {"environment": "CartPole-v1", "algorithm": STILL, "seed": 5, "steps": 500, "starts": 3}
+    assert config | expected | {"evaluate_every": 250, "save_every": 1} == config
+    rows = read_progress(folder / "progress.csv")
+    out, error = capsys.readouterr()
+    assert error == ""
+    *lines, outcome, ending = out.splitlines()
+    assert len(lines) == len(rows) > 1
+    for line, row in zip(lines, rows, strict=True):
+        assert line.split()[:2] == [f"{row['env_steps']:,.0f}", "steps"]
+        assert f"greedy {row['greedy_return']:8.2f}   sampled {row['sampled_return']:8.2f}" in line
+    last = rows[-1]
+    assert outcome == (
+        f"return {last['greedy_return']:g} greedy and {last['sampled_return']:g} sampled after "
+        f"{last['env_steps']:,.0f} steps, not solved (that is 475 twice in a row)"
+    )
+    name = folder.relative_to(tmp_path)
+    assert ending == f"{name} has the curve (progress.png) and the best model; watch it: groupwise control play {name}"
+    with Image.open(folder / "progress.png") as picture:
+        assert picture.format == "PNG"
+    assert len(list((folder / "models").iterdir())) == last["update"]
+
+
+def test_options_reach_the_environment(runs):
+    config, _ = load_agent(runs / "lake")
+    assert config.options == {"is_slippery": False, "map_name": "8x8"}
+    assert read_model(runs / "lake/best_model.pt")["weights"]["actor.0.weight"].shape == (64, 64)  # 8 × 8 places
+    starts = greedy_returns(runs / "lake", 6)
+    assert len(set(starts)) == 1  # nothing slips, so that every episode is the same
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(capsys, tmp_path):
+    gymnasium.register(INTERRUPTED, entry_point=Interrupted, reward_threshold=0.0)
+    Interrupted.taken.clear()
+    try:
+        words = ["control", "train", "--env", INTERRUPTED, "--out", "run", *SMALL, "--steps", "1000"]
+        assert main(words) == 130
+        *lines, outcome, ending = capsys.readouterr().out.splitlines()
+        assert ending.endswith("; stopped; go on with --resume")
+        assert "solved" in outcome
+        assert main([*words, "--resume"]) == 0
+        *more, outcome, ending = capsys.readouterr().out.splitlines()
+        assert more[: len(lines)] == lines
+        assert len(more) > len(lines)
+        assert "solved after" in outcome
+        assert read_json(tmp_path / "run/result.json")["env_steps"] >= 1000
+        assert "already holds a run" in refused(capsys, *words[1:])
+        assert main([*words, "--overwrite", "--stop-when-solved", "--threshold", "-1"]) == 0
+        assert len(read_progress(tmp_path / "run/progress.csv")) == 2
+    finally:
+        gymnasium.registry.pop(INTERRUPTED)
+
+
+# --- play ------------------------------------------------------------------------------------------------------------
+
+
+def film_of(path):
+    with Image.open(path) as film:
+        assert film.format == "GIF"
+        return film.size, film.n_frames
+
+
+def test_one_run_plays_into_a_film_beside_it(capsys, runs):
+    path = runs / "grpo"
+    (value, *_) = greedy_returns(path, 1)
+    assert main(["control", "play", str(path)]) == 0
+    assert capsys.readouterr().out == f"{path}: return {value:g}\nthe film is {path / 'play.gif'}\n"
+    (width, height), frames = film_of(path / "play.gif")
+    assert width == 400
+    (path / "play.gif").unlink()
+    model = path / "best_model.pt"
+    assert main(["control", "play", str(model), "--seed", str(HELD_OUT)]) == 0
+    assert capsys.readouterr().out == f"{model}: return {value:g}\nthe film is {path / 'play.gif'}\n"
+    assert film_of(path / "play.gif") == ((width, height), frames)
+
+
+def test_two_runs_play_side_by_side_from_the_same_first_state(capsys, runs):
+    both = [runs / "grpo", runs / "ppo"]
+    assert main(["control", "play", *map(str, both)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        *(f"{path}: return {greedy_returns(path, 1)[0]:g}" for path in both),
+        f"the film is {runs / 'grpo/play.gif'}",
+    ]
+    (width, _), _ = film_of(runs / "grpo/play.gif")
+    assert width == 800
+    first = np.asarray(imageio.imread(runs / "grpo/play.gif", index=0))[40:]
+    assert first.std() > 0  # there is a cart
+    np.testing.assert_array_equal(first[:, :400], first[:, 400:])
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of imageio's reader
+def test_a_film_may_be_a_video(capsys, runs, tmp_path):
+    assert main(["control", "play", str(runs / "grpo"), "--out", "film.mp4", "--seed", "7"]) == 0
+    assert capsys.readouterr().out.endswith("the film is film.mp4\n")
+    with imageio.imopen(tmp_path / "film.mp4", "r", plugin="FFMPEG") as video:
+        frames = np.stack(list(video.iter()))
+    assert frames.shape[2:] == (400, 3)
+    assert len(frames) > 5
+    assert not (runs / "grpo/play.gif").exists()
+
+
+def test_with_a_display_one_run_plays_in_a_window(capsys, runs, monkeypatch):
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")  # SDL's own screen that nobody sees
+    assert main(["control", "play", str(runs / "grpo")]) == 0
+    assert capsys.readouterr().out == f"{runs / 'grpo'}: return {greedy_returns(runs / 'grpo', 1)[0]:g}\n"
+    assert not (runs / "grpo/play.gif").exists()
+
+
+def test_runs_that_cannot_play_together_are_refused(capsys, runs):
+    words = ["play", str(runs / "grpo"), str(runs / "lake")]
+    message = "side by side they must play one environment, not CartPole-v1 and FrozenLake-v1"
+    assert message in refused(capsys, *words)
+    assert "a film's name must end in .gif or .mp4" in refused(capsys, *words[:2], "--out", "film.avi")
+    assert not list(runs.rglob("play.gif"))
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train --env CartPole-v9", "the environment 'CartPole-v9' cannot be made"),
+        ("train --env nowhere:Cart-v0", "the environment 'nowhere:Cart-v0' cannot be made"),
+        ("train --env Pendulum-v1", "only discrete actions (Discrete) can be learned here"),
+        ("train --env-option gravity", "--env-option wants KEY=VALUE, got 'gravity'"),
+        ("train --env-option =3", "--env-option wants KEY=VALUE, got '=3'"),
+        ("train --env-option gravity=3", "'CartPole-v1' cannot be made"),
+        ("train --algo grpo-fats", "unknown algorithm 'grpo-fats'; did you mean 'grpo-fast'?"),
+        ("train --algo grpo:goups=3", "unknown setting of grpo-paper 'goups'; did you mean 'groups'?"),
+        ("train --algo grpo:groups=few", "grpo:groups=few: groups = 'few' cannot be used"),
+        ("train --algo ppo:steps=100:environments=16", "steps (100) must be a multiple of environments (16)"),
+        ("train --steps -5", "steps = -5 cannot be used"),
+        ("train --starts 0", "starts = 0 cannot be used"),
+        ("train --evaluate-every 0", "evaluate_every = 0 cannot be used"),
+        ("train --seed -1", "seed = -1 cannot be used"),
+        ("train --threshold nan", "threshold = nan cannot be used"),
+        ("train --resume", "--resume needs --out, the folder of the run to go on with"),
+        ("train --resume --out nowhere", "nowhere holds no run (there is no run.json in it): nothing to resume"),
+        ("compare --seeds 0", "--seeds must be at least 1, got 0"),
+        ("compare --jobs 0", "--jobs must be at least 1, got 0"),
+        ("compare --algos ppo,grpo,ppo", "--algos must name one or more, each once"),
+        ("compare --algos ,", "--algos must name one or more, each once"),
+        ("compare --envs CartPole-v1,CartPole-v1", "--envs must name one or more, each once"),
+        ("compare --envs CartPole-v1,Pendulum-v1", "only discrete actions"),
+        ("compare --algos ppo,dqn", "unknown algorithm 'dqn'"),
+        ("compare --steps 0", "steps = 0 cannot be used"),
+        ("play nowhere", "nowhere does not exist"),
+        ("play .", "best_model.pt does not exist; a run writes best_model.pt at its first evaluation"),
+    ],
+    ids=lambda value: value.replace(" ", "_") if value.startswith(("train", "compare", "play")) else "",
+)
+def test_bad_input_is_one_line(capsys, tmp_path, words, message):
+    assert message in refused(capsys, *words.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [[], ["walk"], ["train", "--step", "5"], ["train", "--steps", "many"], ["play"]])
+def test_what_argparse_refuses(capsys, words):
+    with pytest.raises(SystemExit) as caught:
+        main(["control", *words])
+    assert caught.value.code == 2
+    assert "usage: groupwise" in capsys.readouterr().err
+
+
+def test_without_gymnasium_its_extra_is_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "gymnasium", None)
+    message = "control needs the package 'gymnasium'; install it with: pip install 'groupwise[control]'"
+    for action in ("train", "compare"):
+        assert refused(capsys, action) == f"groupwise: {message}\n"
+    assert not list(tmp_path.iterdir())
+
+
+# --- help ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["train", "compare"])
+def test_help_explains_the_presets_and_every_setting(capsys, action):
+    with pytest.raises(SystemExit) as caught:
+        main(["control", action, "--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    presets, grpo, ppo = out.split("presets:")[1].split("settings of ")
+    for name in PRESETS:
+        assert f"  {name}" in presets
+    assert "grpo-paper or grpo" in presets
+    paper = " ".join(presets.split("grpo-fast")[0].split())
+    assert "the ratio is always 1, clipping never acts" in paper
+    for text, preset in ((grpo, "grpo-paper"), (ppo, "ppo")):
+        settings = PRESETS[preset]()
+        lines = {line.split("=")[0].strip(): line for line in text.splitlines()[1:] if "=" in line}
+        typed = ":".join(line.split()[0] for line in lines.values())
+        assert settings_of(f"{preset}:{typed}") == settings  # what it shows can be typed
+        assert set(lines) == set(type(settings).model_fields) - {"algorithm"}
+        for name, line in lines.items():
+            assert line.endswith(f" {type(settings).model_fields[name].description}")
+    assert "  lr=0.0003 " in grpo
+    assert "  hidden=64x64 " in grpo
+    assert "  max_grad_norm=none " in grpo
+    assert "  same_start=true " in grpo
+    assert "  epochs=10 " in ppo
+
+
+def test_help_of_play_has_no_presets(capsys):
+    with pytest.raises(SystemExit):
+        main(["control", "play", "--help"])
+    out = capsys.readouterr().out
+    assert "presets" not in out
+    assert ".gif or .mp4" in out

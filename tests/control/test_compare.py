@@ -1,0 +1,315 @@
+"""Comparing: several runs at once in processes of their own; what is finished is not trained again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gymnasium
+import pytest
+from PIL import Image
+
+from groupwise.cli import main as groupwise
+from groupwise.control.main import compare, config_of, read_model, read_progress, train
+from groupwise.errors import ConfigError, ControlError
+from groupwise.rundir import read_json
+
+ALGORITHMS = ("grpo-fast", "ppo-fast:steps=512:epochs=2")
+FOLDERS = ("grpo-fast", "ppo-fast_steps=512_epochs=2")
+SMALL = {"steps": 1500, "starts": 4, "evaluate_every": 500, "save_every": 2}
+TROUBLED = "troubled_environment:GroupwiseTroubled-v0"
+
+# A module of somebody's own. What happens at its hundredth step is what a file beside it says.
+ENVIRONMENT = """
+import os
+import signal
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+
+
+class Troubled(gymnasium.Env):
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,))
+    action_space = gymnasium.spaces.Discrete(2)
+    taken = 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.now = 0
+        return self.np_random.normal(size=2), {}
+
+    def step(self, action):
+        self.now += 1
+        Troubled.taken += 1
+        if Troubled.taken == 100:
+            trouble = Path(__file__).with_name("trouble").read_text()
+            if trouble == "raise":
+                raise ZeroDivisionError("the pole broke")
+            if trouble == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self.np_random.normal(size=2), float(action), self.now > 5, False, {}
+
+
+gymnasium.register("GroupwiseTroubled-v0", entry_point=Troubled)
+"""
+
+
+@pytest.fixture
+def trouble(tmp_path, monkeypatch):
+    """The file that decides what the environment does; the processes that are started find it as this one does."""
+    folder = tmp_path / "module"
+    folder.mkdir()
+    (folder / "troubled_environment.py").write_text(ENVIRONMENT)
+    (folder / "trouble").write_text("")
+    monkeypatch.syspath_prepend(folder)
+    yield folder / "trouble"
+    sys.modules.pop("troubled_environment", None)
+    gymnasium.registry.pop("GroupwiseTroubled-v0", None)
+
+
+def configs_of(seeds=2, environments=("CartPole-v1",), **changes):
+    return [
+        config_of(**{**SMALL, "environment": environment, "algorithm": algorithm, "seed": seed, **changes})
+        for environment in environments
+        for seed in range(seeds)
+        for algorithm in ALGORITHMS
+    ]
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison of four runs by two processes, its text and what was said on the way."""
+    folder = tmp_path_factory.mktemp("compared") / "comparison"
+    said = []
+    text = compare(configs_of(), folder, jobs=2, report=said.append)
+    return folder, text, said
+
+
+@pytest.fixture
+def copy(compared, tmp_path):
+    return Path(shutil.copytree(compared[0], tmp_path / "comparison"))
+
+
+def states(folder):
+    """When each run was last saved."""
+    return {str(path.parent.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("state.pt")}
+
+
+def refuse(line):
+    raise AssertionError(line)
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_comparison_leaves_its_runs_its_tables_and_a_picture(compared):
+    folder, text, said = compared
+    assert said[0] == "4 runs, 0 of them finished already"
+    assert sorted(line.partition("]")[0] for line in said[1:]) == [f"[{number} of 4" for number in (1, 2, 3, 4)]
+    names = {f"CartPole-v1, {algorithm}, seed {seed}" for algorithm in ALGORITHMS for seed in (0, 1)}
+    assert {line.partition("] ")[2].partition(": return ")[0] for line in said[1:]} == names
+    assert {path.name for path in folder.iterdir()} == {
+        "CartPole-v1",
+        "CartPole-v1.png",
+        "comparison.md",
+        "curves.csv",
+        "runs.csv",
+    }
+    assert set(states(folder)) == {f"CartPole-v1/{name}/seed-{seed}" for name in FOLDERS for seed in (0, 1)}
+    with Image.open(folder / "CartPole-v1.png") as picture:
+        assert picture.width > 500
+    assert (folder / "comparison.md").read_text() == text
+    assert "1,500 environment steps a run" in text
+    assert "seeds 0, 1; returns measured on 4 held-out starts" in text
+    assert table(folder / "curves.csv")[0]["environment"] == "CartPole-v1"
+
+
+def test_the_runs_of_a_comparison_are_those_of_training_one_by_one(compared, tmp_path):
+    folder, _, _ = compared
+    lines = {(line["algorithm"], int(line["seed"])): line for line in table(folder / "runs.csv")}
+    assert len(lines) == 4
+    for config in configs_of():
+        path = folder / "CartPole-v1" / FOLDERS[ALGORITHMS.index(config.algorithm)] / f"seed-{config.seed}"
+        alone = train(config, tmp_path / f"{config.algorithm}-{config.seed}")
+        rows = [{**row, "cpu_seconds": 0} for row in read_progress(path / "progress.csv")]
+        assert rows == [{**row, "cpu_seconds": 0} for row in alone.progress.rows]
+        line = lines[config.algorithm, config.seed]
+        assert float(line["final_greedy_return"]) == pytest.approx(rows[-1]["greedy_return"])
+        assert float(line["best_greedy_return"]) == pytest.approx(max(row["greedy_return"] for row in rows))
+        assert int(line["env_steps"]) == rows[-1]["env_steps"] >= 1500
+        assert line["solved"] == "no"
+
+
+def test_what_is_finished_is_not_trained_again(compared, copy):
+    _, text, _ = compared
+    before, said = states(copy), []
+    assert compare(configs_of(), copy, jobs=2, report=said.append) == text
+    assert said == ["4 runs, 4 of them finished already"]
+    assert states(copy) == before
+
+
+def test_only_what_is_missing_is_trained_and_what_fails_does_not_stop_it(compared, copy, trouble):
+    """A result is deleted, a seed is added, and so is an environment that fails; one process does it all."""
+    _, text, _ = compared
+    trouble.write_text("raise")
+    lost = copy / "CartPole-v1/grpo-fast/seed-1/result.json"
+    result = read_json(lost)
+    lost.unlink()
+    before, said = states(copy), []
+    troubled = config_of(**SMALL, environment=TROUBLED, algorithm="grpo-fast")
+    configs = [*configs_of(3), troubled]
+    name = f"{TROUBLED}, grpo-fast, seed 0"
+    reason = r"step \d of the episode with seed \d+, failed on action [01]: ZeroDivisionError: the pole broke"
+    with pytest.raises(
+        ControlError, match=rf"1 of 7 runs failed; the others are compared.*{name}: {TROUBLED}, {reason}"
+    ):
+        compare(configs, copy, jobs=1, report=said.append)
+
+    assert said[0] == "7 runs, 3 of them finished already"
+    assert len(said) == 5
+    assert [line for line in said if "failed" in line and name in line]
+    after = states(copy)
+    changed = {path for path in after if after[path] != before.get(path)}
+    own = "troubled_environment_GroupwiseTroubled-v0/grpo-fast/seed-0"
+    new = {f"CartPole-v1/{name}/seed-2" for name in FOLDERS}
+    assert changed == {"CartPole-v1/grpo-fast/seed-1", own} | new
+    assert read_model(copy / own / "state.pt")["progress"]["rows"][0]["greedy_return"] >= 0
+    assert read_json(lost) == result  # it went on where it was, which was the end
+    assert {(line["environment"], line["seed"]) for line in table(copy / "runs.csv")} == {
+        ("CartPole-v1", seed) for seed in "012"
+    }
+    assert "seeds 0 to 2" in (copy / "comparison.md").read_text()
+    assert compare(configs_of(), copy, jobs=1, report=lambda line: None) == text
+
+
+def test_a_process_that_is_killed_is_told(tmp_path, trouble):
+    trouble.write_text("kill")
+    configs = [config_of(**SMALL, environment=TROUBLED, algorithm="grpo-fast", seed=seed) for seed in range(2)]
+    with pytest.raises(ControlError, match="a run's process was killed"):
+        compare(configs, tmp_path / "comparison", jobs=1, report=lambda line: None)
+    assert not list((tmp_path / "comparison").rglob("result.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate_every": 100}, "seed-0 was begun with evaluate_every = 500, not 100; choose another folder"),
+        ({"starts": 5}, "seed-0 was begun with starts = 4, not 5; choose another folder"),
+        ({"threshold": 200.0}, "seed-0 was begun with threshold = None, not 200.0; choose another folder"),
+        ({"steps": 1000}, "seed-0 has had 1500 steps, not 1000; choose another folder"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.parametrize("finished", [True, False], ids=["finished", "stopped"])
+def test_other_settings_in_the_same_folder_are_refused(copy, changes, message, finished):
+    if not finished:
+        for path in copy.rglob("result.json"):
+            path.unlink()
+    before = states(copy)
+    with pytest.raises(ConfigError, match=message):
+        compare(configs_of(**changes), copy, jobs=1, report=refuse)
+    assert states(copy) == before
+
+
+def test_what_cannot_be_learned_is_refused_before_anything_is_trained(tmp_path):
+    with pytest.raises(ControlError, match=r"Pendulum-v1 has the action space .* only discrete actions"):
+        compare(configs_of(environments=("CartPole-v1", "Pendulum-v1")), tmp_path / "new", jobs=2, report=refuse)
+    assert not list(tmp_path.iterdir())
+
+
+# --- interrupts ------------------------------------------------------------------------------------------------------
+
+
+def wait_until(happened, process=None):
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_an_interrupted_comparison_goes_on_with_the_same_command(tmp_path, capsys):
+    """Ctrl-C in a terminal reaches the workers too. One works, and the next run has been handed out already."""
+    folder = tmp_path / "comparison"
+    words = ["control", "compare", "--algos", "grpo-fast", "--seeds", "2", "--jobs", "1", "--out", str(folder)]
+    words += ["--steps", "16000", "--starts", "3"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "groupwise", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A test run in the background ignores SIGINT, and its children would.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    first = folder / "CartPole-v1/grpo-fast/seed-0"
+    wait_until((first / "progress.csv").exists, process)
+    worker = json.loads((first / ".holder.json").read_text())["pid"]
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == "2 runs, 0 of them finished already\n"
+    assert error == "groupwise: interrupted; every run has saved, the same command goes on\n"
+    assert is_gone(worker)
+    assert [path.name for path in first.parent.iterdir()] == ["seed-0"]
+    assert not (first / "result.json").exists()
+    stopped_at = read_model(first / "state.pt")["progress"]["env_steps"]
+    assert 0 < stopped_at < 16_000
+
+    assert groupwise(words) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("2 runs, 0 of them finished already\n[1 of 2] CartPole-v1, grpo-fast, seed 0: return ")
+    assert f"all of it is in {folder}: comparison.md, runs.csv, curves.csv and a picture" in said.replace("\n", " ")
+    assert (folder / "comparison.md").read_text() in said
+    whole = train(config_of(algorithm="grpo-fast", steps=16_000, starts=3), tmp_path / "whole")
+    rows = [{**row, "cpu_seconds": 0} for row in read_progress(first / "progress.csv")]
+    assert rows == [{**row, "cpu_seconds": 0} for row in whole.progress.rows]
+
+
+WATCHING = """
+import os, time
+from multiprocessing import get_context
+from pathlib import Path
+
+
+def work():
+    from groupwise.control.main import _end_with_parent
+
+    _end_with_parent()
+    Path("unfinished").write_text(str(os.getpid()))
+    os.rename("unfinished", "pid")
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    get_context("spawn").Process(target=work).start()
+    while not Path("pid").exists():
+        time.sleep(0.02)
+    os._exit(1)
+"""
+
+
+def test_a_worker_ends_when_the_process_that_compares_is_gone(tmp_path):
+    (tmp_path / "watching.py").write_text(WATCHING)
+    done = subprocess.run([sys.executable, "watching.py"], cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode == 1
+    worker = int((tmp_path / "pid").read_text())
+    wait_until(lambda: is_gone(worker))
