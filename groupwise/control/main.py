@@ -11,9 +11,7 @@ import io
 import json
 import os
 import re
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -21,7 +19,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +49,16 @@ from groupwise.control.utils import (
     write_film,
 )
 from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError, check_choice
-from groupwise.rundir import RunDir, StopRequest, package_versions, read_json, stop_on_signals, write_bytes
+from groupwise.rundir import (
+    RunDir,
+    StopRequest,
+    end_with_parent,
+    interrupts_ignored,
+    package_versions,
+    read_json,
+    stop_on_signals,
+    write_bytes,
+)
 
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other, then let them play; or only "play" what is there
@@ -180,19 +187,20 @@ def train(
     ``report`` is called with each row of progress.csv, on resuming also with those that are there. Ctrl-C ends a run
     after the update under way, with everything saved. ``resume`` goes on with what was saved: GRPO as if it had never
     stopped; PPO with new episodes, for what is inside an environment cannot be saved. One thread is used, which is
-    fastest for networks this small.
+    fastest for networks this small, and gives the same weights wherever the process has more.
     """
     report = report or (lambda row: None)
-    training = Training(config)  # an environment that cannot be used is refused before there is a folder
-    with RunDir.resume(folder) if resume else RunDir.create(folder, overwrite=overwrite) as run, _one_thread():
-        if resume:
-            training.restore(run)
-            for row in training.progress.rows:
-                report(row)
-        else:
-            run.write_json(CONFIG_FILE, config.model_dump(mode="json"))
-        with stop_on_signals(lambda message: None) as stopping:
-            training.run(run, stopping, report)
+    with _one_thread():
+        training = Training(config)  # an environment that cannot be used is refused before there is a folder
+        with RunDir.resume(folder) if resume else RunDir.create(folder, overwrite=overwrite) as run:
+            if resume:
+                training.restore(run)
+                for row in training.progress.rows:
+                    report(row)
+            else:
+                run.write_json(CONFIG_FILE, config.model_dump(mode="json"))
+            with stop_on_signals(lambda message: None) as stopping:
+                training.run(run, stopping, report)
     return training
 
 
@@ -453,8 +461,8 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: C
     todo = [(config, path) for config, path in runs if not _is_finished(config, path)]
     report(f"{len(configs)} runs, {len(configs) - len(todo)} of them finished already")
     failed: list[str] = []
-    with ProcessPoolExecutor(jobs, get_context("spawn"), _end_with_parent) as pool:
-        with _interrupts_ignored():  # Ctrl-C reaches a terminal's every process; those that start here leave it to this
+    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
+        with interrupts_ignored():  # Ctrl-C reaches a terminal's every process; those that start here leave it to this
             futures = {pool.submit(_train_one, config, path): _name_of(config) for config, path in todo}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
@@ -488,30 +496,6 @@ def _train_one(config: Config, folder: Path) -> str:
     if training.exit_status:  # the pool may have handed out the next run already: nobody must begin it
         os._exit(training.exit_status)
     return training.outcome()
-
-
-def _end_with_parent() -> None:
-    """Once the process that compares is gone, stop as if told to: a worker would wait for work for ever."""
-    parent = parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _name_of(config: Config) -> str:

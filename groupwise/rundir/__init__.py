@@ -12,13 +12,15 @@ from groupwise.rundir.files import (
 )
 from groupwise.rundir.metrics import MetricsRecorder, metric_column, read_metrics
 from groupwise.rundir.run import RunDir, new_run_path, package_versions
-from groupwise.rundir.signals import StopRequest, stop_on_signals
+from groupwise.rundir.signals import StopRequest, end_with_parent, interrupts_ignored, stop_on_signals
 
 __all__ = [
     "MetricsRecorder",
     "RunDir",
     "StopRequest",
     "atomic_folder",
+    "end_with_parent",
+    "interrupts_ignored",
     "metric_column",
     "new_run_path",
     "package_versions",

@@ -291,17 +291,18 @@ from pathlib import Path
 
 
 def work():
-    from groupwise.control.main import _end_with_parent
+    from groupwise.rundir import end_with_parent
 
-    _end_with_parent()
+    end_with_parent()
     Path("unfinished").write_text(str(os.getpid()))
     os.rename("unfinished", "pid")
     time.sleep(600)
 
 
 if __name__ == "__main__":
-    get_context("spawn").Process(target=work).start()
-    while not Path("pid").exists():
+    worker = get_context("spawn").Process(target=work)
+    worker.start()
+    while worker.is_alive() and not Path("pid").exists():
         time.sleep(0.02)
     os._exit(1)
 """
