@@ -313,36 +313,43 @@ class GRPOBuffer:
     """
 
     def __init__(self, members: int = 1) -> None:
-        self._number = members
-        self._steps: list[dict[str, Array]] = []
+        self._lengths = np.zeros(members, dtype=np.int64)
+        self._columns: dict[str, Array] = {}  # (member, time, …), with room for some more steps
         self._finished: dict[int, Episode] = {}
 
     def store(self, members: Array, **rows: Array) -> None:
         """One step of each of ``members``: their states, actions, logps and rewards, a row each."""
-        self._steps.append({"members": members, **rows})
+        now = self._lengths[members]
+        latest = int(now.max())
+        for name, row in rows.items():
+            if name not in self._columns:
+                self._columns[name] = np.empty((len(self._lengths), 16, *row.shape[1:]), dtype=row.dtype)
+            elif latest >= self._columns[name].shape[1]:
+                column = self._columns[name]
+                self._columns[name] = np.concatenate((column, np.empty_like(column)), axis=1)
+            self._columns[name][members, now] = row
+        self._lengths[members] += 1
 
     def end_episode(self, *members: int) -> None:
         """The episodes of these members have ended (member 0's if none is named)."""
-        if not self._steps:
-            raise InputError("an episode has no step: store one before it ends")
-        columns = {name: np.concatenate([step[name] for step in self._steps]) for name in self._steps[0]}
-        owner = columns.pop("members")
         for member in members or (0,):
-            own = np.flatnonzero(owner == member)
-            if member in self._finished or not len(own):
+            length = int(self._lengths[member])
+            if member in self._finished or not length:
                 raise InputError(f"member {member} has no step of a new episode: store one before it ends")
-            episode = {name: torch.from_numpy(column[own]) for name, column in columns.items()}
+            episode = {name: torch.from_numpy(rows[member, :length].copy()) for name, rows in self._columns.items()}
             episode["return"] = episode["rewards"].sum(dtype=torch.float64)
-            episode["weight"] = torch.tensor(1 / len(own))
+            episode["weight"] = torch.tensor(1 / length)
             self._finished[member] = episode
 
     def episodes(self) -> list[Episode]:
         """Every member's episode, and an empty buffer for the next ones."""
-        unfinished = self._number - len(self._finished)
+        number = len(self._lengths)
+        unfinished = number - len(self._finished)
         if unfinished:
-            raise InputError(f"{unfinished} of {self._number} episodes have not ended yet")
-        episodes = [self._finished[member] for member in range(self._number)]
-        self._steps, self._finished = [], {}
+            raise InputError(f"{unfinished} of {number} episodes have not ended yet")
+        episodes = [self._finished[member] for member in range(number)]
+        self._lengths[:] = 0
+        self._finished = {}
         return episodes
 
 
