@@ -33,13 +33,10 @@ def add_control(commands: Commands) -> None:
 
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
     action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID of your own")
-    action.add_argument(
-        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="passed to the environment"
-    )
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
     action.add_argument("--seed", type=int, default=0, metavar="N", help="decides weights, first states and sampling")
     action.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: a new one below runs/)")
-    _add_budget(action)
+    _add_common(action)
     action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
     action.add_argument("--save-every", type=int, default=50, metavar="N", help="updates between saved models")
     action.add_argument("--live-plot", action="store_true", help="show the curves in a window while it trains")
@@ -59,7 +56,7 @@ def add_control(commands: Commands) -> None:
     action.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at once (default: the cores)"
     )
-    _add_budget(action)
+    _add_common(action)
     action.set_defaults(interrupted="interrupted; every run has saved, the same command goes on")
 
     action = _add(actions, "play", _play, "watch a trained agent, or several side by side from the same first state")
@@ -78,13 +75,16 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
     return parser
 
 
-def _add_budget(action: argparse.ArgumentParser) -> None:
+def _add_common(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--steps", type=int, default=100_000, metavar="N", help="environment steps (default: %(default)s)"
     )
     action.add_argument("--evaluate-every", type=int, default=2048, metavar="N", help="steps between evaluations")
     action.add_argument("--starts", type=int, default=20, metavar="N", help="held-out first states of an evaluation")
     action.add_argument("--threshold", type=float, metavar="X", help="the return that counts as solved")
+    action.add_argument(
+        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="what an environment is made with"
+    )
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -93,12 +93,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = config_of(
         environment=arguments.env,
-        options=dict(map(_option, arguments.env_option)),
         algorithm=arguments.algo,
         seed=arguments.seed,
         stop_when_solved=arguments.stop_when_solved,
         save_every=arguments.save_every,
-        **_budget(arguments),
+        **_common(arguments),
     )
     if arguments.resume and not arguments.out:
         raise ConfigError("--resume needs --out, the folder of the run to go on with")
@@ -126,7 +125,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option) < 1:
             raise ConfigError(f"--{option} must be at least 1, got {getattr(arguments, option)}")
     configs = [
-        config_of(environment=environment, algorithm=algorithm, seed=seed, **_budget(arguments))
+        config_of(environment=environment, algorithm=algorithm, seed=seed, **_common(arguments))
         for environment in environments
         for seed in range(arguments.seeds)
         for algorithm in algorithms
@@ -158,8 +157,9 @@ def _play(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold")}
+def _common(arguments: argparse.Namespace) -> dict[str, Any]:
+    budget = {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold")}
+    return {"options": dict(map(_option, arguments.env_option)), **budget}
 
 
 def _names(arguments: argparse.Namespace, option: str) -> list[str]:

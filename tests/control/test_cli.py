@@ -129,6 +129,17 @@ def test_options_reach_the_environment(runs):
     assert len(set(starts)) == 1  # nothing slips, so that every episode is the same
 
 
+def test_options_reach_the_environments_of_a_comparison(capsys, tmp_path):
+    words = ["compare", "--envs", "FrozenLake-v1", "--algos", "grpo-fast", "--seeds", "1", "--jobs", "1", *SMALL]
+    words += ["--out", "lakes", "--env-option"]
+    assert main(["control", *words, "map_name=8x8"]) == 0
+    (config,) = (read_json(path) for path in tmp_path.rglob("config.json"))
+    assert config["options"] == {"map_name": "8x8"}
+    assert len(load_agent(next(tmp_path.rglob("best_model.pt")))[1].actor[0].weight.T) == 64
+    capsys.readouterr()
+    assert "was begun with options = {'map_name': '8x8'}, not" in refused(capsys, *words, "map_name=4x4")
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_does(capsys, tmp_path):
     gymnasium.register(INTERRUPTED, entry_point=Interrupted, reward_threshold=0.0)
     Interrupted.taken.clear()
@@ -247,6 +258,7 @@ def test_runs_that_cannot_play_together_are_refused(capsys, runs):
         ("compare --envs CartPole-v1,Pendulum-v1", "only discrete actions"),
         ("compare --algos ppo,dqn", "unknown algorithm 'dqn'"),
         ("compare --steps 0", "steps = 0 cannot be used"),
+        ("compare --env-option gravity=3", "'CartPole-v1' cannot be made"),
         ("play nowhere", "nowhere does not exist"),
         ("play .", "best_model.pt does not exist; a run writes best_model.pt at its first evaluation"),
     ],
