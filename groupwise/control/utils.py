@@ -396,7 +396,8 @@ def has_display() -> bool:
 class LivePlotter:
     """Returns as they are measured, in a window that does not block; where there is no display, in a picture file.
 
-    Redraws are throttled to one in ``pause`` seconds, for a drawing takes longer than an update.
+    Redraws are throttled, for a drawing takes longer than many an update: after each there is none for ``pause`` times
+    as long as it took.
     """
 
     def __init__(
@@ -406,11 +407,11 @@ class LivePlotter:
         title: str = "",
         threshold: float | None = None,
         window: bool = True,
-        pause: float = 1.0,
+        pause: float = 4.0,
     ) -> None:
         self._picture, self._title, self._threshold, self._pause = picture, title, threshold, pause
         self._rows: dict[str, list[Mapping[str, float]]] = {}
-        self._drawn = float("-inf")
+        self._next = float("-inf")
         self._plt = _interactive_pyplot() if window and has_display() else None
         self._figure = (
             new_figure(10, 4) if self._plt is None else self._plt.figure(figsize=(10, 4), layout="constrained")
@@ -420,10 +421,11 @@ class LivePlotter:
     def add(self, name: str, row: Mapping[str, float]) -> None:
         """A row of progress of the run ``name``; it is drawn if the last drawing is long enough ago."""
         self._rows.setdefault(name, []).append(row)
-        if time.monotonic() - self._drawn >= self._pause:
+        if time.monotonic() >= self._next:
             self.draw()
 
     def draw(self) -> None:
+        started = time.monotonic()
         for axes, x, label in zip(
             self._panels, ("env_steps", "cpu_seconds"), ("environment steps", "CPU seconds"), strict=True
         ):
@@ -446,7 +448,8 @@ class LivePlotter:
         else:
             self._figure.canvas.draw_idle()
             self._plt.pause(0.001)
-        self._drawn = time.monotonic()
+        now = time.monotonic()
+        self._next = now + self._pause * (now - started)
 
     def __enter__(self) -> LivePlotter:
         return self
@@ -458,8 +461,9 @@ class LivePlotter:
         """Draw what has not been drawn yet, and leave the picture file in either case."""
         if self._rows:
             self.draw()
-            save_figure(self._figure, self._picture)
         if self._plt is not None:
+            if self._rows:
+                save_figure(self._figure, self._picture)
             self._plt.close(self._figure)
 
 
