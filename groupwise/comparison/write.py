@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -14,7 +12,7 @@ from groupwise.comparison.curves import Curves, curves_of
 from groupwise.comparison.page import page
 from groupwise.comparison.picture import draw, styles_of
 from groupwise.comparison.runs import Run, algorithms_of, any_run, cells_of, check_runs
-from groupwise.rundir import write_bytes
+from groupwise.rundir import write_bytes, write_csv
 
 
 def write_comparison(folder: str | Path, runs: Sequence[Run], *, starts: int | None = None) -> str:
@@ -29,8 +27,8 @@ def write_comparison(folder: str | Path, runs: Sequence[Run], *, starts: int | N
     curves = {name: {label: curves_of(cell) for label, cell in row.items()} for name, row in cells.items()}
     pictures = file_names(cells)
     text = page(cells, pictures, starts)
-    write_bytes(folder / "runs.csv", _csv(map(_run_line, runs)))
-    write_bytes(folder / "curves.csv", _csv(_curve_lines(curves)))
+    write_csv(folder / "runs.csv", map(_rounded, map(_run_line, runs)))
+    write_csv(folder / "curves.csv", map(_rounded, _curve_lines(curves)))
     write_bytes(folder / "comparison.md", text.encode())
     styles = styles_of(algorithms_of(cells))
     for name, row in cells.items():
@@ -53,14 +51,9 @@ def file_names(environments: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def _csv(lines: Iterable[Mapping[str, Any]]) -> bytes:
-    """Numbers have up to ten digits; None is an empty cell."""
-    lines = list(lines)
-    buffer = io.StringIO()
-    writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow(lines[0])
-    writer.writerows([f"{cell:.10g}" if isinstance(cell, Real) else cell for cell in line.values()] for line in lines)
-    return buffer.getvalue().encode()
+def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers have up to ten digits."""
+    return {name: f"{cell:.10g}" if isinstance(cell, Real) else cell for name, cell in line.items()}
 
 
 def _run_line(run: Run) -> dict[str, Any]:

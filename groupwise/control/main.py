@@ -45,6 +45,7 @@ from groupwise.control.utils import (
     LivePlotter,
     PPOBuffer,
     SeededGymEnv,
+    Shape,
     make_environments,
     write_film,
 )
@@ -58,6 +59,7 @@ from groupwise.rundir import (
     read_json,
     stop_on_signals,
     write_bytes,
+    write_csv,
 )
 
 CONFIG: dict[str, Any] = {
@@ -213,7 +215,7 @@ class Training:
         self.config, self.progress, self.exit_status = config, Progress(), 0
         self.environments = make_environments(name, number, options)
         self.evaluation = make_environments(name, config.starts, options)
-        self.threshold = _threshold(config)
+        self.threshold = _threshold(config, self.environments.shape)
         self.agent = make_agent(self.environments.shape, settings, config.seed)
         self.rng = np.random.default_rng(config.seed)
         self._versions = package_versions(("torch", "gymnasium", "numpy"))
@@ -298,7 +300,7 @@ class Training:
         if progress.best is None or (greedy, sampled) > progress.best:
             progress.best = greedy, sampled
             write_model(run.path / BEST_FILE, self.model())
-        write_bytes(run.path / PROGRESS_FILE, _csv(progress.rows))
+        write_csv(run.path / PROGRESS_FILE, progress.rows)
         return row
 
     def close(self) -> None:
@@ -385,15 +387,6 @@ def _one_thread() -> Iterator[None]:
     finally:
         torch.backends.mkldnn.enabled = one_dnn
         torch.set_num_threads(threads)
-
-
-def _csv(rows: Sequence[Row]) -> bytes:
-    text = io.StringIO()
-    names = dict.fromkeys(name for row in rows for name in row)
-    writer = csv.DictWriter(text, list(names), restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue().encode()
 
 
 def read_progress(path: Path) -> list[Row]:
@@ -536,29 +529,32 @@ def play(paths: Sequence[Path], *, seed: int = HELD_OUT, out: Path | None = None
     names = sorted({config.environment for config, _ in players})
     if len(names) > 1:
         raise ConfigError(f"side by side they must play one environment, not {' and '.join(names)}")
-    fps = SeededGymEnv(names[0], players[0][0].options).env.metadata.get("render_fps") or 30
-    films = [list(_episode(config, agent, seed, "rgb_array" if out else "human")) for config, agent in players]
+    render_mode = "rgb_array" if out else "human"
+    films = []
+    for config, agent in players:
+        environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
+        films.append(list(_episode(environment, config.algorithm, agent, seed)))
+        environment.close()
     if out:
+        fps = environment.env.metadata.get("render_fps") or 30
         write_film(out, [[(frame, caption) for frame, caption, _ in film] for film in films], fps)
     return [film[-1][2] for film in films]
 
 
 def _episode(
-    config: Config, agent: GRPOAgent | PPOAgent, seed: int, render_mode: str
+    environment: SeededGymEnv, name: str, agent: GRPOAgent | PPOAgent, seed: int
 ) -> Iterator[tuple[Array, str, float]]:
     """Each moment of a greedy episode: its picture, a caption and the return so far."""
-    environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
     state, total, done, number = environment.reset(seed=seed), 0.0, False, 0
     frame = environment.render()
-    if render_mode == "rgb_array" and frame.ndim != 3:
-        raise ControlError(f"{config.environment} draws no pictures (rgb_array) that a film could be made of")
-    yield frame, config.algorithm, total
+    if environment.env.render_mode == "rgb_array" and frame.ndim != 3:
+        raise ControlError(f"{environment.name} draws no pictures (rgb_array) that a film could be made of")
+    yield frame, name, total
     while not done:
         actions, _ = agent.get_action(state[None], greedy=True)
         state, reward, terminated, truncated = environment.step(actions[0])
         total, number, done = total + reward, number + 1, terminated or truncated
-        yield environment.render(), f"{config.algorithm}   step {number}   return {total:g}", total
-    environment.close()
+        yield environment.render(), f"{name}   step {number}   return {total:g}", total
 
 
 # --- what the document imagines --------------------------------------------------------------------------------------
@@ -587,13 +583,14 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
 
 def plotter_of(config: Config, picture: Path, *, window: bool) -> LivePlotter:
     """A live plot for runs of that environment."""
-    return LivePlotter(picture, title=config.environment, threshold=_threshold(config), window=window)
+    environment = SeededGymEnv(config.environment, config.options)
+    environment.close()
+    threshold = _threshold(config, environment.shape)
+    return LivePlotter(picture, title=config.environment, threshold=threshold, window=window)
 
 
-def _threshold(config: Config) -> float | None:
-    if config.threshold is not None:
-        return config.threshold
-    return SeededGymEnv(config.environment, config.options).shape.threshold
+def _threshold(config: Config, shape: Shape) -> float | None:
+    return shape.threshold if config.threshold is None else config.threshold
 
 
 def _show(plotter: LivePlotter, algorithm: str, row: Row) -> None:

@@ -7,12 +7,14 @@ a crash or on a full disk. `verify_manifest` finds what was damaged afterwards.
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
 import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,16 @@ def read_json(path: str | Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
+
+
+def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """A column for every name, in the order in which they appear; what a row has not, or is None, is an empty cell."""
+    rows = list(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_bytes(path, text.getvalue().encode())
 
 
 def write_safetensors(

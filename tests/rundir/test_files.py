@@ -17,6 +17,7 @@ from groupwise.rundir import (
     remove_leftovers,
     verify_manifest,
     write_bytes,
+    write_csv,
     write_json,
     write_manifest,
     write_safetensors,
@@ -52,6 +53,13 @@ def test_reading_json_that_is_not_there_or_damaged(tmp_path):
     (tmp_path / "x.json").write_text('{"a": ')
     with pytest.raises(CheckpointError, match=r"x.json is damaged"):
         read_json(tmp_path / "x.json")
+
+
+def test_a_table_has_a_column_for_every_name_of_its_rows(tmp_path):
+    rows = [{"step": 0, "return": 0.1 + 0.2}, {"step": 1, "return": None, "who": 'a "b", c'}, {"who": "d"}]
+    write_csv(tmp_path / "rows.csv", iter(rows))
+    text = (tmp_path / "rows.csv").read_text()
+    assert text == 'step,return,who\n0,0.30000000000000004,\n1,,"a ""b"", c"\n,,d\n'
 
 
 def test_safetensors(tmp_path):
