@@ -32,13 +32,13 @@ HARDER = {
     "train.iterations": "2",
     "train.mini_batches": "4",
     "sampling.top_k": "3",
-    "warm_up.steps": "20",
+    "sft.steps": "20",
     "masks.min_length": "1",  # an answer is one letter
     "masks.off_policy_threshold": "0.5",
     "loss.kl_coef": "0.1",
     "run.checkpoint_every": "0",
     "run.resumable": "false",
-    "run.rollouts": "false",
+    "run.save_rollouts": "false",
     "run.tensorboard": "false",
     "run.picture": "false",
     "model.device": "cpu",
@@ -47,13 +47,17 @@ PLAIN = "plain"
 PAPER = {
     "unbiased KL": {"loss.kl": "unbiased"},
     "off-policy mask": {"masks.off_policy": "v3.2"},
-    "keep sampling mask": {"masks.keep_sampling": "true"},
-    "all three (V3.2)": {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling": "true"},
+    "keep sampling mask": {"masks.keep_sampling_mask": "true"},
+    "all three (V3.2)": {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling_mask": "true"},
 }
 DOCUMENT = {
-    "exact KL (document)": {"loss.kl": "full_document"},
+    "exact KL (document)": {"loss.kl": "full_ratio_weighted"},
     "validity filter (document)": {"masks.validity": "true"},
-    "all three (document)": {"loss.kl": "full_document", "masks.off_policy": "document", "masks.validity": "true"},
+    "all three (literal)": {
+        "loss.kl": "full_ratio_weighted",
+        "masks.off_policy": "reference_drift",
+        "masks.validity": "true",
+    },
 }
 VARIANTS: dict[str, dict[str, str]] = {PLAIN: {}, **PAPER, **DOCUMENT}
 

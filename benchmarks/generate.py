@@ -89,7 +89,7 @@ def main() -> None:
         eos_ids=(2,),
     )
     if args.no_compile:
-        from groupwise.model.prepared import prepare
+        from groupwise.model.handle import prepare
 
         engine = Engine(prepare(model, compile=False))
     else:
@@ -118,7 +118,7 @@ def main() -> None:
     times = plain_work / shared_work
     print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {times:.2f} times")
     bandwidth, rate = ceilings(args.device, model.dtype)
-    shapes = engine.prepared.shapes
+    shapes = engine.handle.shapes
     token_bytes = sum(2 * shape.heads * shape.width for shape in shapes) * model.dtype.itemsize
     weights = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize
     own = len(prompts) * args.samples * args.new_tokens * (args.new_tokens - 1) / 2

@@ -94,7 +94,7 @@ def ours(method: str) -> Callable[[np.ndarray], Labels]:
 
 # The loop that each is compared with comes first.
 VARIANTS: dict[str, dict[str, Callable[[np.ndarray], Labels]]] = {
-    "document": {"scikit-learn, one by one": document_loop, "similarity_groups": ours("document")},
+    "ward_rows": {"scikit-learn, one by one": document_loop, "similarity_groups": ours("ward_rows")},
     "average": {"scikit-learn, one by one": average_loop, "similarity_groups": ours("average")},
 }
 

@@ -31,21 +31,21 @@ from common import (
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.logprobs import default_token_budget, each_pack
-from groupwise.model.prepared import Prepared, prepare
 
 
 def packed(
-    prepared: Prepared, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace
+    handle: ModelHandle, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace
 ) -> float:
-    total = torch.zeros((), device=prepared.device)
+    total = torch.zeros((), device=handle.device)
     with torch.set_grad_enabled(not args.no_gradients):
-        for _, found in each_pack(prepared, prompts, completions, token_budget=args.token_budget):
+        for _, found in each_pack(handle, prompts, completions, token_budget=args.token_budget):
             loss = -found.logps.sum()
             if not args.no_gradients:
                 loss.backward()
             total += loss.detach()
-    prepared.model.zero_grad(set_to_none=True)
+    handle.model.zero_grad(set_to_none=True)
     return total.item()
 
 
@@ -89,11 +89,11 @@ def main() -> None:
     prompts = make_prompts(args, model.config.vocab_size)
     print(describe(args, model, prompts), flush=True)
     completions = [list(torch.randint(10, model.config.vocab_size, (args.samples, args.new_tokens))) for _ in prompts]
-    prepared = prepare(model, compile=False if args.no_compile else None)
-    args.token_budget = args.token_budget or default_token_budget(prepared)
+    handle = prepare(model, compile=False if args.no_compile else None)
+    args.token_budget = args.token_budget or default_token_budget(handle)
     print(f"micro-batches of up to {args.token_budget:,} tokens")
     losses: dict[str, float] = {}
-    work = {"groupwise": lambda: losses.update(packed=packed(prepared, prompts, completions, args))}
+    work = {"groupwise": lambda: losses.update(packed=packed(handle, prompts, completions, args))}
     if not args.no_peer:
         work["padded"] = lambda: losses.update(padded=padded(model, prompts, completions, args))
     seconds = in_turn(args.device, args.repeat, work)

@@ -35,7 +35,7 @@ WAYS = {
     "like with like, shrinkage 1": {"advantages.shrinkage": "1.0"},
 }
 TASKS = {"equal": "task", "one worse": "task_with_worse"}
-QUIET = {"run.tensorboard": "false", "run.picture": "false", "run.rollouts": "false", "run.resumable": "false",
+QUIET = {"run.tensorboard": "false", "run.picture": "false", "run.save_rollouts": "false", "run.resumable": "false",
          "run.export_dtype": "float32", "model.device": "cpu"}  # fmt: skip
 LAST = 25  # steps over which the end of a run is taken
 MEASURED = ("modes/effective", "modes/quality", "modes/worth", "modes/no_scene", f"modes/share/{WORSE}",

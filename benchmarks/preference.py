@@ -63,12 +63,12 @@ WAYS: dict[str, dict[str, dict[str, str]]] = {
 SAME = {
     "run.tensorboard": "false",
     "run.picture": "false",
-    "run.rollouts": "false",
+    "run.save_rollouts": "false",
     "run.resumable": "false",
     "run.checkpoint_every": "0",
     "model.device": "cpu",
     "evaluate.every": "10",
-    "train.term_gradients": "0",
+    "train.log_term_gradients_every": "0",
 }
 
 Curves = dict[str, np.ndarray]  # by way: accuracy (seeds, evaluations)

@@ -145,7 +145,7 @@ def recipe_of(args: argparse.Namespace, steps: int) -> Any:
 
 def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
     from groupwise.tasks.base import Task
-    from groupwise.train.trainer import Trainer
+    from groupwise.training.trainer import Trainer
 
     warm = 3 if args.device == "cuda" else 1
     recipe = recipe_of(args, warm + args.repeat)
@@ -265,18 +265,18 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     from groupwise.data import Prompt
     from groupwise.generate import Engine, Sampling
     from groupwise.model import MasterWeights, load_model, prepare
-    from groupwise.train.batch import Batch, Comparison
-    from groupwise.train.setup import make_optimizer
-    from groupwise.train.step import Updater
-    from groupwise.train.work import plan_work
+    from groupwise.training.components import make_optimizer
+    from groupwise.training.rollout.batch import Batch, GroupAdvantages
+    from groupwise.training.update.minibatch import build_minibatch
+    from groupwise.training.update.updater import Updater
 
     args.prompts, args.samples, args.new_tokens, args.dtype = 2, 4, min(32, args.new_tokens), "float32"
     torch.backends.cuda.matmul.allow_tf32 = False
     texts = [row["prompt"] for row in rows(args)]
     prompts = [tuple(text.encode()) for text in texts]
     model = load_model(args.model, device=args.device, dtype="float32")
-    prepared = prepare(model, compile=False)
-    rollout = Engine(prepared).generate(
+    handle = prepare(model, compile=False)
+    rollout = Engine(handle).generate(
         prompts,
         args.samples,
         Sampling(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, top_k=args.top_k),
@@ -292,10 +292,10 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
         dropped=torch.zeros(len(ids), dtype=torch.bool),
     )  # fmt: skip
     none = torch.zeros(len(ids), dtype=torch.bool)
-    comparison = Comparison(rewards, batch.prompt_of, advantages, {}, none)
+    group_advantages = GroupAdvantages(rewards, batch.prompt_of, advantages, {}, none)
     masters = MasterWeights(model)
-    updater = Updater(prepared, masters, make_optimizer(recipe, model, masters), None, 10**6, LOSSES["dapo"])
-    found = updater._gradient(plan_work(batch, comparison, [0, 1], recipe), recipe, False, False)
+    updater = Updater(handle, masters, make_optimizer(recipe, model, masters), None, 10**6, LOSSES["dapo"])
+    found = updater._gradient(build_minibatch(batch, group_advantages, [0, 1], recipe), recipe, False, False)
     ours = {name: master.grad.clone() for name, master in masters.named_parameters()}
     masters.close()
 

@@ -16,8 +16,8 @@ __version__ = "0.1.0"
 os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 _SUBMODULES = (
-    "algorithms", "comparison", "config", "control", "core", "data", "errors", "evaluate", "generate", "grouping",
-    "model", "plots", "rewards", "rundir", "stats", "tasks", "train",
+    "algorithms", "config", "control", "core", "data", "errors", "evaluate", "generate", "grouping",
+    "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
 )  # fmt: skip
 
 __all__ = ["__version__", *_SUBMODULES]

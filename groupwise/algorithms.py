@@ -17,7 +17,7 @@ are two presets, with the same numbers; they differ in
   trained is what was sampled from. The document's drops answers that are too short, repetitive or without a letter,
   which also takes away the reason not to give such answers.
 
-``enhanced_grpo`` has the paper's forms, ``enhanced_grpo_document`` the document's own.
+``enhanced_grpo`` has the paper's forms, ``enhanced_grpo_literal`` the document's own.
 
 ``similarity_group_grpo`` is the third document: which answers are compared with each other is decided by what they say
 (``[grouping]`` has the settings). Its loss is the mean over all tokens, as in verl, for which the document is written.
@@ -133,7 +133,7 @@ ENHANCED_GRPO = Algorithm(
             "advantages.scale": "none",
             "masks.off_policy": "v3.2",
             "masks.off_policy_threshold": 0.5,
-            "masks.keep_sampling": True,
+            "masks.keep_sampling_mask": True,
             "masks.validity": False,
             "reference.refresh_every": 100,
             "data.max_prompt_length": 1024,
@@ -149,14 +149,14 @@ ENHANCED_GRPO = Algorithm(
     ),
 )
 
-ENHANCED_GRPO_DOCUMENT = ENHANCED_GRPO.but(
-    "enhanced_grpo_document",
+ENHANCED_GRPO_LITERAL = ENHANCED_GRPO.but(
+    "enhanced_grpo_literal",
     "the first document as it is written: the weighted full KL, its off-policy mask, invalid answers dropped",
     {
-        "loss.kl": "full_document",
-        "masks.off_policy": "document",
+        "loss.kl": "full_ratio_weighted",
+        "masks.off_policy": "reference_drift",
         "masks.validity": True,
-        "masks.keep_sampling": False,
+        "masks.keep_sampling_mask": False,
     },
 )
 
@@ -212,7 +212,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         GSPO,
         CISPO,
         ENHANCED_GRPO,
-        ENHANCED_GRPO_DOCUMENT,
+        ENHANCED_GRPO_LITERAL,
         SIMILARITY_GROUP_GRPO,
         PG_GRPO,
         DPO,

@@ -59,11 +59,11 @@ FIRST_DOCUMENT = {
     "loss.denominator": "policy_mask",
 }
 # In what DeepSeek-V3.2 and the document that quotes it differ.
-PAPER = {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling": True, "masks.validity": False}
+PAPER = {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling_mask": True, "masks.validity": False}
 DOCUMENT = {
-    "loss.kl": "full_document",
-    "masks.off_policy": "document",
-    "masks.keep_sampling": False,
+    "loss.kl": "full_ratio_weighted",
+    "masks.off_policy": "reference_drift",
+    "masks.keep_sampling_mask": False,
     "masks.validity": True,
 }
 
@@ -116,7 +116,7 @@ def test_their_losses_are_what_they_are_called():
     assert LOSSES["gspo"].ratios == ("sequence",)
 
 
-@pytest.mark.parametrize(("name", "forms"), [("enhanced_grpo", PAPER), ("enhanced_grpo_document", DOCUMENT)])
+@pytest.mark.parametrize(("name", "forms"), [("enhanced_grpo", PAPER), ("enhanced_grpo_literal", DOCUMENT)])
 def test_enhanced_grpo_is_the_first_document(name, forms):
     recipe = make_recipe({"algorithm": name})
     assert {name: recipe.get(name) for name in FIRST_DOCUMENT} == FIRST_DOCUMENT
@@ -125,8 +125,8 @@ def test_enhanced_grpo_is_the_first_document(name, forms):
 
 
 def test_the_two_forms_of_enhanced_grpo_differ_in_nothing_else():
-    paper, document = (make_recipe({"algorithm": name}) for name in ("enhanced_grpo", "enhanced_grpo_document"))
-    assert differences(document, paper) == {"algorithm": "enhanced_grpo_document", **DOCUMENT}
+    paper, document = (make_recipe({"algorithm": name}) for name in ("enhanced_grpo", "enhanced_grpo_literal"))
+    assert differences(document, paper) == {"algorithm": "enhanced_grpo_literal", **DOCUMENT}
 
 
 def test_the_names_of_the_documents_metrics():
@@ -134,7 +134,7 @@ def test_the_names_of_the_documents_metrics():
     names = {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"}
     without = {name for name in ALGORITHMS if not name.startswith("enhanced_grpo")} - {"pg_grpo", "dpo"}
     assert all(not ALGORITHMS[name].metrics for name in without)
-    assert dict(ALGORITHMS["enhanced_grpo"].metrics) == dict(ALGORITHMS["enhanced_grpo_document"].metrics) == names
+    assert dict(ALGORITHMS["enhanced_grpo"].metrics) == dict(ALGORITHMS["enhanced_grpo_literal"].metrics) == names
     with pytest.raises(TypeError):
         ALGORITHMS["enhanced_grpo"].metrics["loss"] = "mine"
 

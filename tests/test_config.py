@@ -127,7 +127,7 @@ def test_a_resolved_recipe_is_read_back_as_it_was(tmp_path):
             "algorithm": "enhanced_grpo",
             "model": {"lora": {"targets": ["q_proj"]}},
             "sampling": {"top_k": None, "stop": ["\n"]},
-            "masks": {"keep_sampling": False},
+            "masks": {"keep_sampling_mask": False},
             "rewards": [{"function": "a:b", "weight": 2}],
             "phases": [{"name": "one", "steps": 3, "temperature": 0.7}],
         }
@@ -202,10 +202,10 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
          "the recipe: unknown key 'wieght' in [[rewards]] number 2; did you mean 'weight'?"),
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
         ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
-                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_document', "
+                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_literal', "
                                 "'similarity_group_grpo', 'pg_grpo', 'dpo')"),
         ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
-                           "'enhanced_grpo', 'enhanced_grpo_document', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
+                           "'enhanced_grpo', 'enhanced_grpo_literal', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
@@ -322,7 +322,7 @@ def test_whole_numbers_do_where_a_number_is_expected():
         ({"train": {"epochs": None}}, "give train.steps or train.epochs; without either the run would have no end"),
         ({"sampling": {"min_new_tokens": 300}}, "sampling.min_new_tokens 300 is more than sampling.max_new_tokens 256"),
         ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so no answer has a sibling"),
-        ({"masks": {"keep_sampling": True}}, "masks.keep_sampling renormalises over what top_k, top_p and min_p leave, "
+        ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalises over what top_k, top_p and min_p leave, "
                                              "but none of them is set"),
         ({"train": {"mini_batches": 17}}, "train.mini_batches 17 is more than the 16 prompts of a step"),
     ],
@@ -336,9 +336,9 @@ def test_settings_that_do_not_go_together(table, message):
     [
         {"sampling": {"samples_per_prompt": 1}, "advantages": {"baseline": "none"}},
         {"sampling": {"samples_per_prompt": 1}, "advantages": {"grouping": "mine:function"}},
-        {"masks": {"keep_sampling": True}, "sampling": {"top_k": 5}},
-        {"masks": {"keep_sampling": True}, "sampling": {"top_p": 0.9}},
-        {"masks": {"keep_sampling": True}, "sampling": {"min_p": 0.1}},
+        {"masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 5}},
+        {"masks": {"keep_sampling_mask": True}, "sampling": {"top_p": 0.9}},
+        {"masks": {"keep_sampling_mask": True}, "sampling": {"min_p": 0.1}},
         {"train": {"mini_batches": 16}},
         {"train": {"epochs": None, "steps": 3}},
         {"loss": {"name": "mine:loss"}},
@@ -363,24 +363,24 @@ def test_the_choices_written_out_are_the_cores(name):
 def test_every_choice_that_the_core_knows_is_held_to_it():
     """A new Literal is either in CHOICES, or one that is not the core's."""
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
-    assert own == {"model.dtype", "data.too_long", "scoring.on_error", "optimizer.decay", "train.not_finite",
+    assert own == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.decay", "train.on_non_finite",
                    "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
                    "usmle.bad_rows", "grouping.method", "grouping.dtype", "preference.pairs",
-                   "preference.too_long"}  # fmt: skip
+                   "preference.on_too_long"}  # fmt: skip
 
 
 def test_the_other_choices_are_those_of_the_code_they_go_to():
     from groupwise.data.prompts import TOO_LONG
     from groupwise.grouping.cluster import METHODS
     from groupwise.rewards.contract import ON_ERROR
-    from groupwise.train.difficulty import WEIGHTS
-    from groupwise.train.exact_kl import FACTOR_OF
-    from groupwise.train.schedule import DECAYS
+    from groupwise.training.rollout.difficulty import WEIGHTS
+    from groupwise.training.schedule.schedule import DECAYS
+    from groupwise.training.update.exact_kl import FACTOR_OF
 
     assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
     assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *FACTOR_OF}
     assert choices_of(NAMES["grouping.method"]) == METHODS
-    assert set(choices_of(NAMES["data.too_long"])) == set(TOO_LONG)
+    assert set(choices_of(NAMES["data.on_too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
     assert set(choices_of(NAMES["optimizer.decay"])) == set(DECAYS)
 
@@ -544,12 +544,12 @@ def test_what_a_schedule_may_drive_are_numbers_that_a_step_reads():
     assert sections == {"sampling", "advantages", "loss", "preference", "masks", "reference", "optimizer", "scoring",
                         "train"}  # fmt: skip
     assert "train.steps" not in found
-    assert "sampling.max_rows" not in found
+    assert "sampling.max_num_seqs" not in found
 
 
 def test_no_setting_is_literal_outside_its_words():
     """`choices_of` finds what the annotation says, also behind `| None`."""
-    assert choices_of(NAMES["masks.off_policy"]) == ("v3.2", "document")
+    assert choices_of(NAMES["masks.off_policy"]) == ("v3.2", "reference_drift")
     assert choices_of(NAMES["loss.name"]) == ()
     assert get_origin(NAMES["optimizer.decay"].annotation) is Literal
     assert get_args(NAMES["optimizer.decay"].annotation) == choices_of(NAMES["optimizer.decay"])

@@ -105,8 +105,8 @@ def test_its_first_step_runs(name, tmp_path, monkeypatch, capsys):
     if recipe.preference.train is not None:
         monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))  # the reference's log-probs are kept there
     settings = {**SMALL, "run.folder": "run"}
-    if recipe.warm_up.steps:
-        settings |= {"warm_up.steps": 1, "warm_up.batch_size": 2}
+    if recipe.sft.steps:
+        settings |= {"sft.steps": 1, "sft.batch_size": 2}
     if recipe.data.held_out_from_train:
         settings["data.held_out_from_train"] = 2
     if recipe.advantages.grouping == "similarity":

@@ -1,4 +1,4 @@
-"""Makes the list of words that `groupwise.rewards.medical` looks for: those of ICD-10-CM that are not ordinary English.
+"""Makes the list of words that `groupwise.usmle.rewards` looks for: those of ICD-10-CM that are not ordinary English.
 
 Usage, with DATA for the folder that the texts lie in::
 

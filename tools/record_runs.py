@@ -21,7 +21,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--train.steps", "5", "--evaluate.every", "3", "--run.tensorboard", "false", "--run.picture", "false"]
-QUIZ = ["recipes/quiz.toml", "--train.batch_size", "8", "--data.held_out_rows", "32", "--warm_up.steps", "20", *SHORT]
+QUIZ = ["recipes/quiz.toml", "--train.batch_size", "8", "--data.held_out_rows", "32", "--sft.steps", "20", *SHORT]
 TINY = ["--model.source", "tiny", "--model.threads", "1"]
 USMLE = ["recipes/usmle.toml", *TINY, "--sampling.max_new_tokens", "12", "--sampling.samples_per_prompt", "8",
          "--train.batch_size", "4", "--run.resumable", "true", *SHORT]  # fmt: skip
@@ -29,15 +29,15 @@ USMLE = ["recipes/usmle.toml", *TINY, "--sampling.max_new_tokens", "12", "--samp
 TRAIN_RUNS: dict[str, list[str]] = {
     "quiz": QUIZ,
     "lora": [*QUIZ, "--model.lora.rank", "4", "--model.lora.dropout", "0.1"],
-    "passes": [*QUIZ, "--train.mini_batches", "2", "--train.iterations", "2", "--train.refill", "2",
-               "--sampling.samples_per_prompt", "4", "--sampling.top_k", "40", "--masks.keep_sampling", "true",
+    "passes": [*QUIZ, "--train.mini_batches", "2", "--train.iterations", "2", "--train.resample_rounds", "2",
+               "--sampling.samples_per_prompt", "4", "--sampling.top_k", "40", "--masks.keep_sampling_mask", "true",
                "--loss.importance_cap", "2.0", "--masks.high_entropy", "0.8", "--loss.entropy_coef", "0.01",
-               "--reference.refresh_every", "2", "--train.term_gradients", "2"],
-    "similarity": ["recipes/modes.toml", "--train.batch_size", "4", "--warm_up.steps", "30", *SHORT],
+               "--reference.refresh_every", "2", "--train.log_term_gradients_every", "2"],
+    "similarity": ["recipes/modes.toml", "--train.batch_size", "4", "--sft.steps", "30", *SHORT],
     "preference": ["recipes/preference.toml", "--train.batch_size", "8", "--data.held_out_rows", "32",
-                   "--warm_up.steps", "20", *SHORT],
+                   "--sft.steps", "20", *SHORT],
     "usmle": USMLE,
-    "usmle_literal": [*USMLE, "--algorithm", "enhanced_grpo_document"],
+    "usmle_literal": [*USMLE, "--algorithm", "enhanced_grpo_literal"],
 }  # fmt: skip
 DATA_RUNS: dict[str, list[str]] = {
     "pairs": ["recipes/preference-data.toml", *TINY, "--data.train", "{data}/creative_prompts.jsonl",

@@ -17,8 +17,8 @@ from groupwise.errors import ConfigError
 if TYPE_CHECKING:
     from groupwise.config import Recipe
     from groupwise.evaluate import Evaluation
-    from groupwise.evaluate.compare import Comparison
-    from groupwise.evaluate.tables import Report
+    from groupwise.usmle.compare import Comparison
+    from groupwise.usmle.tables import ExamReport
 
 BEFORE = "before"  # the folder, within a report's, of the report on the model that it is compared with
 
@@ -48,7 +48,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         return _report(recipe, arguments)
     if arguments.against is not None:
         raise ConfigError("--against compares two reports; say with --report FOLDER where this one is to be written")
-    from groupwise.train.held_out import evaluate_recipe
+    from groupwise.training.evaluation import evaluate_recipe
 
     found, metric = evaluate_recipe(recipe, _say)
     _print_metrics(found, metric, recipe.model.source)
@@ -58,8 +58,8 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
-    from groupwise.evaluate.compare import compare
-    from groupwise.evaluate.report import REPORT, read_report, write_report
+    from groupwise.usmle.compare import compare
+    from groupwise.usmle.report import REPORT, read_report, write_report
 
     folder: Path = arguments.report
     # Seen now, and not when an hour of answers is to be written.
@@ -87,11 +87,11 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _examined(recipe: Recipe, like: Report | None = None) -> tuple[Report, Sequence[Any]]:
-    from groupwise.train.held_out import examine_recipe
+def _examined(recipe: Recipe, like: ExamReport | None = None) -> tuple[ExamReport, Sequence[Any]]:
+    from groupwise.training.evaluation import run_exam_of_recipe
 
     with _progress(recipe.model.source) as tell:
-        return examine_recipe(recipe, tell, _say, like)
+        return run_exam_of_recipe(recipe, tell, _say, like)
 
 
 def _say(text: str) -> None:
@@ -118,7 +118,7 @@ def _title(recipe: Recipe) -> str:
 
 def facts_of(recipe: Recipe) -> dict[str, str]:
     """What to know about an evaluation to do it again."""
-    from groupwise.train.output import versions
+    from groupwise.training.store.export import versions
 
     how, found = recipe.evaluate, versions()
     facts = {"model": recipe.model.source, "questions": _source(recipe)}
@@ -147,7 +147,7 @@ def _source(recipe: Recipe) -> str:
     return named if data.held_out_split is None else f"{named}, {data.held_out_split}"
 
 
-def _print_report(report: Report, comparison: Comparison | None) -> None:
+def _print_report(report: ExamReport, comparison: Comparison | None) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")

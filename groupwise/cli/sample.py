@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 SAMPLES, TOKENS = 4, 64  # by default, for a prompt
 ANSWER_TOKENS = 400  # for a question: room for its reasoning
-FORMS = ("chat", "direct", "document")  # how a question may be put, as usmle.prompt has it
+FORMS = ("chat", "direct", "completion")  # how a question may be put, as usmle.prompt has it
 
 # Why an answer gives no letter, by the rule that found so (`rewards.choice.NO_ANSWER`).
 WHY_NONE = {
@@ -121,8 +121,8 @@ def _continue(model: Any, tokenizer: Any, sampling: Sampling, samples: int, argu
 
 def _question(arguments: argparse.Namespace, form: str) -> dict[str, Any]:
     """The question as a row of the task, its prompt included."""
-    from groupwise.tasks.usmle import ask
-    from groupwise.tasks.usmle_rows import check_options
+    from groupwise.usmle.rows import check_options
+    from groupwise.usmle.task import ask
 
     if len(arguments.prompts) != 1:
         raise InputError(f"options belong to one question, but {len(arguments.prompts)} prompts are given")
@@ -147,15 +147,15 @@ def _answer(
     from rich.text import Text
 
     from groupwise.data import PromptBuilder
-    from groupwise.evaluate.exam import Candidate
     from groupwise.generate import Engine, StopStrings
     from groupwise.model import prepare
-    from groupwise.tasks.usmle import letter_answers
+    from groupwise.usmle.exam import ModelUnderTest
+    from groupwise.usmle.task import letter_answers
 
-    prepared = prepare(model)
-    candidate = Candidate(
-        prepared,
-        Engine(prepared),
+    handle = prepare(model)
+    candidate = ModelUnderTest(
+        handle,
+        Engine(handle),
         tokenizer,
         PromptBuilder(tokenizer, chat=False if arguments.raw else None, max_prompt_length=None),
         stop=StopStrings(tokenizer, arguments.stop) if arguments.stop else None,

@@ -58,8 +58,8 @@ def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -
 
 def _train(arguments: argparse.Namespace) -> int:
     recipe = recipe_of(arguments)
-    from groupwise.train.display import make_display
-    from groupwise.train.trainer import Trainer
+    from groupwise.training.display.base import make_display
+    from groupwise.training.trainer import Trainer
 
     with make_display() as display:
         trainer = Trainer(
@@ -73,7 +73,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> int:
     recipe = recipe_of(arguments)
-    from groupwise.train.estimate import describe_run
+    from groupwise.training.preflight import describe_run
 
     out = console()
     for line in describe_run(recipe, timed=not arguments.quick):

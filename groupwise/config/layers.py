@@ -193,9 +193,9 @@ def _check(recipe: Recipe, where: str) -> None:
         )
     _check_shrinkage(recipe, where)
     _check_preference(recipe, where)
-    if recipe.masks.keep_sampling and not _filters(recipe):
+    if recipe.masks.keep_sampling_mask and not _filters(recipe):
         raise ConfigError(
-            f"{where}: masks.keep_sampling renormalises over what top_k, top_p and min_p leave, but none of them is set"
+            f"{where}: masks.keep_sampling_mask renormalises over what top_k, top_p and min_p leave, but none of them is set"
         )
     prompts = recipe.train.batch_size * recipe.train.accumulation
     if not samples_answers(recipe):

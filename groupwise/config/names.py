@@ -38,10 +38,10 @@ KNOWN_ELSEWHERE = {
 # The settings that a schedule may drive: read anew in every step. The rest (model, data, run, …) is fixed.
 SCHEDULED_SECTIONS = ("sampling", "advantages", "loss", "masks", "reference", "optimizer", "scoring")
 SCHEDULED_OF = {
-    "train": ("batch_size", "accumulation", "iterations", "mini_batches", "refill", "self_check"),
+    "train": ("batch_size", "accumulation", "iterations", "mini_batches", "resample_rounds", "max_logp_mismatch"),
     "preference": ("weight", "beta", "label_smoothing", "discopop_tau", "pairs_per_group", "min_margin"),
 }
-NOT_SCHEDULED = {"sampling.max_rows", "optimizer.warmup_steps", "optimizer.final", "optimizer.beta1", "optimizer.beta2",
+NOT_SCHEDULED = {"sampling.max_num_seqs", "optimizer.warmup_steps", "optimizer.final", "optimizer.beta1", "optimizer.beta2",
                  "optimizer.eps", "scoring.timeout"}  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 
-KL_FORMS = (*ESTIMATORS, "full", "full_document")  # the last two need whole distributions: `core.full_kl`
+KL_FORMS = (*ESTIMATORS, "full", "full_ratio_weighted")  # the last two need whole distributions: `core.full_kl`
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -95,14 +95,14 @@ class DataSection(SourcesSection):
     """passed on to the chat template, e.g. {enable_thinking = false}"""
     max_prompt_length: Count | None = 512
     """the longest prompt, in tokens"""
-    too_long: Literal["error", "drop", "cut"] = "error"
+    on_too_long: Literal["error", "drop", "cut"] = "error"
     """what becomes of a longer prompt: stop with an error, leave it out, or keep its end"""
     shuffle: bool = True
     """a new order of the rows in every epoch, from the run's seed"""
 
 
 class UsmleSection(Section):
-    prompt: Literal["chat", "direct", "document"] = "chat"
+    prompt: Literal["chat", "direct", "completion"] = "chat"
     """how a question is put: reason first and end with "Answer: X"; that line alone; or the first document's wording"""
     reading: Literal["strict", "lenient"] = "strict"
     """what counts as an answer for the reward: the required form only, or what a careful reader would take"""
@@ -161,7 +161,7 @@ class SamplingSection(Section):
     """sample among tokens at least this likely, relative to the likeliest"""
     stop: list[str] = Field(default_factory=list)
     """an answer ends with the first of these texts"""
-    max_rows: Count | None = None
+    max_num_seqs: Count | None = None
     """the most answers generated at once"""
 
 
@@ -197,9 +197,9 @@ class GroupingSection(Section):
     """texts that are embedded at once"""
     cache: CountOrNone = 20_000
     """so many embeddings are kept, by the hash of their text; 0 is none"""
-    after: str | None = "</think>"
+    text_after: str | None = "</think>"
     """only what follows the last such mark is compared, or all where there is none; none compares whole answers"""
-    method: Literal["average", "document", "threshold", "adaptive", "dbscan"] = "average"
+    method: Literal["average", "ward_rows", "threshold", "adaptive", "dbscan"] = "average"
     """how answers to one prompt are put into clusters (docs/creative.md)"""
     max_groups: Annotated[int, Field(ge=2)] = 7
     """average, document, adaptive: the most clusters of a prompt; the silhouette, or the largest gap, chooses"""
@@ -240,8 +240,8 @@ class LossSection(Section):
     """what a mean is divided by: all answers, or only what the masks leave (the first document)"""
     kl_coef: NotNegative = 0.0
     """β: weight of the KL to the reference"""
-    kl: Literal["k1", "k2", "k3", "unbiased", "full", "full_document"] = "k3"
-    """the KL: an estimate (unbiased is DeepSeek-V3.2's), or over the whole vocabulary (full_document: weighted)"""
+    kl: Literal["k1", "k2", "k3", "unbiased", "full", "full_ratio_weighted"] = "k3"
+    """the KL: an estimate (unbiased is DeepSeek-V3.2's), or over the whole vocabulary (full_ratio_weighted: weighted)"""
     entropy_coef: Finite = 0.0
     """bonus on the entropy of the policy"""
     importance_cap: Positive | None = None
@@ -279,7 +279,7 @@ class PreferenceSection(SourcesSection):
     """pairs of the data set in a step"""
     max_length: Count | None = 1024
     """the longest pair: tokens of its prompt and the longer answer"""
-    too_long: Literal["error", "drop", "cut"] = "drop"
+    on_too_long: Literal["error", "drop", "cut"] = "drop"
     """what becomes of a longer pair: stop with an error, leave it out, or cut the ends of its answers off"""
     shuffle: bool = True
     """a new order of the pairs in every epoch, from the run's seed"""
@@ -295,7 +295,7 @@ class PreferenceSection(SourcesSection):
 class MasksSection(Section):
     truncated: bool = False
     """answers that were cut off by max_new_tokens do not teach"""
-    off_policy: Literal["v3.2", "document"] | None = None
+    off_policy: Literal["v3.2", "reference_drift"] | None = None
     """do not learn from answers that have become unlikely (v3.2), or that left the reference behind (document)"""
     off_policy_threshold: Positive = 0.5
     """how far is too far"""
@@ -307,7 +307,7 @@ class MasksSection(Section):
     """validity: the largest share of an answer's word triples that were seen before in it"""
     high_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
     """only this share of tokens, those with the highest entropy, teach"""
-    keep_sampling: bool = False
+    keep_sampling_mask: bool = False
     """renormalise the policy over what top-k, top-p and min-p had left (DeepSeek-V3.2's keep sampling mask)"""
 
 
@@ -343,7 +343,7 @@ class OptimizerSection(Section):
     """the share of the learning rate that is left at the end"""
 
 
-class WarmUpSection(Section):
+class SftSection(Section):
     steps: CountOrNone = 0
     """supervised steps on the task's examples before the first GRPO step, to teach the answer's format"""
     epochs: Positive | None = None
@@ -369,15 +369,15 @@ class TrainSection(Section):
     """updates in one pass over a batch; each is normalised by itself"""
     token_budget: Count | None = None
     """tokens of one forward and backward pass; by default what fits. It does not change the result"""
-    refill: CountOrNone = 0
+    resample_rounds: CountOrNone = 0
     """how many further rounds of prompts may be sampled to replace those that teach nothing"""
-    skip_equal: bool = True
+    skip_equal_rewards: bool = True
     """compute nothing for groups with equal rewards, unless a KL or entropy term needs them"""
-    not_finite: Literal["stop", "skip"] = "stop"
+    on_non_finite: Literal["stop", "skip"] = "stop"
     """a loss or gradient that is no finite number: stop before the weights move, or skip the update and count it"""
-    self_check: Positive = 0.05
+    max_logp_mismatch: Positive = 0.05
     """warn when sampler and trainer differ by more than this in a token's log-prob, on average"""
-    term_gradients: CountOrNone = 0
+    log_term_gradients_every: CountOrNone = 0
     """every so many steps, also report each objective term's gradient norm and the cosines between them"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """decides the order of rows, the sampling and an adapter's first values"""
@@ -386,7 +386,7 @@ class TrainSection(Section):
 class EvaluateSection(Section):
     every: CountOrNone = 0
     """evaluate on the held-out rows every so many steps; 0 is only at the end"""
-    first: bool = True
+    before_training: bool = True
     """also before the first step"""
     samples: Count = 1
     """answers to each row, averaged"""
@@ -409,11 +409,11 @@ class RunSection(Section):
     """steps between two lines where there is no terminal to draw on; metrics.jsonl has every step"""
     checkpoint_every: CountOrNone = 50
     """steps between checkpoints; 0 is only at the end"""
-    keep: Count = 2
+    keep_checkpoints: Count = 2
     """how many checkpoints are kept, beside the best"""
     resumable: bool = True
     """checkpoints hold masters and optimizer (16 bytes a weight); false keeps the policy alone: no --resume"""
-    rollouts: bool = True
+    save_rollouts: bool = True
     """one Parquet file of prompts, answers and rewards per step"""
     tensorboard: bool = True
     """TensorBoard events, where the package is installed"""
@@ -448,7 +448,7 @@ class Recipe(Section):
     masks: MasksSection = Field(default_factory=MasksSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
-    warm_up: WarmUpSection = Field(default_factory=WarmUpSection)
+    sft: SftSection = Field(default_factory=SftSection)
     train: TrainSection = Field(default_factory=TrainSection)
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     run: RunSection = Field(default_factory=RunSection)

@@ -27,7 +27,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.comparison import Run, write_comparison
 from groupwise.control.algorithms import (
     GRPOAgent,
     GRPOSettings,
@@ -38,6 +37,7 @@ from groupwise.control.algorithms import (
     play_out,
     settings_of,
 )
+from groupwise.control.comparison import Run, write_comparison
 from groupwise.control.utils import (
     Array,
     Environments,

@@ -1,7 +1,7 @@
 """Temperature, top-k, top-p and min-p, and log-probs over the set of tokens that survived them.
 
 The order matters, because each filter sees what the one before it left. ``"transformers"``: temperature, top-k,
-top-p, min-p. ``"vllm"``: temperature, min-p, top-k, top-p. ``"document"`` (the second document, after mlx-lm): top-k,
+top-p, min-p. ``"vllm"``: temperature, min-p, top-k, top-p. ``"mlx_lm"`` (the second document, after mlx-lm): top-k,
 min-p, top-p on probabilities that are not renormalised in between, and temperature last. The three keep different
 sets. Where the document's literal code would leave nothing (top-p after a top-k that holds little mass), the most
 likely tokens stay.
@@ -21,7 +21,7 @@ from groupwise.errors import InputError, check_choice
 ORDERS = {
     "transformers": ("temperature", "top_k", "top_p", "min_p"),
     "vllm": ("temperature", "min_p", "top_k", "top_p"),
-    "document": ("top_k", "min_p", "top_p", "temperature"),
+    "mlx_lm": ("top_k", "min_p", "top_p", "temperature"),
 }
 
 
@@ -49,7 +49,7 @@ def filter_logits(
     if logits.dim() < 1 or not logits.shape[-1]:
         raise InputError(f"logits has shape {shape_of(logits)}; expected (…, V) with V at least 1")
     scores = working(logits)
-    total = scores.logsumexp(-1, keepdim=True) if order == "document" else None
+    total = scores.logsumexp(-1, keepdim=True) if order == "mlx_lm" else None
     keep = min(min_tokens_to_keep, logits.shape[-1])
     for step in ORDERS[order]:
         if step == "temperature" and temperature != 1.0:

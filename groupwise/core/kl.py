@@ -19,7 +19,7 @@ from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
 from groupwise.errors import InputError, check_choice
 
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
-FACTORS = ("none", "document")
+FACTORS = ("none", "mean_ratio")
 DOCUMENT_EPS = 1e-8
 
 
@@ -64,7 +64,7 @@ def full_kl(
     """The exact KL(π_θ ‖ π_ref) ``(…)`` of whole distributions, from logits ``(…, V)``.
 
     Worked through ``chunk_size`` rows at a time, forward and backward, so that no softmax of the whole batch is ever
-    held. ``factor="document"`` is the first document's: × mean over the vocabulary of π_θ/(π_ref + 1e-8).
+    held. ``factor="mean_ratio"`` is the first document's: × mean over the vocabulary of π_θ/(π_ref + 1e-8).
     """
     check_same_shape(logits=logits, ref_logits=ref_logits)
     return _in_chunks(
@@ -119,7 +119,7 @@ def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
     # A token that neither could produce (−inf in both) has probability 0 and contributes 0, not 0 · (−inf + inf).
     difference = torch.where(prob > 0, logp - ref_logp, 0.0)
     kl = (prob * difference).sum(-1)
-    if factor == "document":
+    if factor == "mean_ratio":
         kl = kl * (prob / (ref_logp.exp() + DOCUMENT_EPS)).mean(-1)
     return kl
 

@@ -24,7 +24,7 @@ from groupwise.core._checks import (
 )
 from groupwise.errors import InputError, check_choice
 
-OFF_POLICY_RULES = ("v3.2", "document")
+OFF_POLICY_RULES = ("v3.2", "reference_drift")
 
 
 def completion_mask(ids: Tensor, eos_ids: int | Sequence[int], *, lengths: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ def off_policy_sequence_mask(
     """Which sequences are still close enough to the policy to learn from: keep ``(B,)``.
 
     ``"v3.2"`` (DeepSeek-V3.2): drop iff A < 0 and mean_t(log π_old − log π_θ) > threshold. ``(B, T)`` advantages
-    give a ``(B, T)`` mask. ``"document"`` (the first document): drop iff log π_θ(o) − log π_ref(o) ≥ threshold for
+    give a ``(B, T)`` mask. ``"reference_drift"`` (the first document): drop iff log π_θ(o) − log π_ref(o) ≥ threshold for
     the whole sequence, whatever its advantage; ``old_logps`` are then the reference's and advantages may be None.
     """
     check_choice("rule", rule, OFF_POLICY_RULES)
@@ -70,7 +70,7 @@ def off_policy_sequence_mask(
     # A token without a valid log-prob is no evidence: out of the sum and out of its denominator.
     known = mask & ~behind.isnan()
     behind = torch.where(known, behind, 0.0).sum(-1)
-    if rule == "document":
+    if rule == "reference_drift":
         return -behind < threshold
     if advantages is None:
         raise InputError("the rule 'v3.2' needs advantages: it only drops sequences that did worse than their group")

@@ -44,11 +44,11 @@ class PairBuilder:
         prompt it is what both answers begin with: messages, the turns of a dialogue ``Human: … Assistant: …``, or
         whole words. Rows of ShareGPT (``conversations``) and of LLMBar (``input``, ``output_1``, ``output_2``,
         ``label``) are read as well.
-    max_length, too_long: a pair whose prompt and longer answer have more tokens is an ``"error"``, left out
+    max_length, on_too_long: a pair whose prompt and longer answer have more tokens is an ``"error"``, left out
         (``"drop"``), or has the ends of its answers ``"cut"`` off, unless the prompt alone leaves them no room.
 
     After `build`, ``refused`` counts the rows that were left out, by reason (``same_answer``, ``no_answer``,
-    ``too_long``), ``kept`` are the numbers of the others, and in ``retokenised`` pairs the prompt lost its end.
+    ``on_too_long``), ``kept`` are the numbers of the others, and in ``retokenised`` pairs the prompt lost its end.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class PairBuilder:
         chosen: str = "chosen",
         rejected: str = "rejected",
         max_length: int | None = None,
-        too_long: str = "drop",
+        on_too_long: str = "drop",
     ) -> None:
-        check_choice("too_long", too_long, TOO_LONG, ConfigError)
+        check_choice("on_too_long", on_too_long, TOO_LONG, ConfigError)
         check_length("max_length", max_length)
         self.prompts = prompts
         self.max_length = max_length
-        self.too_long = too_long
+        self.on_too_long = on_too_long
         self.refused = dict.fromkeys(REFUSALS, 0)
         self.kept: tuple[int, ...] = ()
         self.retokenised = 0
@@ -157,7 +157,7 @@ class PairBuilder:
 
     def _check_lengths(self, found: Mapping[int, Pair | str], places: Sequence[str]) -> None:
         limit = self.max_length
-        if limit is None or self.too_long != "error":
+        if limit is None or self.on_too_long != "error":
             return
         lengths = {number: _length(found[number]) for number in sorted(found)}
         long = [number for number, length in lengths.items() if length > limit]
@@ -166,7 +166,7 @@ class PairBuilder:
             others = f" ({len(long)} pairs are too long, the longest has {most})" if len(long) > 1 else ""
             raise DataError(
                 f"{places[long[0]]}: the prompt and the longer answer have {lengths[long[0]]} tokens, more than "
-                f"max_length={limit}{others}; raise max_length, leave such pairs out with too_long='drop', or shorten "
+                f"max_length={limit}{others}; raise max_length, leave such pairs out with on_too_long='drop', or shorten "
                 "their answers with 'cut'"
             )
 
@@ -176,7 +176,7 @@ class PairBuilder:
         if isinstance(pair, str) or limit is None or _length(pair) <= limit:
             return pair
         room = limit - len(pair.prompt)
-        if self.too_long == "drop" or room < 1:
+        if self.on_too_long == "drop" or room < 1:
             return "too_long"
         cut = Pair(pair.prompt, pair.chosen[:room], pair.rejected[:room])
         return SAME_ANSWER if cut.chosen == cut.rejected else cut

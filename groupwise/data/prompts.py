@@ -47,7 +47,7 @@ class PromptBuilder:
 
     system_prompt: put in front as a system message, unless the row's messages begin with one of their own.
     chat_template_kwargs: handed on to the chat template, such as ``{"enable_thinking": False}``.
-    max_prompt_length, too_long: a prompt of more tokens is an ``"error"``, left out (``"drop"``), or ``"cut"`` to its
+    max_prompt_length, on_too_long: a prompt of more tokens is an ``"error"``, left out (``"drop"``), or ``"cut"`` to its
         last tokens, which only a text without a template bears. After `build`, ``dropped`` is how many were left out,
         and ``kept`` are the numbers of the rows that were not.
     """
@@ -60,9 +60,9 @@ class PromptBuilder:
         chat: bool | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_length: int | None = None,
-        too_long: str = "error",
+        on_too_long: str = "error",
     ) -> None:
-        check_choice("too_long", too_long, TOO_LONG, ConfigError)
+        check_choice("on_too_long", on_too_long, TOO_LONG, ConfigError)
         check_length("max_prompt_length", max_prompt_length)
         if system_prompt is not None and (not isinstance(system_prompt, str) or has_half_a_character(system_prompt)):
             raise ConfigError(f"system_prompt must be a text of whole characters, or None, got {system_prompt!r}")
@@ -80,7 +80,7 @@ class PromptBuilder:
         self.chat = self.has_template if chat is None else chat
         self.system_prompt = system_prompt
         self.max_prompt_length = max_prompt_length
-        self.too_long = too_long
+        self.on_too_long = on_too_long
         self.dropped = 0
         self.kept: tuple[int, ...] = ()
 
@@ -121,9 +121,9 @@ class PromptBuilder:
             )
 
     def _check_cut(self) -> None:
-        if self.too_long == "cut" and self.max_prompt_length is not None:
+        if self.on_too_long == "cut" and self.max_prompt_length is not None:
             raise ConfigError(
-                "too_long='cut' would cut a chat prompt's opening tokens off, and the model would not understand the "
+                "on_too_long='cut' would cut a chat prompt's opening tokens off, and the model would not understand the "
                 "rest; use 'drop' or 'error', or a larger max_prompt_length"
             )
 
@@ -206,7 +206,7 @@ class PromptBuilder:
         everyone = list(range(len(ids)))
         if limit is None:
             return everyone
-        if self.too_long == "cut":
+        if self.on_too_long == "cut":
             for number, tokens in enumerate(ids):
                 ids[number] = tokens[-limit:]
             return everyone
@@ -214,11 +214,11 @@ class PromptBuilder:
         if not long:
             return everyone
         lengths = [len(ids[number]) for number in long]
-        if self.too_long == "error":
+        if self.on_too_long == "error":
             others = f" ({len(long)} prompts are too long, the longest has {max(lengths)})" if len(long) > 1 else ""
             raise DataError(
                 f"{places[long[0]]}: the {column} has {lengths[0]} tokens, more than max_prompt_length={limit}{others}"
-                "; raise max_prompt_length, or leave such prompts out with too_long='drop'"
+                "; raise max_prompt_length, or leave such prompts out with on_too_long='drop'"
             )
         if len(long) == len(ids):
             raise DataError(

@@ -27,8 +27,8 @@ from groupwise.generate.sampling import draw
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import Call, to_device
 from groupwise.model.cache import STORAGE, SharedCache, Storage
+from groupwise.model.handle import Head, ModelHandle
 from groupwise.model.kernels import TILE_ROWS, Packet, decode_attention, splits_for
-from groupwise.model.prepared import Head, Prepared
 
 LAG = 4
 FIELDS = 6  # of a packet, per row: slot, length, position, prompt length, banned, uniform
@@ -64,17 +64,17 @@ class Launched(NamedTuple):
 class Graphs:
     """The captured steps for one cache, and the memory that they read and write."""
 
-    def __init__(self, prepared: Prepared, head: Head, cache: SharedCache, longest_prompt: int | None) -> None:
-        self.prepared, self.head, self.cache = prepared, head, cache
-        device = prepared.device
+    def __init__(self, handle: ModelHandle, head: Head, cache: SharedCache, longest_prompt: int | None) -> None:
+        self.handle, self.head, self.cache = handle, head, cache
+        device = handle.device
         self.sizes = _sizes(cache.slots)
         most = self.sizes[-1]
         # A fixed number where results must not depend on anybody's prompt.
-        self.splits = 4 if longest_prompt is None else splits_for(prepared, cache.slots, longest_prompt)
+        self.splits = 4 if longest_prompt is None else splits_for(handle, cache.slots, longest_prompt)
         self.packet = torch.zeros(_packet_size(most), dtype=torch.int32, device=device)
         self.out = torch.zeros(4, most, dtype=torch.int32, device=device)
         self.last = torch.zeros(cache.slots + 1, dtype=torch.long, device=device)
-        self.eos = torch.zeros(prepared.vocabulary, dtype=torch.bool, device=device)
+        self.eos = torch.zeros(handle.vocabulary, dtype=torch.bool, device=device)
         self.kept_pool = torch.zeros(0, dtype=torch.int32, device=device)
         self.kept_used = torch.zeros(1, dtype=torch.long, device=device)
         # An entry is written anew only after its event has been waited for: two more than the steps under way.
@@ -82,15 +82,15 @@ class Graphs:
         self.outcomes = torch.zeros(LAG + 3, 4, most, dtype=torch.int32, pin_memory=True)
         self.events = [torch.cuda.Event() for _ in range(LAG + 3)]  # type: ignore[no-untyped-call]
         self.captured: dict[Any, torch.cuda.CUDAGraph] = {}
-        self.fingerprint = prepared.fingerprint()
+        self.fingerprint = handle.fingerprint()
         self.memory = torch.cuda.graph_pool_handle()
 
     def begin(self) -> None:
         """Before a call: what an interrupted one left under way is over, and a changed model is captured anew."""
         for event in self.events:
             event.synchronize()
-        if self.fingerprint != self.prepared.fingerprint():
-            self.captured, self.fingerprint = {}, self.prepared.fingerprint()
+        if self.fingerprint != self.handle.fingerprint():
+            self.captured, self.fingerprint = {}, self.handle.fingerprint()
 
     def keep_room_for_sets(self, ids: int) -> None:
         """A place for kept sets; graphs that wrote to a smaller one are of no use any more."""
@@ -128,7 +128,7 @@ class Graphs:
         fields, packet = _views(self.packet, rows, self.sizes[-1])
         slots = packet.slots.long()
         layout = TiledLayout(packet, self.splits)
-        hidden = self.prepared.hidden(self.last[slots, None], packet.positions.long()[:, None], layout)[:, 0]
+        hidden = self.handle.hidden(self.last[slots, None], packet.positions.long()[:, None], layout)[:, 0]
         self.draw(self.head.logits(hidden), slots, fields[5].view(torch.float32), fields[4] > 0, sampling)
 
     def draw(self, logits: Tensor, slots: Tensor, uniform: Tensor, banned: Tensor, sampling: Sampling) -> None:
@@ -161,14 +161,14 @@ class GraphRunner(Runner):
     lag = LAG
 
     def __init__(self, graphs: Graphs, request: Request, isolated: bool) -> None:
-        super().__init__(graphs.prepared, graphs.head, graphs.cache, request.sampling, request.eos, isolated)
+        super().__init__(graphs.handle, graphs.head, graphs.cache, request.sampling, request.eos, isolated)
         self.graphs = graphs
         graphs.begin()
         graphs.eos.copy_(self.eos)
         graphs.kept_used.zero_()
         if self.sampling.keep_sets:
             tokens = int(request.limits.sum())  # top_k is no bound: ties are kept
-            graphs.keep_room_for_sets(min(self.sampling.kept_bytes // 4, tokens * graphs.prepared.vocabulary))
+            graphs.keep_room_for_sets(min(self.sampling.kept_bytes // 4, tokens * graphs.handle.vocabulary))
         self.entry = 0
 
     def first(self, logits: Tensor, rows: Rows, uniform: np.ndarray) -> Launched:

@@ -209,7 +209,7 @@ class DrawnRows(NamedTuple):
 
 def can_draw(sampling: Sampling) -> bool:
     """Whether the kernel draws like this. The document's order filters before it tempers; greedy needs no chance."""
-    return not sampling.greedy and sampling.order != "document"
+    return not sampling.greedy and sampling.order != "mlx_lm"
 
 
 def draw_rows(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> DrawnRows:

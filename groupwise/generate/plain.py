@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
-from groupwise.generate.request import Chance, Record, Request
+from groupwise.generate.request import OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import Rows, read_drawn
 from groupwise.generate.sampling import draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
+from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.logprobs import Ids
-from groupwise.model.prepared import Prepared, prepare
 
 
 class PlainGenerator:
     """A `Generator` for models that cannot share their prompts, and for comparison."""
 
     def __init__(self, model: Any) -> None:
-        self.prepared: Prepared = prepare(model, plain=True)
+        self.handle: ModelHandle = prepare(model, plain=True)
 
     @torch.no_grad()
     def generate(
@@ -39,13 +39,13 @@ class PlainGenerator:
         keys: Sequence[int] | None = None,
     ) -> Rollout:
         """``samples`` completions of each prompt; see `Sampling` and `Rollout`."""
-        request = Request(self.prepared, prompts, samples, sampling, keys)
-        record = Record(request, stop)
+        request = Request(self.handle, prompts, samples, sampling, keys)
+        record = OutputBuffer(request, stop)
         for number, ids in enumerate(request.prompts):
             members = np.flatnonzero(request.prompt_of == number)
-            drawing = _Drawing(request, record, members, self.prepared)
-            rows = ids.repeat(len(members), 1).to(self.prepared.device)
-            generate: Any = self.prepared.model.generate
+            drawing = _Drawing(request, record, members, self.handle)
+            rows = ids.repeat(len(members), 1).to(self.handle.device)
+            generate: Any = self.handle.model.generate
             generate(
                 rows,
                 attention_mask=torch.ones_like(rows),  # or a token that happens to be the padding's would be hidden
@@ -54,7 +54,7 @@ class PlainGenerator:
                     max_new_tokens=int(request.limits[members[0]]),
                     do_sample=False,
                     pad_token_id=0,
-                    eos_token_id=self.prepared.vocabulary,
+                    eos_token_id=self.handle.vocabulary,
                 ),
                 logits_processor=LogitsProcessorList([drawing]),
                 stopping_criteria=StoppingCriteriaList([drawing.ended]),
@@ -66,11 +66,11 @@ class PlainGenerator:
 class _Drawing(LogitsProcessor):
     """Draws the next tokens itself, and leaves `generate` no other choice."""
 
-    def __init__(self, request: Request, record: Record, members: np.ndarray, prepared: Prepared) -> None:
+    def __init__(self, request: Request, record: OutputBuffer, members: np.ndarray, handle: ModelHandle) -> None:
         self.request, self.record, self.members = request, record, members
-        self.eos = eos_mask(request.eos, prepared)
+        self.eos = eos_mask(request.eos, handle)
         self.index = 0
-        self.chance = Chance(request, len(members))
+        self.chance = RandomStream(request, len(members))
         self.chance.enter(members.tolist(), range(len(members)))
         self.ended = _Ended(record, members)
 
@@ -87,7 +87,7 @@ class _Drawing(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    def __init__(self, record: Record, members: np.ndarray) -> None:
+    def __init__(self, record: OutputBuffer, members: np.ndarray) -> None:
         self.record, self.members = record, members
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:

@@ -14,8 +14,8 @@ from groupwise.generate.runner import Group, Outcome, Rows
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
+from groupwise.model.handle import ModelHandle
 from groupwise.model.logprobs import Ids, check_ids
-from groupwise.model.prepared import Prepared
 
 
 class Request:
@@ -23,7 +23,7 @@ class Request:
 
     def __init__(
         self,
-        prepared: Prepared,
+        handle: ModelHandle,
         prompts: Sequence[Ids],
         samples: int | Sequence[int],
         sampling: Sampling,
@@ -32,7 +32,7 @@ class Request:
         if not len(prompts):
             raise InputError("there is no prompt")
         self.sampling = sampling
-        self.prompts = [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)]
+        self.prompts = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
         self.prompt_lengths = [len(ids) for ids in self.prompts]
         self.counts = [samples] * len(prompts) if isinstance(samples, int) else list(samples)
         if len(self.counts) != len(prompts) or not all(_whole(number, 1) for number in self.counts):
@@ -44,20 +44,20 @@ class Request:
         self.number_of = np.concatenate([np.arange(count) for count in self.counts])  # within its group
         lengths = np.array(self.prompt_lengths)[self.prompt_of]
         room = np.full(len(lengths), sampling.max_new_tokens)
-        if prepared.window is not None:
-            room = np.minimum(room, prepared.window - lengths)
+        if handle.window is not None:
+            room = np.minimum(room, handle.window - lengths)
             full = np.flatnonzero(room < 1)
             if len(full):
                 raise InputError(
                     f"prompt {self.prompt_of[full[0]]} has {lengths[full[0]]} tokens and fills the model's window of "
-                    f"{prepared.window}: there is no room for a new one"
+                    f"{handle.window}: there is no room for a new one"
                 )
         self.limits = room  # of each sample: new tokens
         self.longest = int(room.max())
-        self.eos = _eos(prepared, sampling)
+        self.eos = _eos(handle, sampling)
 
 
-class Chance:
+class RandomStream:
     """The uniform numbers of the samples that run, one row per slot."""
 
     def __init__(self, request: Request, slots: int) -> None:
@@ -80,7 +80,7 @@ class Chance:
         return numbers
 
 
-class Running:
+class ActiveSamples:
     """The samples that run, in the order of their admission, and how many tokens of each have been launched."""
 
     def __init__(self, request: Request, scheduler: Scheduler) -> None:
@@ -130,7 +130,7 @@ class Running:
         return np.array(samples, np.int64), slots, groups
 
 
-class Record:
+class OutputBuffer:
     """Tokens as they come out, and when each sample ended."""
 
     def __init__(self, request: Request, stop: Stop | None) -> None:
@@ -212,13 +212,13 @@ def _whole(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
-def _eos(prepared: Prepared, sampling: Sampling) -> list[int]:
+def _eos(handle: ModelHandle, sampling: Sampling) -> list[int]:
     """The settings' EOS ids, or the model's own."""
     given: Any = sampling.eos_ids
     if given is None:
-        given = getattr(prepared.model.generation_config, "eos_token_id", None)
+        given = getattr(handle.model.generation_config, "eos_token_id", None)
     own: list[int] = [] if given is None else [given] if isinstance(given, int) else list(given)
     for number in own:
-        if not 0 <= number < prepared.vocabulary:
-            raise InputError(f"the EOS id {number} is outside the vocabulary of {prepared.vocabulary}")
+        if not 0 <= number < handle.vocabulary:
+            raise InputError(f"the EOS id {number} is outside the vocabulary of {handle.vocabulary}")
     return own

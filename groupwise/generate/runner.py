@@ -19,7 +19,7 @@ from groupwise.generate.sampling import Drawn, draw, eos_mask
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import to_device
 from groupwise.model.cache import DecodeLayout, PrefillLayout, SharedCache
-from groupwise.model.prepared import Head, Prepared
+from groupwise.model.handle import Head, ModelHandle
 
 Group = tuple[int, int, slice]
 """A prompt's start and length in the pool, and the rows of its samples."""
@@ -56,23 +56,23 @@ class Runner:
 
     def __init__(
         self,
-        prepared: Prepared,
+        handle: ModelHandle,
         head: Head,
         cache: SharedCache,
         sampling: Sampling,
         eos: Sequence[int],
         isolated: bool = False,
     ) -> None:
-        self.prepared, self.head, self.cache, self.sampling = prepared, head, cache, sampling
-        self.device, self.isolated = prepared.device, isolated
+        self.handle, self.head, self.cache, self.sampling = handle, head, cache, sampling
+        self.device, self.isolated = handle.device, isolated
         self.last = torch.zeros(cache.slots + 1, dtype=torch.long, device=self.device)
-        self.eos = eos_mask(eos, prepared)
+        self.eos = eos_mask(eos, handle)
 
     def prefill(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
         """The logits ``(n, V)`` that follow each prompt; their keys and values are in the pool."""
         layout = PrefillLayout([len(ids) for ids in prompts], starts, self.device)
         row = to_device(torch.cat(list(prompts)), self.device)
-        hidden = self.prepared.hidden(row[None], layout.positions[None], layout)[0]
+        hidden = self.handle.hidden(row[None], layout.positions[None], layout)[0]
         return self.head.logits(hidden[layout.prompt_ends[1:].long() - 1])
 
     def first(self, logits: Tensor, rows: Rows, uniform: np.ndarray) -> Any:
@@ -102,7 +102,7 @@ class Runner:
             groups=groups,
             own_tokens=self.sampling.max_new_tokens if self.isolated else None,
         )
-        hidden = self.prepared.hidden(self.last[layout.slots, None], layout.positions[:, None], layout)[:, 0]
+        hidden = self.handle.hidden(self.last[layout.slots, None], layout.positions[:, None], layout)[:, 0]
         drawn = self._draw(self.head.logits(hidden), index, uniform)
         self.last[layout.slots] = drawn.ids
         return drawn

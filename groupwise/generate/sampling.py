@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.core.filters import filter_logits
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import to_device
-from groupwise.model.prepared import Prepared
+from groupwise.model.handle import ModelHandle
 
 
 class Drawn(NamedTuple):
@@ -78,11 +78,11 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
     return Drawn(ids, logps, logps if whole else _at(filtered, ids, filtered_total), filtered)
 
 
-def eos_mask(eos: Sequence[int], prepared: Prepared) -> Tensor:
+def eos_mask(eos: Sequence[int], handle: ModelHandle) -> Tensor:
     """Which tokens end a completion, ``(V,)``."""
-    mask = torch.zeros(prepared.vocabulary, dtype=torch.bool)
+    mask = torch.zeros(handle.vocabulary, dtype=torch.bool)
     mask[list(eos)] = True
-    return to_device(mask, prepared.device)
+    return to_device(mask, handle.device)
 
 
 def _at(logits: Tensor, ids: Tensor, total: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ The names of the third document are here too, among them `SimilarityGrouperWorke
 
 from groupwise.grouping.cluster import METHODS, SimilarityGroups, cosine_distances, nested_groups, similarity_groups
 from groupwise.grouping.diversity import diversity, effective_clusters
-from groupwise.grouping.document import (
+from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
+from groupwise.grouping.grouper import Grouped, Grouper, LocalGrouper, group_texts, join_grouped
+from groupwise.grouping.labels import (
     LABELS,
     compute_group_distribution_per_prompt,
     compute_similarity_group_grpo_outcome_advantage,
@@ -14,8 +16,6 @@ from groupwise.grouping.document import (
     parent_labels,
     similarity_group_labels,
 )
-from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
-from groupwise.grouping.grouper import Grouped, Grouper, LocalGrouper, group_texts, join_grouped
 from groupwise.grouping.text import result_text
 from groupwise.grouping.workers import RayGrouper, SimilarityGrouperWorker, make_grouper
 

@@ -3,7 +3,7 @@
 The default is average linkage on cosine distances ``1 − cos(x, y)``: the tree is cut into 2, 3, ... clusters, the mean
 silhouette ``(b − a) / max(a, b)`` over the same distances chooses among the cuts, and where even the best is below
 ``min_silhouette`` all answers are one cluster. The document's snippet, ``AgglomerativeClustering(k).fit_predict(1 −
-similarity)`` with ``silhouette_score(embeddings, labels)``, is ``method="document"``. It is not the default because it
+similarity)`` with ``silhouette_score(embeddings, labels)``, is ``method="ward_rows"``. It is not the default because it
 gives the distances to a function that takes features: that is Ward's criterion, which is about Euclidean coordinates,
 on rows of a distance matrix, which are none (SciPy warns of it); and its silhouette is over another space than its
 clusters, the vectors as they are with their lengths, so that what is scored is not what was clustered.
@@ -29,7 +29,7 @@ from groupwise.errors import InputError, check_choice
 from groupwise.grouping.linkage import average_linkage, numbered, ward_linkage
 from groupwise.grouping.silhouette import silhouettes
 
-METHODS = ("average", "document", "threshold", "adaptive", "dbscan")
+METHODS = ("average", "ward_rows", "threshold", "adaptive", "dbscan")
 
 SAME = 1e-9  # cosine distances below this are round-off between equal texts
 TIE = 1e-12  # scores that are no further apart than this are equal but for round-off
@@ -64,7 +64,7 @@ def similarity_groups(
     ``"average"``: average linkage on cosine distances, cut into 2 to ``max_groups`` clusters (G − 1 at most). The
         silhouette chooses, the fewest clusters on a tie. Below ``min_silhouette`` all answers are one cluster; the
         score is still that of the best cut, so that one can see how far from it a prompt was.
-    ``"document"``: the document's snippet, word for word: Ward's linkage on the Euclidean distances between rows of
+    ``"ward_rows"``: the document's snippet, word for word: Ward's linkage on the Euclidean distances between rows of
         1 − cosine similarity, chosen by the silhouette of the embeddings as they are; otherwise the same.
     ``"adaptive"``: the tree of ``"average"``, cut where the height jumps most from one merge to the next, the fewest
         clusters on a tie: the distance that separates clusters is each prompt's own. There are 2 to ``max_groups``
@@ -174,7 +174,7 @@ def _best_cut(vectors: Tensor, method: str, max_groups: int, min_silhouette: flo
         )
     similarities = _similarities(vectors)
     distances = space = _distances(similarities)
-    if method == "document":
+    if method == "ward_rows":
         tree = ward_linkage(_euclidean(1 - similarities))
         space = _euclidean(vectors)
     else:

@@ -77,11 +77,11 @@ class LocalGrouper(Grouper):
 def group_texts(embedder: Embedder, texts: Sequence[Sequence[str]], how: GroupingSection) -> Grouped:
     """Embed the answers to each prompt and put those into clusters that are alike.
 
-    Only the result of an answer counts, as ``how.after`` says. A single answer has nothing to differ from, so its
+    Only the result of an answer counts, as ``how.text_after`` says. A single answer has nothing to differ from, so its
     distance is 0; an embedding of zeros has no direction and adds nothing to the centre.
     """
     prompts, size = check_texts(texts)
-    results = [result_text(text, how.after) for answers in texts for text in answers]
+    results = [result_text(text, how.text_after) for answers in texts for text in answers]
     embeddings = embedder.encode(results).view(prompts, size, -1).double()
     labels, scores = nested_groups(
         embeddings,

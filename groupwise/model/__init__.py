@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from groupwise.model.device import compute_dtype, free_memory, resolve_device, set_threads, usable_cpus
     from groupwise.model.export import export_model
+    from groupwise.model.handle import ModelHandle, prepare
     from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
     from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
     from groupwise.model.lora import LoraSettings, adapter_off, add_lora, is_lora
     from groupwise.model.precision import MasterWeights
-    from groupwise.model.prepared import Prepared, prepare
     from groupwise.model.weights import CATALOGUE, cached, fetch
 
 _HOME = {
@@ -25,7 +25,7 @@ _HOME = {
     "logprobs": ("TokenLogps", "completion_logps", "each_pack", "padded_logps", "plan_packs"),
     "lora": ("LoraSettings", "adapter_off", "add_lora", "is_lora"),
     "precision": ("MasterWeights",),
-    "prepared": ("Prepared", "prepare"),
+    "handle": ("ModelHandle", "prepare"),
     "weights": ("CATALOGUE", "cached", "fetch"),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
@@ -34,7 +34,7 @@ __all__ = [
     "CATALOGUE",
     "LoraSettings",
     "MasterWeights",
-    "Prepared",
+    "ModelHandle",
     "TokenLogps",
     "adapter_off",
     "add_lora",

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.model.attention import Call, PackedLayout, equal_prefixes, join, part_attention, to_device
-from groupwise.model.prepared import LayerShape, Prepared
+from groupwise.model.handle import LayerShape, ModelHandle
 
 STORAGE = "groupwise_cache"  # the attribute of an attention module
 
@@ -36,25 +36,25 @@ class Storage(NamedTuple):
 class SharedCache:
     """Room for ``prompt_tokens`` of prompts and for ``slots`` samples of up to ``length`` tokens each."""
 
-    def __init__(self, prepared: Prepared, prompt_tokens: int, slots: int, length: int) -> None:
-        self.prepared = prepared
+    def __init__(self, handle: ModelHandle, prompt_tokens: int, slots: int, length: int) -> None:
+        self.handle = handle
         self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
         # Zeros, not whatever the memory held: a masked position has the weight 0, and 0 · NaN is NaN.
         pool, own = (prompt_tokens,), (slots + 1, length)
         self.layers = [
             Storage(
                 *(
-                    torch.zeros(*size, *shape, dtype=prepared.dtype, device=prepared.device)
+                    torch.zeros(*size, *shape, dtype=handle.dtype, device=handle.device)
                     for size in (pool, pool, own, own)
                 )
             )
-            for shape in prepared.shapes
+            for shape in handle.shapes
         ]
         self.attach()
 
     def attach(self) -> None:
         """Hang the storage on the model's modules; whoever runs next does so, where several caches share a model."""
-        for module, storage in zip(self.prepared.attentions, self.layers, strict=True):
+        for module, storage in zip(self.handle.attentions, self.layers, strict=True):
             setattr(module, STORAGE, storage)
 
     @property
@@ -63,13 +63,13 @@ class SharedCache:
 
     def fits(self, prompt_tokens: int, slots: int, length: int) -> bool:
         """Whether it is large enough, and of the model's device and type, which may have changed."""
-        mine, model = self.layers[0].own_keys, self.prepared
+        mine, model = self.layers[0].own_keys, self.handle
         large = prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
         return large and (mine.device, mine.dtype) == (model.device, model.dtype)
 
     def release(self) -> None:
         """Give the memory back."""
-        for module, storage in zip(self.prepared.attentions, self.layers, strict=True):
+        for module, storage in zip(self.handle.attentions, self.layers, strict=True):
             if getattr(module, STORAGE, None) is storage:
                 delattr(module, STORAGE)
         self.layers = []

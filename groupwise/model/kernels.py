@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from groupwise.model.prepared import Prepared
+from groupwise.model.handle import ModelHandle
 
 TILE_ROWS = 16
 
@@ -220,8 +220,8 @@ def _(query: Tensor, *args: object) -> Tensor:
     return query.new_empty(rows, 1, heads, width)
 
 
-def splits_for(prepared: Prepared, slots: int, longest_prompt: int) -> int:
+def splits_for(handle: ModelHandle, slots: int, longest_prompt: int) -> int:
     """Among how many programs to divide a prompt: enough to keep every multiprocessor busy, none with too little."""
-    processors = torch.cuda.get_device_properties(prepared.device).multi_processor_count
-    programs = -(-slots // TILE_ROWS) * prepared.shapes[0].heads
+    processors = torch.cuda.get_device_properties(handle.device).multi_processor_count
+    programs = -(-slots // TILE_ROWS) * handle.shapes[0].heads
     return max(1, min(16, processors // programs, longest_prompt // 64), min(16, longest_prompt // 2048))

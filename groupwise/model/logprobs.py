@@ -21,7 +21,7 @@ from groupwise.core.filters import KeptSets, keep_sampling_mask
 from groupwise.core.logps import logps_from_logits, selective_logps
 from groupwise.errors import InputError
 from groupwise.model.attention import PackedLayout, to_device
-from groupwise.model.prepared import Prepared, prepare
+from groupwise.model.handle import ModelHandle, prepare
 
 CPU_TOKENS, MOST_TOKENS = 4096, 65536
 SHARE_OF_MEMORY = 0.35  # of a GPU, for what the backward pass needs of one pack
@@ -96,25 +96,25 @@ def plan_packs(
     return packs
 
 
-def default_token_budget(prepared: Prepared) -> int:
+def default_token_budget(handle: ModelHandle) -> int:
     """4,096 on a CPU; on a GPU what a third of its memory holds, at most 65,536.
 
     It depends on the GPU and the model alone, not on what happens to be free: packs decide in which order gradients
     are added, and a run must be repeatable. A layer keeps about seven hidden widths and three of the MLP's for a token.
     """
-    if prepared.device.type != "cuda":
+    if handle.device.type != "cuda":
         return CPU_TOKENS
-    each = activation_bytes(prepared)
-    memory = torch.cuda.get_device_properties(prepared.device).total_memory
+    each = activation_bytes(handle)
+    memory = torch.cuda.get_device_properties(handle.device).total_memory
     return max(1024, min(MOST_TOKENS, int(memory * SHARE_OF_MEMORY / each) // 1024 * 1024))
 
 
-def activation_bytes(prepared: Prepared, *, checkpointing: bool = False) -> int:
+def activation_bytes(handle: ModelHandle, *, checkpointing: bool = False) -> int:
     """About what the backward pass keeps of one token; with gradient checkpointing the inputs of layers alone."""
-    config = prepared.model.config.get_text_config()
+    config = handle.model.config.get_text_config()
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     widths = config.hidden_size if checkpointing else 7 * config.hidden_size + 3 * mlp
-    return int(config.num_hidden_layers * widths * prepared.dtype.itemsize)
+    return int(config.num_hidden_layers * widths * handle.dtype.itemsize)
 
 
 def completion_logps(
@@ -175,11 +175,11 @@ def each_pack(
     at most ``token_budget`` tokens (by default `default_token_budget`, or the longest sample).
     ``kept`` holds a set for every token of every completion, in their order.
     """
-    prepared = prepare(model)
-    run = padded_logps if prepared.why_plain else _packed_logps
-    for part in _cut(prepared, prompts, completions, kept, token_budget):
+    handle = prepare(model)
+    run = padded_logps if handle.fallback_reason else _packed_logps
+    for part in _cut(handle, prompts, completions, kept, token_budget):
         found = run(
-            prepared,
+            handle,
             part.prompts,
             part.completions,
             temperature=temperature,
@@ -195,24 +195,24 @@ def each_states(
 ) -> Iterator[Tensor]:
     """For each pack, cut as `each_pack` cuts them, what predicts its tokens, one sample after another: the hidden
     states that the head is applied to ``(tokens, D)``, or on the plain path the logits ``(tokens, V)``."""
-    prepared = prepare(model)
-    run = _plain_logits if prepared.why_plain else _packed_states
-    for part in _cut(prepared, prompts, completions, None, token_budget):
-        yield run(prepared, part.prompts, part.completions)
+    handle = prepare(model)
+    run = _plain_logits if handle.fallback_reason else _packed_states
+    for part in _cut(handle, prompts, completions, None, token_budget):
+        yield run(handle, part.prompts, part.completions)
 
 
 def samples_together(
-    prepared: Prepared, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
+    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
 ) -> list[list[int]]:
     """Which samples `each_pack` computes together, with this budget."""
     lengths = [[len(ids) for ids in members] for members in completions]
-    packed = _as_packed(prepared, [len(prompt) for prompt in prompts], lengths)
+    packed = _as_packed(handle, [len(prompt) for prompt in prompts], lengths)
     return [pack.samples.tolist() for pack in plan_packs(*packed, token_budget)]
 
 
-def _as_packed(prepared: Prepared, prompts: list[_P], completions: list[list[_C]]) -> tuple[list[_P], list[list[_C]]]:
+def _as_packed(handle: ModelHandle, prompts: list[_P], completions: list[list[_C]]) -> tuple[list[_P], list[list[_C]]]:
     """What shares a prompt: on the plain path nothing does, and every sample counts with a prompt of its own."""
-    if not prepared.why_plain:
+    if not handle.fallback_reason:
         return prompts, completions
     each = [prompt for prompt, members in zip(prompts, completions, strict=True) for _ in members]
     return each, [[own] for members in completions for own in members]
@@ -228,18 +228,18 @@ class _Part(NamedTuple):
 
 
 def _cut(
-    prepared: Prepared,
+    handle: ModelHandle,
     prompts: Sequence[Ids],
     completions: Sequence[Sequence[Ids]],
     kept: KeptSets | None,
     token_budget: int | None,
 ) -> Iterator[_Part]:
     """The samples, checked, pack by pack."""
-    prompt_ids, completion_ids = _as_packed(prepared, *_tensors(prepared, prompts, completions))
+    prompt_ids, completion_ids = _as_packed(handle, *_tensors(handle, prompts, completions))
     prompt_lengths, lengths = [len(ids) for ids in prompt_ids], _lengths(completion_ids)
     if token_budget is None:
         longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))
-        token_budget = max(default_token_budget(prepared), longest)
+        token_budget = max(default_token_budget(handle), longest)
     flat = [ids for members in completion_ids for ids in members]
     if kept is not None:
         ends = [0, *accumulate(length for members in lengths for length in members)]
@@ -251,12 +251,12 @@ def _cut(
         sets = None
         if kept is not None:
             tokens = [torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()]
-            sets = kept.select(torch.cat(tokens)).to(prepared.device)
+            sets = kept.select(torch.cat(tokens)).to(handle.device)
         yield _Part(pack.samples, [prompt_ids[group] for group in pack.groups], chosen, sets)
 
 
 def _packed_logps(
-    prepared: Prepared,
+    handle: ModelHandle,
     prompts: Sequence[Tensor],
     completions: Sequence[Sequence[Tensor]],
     *,
@@ -265,14 +265,14 @@ def _packed_logps(
     with_entropy: bool,
     with_states: bool,
 ) -> TokenLogps:
-    head = prepared.head
+    head = handle.head
     if head is None:
-        raise InputError(f"this model's prompts cannot be shared: {prepared.why_plain}")
-    states = _packed_states(prepared, prompts, completions)
+        raise InputError(f"this model's prompts cannot be shared: {handle.fallback_reason}")
+    states = _packed_states(handle, prompts, completions)
     found = selective_logps(
         states,
         head.weight,
-        to_device(torch.cat([ids for members in completions for ids in members]), prepared.device),
+        to_device(torch.cat([ids for members in completions for ids in members]), handle.device),
         bias=head.bias,
         softcap=head.softcap,
         scale=head.scale,
@@ -284,8 +284,8 @@ def _packed_logps(
     return _token_logps(found, lengths, with_entropy, states if with_states else None)
 
 
-def _packed_states(prepared: Prepared, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
-    device = prepared.device
+def _packed_states(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
+    device = handle.device
     prompt_lengths, by_prompt = [len(ids) for ids in prompts], _lengths(completions)
     layout = PackedLayout(prompt_lengths, [[length - 1 for length in members] for members in by_prompt], device)
     lengths = np.array([length for members in by_prompt for length in members])
@@ -293,7 +293,7 @@ def _packed_states(prepared: Prepared, prompts: Sequence[Tensor], completions: S
     computed = torch.ones(len(chosen), dtype=torch.bool)
     computed[torch.from_numpy(lengths.cumsum() - 1)] = False  # the last of each predicts nothing
     row = to_device(torch.cat([*prompts, chosen[computed]]), device)
-    hidden = prepared.hidden(row[None], layout.positions[None], layout)[0]
+    hidden = handle.hidden(row[None], layout.positions[None], layout)[0]
     sources = _sources(np.array(prompt_lengths), np.array([len(members) for members in by_prompt]), lengths)
     return _at(hidden, to_device(sources, device))
 
@@ -320,7 +320,7 @@ def _sources(prompt_lengths: np.ndarray, sizes: np.ndarray, lengths: np.ndarray)
 
 
 def padded_logps(
-    prepared: Prepared,
+    handle: ModelHandle,
     prompts: Sequence[Tensor],
     completions: Sequence[Sequence[Tensor]],
     *,
@@ -333,15 +333,15 @@ def padded_logps(
 
     Causal models never look ahead, so what stands in the padding does not matter.
     """
-    logits = _plain_logits(prepared, prompts, completions)
+    logits = _plain_logits(handle, prompts, completions)
     flat = [ids for members in completions for ids in members]
     found = _logps_of_logits(logits, torch.cat(flat).to(logits.device), temperature, kept, with_entropy)
     lengths = np.array([len(ids) for ids in flat])
     return _token_logps(found, lengths, with_entropy, logits if with_states else None)
 
 
-def _plain_logits(prepared: Prepared, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
-    device = prepared.device
+def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
+    device = handle.device
     pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
     rows = torch.zeros(len(pairs), width, dtype=torch.long)
@@ -349,7 +349,7 @@ def _plain_logits(prepared: Prepared, prompts: Sequence[Tensor], completions: Se
     for row, (prompt, ids) in enumerate(pairs):
         rows[row, : len(prompt) + len(ids)] = torch.cat([prompt, ids])
         seen[row, : len(prompt) + len(ids)] = 1
-    logits = prepared.model(input_ids=rows.to(device), attention_mask=seen.to(device), use_cache=False).logits
+    logits = handle.model(input_ids=rows.to(device), attention_mask=seen.to(device), use_cache=False).logits
     predicting = [logits[row, len(prompt) - 1 : len(prompt) + len(ids) - 1] for row, (prompt, ids) in enumerate(pairs)]
     return torch.cat(predicting)
 
@@ -382,7 +382,7 @@ def in_rows(flat: Tensor, mask: Tensor) -> Tensor:
 
 
 def _tensors(
-    prepared: Prepared, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]]
+    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]]
 ) -> tuple[list[Tensor], list[list[Tensor]]]:
     if len(prompts) != len(completions) or not len(prompts):
         raise InputError(
@@ -391,34 +391,34 @@ def _tensors(
     for number, members in enumerate(completions):
         if not len(members):
             raise InputError(f"prompt {number} has no completion; leave it out")
-    checked = [check_ids(ids, prepared, f"prompt {number}") for number, ids in enumerate(prompts)]
-    if _surely_ids([ids for members in completions for ids in members], prepared):
+    checked = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
+    if _surely_ids([ids for members in completions for ids in members], handle):
         answers: list[list[Tensor]] = [list(members) for members in completions]  # type: ignore[arg-type]
     else:
         answers = [
-            [check_ids(ids, prepared, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+            [check_ids(ids, handle, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
             for number, members in enumerate(completions)
         ]
     for number, (prompt, lengths) in enumerate(zip(checked, _lengths(answers), strict=True)):
         longest = len(prompt) + max(lengths)
-        if prepared.window is not None and longest > prepared.window:
+        if handle.window is not None and longest > handle.window:
             raise InputError(
                 f"prompt {number} and its longest completion have {longest} tokens; the model's window is "
-                f"{prepared.window}"
+                f"{handle.window}"
             )
     return checked, answers
 
 
-def _surely_ids(completions: Sequence[Ids], prepared: Prepared) -> bool:
+def _surely_ids(completions: Sequence[Ids], handle: ModelHandle) -> bool:
     """Whether all are what `check_ids` makes of them, asked of all at once: thousands of short ones take long."""
     for ids in completions:
         if not isinstance(ids, Tensor) or ids.dtype != torch.long or ids.is_cuda or ids.dim() != 1 or not ids.shape[0]:
             return False
     low, high = torch.cat(list(completions)).aminmax()  # type: ignore[arg-type]
-    return int(low) >= 0 and int(high) < prepared.vocabulary
+    return int(low) >= 0 and int(high) < handle.vocabulary
 
 
-def check_ids(ids: Ids, prepared: Prepared, what: str) -> Tensor:
+def check_ids(ids: Ids, handle: ModelHandle, what: str) -> Tensor:
     """Token ids as a tensor on the CPU, once they are whole numbers, at least one, and in the vocabulary."""
     try:
         tensor = torch.as_tensor(ids).cpu()
@@ -429,10 +429,10 @@ def check_ids(ids: Ids, prepared: Prepared, what: str) -> Tensor:
     if not len(tensor):
         raise InputError(f"{what} is empty; give it at least one token (the model's BOS, where there is nothing else)")
     low, high = int(tensor.min()), int(tensor.max())
-    if low < 0 or high >= prepared.vocabulary:
+    if low < 0 or high >= handle.vocabulary:
         raise InputError(
-            f"{what} holds the id {low if low < 0 else high}, outside the vocabulary of {prepared.vocabulary}"
+            f"{what} holds the id {low if low < 0 else high}, outside the vocabulary of {handle.vocabulary}"
         )
-    if prepared.window is not None and len(tensor) > prepared.window:
-        raise InputError(f"{what} has {len(tensor)} tokens; the model's window is {prepared.window}")
+    if handle.window is not None and len(tensor) > handle.window:
+        raise InputError(f"{what} has {len(tensor)} tokens; the model's window is {handle.window}")
     return tensor.long()

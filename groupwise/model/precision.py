@@ -45,7 +45,7 @@ class MasterWeights:
         for part in parts:
             loss(model, part).backward()  # gradients add up in float32, in the masters
         optimizer.step()
-        masters.publish()  # the model now computes with what the optimizer wrote
+        masters.sync_to_model()  # the model now computes with what the optimizer wrote
         optimizer.zero_grad()
 
     Only parameters with ``requires_grad`` take part; a weight that two modules share counts once. A parameter that is
@@ -94,7 +94,7 @@ class MasterWeights:
         yield from self._masters.items()
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_to_model(self) -> None:
         """Round the masters into the model's own memory, to nearest.
 
         The storage stays the same, so whatever points at it (a captured CUDA graph, another view) sees the new weights.
@@ -108,7 +108,7 @@ class MasterWeights:
         return {name: master.detach() for name, master in self._masters.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the masters from ``state``, bit for bit, and publish them. Nothing changes if anything does not fit."""
+        """Take the masters from ``state``, bit for bit, and sync_to_model them. Nothing changes if anything does not fit."""
         problems = [f"{name} is missing" for name in self._masters.keys() - state.keys()]
         problems += [f"{name} is not a trainable parameter here" for name in state.keys() - self._masters.keys()]
         for name in self._masters.keys() & state.keys():
@@ -124,7 +124,7 @@ class MasterWeights:
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state[name])
-        self.publish()
+        self.sync_to_model()
 
     def close(self) -> None:
         """Stop taking the model's gradients. The masters stay as they are."""

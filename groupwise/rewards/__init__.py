@@ -1,10 +1,8 @@
 """Rewards: the contract that a function of the user's keeps, how it is loaded and called, and some to start with."""
 
-from groupwise.rewards.choice import Choice, extract_answer
 from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named, weighted_total
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
-from groupwise.rewards.made import MADE, make_reward
 from groupwise.rewards.maths import (
     correct_number,
     gold_number,
@@ -15,29 +13,19 @@ from groupwise.rewards.maths import (
     same_number,
     strict_answer,
 )
-from groupwise.rewards.medical import (
-    EnhancedReward,
-    enhanced_reward,
-    load_medical_vocabulary,
-    medical_terms,
-    uses_medical_terms,
-)
+from groupwise.rewards.registry import BUILTIN, make_reward
 from groupwise.rewards.reward_model import reward_model
 from groupwise.rewards.text import format_reward, overlong_penalty, text_of
 from groupwise.rewards.writing import distinct_n, keywords, length_band, repetition, words_of
 
 __all__ = [
-    "MADE",
-    "Choice",
-    "EnhancedReward",
+    "BUILTIN",
     "Failure",
     "RewardFunction",
     "Scorer",
     "Scores",
     "correct_number",
     "distinct_n",
-    "enhanced_reward",
-    "extract_answer",
     "format_reward",
     "gold_number",
     "judge",
@@ -46,9 +34,7 @@ __all__ = [
     "lenient_answer",
     "lenient_correct",
     "load_function",
-    "load_medical_vocabulary",
     "make_reward",
-    "medical_terms",
     "named",
     "number_format",
     "overlong_penalty",
@@ -58,7 +44,6 @@ __all__ = [
     "same_number",
     "strict_answer",
     "text_of",
-    "uses_medical_terms",
     "weighted_total",
     "words_of",
 ]

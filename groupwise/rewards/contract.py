@@ -25,11 +25,11 @@ from groupwise.rewards.calls import Call, Outcome, bind, innermost, is_async, ru
 from groupwise.rewards.rows import (
     LISTS,
     SERVICES,
-    Bad,
     Batch,
-    Broken,
-    Cell,
+    BatchFailure,
     Log,
+    RowFailure,
+    RowReward,
     cell_of,
     cells_of,
     joined,
@@ -180,10 +180,10 @@ class Scorer:
         if outcome.late is not None:
             if stop:
                 self._refuse(each, batch, outcome.late)
-            return _Column(each.name, [Bad(outcome.late)] * len(batch), seconds=outcome.seconds)
+            return _Column(each.name, [RowFailure(outcome.late)] * len(batch), seconds=outcome.seconds)
         if outcome.error is None:
             column = _Column(each.name, outcome.value, end.log, outcome.seconds)
-        elif stop and isinstance(outcome.error, Broken):
+        elif stop and isinstance(outcome.error, BatchFailure):
             self._refuse(each, batch, str(outcome.error))
         else:
             column = self._row_by_row(each, batch, outcome.seconds)
@@ -211,7 +211,7 @@ class Scorer:
                 else:
                     ends.append(_End(Outcome(late=f"not tried: the rows before it took the {self.timeout:g} s"), Log()))
         cells = [cell_of(end.outcome) for end in ends]
-        log = joined([None if isinstance(cell, Bad) else end.log for cell, end in zip(cells, ends, strict=True)])
+        log = joined([None if isinstance(cell, RowFailure) else end.log for cell, end in zip(cells, ends, strict=True)])
         return _Column(each.name, cells, log, seconds + time.perf_counter() - start)
 
     def _refuse(self, each: RewardFunction, batch: Batch, reason: str, error: BaseException | None = None) -> NoReturn:
@@ -226,7 +226,7 @@ class Scorer:
             f"reward {each.name!r} failed on row {first.row} (completion {batch.excerpt(first.row or 0)}): "
             f"{first.reason}; it fails on {len(column.failures)} of {len(batch)} rows "
             "(on_error='drop' would leave them out)"
-        ) from (cell.error if isinstance(cell, Bad) else None)
+        ) from (cell.error if isinstance(cell, RowFailure) else None)
 
     def _scores(self, columns: Sequence[_Column], batch: Batch) -> Scores:
         failures = tuple(failure for column in columns for failure in column.failures)
@@ -236,9 +236,9 @@ class Scorer:
         metrics: dict[str, list[float]] = {}
         for number, column in enumerate(columns):
             if column.cells:
-                numbers = [math.nan if cell is None or isinstance(cell, Bad) else cell for cell in column.cells]
+                numbers = [math.nan if cell is None or isinstance(cell, RowFailure) else cell for cell in column.cells]
                 rewards[:, number] = torch.tensor(numbers, dtype=torch.float64)
-                dropped |= torch.tensor([isinstance(cell, Bad) for cell in column.cells])
+                dropped |= torch.tensor([isinstance(cell, RowFailure) for cell in column.cells])
             for name, values in column.log.extra.items():  # a column that an earlier function has is not mixed with it
                 extra[name if name not in extra else f"{column.name}/{name}"] = values
             for name, logged in column.log.metrics.items():
@@ -274,13 +274,13 @@ class _Column:
     """A function's cells of a batch."""
 
     name: str
-    cells: list[Cell]
+    cells: list[RowReward]
     log: Log = field(default_factory=Log)
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
         self.failures = [
-            Failure(self.name, row, cell.reason) for row, cell in enumerate(self.cells) if isinstance(cell, Bad)
+            Failure(self.name, row, cell.reason) for row, cell in enumerate(self.cells) if isinstance(cell, RowFailure)
         ]
 
 

@@ -21,19 +21,19 @@ SERVICES = ("trainer_state", "log_extra", "log_metric")
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")  # as with TRL: what they say is in the lists already
 
 
-class Broken(Exception):
+class BatchFailure(Exception):
     """What came back cannot be told apart by rows: not a list, or not as long as the batch."""
 
 
 @dataclass(frozen=True)
-class Bad:
+class RowFailure:
     """Stands where a row's reward should be."""
 
     reason: str
     error: BaseException | None = None
 
 
-Cell = float | None | Bad
+RowReward = float | None | RowFailure
 
 
 class Log:
@@ -134,12 +134,12 @@ def seen_columns(columns: Iterable[str]) -> list[str]:
     return seen
 
 
-def cells_of(result: Any, number: int, log: Log) -> list[Cell]:
-    """What a function returned for ``number`` rows, row by row; `Broken` if it cannot be told apart by rows."""
+def cells_of(result: Any, number: int, log: Log) -> list[RowReward]:
+    """What a function returned for ``number`` rows, row by row; `BatchFailure` if it cannot be told apart by rows."""
     values = _listed(result, number)
     for column, logged in log.extra.items():
         if len(logged) != number:
-            raise Broken(f"logged {_count(len(logged), 'value')} as {column!r} for {_count(number, 'row')}")
+            raise BatchFailure(f"logged {_count(len(logged), 'value')} as {column!r} for {_count(number, 'row')}")
     return [_cell(value) for value in values]
 
 
@@ -147,23 +147,25 @@ def _listed(result: Any, number: int) -> list[Any]:
     kind = type(result).__name__
     if hasattr(result, "shape") and hasattr(result, "tolist"):  # a tensor, an array, a column of a table
         if tuple(result.shape) != (number,):
-            raise Broken(f"returned a {kind} of shape {tuple(result.shape)}; expected ({number},), one per completion")
+            raise BatchFailure(
+                f"returned a {kind} of shape {tuple(result.shape)}; expected ({number},), one per completion"
+            )
         values: list[Any] = result.tolist()
         return values
     if not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping, Set)):
         missing = "; is a return missing?" if result is None else ""
-        raise Broken(f"returned {excerpt(result)} ({kind}), not a list with one number per completion{missing}")
+        raise BatchFailure(f"returned {excerpt(result)} ({kind}), not a list with one number per completion{missing}")
     values = list(result if hasattr(result, "__len__") else islice(result, number + 1))
     if len(values) != number:
         more = "more than " if len(values) > number and not hasattr(result, "__len__") else ""
         count = number if more else len(values)
-        raise Broken(
+        raise BatchFailure(
             f"returned {more}{_count(count, 'value')} for {_count(number, 'row')}; one per completion is needed"
         )
     return values
 
 
-def _cell(value: Any) -> Cell:
+def _cell(value: Any) -> RowReward:
     if value is None:
         return None
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a single number of torch or NumPy
@@ -176,22 +178,22 @@ def _cell(value: Any) -> Cell:
         if math.isfinite(number):
             return number
     kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
-    return Bad(f"returned {excerpt(value)}{kind}; a reward is a finite number, or None where it does not apply")
+    return RowFailure(f"returned {excerpt(value)}{kind}; a reward is a finite number, or None where it does not apply")
 
 
-def cell_of(outcome: Outcome) -> Cell:
+def cell_of(outcome: Outcome) -> RowReward:
     """How a call on a single row ended."""
     if outcome.late is not None:
-        return Bad(outcome.late)
+        return RowFailure(outcome.late)
     if outcome.error is not None:
-        return Bad(reason_of(outcome.error), outcome.error)
-    cell: Cell = outcome.value[0]
+        return RowFailure(reason_of(outcome.error), outcome.error)
+    cell: RowReward = outcome.value[0]
     return cell
 
 
 def reason_of(error: BaseException) -> str:
     """An exception of a reward function in half a sentence, with the line of its own file."""
-    if isinstance(error, Broken):
+    if isinstance(error, BatchFailure):
         return str(error)
     text = str(error)
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")

@@ -25,7 +25,7 @@ def _gsm8k(recipe: Recipe) -> Task:
 
 
 def _usmle(recipe: Recipe) -> Task:
-    from groupwise.tasks.usmle import usmle_task
+    from groupwise.usmle.task import usmle_task
 
     return usmle_task(recipe)
 

@@ -99,7 +99,7 @@ def literal_document(logits, temperature, top_k, top_p, min_p):
 )
 def test_the_documents_order(seed, temperature, top_k, top_p, min_p):
     logits = random_logits(seed)
-    ours = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, order="document")
+    ours = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, order="mlx_lm")
     literal = literal_document(logits, temperature, top_k, top_p, min_p)
     some = (literal > -INF).any(-1)
     assert torch.equal((ours > -INF)[some], (literal > -INF)[some])
@@ -112,14 +112,14 @@ def test_the_orders_keep_different_sets():
     logits = torch.log(percent / 100)
     kept = {
         order: (filter_logits(logits, top_p=0.7, min_p=0.3, order=order) > -INF).sum().item()
-        for order in ("transformers", "vllm", "document")
+        for order in ("transformers", "vllm", "mlx_lm")
     }
     # top-p cuts a tail of up to 30: 3 + 4 + 5 + 6 + 8 = 26. Of the rest (30 20 14 10) all are ≥ 0.3 · 30.
     # min-p first leaves 30 20 14 10, together 74: the tail 10/74 is cut, 24/74 would be too much.
     # The document does not renormalise: 10 and 14 are within 30 of 100, so both are cut.
-    assert kept == {"transformers": 4, "vllm": 3, "document": 2}
+    assert kept == {"transformers": 4, "vllm": 3, "mlx_lm": 2}
     hot = filter_logits(logits, temperature=10.0, top_p=0.5)
-    late = filter_logits(logits, temperature=10.0, top_p=0.5, order="document")
+    late = filter_logits(logits, temperature=10.0, top_p=0.5, order="mlx_lm")
     assert (hot > -INF).sum() > (late > -INF).sum()  # temperature flattens before the filter, or after it
 
 
@@ -134,7 +134,7 @@ def test_filters_that_filter_nothing():
         assert torch.equal(filter_logits(logits, **settings), logits), settings
 
 
-@pytest.mark.parametrize("order", ["transformers", "vllm", "document"])
+@pytest.mark.parametrize("order", ["transformers", "vllm", "mlx_lm"])
 def test_rows_of_minus_infinity(order):
     logits = torch.tensor([[-INF] * 4, [1.0, -INF, 2.0, 0.0]])
     ours = filter_logits(logits, temperature=0.5, top_k=3, top_p=0.9, min_p=0.05, order=order)

@@ -118,7 +118,7 @@ def test_full_with_a_mask():
     assert full_kl(logits, reference, mask=torch.zeros(2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("factor", ["none", "document"])
+@pytest.mark.parametrize("factor", ["none", "mean_ratio"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_full_from_hidden_states(factor, softcap):
     generator = torch.Generator().manual_seed(1)

@@ -67,7 +67,7 @@ def test_document_rule():
     logps, reference = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, 9.0]]), torch.full((3, 2), -1.5)
     reference[1] = -1.2
     keep = off_policy_sequence_mask(
-        logps, reference, None, torch.tensor([[1, 1], [1, 1], [1, 0]]), threshold=0.5, rule="document"
+        logps, reference, None, torch.tensor([[1, 1], [1, 1], [1, 0]]), threshold=0.5, rule="reference_drift"
     )
     assert keep.tolist() == [False, True, False]  # differences 1.0, 0.4 and exactly 0.5
 

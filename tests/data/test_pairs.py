@@ -188,7 +188,7 @@ def test_too_long_is_dropped_and_counted():
 
 
 def test_too_long_is_cut_at_the_end():
-    builder = PairBuilder(PromptBuilder(tiny(), chat=False), max_length=5, too_long="cut")
+    builder = PairBuilder(PromptBuilder(tiny(), chat=False), max_length=5, on_too_long="cut")
     whole, cut = builder.build(LENGTHS)
     assert whole == Pair((97, 98), ended("cd"), ended("e"))
     assert cut == Pair((97, 98), ended("c"), tuple(b"def"))
@@ -199,24 +199,24 @@ def test_too_long_is_cut_at_the_end():
 
 def test_too_long_is_an_error_with_its_remedies():
     same = {"prompt": "ab", "chosen": "c" * 99, "rejected": "c" * 99}  # is left out anyway
-    assert len(build(same, LENGTHS[0], chat=False, max_length=5, too_long="error")) == 1
+    assert len(build(same, LENGTHS[0], chat=False, max_length=5, on_too_long="error")) == 1
     with pytest.raises(
         DataError,
         match=r"^row 2: the prompt and the longer answer have 7 tokens, more than max_length=5; raise max_length, "
-        r"leave such pairs out with too_long='drop', or shorten their answers with 'cut'$",
+        r"leave such pairs out with on_too_long='drop', or shorten their answers with 'cut'$",
     ):
-        build(*LENGTHS[:2], chat=False, max_length=5, too_long="error")
+        build(*LENGTHS[:2], chat=False, max_length=5, on_too_long="error")
     with pytest.raises(DataError, match=r"^row 2: .* \(3 pairs are too long, the longest has 8\); raise max_length"):
-        build(*LENGTHS, chat=False, max_length=5, too_long="error")
+        build(*LENGTHS, chat=False, max_length=5, on_too_long="error")
 
 
 def test_the_limit_on_prompts_is_not_the_pairs():
-    assert PairBuilder(PromptBuilder(tiny(), max_prompt_length=1, too_long="cut")).build([TEXTS]) == [PAIR]
+    assert PairBuilder(PromptBuilder(tiny(), max_prompt_length=1, on_too_long="cut")).build([TEXTS]) == [PAIR]
 
 
 def test_impossible_settings():
-    with pytest.raises(ConfigError, match=r"unknown too_long 'dorp'; did you mean 'drop'\?"):
-        PairBuilder(PromptBuilder(tiny()), too_long="dorp")
+    with pytest.raises(ConfigError, match=r"unknown on_too_long 'dorp'; did you mean 'drop'\?"):
+        PairBuilder(PromptBuilder(tiny()), on_too_long="dorp")
     for length in (0, -1, 2.0, True, "8"):
         with pytest.raises(ConfigError, match="max_length must be a number of tokens from 1, or None, got"):
             PairBuilder(PromptBuilder(tiny()), max_length=length)

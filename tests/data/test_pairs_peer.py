@@ -95,7 +95,7 @@ def test_what_is_cut_is_what_the_peer_cuts():
         {"prompt": scribble(rng), "chosen": f"1{scribble(rng)}", "rejected": f"2{scribble(rng)}"} for _ in range(99)
     ]
     limit = 20
-    builder = PairBuilder(PromptBuilder(tiny_tokenizer(), chat=False), max_length=limit, too_long="cut")
+    builder = PairBuilder(PromptBuilder(tiny_tokenizer(), chat=False), max_length=limit, on_too_long="cut")
     pairs = builder.build(rows)
     whole = peers(rows, tiny_tokenizer())
     assert builder.kept == tuple(number for number, pair in enumerate(whole) if len(pair.prompt) < limit)

@@ -176,7 +176,7 @@ def test_too_long_is_an_error_with_both_remedies():
     with pytest.raises(
         DataError,
         match=r"^q.jsonl, line 2: the prompt has 5 tokens, more than max_prompt_length=4; raise max_prompt_length, or "
-        r"leave such prompts out with too_long='drop'$",
+        r"leave such prompts out with on_too_long='drop'$",
     ):
         builder.build(rows_of("abcd", "abcde"))
     with pytest.raises(DataError, match=r"has 5 tokens.* \(2 prompts are too long, the longest has 7\); raise"):
@@ -184,7 +184,7 @@ def test_too_long_is_an_error_with_both_remedies():
 
 
 def test_too_long_is_dropped_and_counted():
-    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="drop")
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="drop")
     prompts = builder.build(rows_of("abcde", "abcd", "abcdef", "a"))
     assert [prompt.text for prompt in prompts] == ["abcd", "a"]
     assert (builder.dropped, builder.kept) == (2, (1, 3))
@@ -194,12 +194,12 @@ def test_too_long_is_dropped_and_counted():
         DataError, match=r"every prompt has more than max_prompt_length=4 tokens \(the shortest has 5\)"
     ):
         builder.build(rows_of("abcdef", "abcde"))
-    (prompt,) = PromptBuilder(tiny(), max_prompt_length=23, too_long="drop").build(rows_of("a", "longer"))
+    (prompt,) = PromptBuilder(tiny(), max_prompt_length=23, on_too_long="drop").build(rows_of("a", "longer"))
     assert len(prompt.ids) == 19  # three special tokens, "user\n" and "assistant\n" beside the text; the other has 24
 
 
 def test_too_long_is_cut_to_its_end():
-    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="cut")
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="cut")
     prompts = builder.build(rows_of("abcdef", "abcd", "a"))
     assert [(prompt.ids, prompt.text) for prompt in prompts] == [
         ((99, 100, 101, 102), "cdef"),
@@ -210,11 +210,11 @@ def test_too_long_is_cut_to_its_end():
 
 
 def test_a_chat_prompt_is_not_cut():
-    with pytest.raises(ConfigError, match="too_long='cut' would cut a chat prompt's opening tokens off"):
-        PromptBuilder(tiny(), max_prompt_length=4, too_long="cut").build(rows_of("a"))
+    with pytest.raises(ConfigError, match="on_too_long='cut' would cut a chat prompt's opening tokens off"):
+        PromptBuilder(tiny(), max_prompt_length=4, on_too_long="cut").build(rows_of("a"))
     with pytest.raises(ConfigError, match="use 'drop' or 'error'"):
-        PromptBuilder(tiny(), chat=False, max_prompt_length=4, too_long="cut").build(rows_of([USER]))
-    assert len(PromptBuilder(tiny(), too_long="cut").build(rows_of("a"))) == 1  # without a length nothing is cut
+        PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="cut").build(rows_of([USER]))
+    assert len(PromptBuilder(tiny(), on_too_long="cut").build(rows_of("a"))) == 1  # without a length nothing is cut
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "8"])
@@ -224,8 +224,8 @@ def test_impossible_lengths(length):
 
 
 def test_impossible_settings():
-    with pytest.raises(ConfigError, match=r"unknown too_long 'dorp'; did you mean 'drop'\?"):
-        PromptBuilder(tiny(), too_long="dorp")
+    with pytest.raises(ConfigError, match=r"unknown on_too_long 'dorp'; did you mean 'drop'\?"):
+        PromptBuilder(tiny(), on_too_long="dorp")
     for prompt in ("\ud83d", 5):
         with pytest.raises(ConfigError, match="system_prompt must be a text of whole characters, or None, got"):
             PromptBuilder(tiny(), system_prompt=prompt)

@@ -13,9 +13,9 @@ import pytest
 
 from groupwise.rundir import RunDir, read_json, verify_manifest
 from groupwise.tasks import Task
-from groupwise.train import checkpoint
-from groupwise.train.trainer import Trainer
-from tests.train.runs import ROWS, check_same, metrics_of, small_trainer
+from groupwise.training.store import checkpoint
+from groupwise.training.trainer import Trainer
+from tests.training.runs import ROWS, check_same, metrics_of, small_trainer
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {
@@ -52,7 +52,7 @@ import torch
 torch.set_num_threads(1)
 import safetensors.torch
 from groupwise.rundir import MetricsRecorder
-from groupwise.train.trainer import Callback
+from groupwise.training.trainer import Callback
 from tests.faults.test_kill import trainer_of
 
 base = Path(sys.argv[1])

@@ -18,7 +18,7 @@ import pytest
 from groupwise.cli import main
 from groupwise.rundir import verify_manifest
 from groupwise.rundir.signals import StopRequest, stop_on_signals
-from tests.train.runs import check_same, metrics_of
+from tests.training.runs import check_same, metrics_of
 
 ROOT = Path(__file__).parents[2]
 REWARD = """

@@ -13,8 +13,8 @@ from groupwise.generate.engine import Engine
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.types import Rollout, Sampling
 from groupwise.model.cache import STORAGE
+from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
-from groupwise.model.prepared import prepare
 from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
 from tests.weights import smollm2
 
@@ -46,7 +46,7 @@ def assert_same(got: Rollout, wanted: Rollout) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_greedy_is_transformers_token_for_token(name):
     model = tiny(name)
-    rollout = Engine(model, max_rows=4).generate(PROMPTS, 1, Sampling(max_new_tokens=25, greedy=True))
+    rollout = Engine(model, max_num_seqs=4).generate(PROMPTS, 1, Sampling(max_new_tokens=25, greedy=True))
     for prompt, row, length in zip(PROMPTS, rollout.ids, rollout.lengths.tolist(), strict=True):
         mask = torch.ones(1, len(prompt), dtype=torch.long)
         wanted = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=25, pad_token_id=0)
@@ -57,7 +57,7 @@ def test_greedy_is_transformers_token_for_token(name):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_engine_draws_what_the_plain_path_draws(name, kind):
     sampling = Sampling(max_new_tokens=20, seed=5, **SETTINGS[kind])
-    got = Engine(PREPARED[name], max_rows=6).generate(PROMPTS, COUNTS, sampling)
+    got = Engine(PREPARED[name], max_num_seqs=6).generate(PROMPTS, COUNTS, sampling)
     wanted = PlainGenerator(PREPARED[name].model).generate(PROMPTS, COUNTS, sampling)
     assert_same(got, wanted)
     assert got.facts["prefilled_prompts"] == 5
@@ -67,30 +67,28 @@ def test_the_engine_draws_what_the_plain_path_draws(name, kind):
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_samplers_log_probs_are_the_models(name):
     """Full log-probs against a plain forward pass; filtered ones against the renormalised, by the kept sets."""
-    prepared = PREPARED[name]
+    handle = PREPARED[name]
     sampling = Sampling(max_new_tokens=15, temperature=1.2, top_k=30, top_p=0.9, keep_sets=True, eos_ids=(7, 8))
-    rollout = Engine(prepared, max_rows=7).generate(PROMPTS, COUNTS, sampling)
+    rollout = Engine(handle, max_num_seqs=7).generate(PROMPTS, COUNTS, sampling)
     row = 0
     for prompt, members in zip(PROMPTS, rollout.completions(), strict=True):
         for ids in members:
-            logits = prepared.model(torch.cat([prompt, ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = handle.model(torch.cat([prompt, ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
             wanted = (logits / 1.2).log_softmax(-1).gather(-1, ids[:, None]).squeeze(-1).float()
             torch.testing.assert_close(rollout.logps[row, : len(ids)], wanted, rtol=0, atol=2e-6)
             row += 1
-    replayed = completion_logps(prepared, PROMPTS, rollout.completions(), temperature=1.2, kept=rollout.kept)
+    replayed = completion_logps(handle, PROMPTS, rollout.completions(), temperature=1.2, kept=rollout.kept)
     torch.testing.assert_close(rollout.filtered_logps, replayed.logps.float(), rtol=0, atol=2e-6)
     assert torch.equal(rollout.mask, replayed.mask)
 
 
 def test_each_prompt_is_prefilled_exactly_once():
     """Counted where it happens: the tokens that go through the model."""
-    prepared = PREPARED["llama"]
+    handle = PREPARED["llama"]
     seen: list[tuple[int, ...]] = []
-    hook = prepared.model.model.embed_tokens.register_forward_pre_hook(
-        lambda _, args: seen.append(tuple(args[0].shape))
-    )
+    hook = handle.model.model.embed_tokens.register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape)))
     try:
-        rollout = Engine(prepared, max_rows=5).generate(PROMPTS, 4, Sampling(max_new_tokens=9, eos_ids=()))
+        rollout = Engine(handle, max_num_seqs=5).generate(PROMPTS, 4, Sampling(max_new_tokens=9, eos_ids=()))
     finally:
         hook.remove()
     prefills = [shape for shape in seen if (shape[0] == 1 and shape[1] > 1) or shape == (1, 1)]
@@ -116,7 +114,7 @@ def test_nothing_leaks_between_groups(asked, rows, prefill, name, seed):
     counts = [count for _, count in asked]
     sampling = Sampling(max_new_tokens=12, seed=seed, eos_ids=tuple(range(25)))
     engine = LEAKY[name]
-    engine.max_rows, engine.prefill_tokens = rows, prefill
+    engine.max_num_seqs, engine.prefill_tokens = rows, prefill
     together = engine.generate(prompts, counts, sampling).completions()
     poison(engine)
     for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
@@ -136,14 +134,14 @@ def poison(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_the_same_seed_gives_the_same_samples(name):
-    prepared = PREPARED[name]
+    handle = PREPARED[name]
     sampling = Sampling(max_new_tokens=15, seed=11)
-    engine = Engine(prepared, max_rows=6)
+    engine = Engine(handle, max_num_seqs=6)
     first = engine.generate(PROMPTS, COUNTS, sampling)
     again = engine.generate(PROMPTS, COUNTS, sampling)
     assert_same(again, first)
     assert torch.equal(again.logps, first.logps)  # to the bit
-    assert_same(Engine(prepared, max_rows=9).generate(PROMPTS, COUNTS, sampling), first)
+    assert_same(Engine(handle, max_num_seqs=9).generate(PROMPTS, COUNTS, sampling), first)
     other = engine.generate(PROMPTS, COUNTS, Sampling(max_new_tokens=15, seed=12))
     assert not torch.equal(other.ids, first.ids)
     moved = engine.generate(PROMPTS[::-1], COUNTS[::-1], sampling, keys=[4, 3, 2, 1, 0]).completions()
@@ -155,9 +153,9 @@ def test_the_same_seed_gives_the_same_samples(name):
 
 def test_isolated_samples_are_the_same_to_the_bit():
     """In float32, where sums depend on the batch: alone, among others, in another order."""
-    prepared = prepare(tiny("llama", torch.float32))
+    handle = prepare(tiny("llama", torch.float32))
     sampling = Sampling(max_new_tokens=30, seed=3, eos_ids=(1, 2))
-    engine = Engine(prepared, max_rows=8, isolated=True)
+    engine = Engine(handle, max_num_seqs=8, isolated=True)
     together = engine.generate(PROMPTS, 4, sampling)
     alone = engine.generate(PROMPTS[3:4], 4, sampling, keys=[3])
     others = engine.generate([PROMPTS[1], PROMPTS[3]], [7, 4], sampling, keys=[1, 3])
@@ -169,7 +167,7 @@ def test_isolated_samples_are_the_same_to_the_bit():
 
 def test_eos_and_minimum():
     sampling = Sampling(max_new_tokens=30, min_new_tokens=5, eos_ids=tuple(range(40)))
-    rollout = Engine(PREPARED["qwen3"], max_rows=6).generate(PROMPTS, 5, sampling)
+    rollout = Engine(PREPARED["qwen3"], max_num_seqs=6).generate(PROMPTS, 5, sampling)
     assert rollout.lengths.min() >= 6  # five that are no EOS, then one that is
     for row, length, reason in zip(rollout.ids.tolist(), rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
         assert reason == ("eos" if row[length - 1] < 40 else "length")
@@ -183,7 +181,7 @@ def test_a_stop_ends_with_the_token_that_completes_it():
         return len(ids) >= 2 and ids[-1] % 3 == 0 and ids[-2] % 2 == 1
 
     sampling = Sampling(max_new_tokens=8, eos_ids=(50, 51, 52, 53))
-    rollout = Engine(PREPARED["llama"], max_rows=6).generate(PROMPTS, 5, sampling, stop=stop)
+    rollout = Engine(PREPARED["llama"], max_num_seqs=6).generate(PROMPTS, 5, sampling, stop=stop)
     assert_same(PlainGenerator(PREPARED["llama"].model).generate(PROMPTS, 5, sampling, stop=stop), rollout)
     assert set(rollout.stop_reasons) == {"eos", "stop_string", "length"}
     for ids, length, reason in zip(rollout.ids.tolist(), rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
@@ -242,16 +240,16 @@ def test_a_budget_too_small_for_one_group():
     assert enough._cache.bytes <= enough.cache_bytes
 
 
-@pytest.mark.parametrize("name", ["cache_bytes", "max_rows", "prefill_tokens"])
+@pytest.mark.parametrize("name", ["cache_bytes", "max_num_seqs", "prefill_tokens"])
 def test_bad_engine_settings(name):
     with pytest.raises(InputError, match=f"{name} must be a whole number of at least 1"):
         Engine(PREPARED["llama"], **{name: 0})
 
 
 def test_two_engines_of_one_model_do_not_disturb_each_other():
-    prepared = PREPARED["qwen3"]
+    handle = PREPARED["qwen3"]
     sampling = Sampling(max_new_tokens=10)
-    first, second = Engine(prepared, max_rows=3), Engine(prepared, max_rows=7)
+    first, second = Engine(handle, max_num_seqs=3), Engine(handle, max_num_seqs=7)
     wanted = first.generate(PROMPTS, 2, sampling)
     assert_same(second.generate(PROMPTS, 2, sampling), wanted)
     assert_same(first.generate(PROMPTS, 2, sampling), wanted)
@@ -269,13 +267,13 @@ def test_an_adapter_that_is_off_is_off():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-    prepared = prepare(model)
-    engine = Engine(prepared)
-    on, fingerprint = engine.generate(PROMPTS, 2, sampling), prepared.fingerprint()
+    handle = prepare(model)
+    engine = Engine(handle)
+    on, fingerprint = engine.generate(PROMPTS, 2, sampling), handle.fingerprint()
     with adapter_off(model):
-        assert prepared.fingerprint() != fingerprint
+        assert handle.fingerprint() != fingerprint
         off = engine.generate(PROMPTS, 2, sampling)
-    assert prepared.fingerprint() == fingerprint
+    assert handle.fingerprint() == fingerprint
     assert_same(off, wanted)
     assert not torch.equal(on.ids, off.ids)
 
@@ -305,12 +303,12 @@ def test_a_model_that_changes_its_type():
 
 
 def test_release_gives_the_memory_back():
-    prepared = prepare(tiny("llama"))
-    engine = Engine(prepared)
+    handle = prepare(tiny("llama"))
+    engine = Engine(handle)
     engine.generate(PROMPTS, 2, Sampling(max_new_tokens=4))
-    assert all(hasattr(module, STORAGE) for module in prepared.attentions)
+    assert all(hasattr(module, STORAGE) for module in handle.attentions)
     engine.release()
-    assert not any(hasattr(module, STORAGE) for module in prepared.attentions)
+    assert not any(hasattr(module, STORAGE) for module in handle.attentions)
     assert engine.generate(PROMPTS, 2, Sampling(max_new_tokens=4)).ids.shape[0] == 10
 
 
@@ -321,11 +319,11 @@ def test_real_weights():
     folder = smollm2()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    prepared = prepare(model)
-    assert prepared.why_plain is None
+    handle = prepare(model)
+    assert handle.fallback_reason is None
     chats = [[{"role": "user", "content": text}] for text in ("What is the capital of France?", "Name three colours.")]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-    engine = Engine(prepared)
+    engine = Engine(handle)
     greedy = engine.generate(prompts, 1, Sampling(max_new_tokens=12, greedy=True))
     assert "Paris" in tokenizer.decode(greedy.ids[0])
     for prompt, ids in zip(prompts, greedy.completions(), strict=True):
@@ -335,8 +333,8 @@ def test_real_weights():
     sampling = Sampling(max_new_tokens=12, temperature=0.9, top_k=50, keep_sets=True)
     rollout = engine.generate(prompts, 3, sampling)
     with torch.no_grad():
-        full = completion_logps(prepared, prompts, rollout.completions(), temperature=0.9)
-        kept = completion_logps(prepared, prompts, rollout.completions(), temperature=0.9, kept=rollout.kept)
+        full = completion_logps(handle, prompts, rollout.completions(), temperature=0.9)
+        kept = completion_logps(handle, prompts, rollout.completions(), temperature=0.9, kept=rollout.kept)
     torch.testing.assert_close(rollout.logps, full.logps, rtol=0, atol=1e-3)
     torch.testing.assert_close(rollout.filtered_logps, kept.logps, rtol=0, atol=1e-3)
 

@@ -10,7 +10,7 @@ from groupwise.errors import InputError
 from groupwise.generate import memory
 from groupwise.generate.memory import plan_cache
 from groupwise.model.cache import SharedCache, bytes_per_token
-from groupwise.model.prepared import prepare
+from groupwise.model.handle import prepare
 from tests.model.models import tiny
 
 PREPARED = prepare(tiny("llama"))
@@ -30,17 +30,17 @@ def test_bytes_of_a_token():
     st.integers(1, 64),
     st.integers(1, 3000),
 )
-def test_a_plan_fits_or_is_refused(asked, length, max_rows, tokens):
+def test_a_plan_fits_or_is_refused(asked, length, max_num_seqs, tokens):
     lengths, counts = [prompt for prompt, _ in asked], [count for _, count in asked]
-    largest = min(max(counts), max_rows)
+    largest = min(max(counts), max_num_seqs)
     try:
-        plan = plan_cache(PREPARED, lengths, counts, length, max_rows, tokens * EACH)
+        plan = plan_cache(PREPARED, lengths, counts, length, max_num_seqs, tokens * EACH)
     except InputError:
         fewest = sum(sorted(lengths)[-(-(-largest // min(counts)) + 1) :])
         assert fewest + (largest + 1) * length > tokens
         return
     assert plan.prompt_tokens + (plan.slots + 1) * plan.length <= tokens
-    assert largest <= plan.slots <= min(sum(counts), max_rows)
+    assert largest <= plan.slots <= min(sum(counts), max_num_seqs)
     assert plan.prompt_tokens >= max(lengths)
     assert plan.length == length
 

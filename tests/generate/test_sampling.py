@@ -30,7 +30,7 @@ def test_every_token_has_its_share_of_the_unit_interval():
     assert torch.equal(drawn.logps, drawn.filtered_logps)
 
 
-@pytest.mark.parametrize("order", ["transformers", "vllm", "document"])
+@pytest.mark.parametrize("order", ["transformers", "vllm", "mlx_lm"])
 def test_filters(order):
     logits = torch.randn(300, 11) * 2
     sampling = Sampling(temperature=1.3, top_k=6, top_p=0.8, min_p=0.05, order=order)

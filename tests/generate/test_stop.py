@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from groupwise.errors import InputError
 from groupwise.generate import Engine, Sampling, StopStrings
+from groupwise.model.handle import prepare
 from groupwise.model.load import load_tokenizer
-from groupwise.model.prepared import prepare
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from tests.weights import smollm2
 
@@ -53,11 +53,11 @@ def test_a_real_tokenizer(text, string, ends):
 
 
 def test_in_generation():
-    prepared = prepare(tiny_model())
+    handle = prepare(tiny_model())
     prompts = [TOKENIZER("Hello")["input_ids"]]
     sampling = Sampling(max_new_tokens=200, eos_ids=())
     stop = StopStrings(TOKENIZER, ["e", "ab"])
-    rollout = Engine(prepared).generate(prompts, 20, sampling, stop=stop)
+    rollout = Engine(handle).generate(prompts, 20, sampling, stop=stop)
     reasons = set()
     for ids, length, reason in zip(rollout.ids, rollout.lengths.tolist(), rollout.stop_reasons, strict=True):
         text, before = TOKENIZER.decode(ids[:length]), TOKENIZER.decode(ids[: length - 1])

@@ -85,7 +85,7 @@ def test_advantages_are_the_same_to_the_bit():
         assert torch.equal(ours.cpu(), core.group_advantages(rewards, labels, scale=scale))
 
 
-@pytest.mark.parametrize("order", ["transformers", "vllm", "document"])
+@pytest.mark.parametrize("order", ["transformers", "vllm", "mlx_lm"])
 def test_filters(order):
     logits = torch.randn(64, 5000, dtype=torch.float64)
     settings = {"temperature": 0.7, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "order": order}

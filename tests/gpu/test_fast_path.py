@@ -13,9 +13,9 @@ from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
 from groupwise.generate.sampling import draw
 from groupwise.model.attention import Call
 from groupwise.model.cache import STORAGE, DecodeLayout, Storage
+from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps, padded_logps
 from groupwise.model.precision import MasterWeights, set_precision
-from groupwise.model.prepared import prepare
 from tests.model.models import ARCHITECTURES, random_groups, tiny
 
 pytestmark = pytest.mark.gpu
@@ -137,7 +137,7 @@ def test_packed_equals_padded(name, compile):
     model = tiny(name, torch.float32).cuda()
     set_precision(model, torch.bfloat16)
     rough = prepare(model, compile=compile)
-    assert rough.why_plain is None
+    assert rough.fallback_reason is None
     theirs = padded_logps(rough, prompts, completions).logps
     their_gradient = gradients(model, theirs.sum())
     ours = completion_logps(rough, prompts, completions).logps
@@ -159,12 +159,12 @@ def gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
 def test_gradient_checkpointing_under_compilation(name):
     model = tiny(name, torch.float32).cuda()
     set_precision(model, torch.bfloat16)
-    prepared = prepare(model)
+    handle = prepare(model)
     prompts, completions = random_groups(*RAGGED)
     model.train()
-    plain = gradients(model, completion_logps(prepared, prompts, completions).logps.sum())
+    plain = gradients(model, completion_logps(handle, prompts, completions).logps.sum())
     model.gradient_checkpointing_enable()
-    again = gradients(model, completion_logps(prepared, prompts, completions).logps.sum())
+    again = gradients(model, completion_logps(handle, prompts, completions).logps.sum())
     for parameter, gradient in plain.items():
         assert (again[parameter] - gradient).float().norm() <= 0.05 * gradient.float().norm() + 1e-3, parameter
 
@@ -175,21 +175,21 @@ SETTINGS = {
     "top_p": {"top_p": 0.6, "temperature": 1.4, "keep_sets": True},
     "all": {"top_k": 10, "top_p": 0.8, "min_p": 0.02, "keep_sets": True},
     "minimum": {"min_p": 0.3, "min_new_tokens": 6, "keep_sets": True, "eos_ids": (1, 2, 3, 4, 5, 6, 7, 8)},
-    "document": {"top_k": 20, "min_p": 0.1, "order": "document", "keep_sets": True},
+    "mlx_lm": {"top_k": 20, "min_p": 0.1, "order": "mlx_lm", "keep_sets": True},
 }
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "llama_one_head", "qwen3", "gemma2", "gemma3"])
 def test_graphs_draw_what_single_operations_draw(name, kind):
-    prepared = prepare(tiny(name, torch.float32).cuda(), compile=False)
+    handle = prepare(tiny(name, torch.float32).cuda(), compile=False)
     sampling = Sampling(max_new_tokens=20, **SETTINGS[kind])
-    graphs = Engine(prepared, max_rows=6)
+    graphs = Engine(handle, max_num_seqs=6)
     assert graphs.graphs
     for _ in range(2):  # captured, then replayed
         got = graphs.generate(PROMPTS, COUNTS, sampling)
-        assert_same(got, Engine(prepared, max_rows=6, graphs=False).generate(PROMPTS, COUNTS, sampling))
-    assert_same(got, PlainGenerator(prepared.model).generate(PROMPTS, COUNTS, sampling))
+        assert_same(got, Engine(handle, max_num_seqs=6, graphs=False).generate(PROMPTS, COUNTS, sampling))
+    assert_same(got, PlainGenerator(handle.model).generate(PROMPTS, COUNTS, sampling))
     assert got.facts["prefilled_tokens"] == sum(map(len, PROMPTS))
 
 
@@ -210,20 +210,20 @@ def rough(name: str = "llama") -> nn.Module:
 
 
 def test_the_same_seed_gives_the_same_samples_run_after_run():
-    prepared = prepare(rough(), compile=False)
+    handle = prepare(rough(), compile=False)
     sampling = Sampling(max_new_tokens=60, seed=4, eos_ids=(1, 2, 3))
-    engine = Engine(prepared, max_rows=8)
+    engine = Engine(handle, max_num_seqs=8)
     first, again = (engine.generate(PROMPTS, 4, sampling) for _ in range(2))
     assert torch.equal(first.ids, again.ids)
     assert torch.equal(first.logps, again.logps)
     engine.release()
-    fresh = Engine(prepared, max_rows=8).generate(PROMPTS, 4, sampling)
+    fresh = Engine(handle, max_num_seqs=8).generate(PROMPTS, 4, sampling)
     assert torch.equal(first.ids, fresh.ids)
     assert torch.equal(first.logps, fresh.logps)
 
 
 def test_isolated_samples_are_the_same_to_the_bit_in_bfloat16():
-    engine = Engine(prepare(rough(), compile=False), max_rows=16, isolated=True)
+    engine = Engine(prepare(rough(), compile=False), max_num_seqs=16, isolated=True)
     sampling = Sampling(max_new_tokens=60, eos_ids=(1, 2))
     together = engine.generate(PROMPTS, 4, sampling)
     alone = engine.generate(PROMPTS[3:4], 4, sampling, keys=[3])
@@ -236,14 +236,12 @@ def test_isolated_samples_are_the_same_to_the_bit_in_bfloat16():
 
 def test_the_sampler_agrees_with_training():
     """The ratio before the first update is 1, up to bfloat16."""
-    prepared = prepare(rough(), compile=True)
+    handle = prepare(rough(), compile=True)
     sampling = Sampling(max_new_tokens=30, temperature=0.9, top_k=20, keep_sets=True)
-    rollout = Engine(prepared).generate(PROMPTS, 6, sampling)
+    rollout = Engine(handle).generate(PROMPTS, 6, sampling)
     with torch.no_grad():
-        full = completion_logps(prepared, PROMPTS, rollout.completions(), temperature=0.9).logps.cpu()
-        kept = completion_logps(
-            prepared, PROMPTS, rollout.completions(), temperature=0.9, kept=rollout.kept
-        ).logps.cpu()
+        full = completion_logps(handle, PROMPTS, rollout.completions(), temperature=0.9).logps.cpu()
+        kept = completion_logps(handle, PROMPTS, rollout.completions(), temperature=0.9, kept=rollout.kept).logps.cpu()
     assert (full - rollout.logps).abs().mean() < 0.03
     assert (kept - rollout.filtered_logps).abs().mean() < 0.03
 
@@ -251,23 +249,23 @@ def test_the_sampler_agrees_with_training():
 def test_graphs_see_new_weights():
     """An update in place, by master weights, and the captured steps compute with it."""
     model = rough()
-    engine = Engine(prepare(model, compile=False), max_rows=8)
+    engine = Engine(prepare(model, compile=False), max_num_seqs=8)
     sampling = Sampling(max_new_tokens=20)
     before = engine.generate(PROMPTS, 2, sampling)
     with MasterWeights(model) as masters:
         for parameter in masters.parameters():
             parameter.data.mul_(1.5)
-        masters.publish()
+        masters.sync_to_model()
     after = engine.generate(PROMPTS, 2, sampling)
     assert not torch.equal(before.ids, after.ids)
     engine.release()
-    fresh = Engine(prepare(model, compile=False), max_rows=8).generate(PROMPTS, 2, sampling)
+    fresh = Engine(prepare(model, compile=False), max_num_seqs=8).generate(PROMPTS, 2, sampling)
     assert torch.equal(after.ids, fresh.ids)
 
 
 def test_decoding_never_waits_for_the_device():
     """PyTorch raises at every hidden wait while the steps run."""
-    engine = Engine(prepare(rough(), compile=False), max_rows=8)
+    engine = Engine(prepare(rough(), compile=False), max_num_seqs=8)
     sampling = Sampling(max_new_tokens=40, top_k=20, eos_ids=(1, 2, 3))
     wanted = engine.generate(PROMPTS, 4, sampling)
     torch.cuda.synchronize()
@@ -291,7 +289,7 @@ def test_kept_sets_are_refused_before_they_swell():
 def test_a_cache_too_large_for_the_device():
     from groupwise.errors import InputError
 
-    prepared = prepare(rough(), compile=False)
-    engine = Engine(dataclasses.replace(prepared, window=None), max_rows=10**4)
+    handle = prepare(rough(), compile=False)
+    engine = Engine(dataclasses.replace(handle, window=None), max_num_seqs=10**4)
     with pytest.raises(InputError, match="the memory that is free"):
         engine.generate([[1]], 10**4, Sampling(max_new_tokens=10**6))

@@ -7,10 +7,10 @@ import torch
 
 from groupwise.config import make_recipe
 from groupwise.model.precision import set_precision
-from groupwise.train.compare import compare
-from groupwise.train.work import plan_work
-from tests.train.made import SMALL, last_gradient, made_batch, made_updater, perturb, small_llama
-from tests.train.runs import checkpoint_of, go, merged, metrics_of, small_trainer
+from groupwise.training.rollout.advantages import compare
+from groupwise.training.update.minibatch import build_minibatch
+from tests.training.factories import SMALL, last_gradient, made_batch, made_updater, perturb, small_llama
+from tests.training.runs import checkpoint_of, go, merged, metrics_of, small_trainer
 
 pytestmark = pytest.mark.gpu
 
@@ -33,7 +33,7 @@ def test_a_stopped_run_goes_on(tmp_path, dtype):
     small_trainer(tmp_path / "a", changes).run()
     go(small_trainer(tmp_path / "b", changes), 2)
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
-    assert trainer.parts.prepared.device.type == "cuda"
+    assert trainer.components.handle.device.type == "cuda"
     trainer.run()
     assert [row["step"] for row in metrics_of(tmp_path / "b") if "reward" in row] == [1, 2, 3, 4]
     unbroken, resumed = masters(tmp_path / "a", 4), masters(tmp_path / "b", 4)
@@ -50,19 +50,19 @@ def update_of(algorithm, device, dtype):
     set_precision(model, dtype)
     updater = made_updater(now, model=model, reference=True)
     perturb(model, size=0.02)
-    batch = made_batch(kept=now.masks.keep_sampling)
-    work = plan_work(batch, compare(batch, now, [1.0]), range(4), now)
-    updater.know(work, now, old=False)
+    batch = made_batch(kept=now.masks.keep_sampling_mask)
+    work = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    updater.precompute_logps(work, now, old=False)
     found = updater.update(work, now)
     assert all(bool(gradient.isfinite().all()) for gradient in last_gradient(updater).values())
     return found
 
 
-@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_document"])
+@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_literal"])
 def test_enhanced_grpo_in_bfloat16_is_near_the_processors_float32(algorithm):
     """With a KL weight of 1, so that the KL is a good part of the loss."""
     wanted, got = update_of(algorithm, "cpu", torch.float32), update_of(algorithm, "cuda", torch.bfloat16)
-    assert got.silenced == wanted.silenced
+    assert got.masked_out == wanted.masked_out
     assert wanted.values["kl"] > 1e-3
     for name, value in wanted.values.items():
         assert got.values[name] == pytest.approx(value, rel=0.1, abs=0.02), name

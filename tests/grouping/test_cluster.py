@@ -149,7 +149,7 @@ def test_at_the_threshold():
 
 def test_of_two_cuts_that_are_equally_good_the_one_with_fewer_clusters_is_taken():
     # A triangle with one corner twice. That pair scores 1 and 1, the other corners 0 and 0, apart or together.
-    check(similarity_groups(circle(210, 210, 90, 330), method="document"), [([0, 0, 1, 1], 0.5)])
+    check(similarity_groups(circle(210, 210, 90, 330), method="ward_rows"), [([0, 0, 1, 1], 0.5)])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -167,17 +167,17 @@ def test_average_is_scikit_learns(size):
 def test_document_is_scikit_learns(size):
     for width, dtype in KINDS:
         vectors = made_groups(1, 16, size, width, dtype)
-        ours = similarity_groups(vectors, min_silhouette=-1, method="document")
+        ours = similarity_groups(vectors, min_silhouette=-1, method="ward_rows")
         expected = [document_peer(x.astype(np.float64)) for x in vectors]
         check(ours, expected)
-        collapsed = similarity_groups(vectors, min_silhouette=0.3, method="document")
+        collapsed = similarity_groups(vectors, min_silhouette=0.3, method="ward_rows")
         check(collapsed, [(labels if score >= 0.3 else [0] * size, score) for labels, score in expected])
 
 
 def test_document_is_the_snippet_in_float32_too():
     """There the snippet computes in float32, so labels may differ where two cuts are as good but for that."""
     vectors = made_groups(2, 60, 8, 48, np.float32)
-    ours = similarity_groups(vectors, min_silhouette=-1, method="document")
+    ours = similarity_groups(vectors, min_silhouette=-1, method="ward_rows")
     expected = [document_peer(x) for x in vectors]
     np.testing.assert_allclose(ours.scores, [score for _, score in expected], atol=1e-5)
     same = [a == b for a, (b, _) in zip(ours.labels.tolist(), expected, strict=True)]
@@ -312,7 +312,7 @@ def test_repeated_answers_are_clustered_as_by_scikit_learn(size):
     ours = similarity_groups(vectors, min_silhouette=-1)
     check(ours, [average_peer(cosine_distances(vectors)[p].numpy()) for p in range(len(vectors))])
     # scikit-learn's Euclidean distance of equal vectors is up to 1e-8.
-    check(similarity_groups(vectors, min_silhouette=-1, method="document"), map(document_peer, vectors), 1e-6)
+    check(similarity_groups(vectors, min_silhouette=-1, method="ward_rows"), map(document_peer, vectors), 1e-6)
     together = ours.labels.unsqueeze(1) == ours.labels.unsqueeze(2)
     assert bool(together[cosine_distances(vectors) == 0].all())
 
@@ -387,7 +387,7 @@ def test_nothing_to_tell_apart_is_one_cluster(method):
             check(ours, [([0] * vectors.shape[1], 0)])
 
 
-@pytest.mark.parametrize("method", ["average", "document", "adaptive"])
+@pytest.mark.parametrize("method", ["average", "ward_rows", "adaptive"])
 def test_two_answers_are_one_cluster(method):
     check(similarity_groups(circle(0, 180), method=method, min_silhouette=-1), [([0, 0], 0)])
 
@@ -435,7 +435,7 @@ def test_a_zero_vector_is_clustered_like_any_other():
     """By the document's method as in scikit-learn, where a zero vector is at distance 1 from itself."""
     vectors = made_groups(10, 40, 8, 12, np.float64)
     vectors[:, 2] = 0
-    check(similarity_groups(vectors, method="document", min_silhouette=-1), map(document_peer, vectors))
+    check(similarity_groups(vectors, method="ward_rows", min_silhouette=-1), map(document_peer, vectors))
     vectors = abs(
         vectors
     )  # no distance is above 1, so that the zero vector is not as near to one cluster as to another

@@ -88,7 +88,7 @@ def test_every_setting_arrives():
         found = group_texts(directions(), three, GroupingSection(max_groups=most)).labels
         assert len(found.unique()) == min(most, 3)
     marked = [["END 1 at 0", "1 at 90", "2 at 0 END 1 at 90"]]
-    assert group_texts(directions(), marked, GroupingSection(after="END")).labels[0].tolist() == [[0], [1], [1]]
+    assert group_texts(directions(), marked, GroupingSection(text_after="END")).labels[0].tolist() == [[0], [1], [1]]
 
 
 def test_real_texts_literally():

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.model.export import export_model
+from groupwise.model.handle import prepare
 from groupwise.model.load import load_model, load_model_and_tokenizer
 from groupwise.model.lora import LoraSettings, add_lora, is_lora
 from groupwise.model.precision import MasterWeights
-from groupwise.model.prepared import prepare
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rundir import verify_manifest
 from tests.weights import smollm2
@@ -52,7 +52,7 @@ def moved(model, by=1e-4):
     with torch.no_grad():
         for master in masters.parameters():
             master.add_(torch.randn(master.shape, generator=generator), alpha=by)
-    masters.publish()
+    masters.sync_to_model()
     return masters
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import InputError
+from groupwise.model.handle import prepare
 from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
-from groupwise.model.prepared import prepare
 from tests.model.models import ARCHITECTURES, VOCABULARY, random_groups, tiny
 from tests.weights import smollm2
 
@@ -42,12 +42,12 @@ def assert_equal_gradients(got: dict[str, torch.Tensor], wanted: dict[str, torch
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_packed_equals_padded(name):
     model = tiny(name)
-    prepared = prepare(model)
-    assert prepared.why_plain is None
+    handle = prepare(model)
+    assert handle.fallback_reason is None
     prompts, completions = random_groups(*RAGGED)
     options = {"temperature": 0.7, "with_entropy": True}
-    packed = completion_logps(prepared, prompts, completions, **options)
-    padded = padded_logps(prepared, prompts, completions, **options)
+    packed = completion_logps(handle, prompts, completions, **options)
+    padded = padded_logps(handle, prompts, completions, **options)
     assert torch.equal(packed.mask, padded.mask)
     torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(packed.entropy, padded.entropy, rtol=1e-9, atol=1e-12)
@@ -76,13 +76,13 @@ def test_padded_is_each_sample_by_itself(name):
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_gradient_checkpointing_changes_nothing(name):
     model = tiny(name)
-    prepared = prepare(model)
+    handle = prepare(model)
     prompts, completions = random_groups(*RAGGED)
     model.train()
-    plain = gradients(model, some_loss(completion_logps(prepared, prompts, completions)))
+    plain = gradients(model, some_loss(completion_logps(handle, prompts, completions)))
     model.gradient_checkpointing_enable()
     calls = count_calls(model)
-    checkpointed = gradients(model, some_loss(completion_logps(prepared, prompts, completions)))
+    checkpointed = gradients(model, some_loss(completion_logps(handle, prompts, completions)))
     assert calls() == 2 * model.config.num_hidden_layers  # forward, and once more in the backward pass
     assert_equal_gradients(checkpointed, plain, 1e-9)
 
@@ -105,16 +105,16 @@ def test_lora(name):
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.2)
-    prepared = prepare(model)
-    assert prepared.why_plain is None
-    packed = completion_logps(prepared, prompts, completions)
-    padded = padded_logps(prepared, prompts, completions)
+    handle = prepare(model)
+    assert handle.fallback_reason is None
+    packed = completion_logps(handle, prompts, completions)
+    padded = padded_logps(handle, prompts, completions)
     torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
     got, wanted = gradients(model, some_loss(packed)), gradients(model, some_loss(padded))
     assert_equal_gradients(got, wanted, 1e-9)
     assert all("lora" in parameter_name for parameter_name in got)
     with adapter_off(model), torch.no_grad():
-        off = completion_logps(prepared, prompts, completions).logps
+        off = completion_logps(handle, prompts, completions).logps
     torch.testing.assert_close(off, reference, rtol=1e-9, atol=1e-12)
     assert (packed.logps - reference).abs().max() > 0.1
 
@@ -122,13 +122,13 @@ def test_lora(name):
 def test_packs_add_up():
     """Log-probs and gradients do not depend on how the samples are divided."""
     model = tiny("qwen3")
-    prepared = prepare(model)
+    handle = prepare(model)
     prompts, completions = random_groups(*RAGGED)
-    whole = completion_logps(prepared, prompts, completions)
+    whole = completion_logps(handle, prompts, completions)
     wanted = gradients(model, whole.logps.sum())
     model.zero_grad()
     seen, packs = [], 0
-    for samples, found in each_pack(prepared, prompts, completions, token_budget=24):
+    for samples, found in each_pack(handle, prompts, completions, token_budget=24):
         found.logps.sum().backward()
         width = found.logps.shape[1]
         torch.testing.assert_close(found.logps, whole.logps[samples, :width], rtol=1e-9, atol=1e-12)
@@ -141,7 +141,7 @@ def test_packs_add_up():
 
 def test_kept_sets():
     model = tiny("llama")
-    prepared = prepare(model)
+    handle = prepare(model)
     prompts, completions = random_groups(*RAGGED)
     tokens = torch.cat([ids for members in completions for ids in members])
     generator = torch.Generator().manual_seed(3)
@@ -150,12 +150,12 @@ def test_kept_sets():
     mask[5] = False  # nothing was filtered there
     kept = KeptSets.from_logits(torch.where(mask, 0.0, -torch.inf))
     options = {"temperature": 1.2, "kept": kept, "with_entropy": True}
-    packed = completion_logps(prepared, prompts, completions, token_budget=30, **options)
-    padded = padded_logps(prepared, prompts, completions, **options)
+    packed = completion_logps(handle, prompts, completions, token_budget=30, **options)
+    padded = padded_logps(handle, prompts, completions, **options)
     torch.testing.assert_close(packed.logps, padded.logps, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(packed.entropy, padded.entropy, rtol=1e-9, atol=1e-12)
     assert_equal_gradients(gradients(model, some_loss(packed)), gradients(model, some_loss(padded)), 1e-9)
-    without = completion_logps(prepared, prompts, completions, temperature=1.2)
+    without = completion_logps(handle, prompts, completions, temperature=1.2)
     assert (packed.logps >= without.logps - 1e-12).all()
     assert (packed.logps > without.logps + 0.1).any()
 
@@ -262,11 +262,11 @@ def test_real_weights_are_no_further_off_than_transformers():
     runs = {}
     for dtype in (torch.float64, torch.float32):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        prepared = prepare(model)
-        assert prepared.why_plain is None
-        found = padded_logps(prepared, prompts, completions).logps
+        handle = prepare(model)
+        assert handle.fallback_reason is None
+        found = padded_logps(handle, prompts, completions).logps
         runs[dtype, "padded"] = found.detach(), some_of(gradients(model, found.sum()))
-        found = completion_logps(prepared, prompts, completions).logps
+        found = completion_logps(handle, prompts, completions).logps
         runs[dtype, "packed"] = found.detach(), some_of(gradients(model, found.sum()))
     truth, true_gradient = runs[torch.float64, "padded"]
     packed, gradient = runs[torch.float64, "packed"]

@@ -38,7 +38,7 @@ def trained(model, steps=3, lr=1e-2):
             logps = model(IDS).logits[:, :-1].float().log_softmax(-1)
             (-logps.gather(-1, IDS[:, 1:, None]).mean()).backward()
             optimizer.step()
-            masters.publish()
+            masters.sync_to_model()
     return model
 
 

@@ -24,13 +24,13 @@ def loss_of(model, ids=IDS):
     return -logps.gather(-1, ids[:, 1:, None]).mean()
 
 
-def train(model, weights, steps, publish=lambda: None, lr=1e-6, optimizer=None):
+def train(model, weights, steps, sync_to_model=lambda: None, lr=1e-6, optimizer=None):
     optimizer = optimizer or torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
     for _ in range(steps):
         optimizer.zero_grad()
         loss_of(model).backward()
         optimizer.step()
-        publish()
+        sync_to_model()
     return optimizer
 
 
@@ -79,7 +79,7 @@ def test_a_learning_rate_of_1e_6_moves_real_weights_with_masters_and_not_without
         moves = torch.cat([(master - before[name]).abs().flatten() for name, master in masters.named_parameters()])
         for _ in range(19):
             step(layers.parameters(), optimizer)
-        masters.publish()
+        masters.sync_to_model()
     kept = changed(layers, before)
     once = (moves > 0).double().mean().item()
     print(f"changed: plain {lost:.2%}, with masters {kept:.2%}; after one step {once:.2%} of the masters")
@@ -105,7 +105,7 @@ def test_small_steps_add_up():
         stepper.zero_grad()
         layer(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
         stepper.step()
-        masters.publish()
+        masters.sync_to_model()
     assert torch.equal(plain.detach(), start)
     master = next(masters.parameters())
     assert torch.allclose(master, start.float() - 300e-6, rtol=0, atol=2e-6)
@@ -151,7 +151,7 @@ def test_a_full_precision_model_trains_as_without(dtype):
     train(plain, plain.parameters(), 3, lr=1e-3)
     masters = MasterWeights(mastered)
     assert all(master is weight for master, weight in zip(masters.parameters(), mastered.parameters(), strict=True))
-    train(mastered, masters.parameters(), 3, masters.publish, lr=1e-3)
+    train(mastered, masters.parameters(), 3, masters.sync_to_model, lr=1e-3)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), mastered.parameters(), strict=True))
 
 
@@ -160,7 +160,7 @@ def test_masters_follow_float32_training_closely():
     exact, rounded = tiny_model(), load_model("tiny", dtype="bfloat16", device="cpu")
     train(exact, exact.parameters(), 5, lr=1e-3)
     masters = MasterWeights(rounded)
-    train(rounded, masters.parameters(), 5, masters.publish, lr=1e-3)
+    train(rounded, masters.parameters(), 5, masters.sync_to_model, lr=1e-3)
     assert loss_of(rounded).item() == pytest.approx(loss_of(exact).item(), rel=0.02)
 
 
@@ -179,7 +179,7 @@ def test_frozen_weights_take_no_part():
     masters = MasterWeights(model)
     assert {name.rsplit(".", 2)[1] for name, _ in masters.named_parameters()} == {"gate_proj", "up_proj", "down_proj"}
     before = snapshot(model)
-    train(model, masters.parameters(), 1, masters.publish, lr=1e-2)
+    train(model, masters.parameters(), 1, masters.sync_to_model, lr=1e-2)
     after = snapshot(model)
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(masters.state_dict())
 
@@ -194,7 +194,7 @@ def test_publishing_keeps_the_storage():
         for master in masters.parameters():
             master.fill_(0.3)
     assert not torch.equal(view, torch.full((3,), 0.3).bfloat16())
-    masters.publish()
+    masters.sync_to_model()
     assert torch.equal(view, torch.full((3,), 0.3).bfloat16())
     assert [weight.data_ptr() for weight in model.parameters()] == addresses
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
@@ -223,17 +223,17 @@ def test_closing_gives_ordinary_gradients_back():
 def test_resuming_is_exact(tmp_path, dtype):
     whole = load_model("tiny", dtype=dtype, device="cpu")
     masters = MasterWeights(whole)
-    optimizer = train(whole, masters.parameters(), 3, masters.publish, lr=1e-4)
+    optimizer = train(whole, masters.parameters(), 3, masters.sync_to_model, lr=1e-4)
     write_safetensors(tmp_path / "masters.safetensors", masters.state_dict())
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    train(whole, (), 3, masters.publish, optimizer=optimizer)
+    train(whole, (), 3, masters.sync_to_model, optimizer=optimizer)
 
     resumed = load_model("tiny", dtype=dtype, device="cpu", seed=9)
     again = MasterWeights(resumed)
     again.load_state_dict(load_file(tmp_path / "masters.safetensors"))
     optimizer = torch.optim.AdamW(again.parameters(), lr=1.0)
     optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    train(resumed, (), 3, again.publish, optimizer=optimizer)
+    train(resumed, (), 3, again.sync_to_model, optimizer=optimizer)
     for (name, a), (other, b) in zip(masters.named_parameters(), again.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(a, b)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from groupwise.model.handle import prepare
 from groupwise.model.logprobs import _at, completion_logps
-from groupwise.model.prepared import prepare
 from tests.model.models import SIZE
 
 REPETITIONS = 30
@@ -24,16 +24,16 @@ def two_threads():
 def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
     """Forty first tokens come from one position, and the model is wide enough for the threads to share the work."""
     shape = {"hidden_size": 512, "intermediate_size": 16, "num_hidden_layers": 1}
-    prepared = prepare(LlamaForCausalLM(LlamaConfig(**{**SIZE, **shape})).eval())
+    handle = prepare(LlamaForCausalLM(LlamaConfig(**{**SIZE, **shape})).eval())
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(SIZE["vocab_size"], (3,), generator=generator)
     answers = [torch.randint(SIZE["vocab_size"], (3,), generator=generator) for _ in range(40)]
     weights = torch.randn(40, 3, generator=generator)
 
     def gradient():
-        prepared.model.zero_grad()
-        (completion_logps(prepared, [prompt], [answers]).logps * weights).sum().backward()
-        return torch.cat([parameter.grad.flatten() for parameter in prepared.model.parameters()])
+        handle.model.zero_grad()
+        (completion_logps(handle, [prompt], [answers]).logps * weights).sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in handle.model.parameters()])
 
     first = gradient()
     assert float(first.norm()) > 0

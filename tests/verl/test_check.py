@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from groupwise.integrations.verl.check import self_check
+from groupwise.integrations.verl.check import max_logp_mismatch
 from tests.verl.common import ROOT
 from tests.weights import wordllama
 
@@ -70,7 +70,7 @@ def test_plugins_that_are_switched_off_are_named():
     ids=["slip", "folder", "hub"],
 )
 def test_an_embedder_that_cannot_be_had_is_the_one_bad_finding(name, sentence):
-    bad = [finding for finding in self_check(name) if not finding.good]
+    bad = [finding for finding in max_logp_mismatch(name) if not finding.good]
     assert len(bad) == 1
     assert sentence in str(bad[0])
     assert "+algorithm.similarity.embedder=NAME" in str(bad[0])
@@ -80,7 +80,7 @@ def test_a_verl_that_has_changed_is_described(monkeypatch):
     from verl.trainer.ppo.v1 import PPOTrainer
 
     monkeypatch.setattr(PPOTrainer, "_compute_advantage", lambda self, batch, new, metrics: None)
-    bad = [str(finding) for finding in self_check(str(wordllama())) if not finding.good]
+    bad = [str(finding) for finding in max_logp_mismatch(str(wordllama())) if not finding.good]
     assert len(bad) == 1
     assert "this verl is not as expected:" in bad[0]
     assert "missing a required argument: 'new'" in bad[0]

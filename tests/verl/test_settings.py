@@ -19,14 +19,14 @@ from tests.verl.common import ROOT, compose
 
 
 def test_settings_are_those_of_a_recipe():
-    given = ["max_groups=4", "min_silhouette=0", "device=cuda", "after=null", "method=threshold", "workers=2"]
+    given = ["max_groups=4", "min_silhouette=0", "device=cuda", "text_after=null", "method=threshold", "workers=2"]
     found = read_settings(compose(*(f"+algorithm.similarity.{each}" for each in given)))
     assert found == GroupingSection(
         embedder="wordllama",
         max_groups=4,
         min_silhouette=0.0,
         device="cuda",
-        after=None,
+        text_after=None,
         method="threshold",
         workers=2,
     )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import InputError
-from groupwise.grouping.document import compute_group_distribution_per_prompt, similarity_group_labels
+from groupwise.grouping.labels import compute_group_distribution_per_prompt, similarity_group_labels
 from groupwise.grouping.workers import Grouper
 from groupwise.integrations.verl.estimator import Compared
 

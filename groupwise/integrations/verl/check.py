@@ -35,7 +35,7 @@ class Finding:
         return f"good: {self.sentence}" if self.good else f"BAD:  {self.sentence}. What to do: {self.remedy}."
 
 
-def self_check(embedder: str | None = None) -> list[Finding]:
+def max_logp_mismatch(embedder: str | None = None) -> list[Finding]:
     """What there is to say of verl, the plugin and the embedder, which is that of the defaults if none is named."""
     findings = list(_of_verl())
     name = GroupingSection().embedder if embedder is None else embedder

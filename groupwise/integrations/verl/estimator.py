@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import ConfigError, InputError
-from groupwise.grouping.document import compute_similarity_group_grpo_outcome_advantage
+from groupwise.grouping.labels import compute_similarity_group_grpo_outcome_advantage
 from groupwise.integrations.verl import ESTIMATOR, MODES
 
 _COMBINED = re.compile(r".*_\d+", re.DOTALL)

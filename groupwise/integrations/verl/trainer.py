@@ -87,7 +87,7 @@ class SimilarityGrouping(_Trainer):
                 select_fields=["responses", "response_mask"],
             )
             answers = decode_answers(
-                self.tokenizer, data["responses"].unbind(), data["response_mask"].unbind(), self._how.after
+                self.tokenizer, data["responses"].unbind(), data["response_mask"].unbind(), self._how.text_after
             )
             texts = dict(zip(places, answers, strict=True))
         how, metrics = find_groups(sessions, texts, self._ready_grouper())

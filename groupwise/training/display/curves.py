@@ -1,0 +1,183 @@
+"""The picture of a run's curves, from its metrics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import MissingExtraError
+from groupwise.rundir import metric_column, read_metrics
+from groupwise.training.store.recorder import EVALUATION, PREFERRED, is_share
+
+Points = tuple[list[int], list[float]]  # steps, values
+
+CURVES = "curves.png"
+NICE = (1, 2, 5, 10)  # between the ticks of an axis
+FEW = 10  # points of a curve that are marked, for they are all that is known
+SMOOTHED_SHARE = 0.05  # of a curve's points, on each side, go into a point of its smoothed line
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A picture of one metric, or of several under their labels; there only where all of them are."""
+
+    title: str
+    lines: Mapping[str, str]  # metric → label
+    colours: Sequence[str]
+    held_out: bool = False
+
+
+def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
+    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, what the policy makes of pairs,
+    entropy and KL, lengths, how different answers to a prompt are, and whether the terms' gradients agree.
+
+    What was not recorded is left out. None without matplotlib, or when there is nothing to draw.
+    """
+    from groupwise.plots import new_figure, save_figure
+
+    folder = Path(run_folder)
+    rows = read_metrics(folder / "metrics.jsonl")
+    cells = _cells(metric)
+    curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.lines}
+    if not curves["reward"][0]:
+        cells.insert(0, cells.pop(2))  # a run without rewards begins with its pairs
+    cells = [[panel for panel in cell if all(curves[name][0] for name in panel.lines)] for cell in cells]
+    cells = [cell for cell in cells if cell]
+    if not cells:
+        return None
+    columns, lines = min(2, len(cells)), math.ceil(len(cells) / 2)
+    try:
+        figure = new_figure(5.4 * columns, 3.3 * lines)
+    except MissingExtraError:
+        return None
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    grid = figure.add_gridspec(2 * lines, columns)  # a line of panels has two halves, for two small ones
+    for number, cell in enumerate(cells):
+        alone = number == len(cells) - 1 and number % 2 == 0
+        across = slice(None) if alone else number % 2
+        for position, panel in enumerate(cell):
+            top = number // 2 * 2 + position
+            axes = figure.add_subplot(grid[top : top + 3 - len(cell), across])
+            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.lines)
+            if panel.held_out:
+                name = next(iter(panel.lines))
+                own = goal if name == f"{EVALUATION}{metric}" else None
+                _draw_held_out(axes, rows, name, panel.colours[0], own, share)
+            else:
+                _draw_lines(axes, panel, curves)
+            _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
+    save_figure(figure, folder / CURVES)
+    return folder / CURVES
+
+
+def _cells(metric: str | None) -> list[list[Panel]]:
+    """All panels that there may be; two in one cell share its height. The third cell is that of the pairs."""
+    from groupwise.plots import COLOURS
+
+    blue, orange, green, pink = COLOURS[:4]
+    held_out, pairs = f"{EVALUATION}{metric}", f"{EVALUATION}{PREFERRED}"
+
+    def single(title: str, name: str, colour: str) -> Panel:
+        return Panel(title, {name: ""}, [colour])
+
+    return [
+        [single("reward while training", "reward", blue)],
+        [Panel(_held_out_title(metric or ""), {held_out: ""}, [green], held_out=True)],
+        [
+            Panel(
+                "DPO's reward of the two answers of a pair",
+                {"preference/chosen_reward": "better", "preference/rejected_reward": "worse"},
+                [blue, orange],
+            ),
+            single("better answer preferred, while training", "preference/accuracy", blue),
+        ],
+        [Panel(_held_out_title(PREFERRED), {pairs: ""}, [green], held_out=True)] if pairs != held_out else [],
+        [single("entropy", "entropy", orange), single("KL to the reference", "kl", pink)],
+        [
+            single("tokens in an answer", "completions/mean_length", blue),
+            single("answers cut off", "completions/clipped_ratio", orange),
+        ],
+        [
+            single("distance of two answers to a prompt", "diversity/mean_distance", green),
+            single("clusters per prompt", "similarity_groups/avg_groups_per_prompt", pink),
+        ],
+        [
+            single("cosine of the gradients of pairs and of GRPO", "grad_cosine/grpo_preference", pink),
+            Panel(
+                "norm of their gradients",
+                {"grad_norm/grpo": "GRPO", "grad_norm/preference": "pairs"},
+                [blue, orange],
+            ),
+        ],
+    ]
+
+
+def _finite(rows: list[dict[str, Any]], name: str) -> Points:
+    steps, values = metric_column(rows, name)
+    kept = [
+        (step, float(value))
+        for step, value in zip(steps, values, strict=True)
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    ]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def _held_out_title(metric: str) -> str:
+    if metric == PREFERRED:
+        return "better answer preferred, held-out pairs"
+    return "right on held-out questions" if "accuracy" in metric else f"{metric.replace('_', ' ')}, held out"
+
+
+def _draw_lines(axes: Any, panel: Panel, curves: Mapping[str, Points]) -> None:
+    for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
+        _draw_smoothed(axes, *curves[name], colour, label)
+    if any(panel.lines.values()):
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str) -> None:
+    import numpy as np
+
+    reach = int(len(values) * SMOOTHED_SHARE)
+    if reach:
+        axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
+    sums, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
+    first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
+    smooth = (sums[end] - sums[first]) / (end - first)
+    marker = "o" if len(steps) <= FEW else None
+    axes.plot(steps, smooth, color=colour, linewidth=2, marker=marker, markersize=4, label=label or None)
+
+
+def _draw_held_out(
+    axes: Any, rows: list[dict[str, Any]], name: str, colour: str, goal: float | None, share: bool
+) -> None:
+    steps, values = _finite(rows, name)
+    low, high = (dict(zip(*_finite(rows, name + end), strict=True)) for end in ("_low", "_high"))
+    band = [step for step in steps if step in low and step in high]
+    axes.fill_between(band, [low[s] for s in band], [high[s] for s in band], color=colour, alpha=0.16, linewidth=0)
+    axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4.5)
+    if goal is not None:
+        axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)))
+        text = f"goal {_percent(goal)}" if share else f"goal {goal:g}"
+        where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+        axes.annotate(text, (0, goal), (4, 3), fontsize=8, color="0.4", **where)
+
+
+def _percent(value: float) -> str:
+    return f"{round(100 * value, 6):g} %"
+
+
+def _finish_axes(axes: Any, title: str, share: bool, last: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.tick_params(labelsize=8, labelbottom=last, color="0.6")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=NICE))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=NICE))
+    if share:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
+    if last:
+        axes.set_xlabel("step", fontsize=9)

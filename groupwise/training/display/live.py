@@ -1,0 +1,273 @@
+"""The panel of a run on a terminal, redrawn in place: progress, curves, numbers and the last notices."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from groupwise.training.display.base import (
+    MARGIN,
+    REWARD,
+    Display,
+    Rows,
+    RunFacts,
+    StepTimer,
+    aligned,
+    count_of,
+    drawable,
+    duration,
+)
+from groupwise.training.display.chart import Chart, empty_chart
+from groupwise.training.store.recorder import PREFERRED
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.live import Live
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+REFRESHES = 4  # a second
+SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+NARROW = 74  # columns below which there is room for one chart only
+TILE = 13
+
+
+class LiveDisplay(Display):
+    """A panel on a terminal: progress, the reward's curve beside the held-out one, numbers, and the last notices.
+
+    A run that samples nothing has no reward; in its place is the margin of its pairs.
+    """
+
+    def __init__(self, console: Console, timer: StepTimer = time.monotonic) -> None:
+        super().__init__(timer)
+        self.console = console
+        self._live: Live | None = None
+        self._stage, self._closed = "", False
+        self._notices: deque[str] = deque(maxlen=2)
+        self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # the charts, until something changes
+
+    def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
+        super().start(facts, first_step, past)
+        self._closed = False
+        self._show()
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        self._stage = ""
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().evaluation(step, metrics)
+        self._stage = ""
+
+    def stage(self, text: str) -> None:
+        self._stage = text
+        self._show()
+
+    def say(self, text: str) -> None:
+        from rich.text import Text
+
+        with self._lock:
+            self._notices.append(f"step {self._now}: {' '.join(text.split())}")
+        # Outside the lock: printing renders the panel, which takes the lock, in whichever thread is at it.
+        with suppress(OSError, ValueError):
+            self.console.print(Text(text, style="yellow"))
+
+    def finish(self, lines: Rows) -> None:
+        from rich.text import Text
+
+        self.close()
+        for line in aligned(lines):
+            with suppress(OSError, ValueError):
+                self.console.print(Text(line), soft_wrap=True)
+
+    def close(self) -> None:
+        live, self._live, self._stage, self._closed = self._live, None, "", True
+        atexit.unregister(self.close)
+        if live is not None:
+            with suppress(OSError, ValueError):
+                live.stop()
+
+    def _show(self) -> None:
+        """Begin to redraw, if that has not begun. Before the run is known this shows what its preparation is at."""
+        from rich.live import Live
+
+        if self._live is None and not self._closed:
+            atexit.register(self.close)  # a program that forgets to close gets its cursor back all the same
+            self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
+            with suppress(OSError, ValueError):
+                self._live.start(refresh=True)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        with self._lock:
+            known = self.facts.steps > 0
+            shown = self._panel(options.max_width, options.size.height) if known else self._activity()
+        yield shown
+
+    def _panel(self, width: int, height: int) -> Panel:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.text import Text
+
+        facts, inside = self.facts, max(20, width - 4)
+        tiles = self._tiles(inside)
+        foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
+        if self._live is not None:
+            foot.insert(0, self._activity())
+        rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
+        components: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
+        title = " · ".join(filter(None, (facts.name, f"{facts.model} ({count_of(facts.parameters)})", facts.algorithm)))
+        return Panel(
+            Group(*components),
+            title=Text(title, style="bold"),
+            title_align="left",
+            subtitle=Text(f"{facts.device} · {facts.folder}", style="dim"),
+            subtitle_align="right",
+            border_style="cyan",
+            width=width,
+        )
+
+    def _activity(self) -> Text:
+        from rich.text import Text
+
+        spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
+        text = f"{spin} {self._stage or 'training'}" if self._live is not None else ""
+        return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+
+    def _progress(self) -> RenderableType:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        total = max(self.facts.steps, self._now, 1)
+        left = self.seconds_left()
+        times = duration(self._clock() - self._began)
+        if left is not None and self._now < total:
+            times += f" · left {duration(left)}"
+        grid = Table.grid(padding=(0, 1), expand=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(ratio=1)
+        grid.add_column(no_wrap=True)
+        bar = ProgressBar(total=total, completed=self._now, complete_style="cyan", finished_style="green")
+        grid.add_row(Text.assemble("step ", (f"{self._now:,}", "bold"), f" of {total:,}"), bar, Text(times))
+        return grid
+
+    def _charts(self, width: int, rows: int) -> RenderableType:
+        from rich.table import Table
+
+        key = (self._now, len(self._evaluations), width, rows)
+        if self._drawn is not None and self._drawn[0] == key:
+            return self._drawn[1]
+        beside = self.facts.metric is not None and width >= NARROW - 4
+        each = (width - 3) // 2 if beside else width
+        grid = Table.grid(padding=(0, 3, 0, 0))
+        charts = [self._training_chart(each, rows)]
+        if beside:
+            charts.append(self._held_out_chart(width - 3 - each, rows))
+        grid.add_row(*charts)
+        self._drawn = (key, grid)
+        return grid
+
+    @property
+    def _curve(self) -> str:
+        return MARGIN if self._margins and not self._rewards else REWARD
+
+    def _training_chart(self, width: int, rows: int) -> Text:
+        from rich.text import Text
+
+        name, values = self._curve, self._metrics
+        head, points = Text(), self._rewards if name == REWARD else self._margins
+        if points or name in values:
+            head.append("reward " if name == REWARD else "margin of pairs ", "bold cyan")
+        if name in values:
+            head.append(f" {_short(values[name])}", "bold")
+        if name == REWARD and "reward_std" in values:
+            head.append(f" ±{_short(values['reward_std'])}", "dim")
+        if not points:
+            return empty_chart(head, width, rows, "comes with the first step")
+        steps, raw, smooth = map(np.array, zip(*points, strict=True))
+        # A lone outlier may leave the picture: it must not press the curve flat.
+        span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
+        chart = Chart(width, rows, steps, span, share=False)
+        chart.dots(steps, raw, "bright_black")
+        chart.line(steps, smooth, "cyan")
+        return chart.text(head)
+
+    def _held_out_chart(self, width: int, rows: int) -> Text:
+        from rich.text import Text
+
+        metric = "preferred" if self.facts.metric == PREFERRED else self.facts.metric
+        head = Text.assemble((f"{metric}, held out ", "bold green"))
+        if not self._evaluations:
+            return empty_chart(head, width, rows, "comes with the first evaluation")
+        goal, change = drawable(self.facts.goal), self._change()
+        head.append(f" {self._held_out(self._evaluations[-1].value)}", "bold")
+        if change is not None:
+            head.append(f" {self._held_out(change, signed=True)}", "green" if change >= 0 else "red")
+        steps = np.array([evaluation.step for evaluation in self._evaluations])
+        values = np.array([evaluation.value for evaluation in self._evaluations])
+        bounds = [(e.step, e.low, e.high) for e in self._evaluations if e.low is not None and e.high is not None]
+        span = [*values, *(end for _, *ends in bounds for end in ends), *([] if goal is None else [goal])]
+        chart = Chart(width, rows, steps, span, share=self._in_percent())
+        if goal is not None:
+            chart.level(goal, "yellow")
+        if bounds:
+            at, low, high = map(np.array, zip(*bounds, strict=True))
+            chart.intervals(at, low, high, "bright_black")
+        chart.line(steps, values, "green")
+        chart.marks(steps, values, "bold green")
+        return chart.text(head)
+
+    def _tiles(self, width: int) -> Table:
+        """Numbers under their names, as many beside each other as fit; what was not measured has no place."""
+        from rich.table import Table
+        from rich.text import Text
+
+        memory = [value for name, value in self._metrics.items() if name.startswith("memory/")]
+        values = {**self._seldom, **self._metrics, **({"memory": max(memory)} if memory else {})}
+        shown = [name for name in TILES if name in values and name != self._curve]
+        found = [(TILES[name][0], TILES[name][1](values[name])) for name in shown]
+        if self._evaluations and width < NARROW - 4:  # no room for its chart
+            label = "held out" if self.facts.metric == PREFERRED else self.facts.metric or ""
+            found.insert(0, (label, self._held_out(self._evaluations[-1].value)))
+        lines = math.ceil(len(found) / max(1, width // TILE))
+        beside = math.ceil(len(found) / lines) if lines else 1
+        table = Table.grid(expand=True)
+        for _ in range(beside):
+            table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+        for at in range(0, len(found), beside):
+            line = found[at : at + beside]
+            table.add_row(*(Text(label, style="dim") for label, _ in line))
+            table.add_row(*(Text(value, style="bold") for _, value in line))
+        return table
+
+
+TILES: dict[str, tuple[str, Callable[[float], str]]] = {
+    "entropy": ("entropy", lambda value: _short(value)),
+    "kl": ("KL", lambda value: _short(value)),
+    "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
+    "preference/pairs": ("pairs", lambda value: f"{value:,.0f}"),
+    MARGIN: ("margin", lambda value: _short(value)),
+    "preference/accuracy": ("preferred", lambda value: f"{100 * value:.0f} %"),
+    "grad_cosine/grpo_preference": ("grad cosine", lambda value: f"{value:+.2f}"),
+    "frac_reward_zero_std": ("equal groups", lambda value: f"{100 * value:.0f} %"),
+    "similarity_groups/avg_groups_per_prompt": ("clusters", lambda value: f"{value:.1f}"),
+    "diversity/mean_distance": ("distance", lambda value: f"{value:.2f}"),
+    "completions/mean_length": ("mean length", lambda value: f"{value:,.1f}"),
+    "completions/clipped_ratio": ("cut off", lambda value: f"{100 * value:.1f} %"),
+    "tokens_per_second": ("tokens/s", lambda value: f"{value:,.0f}"),
+    "memory": ("peak memory", lambda value: f"{value:.1f} GiB"),
+    "grad_norm": ("grad norm", lambda value: _short(value)),
+    "learning_rate": ("learning rate", lambda value: f"{value:.1e}"),
+}
+
+
+def _short(value: float) -> str:
+    return f"{value:.3f}" if not 0 < abs(value) < 0.001 and abs(value) < 1e4 else f"{value:.2g}"

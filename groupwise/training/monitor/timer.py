@@ -1,0 +1,74 @@
+"""Where a step's time and memory go, by stage."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+
+class StepTimer:
+    """Adds up the seconds of each stage, and notes its peak memory in GiB, until `take` is called.
+
+    On a GPU a stage begins and ends with an empty queue, and the peak is the allocator's; on a CPU memory is what the
+    process holds at the end of the stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._start = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+        self._memory: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self._wait()
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
+            self._memory[stage] = max(self._memory.get(stage, 0.0), self._peak())
+
+    def take(self) -> dict[str, float]:
+        """The metrics of the step that ends now: ``time/<stage>``, ``memory/<stage>`` and ``step_time``."""
+        now = time.perf_counter()
+        found = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
+        found |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
+        found["step_time"] = now - self._start
+        self._start = now
+        self._seconds.clear()
+        self._memory.clear()
+        return found
+
+    def restart(self) -> None:
+        """Forget what went on since the last step."""
+        self.take()
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def _peak(self) -> float:
+        return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else resident_memory() / 2**30
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def is_timing(name: str) -> bool:
+    """Whether a metric says how long something took or what it needed, which no two runs share."""
+    return name.startswith(("time/", "memory/")) or name in ("step_time", "tokens_per_second")

@@ -1,0 +1,374 @@
+r"""The answer to a multiple-choice question, found in what a model wrote.
+
+The strict reading asks for the form that was required: a line ``Answer: C``, a ``\boxed{C}``, or the letter (with its
+own option's text, if any) as the first or the last line. The lenient one is what a careful reader would take: it
+follows corrections, knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option,
+accepts an option's text in place of its letter, and does not choose for an answer that names two. Every result says by
+which rule it was found, or why there is none.
+
+The time is linear: sentences are read one by one, patterns look at a bounded stretch, and of a text longer than any
+answer the beginning and the end are read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from groupwise.errors import InputError
+from groupwise.usmle.answer_text import (
+    Options,
+    Sentence,
+    handle,
+    options_of,
+    parts_of,
+    sentences,
+    shortened,
+    without_lists,
+)
+
+NOTHING, SEVERAL, DECLINED, BEYOND = "nothing", "several", "declined", "beyond the options"
+NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
+"""The rules that say why there is no answer; every other one found a letter."""
+BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
+ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
+FOUND = (BOXED, STATED, ALONE, CONCLUDED, ONLY, ELIMINATED, BY_TEXT)
+"""The rules by which a letter is found."""
+DISAGREES = ", text disagrees"  # added to a rule: the letter stands beside another option's text, and counts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The letter that a text gives as its answer, or None, and the rule by which that was decided."""
+
+    letter: str | None
+    rule: str
+
+
+def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, strict: bool = False) -> Choice:
+    """The answer in a model's text to a question with these options: letters with their texts, or letters alone.
+
+    Where the strict reading finds a letter, the lenient one finds the same.
+    """
+    lenient, exact = _readings(shortened(text), _known(options))
+    return exact if strict else lenient
+
+
+@lru_cache(maxsize=2048)  # rewards and grades read the same answers one after another
+def _readings(text: str, options: Options) -> tuple[Choice, Choice]:
+    """The lenient and the strict reading of a text."""
+    for number, part in enumerate(parts_of(handle(text))):
+        if number and not options.are_listed_in(part):
+            break  # a question that the model made up, not the one it was asked
+        own = without_lists(part, options)
+        lenient = _lenient(own, options)
+        if lenient.rule != NOTHING:
+            exact = _strict(own, options)
+            return lenient, exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
+    return Choice(None, NOTHING), Choice(None, NOTHING)
+
+
+def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
+    pairs = options.items() if isinstance(options, Mapping) else [(letter, "") for letter in options]
+    texts = tuple((str(letter).upper(), str(text or "")) for letter, text in pairs)
+    if not texts or any(len(letter) != 1 or not "A" <= letter <= "Z" for letter, _ in texts):
+        raise InputError(f"options must be letters from A to Z, with their texts or without, got {options!r}")
+    return options_of(texts)
+
+
+# --- the required form ------------------------------------------------------------------------------------------------
+
+_ANSWER_LINE = re.compile(
+    r"\W{0,4}(?:the )?(?:final |correct )?answer(?: is ?:?| ?:) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})", re.IGNORECASE
+)
+_LETTER_FIRST = re.compile(r"[(\[]{0,2}(?P<letter>[A-Za-z])(?!\w)[)\]]{0,2}(?P<rest>.{0,400})", re.DOTALL)
+_BOX = re.compile(r"⟦([^⟧\n]{0,200})⟧")
+
+
+def _strict(text: str, options: Options) -> Choice:
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    last: Choice | None = None
+    for line in lines:
+        if boxes := _BOX.findall(line):
+            last = _letter_and_text(boxes[-1], options, BOXED)
+        elif (stated := _ANSWER_LINE.fullmatch(line)) is not None:
+            last = _letter_and_text(stated["rest"], options, STATED)
+    if last is not None or not lines:
+        return last or Choice(None, NOTHING)
+    for line in (lines[-1], lines[0]):
+        if line.strip("([")[:1].isupper() and (found := _letter_and_text(line, options, ALONE)).letter is not None:
+            return found
+    return Choice(None, NOTHING)
+
+
+def _letter_and_text(text: str, options: Options, rule: str) -> Choice:
+    """A letter with nothing behind it but punctuation and its own option's text."""
+    match = _LETTER_FIRST.fullmatch(text.strip(" .:)\"'"))
+    if match is None:
+        return Choice(None, NOTHING)
+    letter, rest = match["letter"].upper(), match["rest"].strip(" .):-–—,\"'")
+    if letter not in options:
+        return Choice(None, BEYOND)
+    return Choice(letter, rule) if not rest or options.is_text(letter, rest) else Choice(None, NOTHING)
+
+
+# --- what a careful reader takes --------------------------------------------------------------------------------------
+# Patterns over marked sentences: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
+
+
+def _any(phrases: str) -> str:
+    """A group that matches any one of the patterns, which are written apart to be read: "so | thus | hence"."""
+    return f"(?:{'|'.join(phrases.split(' | '))})"
+
+
+_ONE = r"[@#][A-Z]"
+_AND = r" (?:, )?(?:and|or|/|&|,|as well as) (?:maybe |possibly |perhaps |also |else |even )?(?:the )?"
+_LIST = rf"{_ONE}(?:{_AND}{_ONE}){{0,9}}"
+_ANYTHING = rf"(?: (?!because|since|but|{_ONE})[^ ]{{1,24}})"
+_ANYTHING_BUT_A_COMMA = rf"(?: (?!because|since|but|,|{_ONE})[^ ]{{1,24}})"
+
+_WRONG = _any(
+    "not | never | no | neither | incorrect | wrong | untrue | false | unlikely | less | least | too | out | "
+    "ruled | excluded | eliminated | avoided | inappropriate | contraindicated | implausible | inconsistent | "
+    "insufficient | irrelevant | unrelated | distractors? | tempting"
+)
+_RULES_OUT = _any(
+    "not | isn't | never | neither | nor | rule out | rules out | ruled out | ruling out | "
+    "eliminat(?:e|es|ed|ing) | exclud(?:e|es|ed|ing) | discard(?:ed)? | reject(?:s|ed)? | dismiss(?:ed)? | "
+    "rather than | instead of | unlike | than | versus | vs | over | except | against | incorrect | wrong"
+)
+_MAY_BE = _any(
+    "is | are | was | were | would be | would | can be | could be | does | do | seems? | appears? | looks? | "
+    "may be | might be | should be"
+)
+_IS_NOT = _any(
+    "cannot | can't | isn't | aren't | wouldn't | doesn't | don't | can not | does not | do not | would not | "
+    "lacks? | fails?"
+)
+_ADVERB = _any(
+    "therefore | also | both | all | clearly | probably | likely | simply | just | thus | actually | very | more | "
+    "each | definitely | certainly"
+)
+_DENIED = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"\b{_RULES_OUT}(?: (?:likely|the|be|is|it|just|simply|in|for|:)){{0,2}} ({_LIST})",
+        rf"({_LIST}){_ANYTHING_BUT_A_COMMA}{{0,6}} {_MAY_BE}(?: {_ADVERB}){{0,2}} (?:a |an )?{_WRONG}\b",
+        rf"({_LIST}){_ANYTHING_BUT_A_COMMA}{{0,5}} {_IS_NOT}\b",
+        rf"({_LIST}) (?:[:\-–—(] )?(?:incorrect|wrong|no|unlikely|false|ruled out|less likely|excluded)\b",
+        rf"\b(?:cannot|can't|can not|could not|couldn't|won't|will not) be(?: the)? ({_LIST})",
+        rf"\b(?:wrong|incorrect|tempting|worst|least likely) (?:answer|option|choice|one)s?(?: is| are| :)? ({_LIST})",
+        rf"\bwould be ({_LIST}) if (?!i |we |you |one )",
+        rf"\b(?:thought(?: of| was| it was)?|suspected|considered|assumed|said) ({_LIST})",
+    )
+)
+_MNEMONIC = re.compile(r"[@#]([A-Z]) (?=(?:is|stands) for\b)")
+_WEIGHED = re.compile(rf"\bbetween {_ONE} and {_ONE} ,")
+
+_NOUN = r"(?:answer|ans|option|choice|letter|response|selection|respuesta|réponse|antwort|risposta|resposta)s?"
+_IS = _any(
+    "is | are | was | would be | should be | must be | will be | has to be | seems to be | appears to be | be | "
+    "es | est | ist | è | é | = | : | - | – | — | →"
+)
+_FILLER = _any(
+    "therefore | thus | hence | so | then | indeed | really | actually | simply | still | now | again | here | "
+    "overall | most | likely | probably | clearly | definitely | obviously | correct | right | best | "
+    "appropriate | final | single | one | option | choice | letter | answer | question | case | scenario | "
+    "patient | given | above | the | a | this | it | my | of | in | for | to | is | would | be | , | : | \\( | - | "
+    "– | —"
+)
+_FILL = rf"(?: {_FILLER}){{0,8}}"
+_BOXES = re.compile(rf"\bboxed ({_LIST})")
+_BY_ITSELF = re.compile(rf"[(:,\-–—) ]{{0,4}}{_LIST}[):,\-–—. ]{{0,4}}")
+_STATES = re.compile(rf"\b{_NOUN}{_FILL} {_IS}{_FILL} ({_LIST})")
+_STATES_NEXT = re.compile(
+    rf"^(?:the |my |final |correct |best ){{0,4}}{_NOUN} ({_LIST})|\b(?:答案|正解|正确)\w{{0,4}} (?:: )?({_LIST})"
+)
+_STATES_NONE = re.compile(rf"\b{_NOUN}{_FILL} {_IS} (?:none|neither(?! ~)|not (?:listed|given|among|here))\b")
+_CHOICE_MADE = _any(
+    "choose | chose | choosing | select | selected | selecting | pick | picked | picking | go with | going with | "
+    "opt for | answer with | answer | settle on | lean towards? | leaning towards? | vote for | say | guess | "
+    "conclude | mark"
+)
+_CHOOSES = re.compile(rf"\b{_CHOICE_MADE}(?: (?:on|for|the|that|it|is|be|:|,)){{0,3}} ({_LIST})")
+_MUST_BE = _any(
+    "is | are | was | would be | must be | should be | has to be | seems? | appears? | looks | remains? | as"
+)
+_THE_VERY = _any(
+    "to | be | the | a | our | my | therefore | thus | clearly | indeed | still | then | probably | definitely | "
+    "actually | also | most | more | much | far | better | likely | single | only"
+)
+_RIGHT = _any(
+    "correct | right | best | better | answer | likely | appropriate | probable | diagnosis | choice | accurate | "
+    "fitting"
+)
+_IS_RIGHT = re.compile(
+    rf"({_LIST}){_ANYTHING}{{0,8}} {_MUST_BE}(?: {_THE_VERY}){{0,4}} {_RIGHT}\b"
+    rf"|({_LIST}) (?:as )?the (?:best|correct|right|most likely) (?:answer|option|choice|diagnosis)\b"
+    rf"|\bmak(?:es?|ing) ({_LIST})(?: {_THE_VERY}){{1,4}} {_RIGHT}\b"
+)
+_SUPPOSES = re.compile(r"\bif\b.{0,200}\b(?:answer|option|choice|it) would (?:then )?be\b")
+_IMAGINES = re.compile(r"\bif\b.{0,200}\bwould\b")
+
+_RETRACTS = re.compile(
+    r"\b(?:wait|that is wrong|that's wrong|that was wrong|scratch that|i was wrong|not right|reconsider)\b"
+)
+_CORRECTION = _any(
+    "wait | actually | correction | sorry | reflection | reconsider(?:ing)? | meant | mean | mistake | "
+    "second thoughts? | instead | change | scratch | hmm | rather"
+)
+_CORRECTS = re.compile(rf"\b{_CORRECTION}\b|^no\b")
+_WITHDRAWS = re.compile(
+    r"(?:~([A-Z]) (?:is|was) (?:not (?:the )?(?:correct|right|best|answer)|incorrect|wrong)|\bnot ~([A-Z]))\b"
+)
+
+_CONCLUSION = _any(
+    "so | thus | therefore | hence | conclusion | conclude | overall | ultimately | finally | based on | given | "
+    "likely | best | most | correct | must | preferred | suggests? | suggesting | consistent | points? | "
+    "indicates? | indicating | explains? | explained | confirms? | fits? | makes? | leaves? | leaving | "
+    "characteristic | classic | typical | diagnosis | treatment | management | mechanism | cause | step | due to | "
+    "caused by | which is | it is | it's"
+)
+_CONCLUDES = re.compile(rf"\b{_CONCLUSION}\b")
+_ASIDE = re.compile(r" (?:, (?:which|who|whose|although|though|as)|because|since)\b")
+_HEDGE = _any(
+    "could | may | might | possible | possibly | consider(?:ed|ing)? | if | differential | include[sd]? | "
+    "including | such as | e g | between | whether | unsure | options? | let's | also | at first | "
+    "first (?:glance|sight|look|impression|thought)"
+)
+_HEDGES = re.compile(rf"{_ONE} would\b|\b{_HEDGE}\b|^first\b(?! -)|\?")
+_DECLINES = re.compile(
+    r"\b(?:none of (?:the|these|those|them)|no (?:correct|right) (?:answer|option)|unable to|don't know|do not know|"
+    r"not sure|(?:cannot|can't) (?:be )?(?:answer|determine)|not (?:able|possible) to (?:answer|determine)|"
+    r"(?:insufficient|not enough) information)"
+)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    letters: tuple[str, ...]
+    rule: str
+    disagrees: bool
+
+
+def _lenient(text: str, options: Options) -> Choice:
+    read = sentences(text, options)
+    if not read:
+        return Choice(None, NOTHING)
+    denied = [_with_denials(sentence) for sentence in read]
+    last = _last_verdict(denied)
+    if last is not None:
+        return _choice(last, options)
+    concluded = _conclusion(denied, options)
+    if concluded is not None:
+        return concluded
+    if any(_DECLINES.search(sentence.words) for sentence in denied):
+        return Choice(None, DECLINED)
+    return _by_what_is_named(denied, options)
+
+
+def _choice(verdict: _Verdict, options: Options) -> Choice:
+    letters = tuple(dict.fromkeys(verdict.letters))
+    if len(letters) > 1:
+        return Choice(None, SEVERAL)
+    if not letters:
+        return Choice(None, DECLINED)
+    if letters[0] not in options:
+        return Choice(None, BEYOND)
+    return Choice(letters[0], verdict.rule + (DISAGREES if verdict.disagrees else ""))
+
+
+def _with_denials(sentence: Sentence) -> Sentence:
+    words = _WEIGHED.sub("", _MNEMONIC.sub(r"\1 ", sentence.words))
+    for pattern in _DENIED:
+        words = pattern.sub(lambda match: re.sub(r"[@#](?=[A-Z]\b)", "~", match[0]), words)
+    return Sentence(words, sentence.disagrees)
+
+
+def _last_verdict(read: Sequence[Sentence]) -> _Verdict | None:
+    """What was said last to be the answer; with no letters where that was taken back and nothing put in its place."""
+    last: _Verdict | None = None
+    taken_back = False
+    for number, sentence in enumerate(read):
+        words = sentence.words
+        # A letter by itself behind an answer that was given in words is one that was cut off: "Answer: C\n\nA".
+        answered = last is not None and last.rule in (STATED, BOXED)
+        found = _verdict(sentence, at_the_edge=number == 0 or (number == len(read) - 1 and not answered))
+        if found is None and last is not None and (taken_back or _corrects(words)):
+            if named := _marks(words):
+                found = _Verdict(named[-1:], STATED, sentence.disagrees)
+            elif last.letters and set(last.letters) <= _withdrawn(words):
+                last = _Verdict((), DECLINED, False)
+        taken_back = found is None and last is not None and (taken_back or not last.letters or _retracts(words))
+        last = found or last
+    return last
+
+
+def _corrects(words: str) -> bool:
+    return _CORRECTS.search(words) is not None and not _IMAGINES.search(words)
+
+
+def _retracts(words: str) -> bool:
+    return _RETRACTS.search(words) is not None
+
+
+def _withdrawn(words: str) -> set[str]:
+    return {letter for match in _WITHDRAWS.finditer(words) for letter in match.groups() if letter}
+
+
+def _verdict(sentence: Sentence, *, at_the_edge: bool) -> _Verdict | None:
+    """What a sentence says the answer is. A letter by itself says so in the first and in the last sentence."""
+    words = sentence.words
+    for pattern in () if _SUPPOSES.search(words) else (_BOXES, _STATES, _STATES_NEXT, _CHOOSES, _IS_RIGHT):
+        matches = list(pattern.finditer(words))
+        if matches:
+            named = next(group for group in matches[-1].groups() if group)
+            return _Verdict(_marks(named), BOXED if pattern is _BOXES else STATED, sentence.disagrees)
+    if _STATES_NONE.search(words):
+        return _Verdict((), DECLINED, False)
+    if at_the_edge and _BY_ITSELF.fullmatch(words):
+        return _Verdict(_marks(words), ALONE, sentence.disagrees)
+    return None
+
+
+def _conclusion(read: Sequence[Sentence], options: Options) -> Choice | None:
+    """The option of the last sentence that draws a conclusion and names one."""
+    for sentence in reversed(read):
+        claim = _claim(sentence.words)
+        named = tuple(letter for letter in dict.fromkeys(_marks(claim)) if letter in options)
+        if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(claim):
+            rule = CONCLUDED if f"@{named[0]}" in sentence.words else BY_TEXT
+            return _choice(_Verdict(named, rule, sentence.disagrees), options)
+    return None
+
+
+def _claim(words: str) -> str:
+    """A sentence up to where it goes on, behind the first option, with a reason or with what else is known of it."""
+    first = re.search(_ONE, words)
+    aside = _ASIDE.search(words, first.end()) if first else None
+    return words[: aside.start()] if aside else words
+
+
+def _by_what_is_named(read: Sequence[Sentence], options: Options) -> Choice:
+    """The only option that is named at all, by its letter or by its text, or the only one that was not ruled out."""
+    firm = [sentence for sentence in read if not _HEDGES.search(sentence.words)]
+    by_letter = {
+        letter for sentence in read for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options
+    }
+    by_text = {letter for sentence in firm for letter in re.findall(r"#([A-Z])\b", sentence.words)}
+    ruled_out = {letter for sentence in read for letter in re.findall(r"~([A-Z])\b", sentence.words)}
+    left = [letter for letter in options.texts if letter not in ruled_out]
+    if len(left) == 1:
+        return Choice(left[0], ELIMINATED)
+    for found, rule in ((by_letter - ruled_out, ONLY), (by_text - ruled_out, BY_TEXT)):
+        if len(found) == 1 and not (rule == BY_TEXT and by_letter):
+            return Choice(found.pop(), rule)
+        if len(found) > 1 and rule == ONLY:
+            return Choice(None, SEVERAL)
+    return Choice(None, NOTHING)
+
+
+def _marks(words: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[@#]([A-Z])\b", words))

@@ -1,0 +1,219 @@
+"""A report as one picture: how good, where, which letters, and how sure. Needs matplotlib (the extra ``plot``)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.usmle.compare import Comparison
+from groupwise.usmle.tables import ExamReport, Scored, Share, Slice
+from groupwise.usmle.text import start_of
+
+NOW, EARLIER, GUESSING = COLOURS[0], "0.72", "0.35"
+MOST_SLICES = 16  # more would be too small to read; the page lists them all
+NAME_LENGTH = 34
+
+Panel = Callable[[Any], None]
+
+
+def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison: Comparison | None = None) -> None:
+    """Draw the report into a PNG, SVG or PDF; with a comparison the earlier model stands beside the later one."""
+    panels = _panels(report, comparison)
+    rows = (len(panels) + 1) // 2
+    figure = new_figure(13.0, 4.8 * rows + 0.5)
+    figure.suptitle(_plain(start_of(title, 100)), fontsize=15, x=0.01, ha="left")
+    for number, panel in enumerate(panels, start=1):
+        panel(figure.add_subplot(rows, 2, number))
+    with warnings.catch_warnings():
+        # A category's name may hold letters that the font has not; they are drawn as boxes, which is no news to a user.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        save_figure(figure, path)
+
+
+def _panels(report: ExamReport, comparison: Comparison | None) -> list[Panel]:
+    panels: list[Panel] = [lambda axes: _accuracies(axes, report, comparison)]
+    slices, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
+    if slices:
+        panels.append(lambda axes: _slices(axes, slices, heading, report.chance, comparison))
+    panels.append(lambda axes: _confusion(axes, report))
+    if report.sampled:
+        panels.append(lambda axes: _samples(axes, report))
+    scored = report.letters
+    if scored:
+        panels.append(lambda axes: _calibration(axes, scored))
+    if len(panels) % 2 and report.patterns:
+        panels.append(lambda axes: _patterns(axes, report))
+    return panels
+
+
+def _plain(text: str) -> str:
+    """A text without what matplotlib takes for mathematics."""
+    return text.replace("$", r"\$")
+
+
+def _heading(axes: Any, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=12, pad=10)
+    axes.tick_params(labelsize=10)
+
+
+def _legend_above(axes: Any) -> None:
+    """A legend beside the heading, where no point can lie beneath it."""
+    axes.legend(frameon=False, fontsize=10, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.3)
+
+
+def _bars(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: str, width: float, label: str) -> None:
+    values = [100 * share.value for share in shares]
+    axes.bar(places, values, width, color=colour, label=label)
+    axes.errorbar(places, values, yerr=_errors(shares), fmt="none", ecolor="0.2", elinewidth=1.2, capsize=3)
+    for place, share in zip(places, shares, strict=True):
+        axes.annotate(
+            f"{100 * share.value:.1f}",
+            (place, 100 * share.high),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=10 if width > 0.5 else 9,
+        )
+
+
+def _errors(shares: Sequence[Share]) -> list[list[float]]:
+    """The lengths of the whiskers below and above, in percent."""
+    below = [100 * (share.value - share.low) for share in shares]
+    return [below, [100 * (share.high - share.value) for share in shares]]
+
+
+def _accuracies(axes: Any, report: ExamReport, comparison: Comparison | None) -> None:
+    now = report.accuracies()
+    names = list(now)
+    if comparison is None:
+        _bars(axes, range(len(names)), list(now.values()), NOW, 0.62, "")
+    else:
+        earlier = [
+            (place - 0.2, comparison.before[name]) for place, name in enumerate(names) if name in comparison.before
+        ]
+        _bars(axes, [place for place, _ in earlier], [share for _, share in earlier], EARLIER, 0.38, "before")
+        _bars(axes, [place + 0.2 for place in range(len(names))], list(now.values()), NOW, 0.38, "after")
+    axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing")
+    axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
+    highest = max(share.high for share in (*now.values(), *(comparison.before.values() if comparison else ())))
+    side = 0.6 + 0.25 * max(0, 5 - len(names))  # a few bars stay slim
+    axes.set(xlim=(-side, len(names) - 1 + side), ylim=(0, min(118, 100 * highest * 1.3 + 4)), ylabel="accuracy, %")
+    axes.legend(frameon=False, fontsize=10, ncols=3, loc="upper right")
+    _heading(axes, f"Accuracy on {report.n:,} questions, 95 % intervals")
+
+
+def _slices(axes: Any, slices: Sequence[Slice], heading: str, chance: float, comparison: Comparison | None) -> None:
+    shown = list(reversed(slices[:MOST_SLICES]))
+    places = list(range(len(shown)))
+    shares = [part.accuracy for part in shown]
+    before = {part.name: part.before for part in comparison.by_category} if comparison else {}
+    earlier = [(place, before[part.name]) for place, part in enumerate(shown) if part.name in before]
+    shift = 0.17 if earlier else 0.0
+    if earlier:
+        _dots(axes, [place + shift for place, _ in earlier], [share for _, share in earlier], "0.6", "before")
+    _dots(axes, [place - shift for place in places], shares, NOW, "after" if earlier else "")
+    axes.axvline(100 * chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)))
+    names = [_plain(start_of(part.name or "not given", NAME_LENGTH)) for part in shown]
+    axes.set_yticks(places, [f"{name} ({part.accuracy.n:,})" for name, part in zip(names, shown, strict=True)])
+    axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
+    if earlier:
+        _legend_above(axes)
+    rest = f" ({MOST_SLICES} of {len(slices)})" if len(slices) > MOST_SLICES else ""
+    _heading(axes, f"By {heading}{rest}")
+
+
+def _dots(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: str, label: str) -> None:
+    values = [100 * share.value for share in shares]
+    axes.errorbar(
+        values, places, xerr=_errors(shares), fmt="o", color=colour, markersize=6, elinewidth=1.6, label=label
+    )
+
+
+def _confusion(axes: Any, report: ExamReport) -> None:
+    """Each row's shares as shades, so that rare letters are seen too; the counts as numbers."""
+    names = [letter.letter for letter in report.confusion.letters]
+    counts = report.confusion.counts
+    shades = [[count / max(sum(row), 1) for count in row] for row in counts]
+    axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", zorder=2)
+    size = 12 if len(names) <= 6 else 8
+    for row, line in enumerate(counts):
+        for column, count in enumerate(line):
+            dark = shades[row][column] > 0.55
+            axes.text(
+                column,
+                row,
+                f"{count:,}",
+                ha="center",
+                va="center",
+                fontsize=size,
+                zorder=3,
+                color="white" if dark else "0.1",
+            )
+    axes.set_xticks(range(len(names) + 1), [*map(_plain, names), "none"])
+    axes.set_yticks(range(len(names)), [*map(_plain, names)])
+    axes.set(xlabel="answered", ylabel="right", xlim=(-0.5, len(names) + 0.5))
+    axes.tick_params(length=0)
+    bias = "" if report.confusion.bias is None else f", bias {100 * report.confusion.bias:.1f} %"
+    _heading(axes, f"Right and answered letters{bias}")
+
+
+def _samples(axes: Any, report: ExamReport) -> None:
+    sampled = report.sampled
+    if sampled is None:
+        return
+    numbers = [entry.k for entry in sampled.pass_at]
+    shares = [entry.share for entry in sampled.pass_at]
+    axes.fill_between(
+        numbers, [100 * s.low for s in shares], [100 * s.high for s in shares], color=NOW, alpha=0.18, linewidth=0
+    )
+    axes.plot(
+        numbers, [100 * s.value for s in shares], "o-", color=NOW, linewidth=2, label="pass@k: one at least is right"
+    )
+    axes.axhline(100 * sampled.majority.value, color=COLOURS[1], linewidth=1.8, label="majority vote of all")
+    axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing once")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(numbers, [str(number) for number in numbers])
+    axes.minorticks_off()
+    axes.set(xlim=(numbers[0] * 0.9, numbers[-1] * 1.1), ylim=(0, 102), xlabel="answers, k", ylabel="%")
+    axes.legend(frameon=False, fontsize=10, loc="best")
+    _heading(axes, f"{sampled.samples} answers to each question")
+
+
+def _calibration(axes: Any, scored: Scored) -> None:
+    known = [(entry.confidence, entry.accuracy, entry.n) for entry in scored.bins if entry.confidence is not None]
+    total = sum(number for _, _, number in known)
+    axes.plot([0, 100], [0, 100], color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="as sure as right")
+    axes.plot([100 * x for x, _, _ in known], [100 * (y or 0) for _, y, _ in known], color=NOW, linewidth=1.5)
+    axes.scatter(
+        [100 * x for x, _, _ in known],
+        [100 * (y or 0) for _, y, _ in known],
+        [20 + 600 * number / total for _, _, number in known],
+        color=NOW,
+        alpha=0.75,
+        zorder=3,
+    )
+    axes.set(xlim=(0, 104), ylim=(0, 104), ylabel="accuracy, %")
+    axes.set_xlabel("probability of the likeliest letter, % (larger dots: more questions)")
+    _legend_above(axes)
+    _heading(axes, f"Calibration, expected error {100 * scored.calibration_error:.1f} %")
+
+
+def _patterns(axes: Any, report: ExamReport) -> None:
+    shown = list(reversed(report.patterns))
+    places = range(len(shown))
+    axes.barh(places, [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])
+    for place, entry in zip(places, shown, strict=True):
+        axes.annotate(
+            f"{entry.count:,}",
+            (100 * entry.share, place),
+            xytext=(4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=10,
+        )
+    axes.set_yticks(places, [_plain(entry.name) for entry in shown])
+    axes.set(xlim=(0, max(112 * entry.share for entry in shown)), xlabel="of the errors, %")
+    _heading(axes, f"What went wrong in {report.errors:,} answers")

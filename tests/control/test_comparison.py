@@ -1,0 +1,506 @@
+"""Comparisons: curves and tests against slow literal versions, tables by hand, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import math
+import re
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from groupwise.control.comparison import Run, mean_curve, picture, write_comparison
+from groupwise.control.comparison.curves import POINTS
+from groupwise.control.comparison.page import page
+from groupwise.control.comparison.pairwise_tests import duels_of_endings, duels_of_speed
+from groupwise.control.comparison.runs import cells_of
+from groupwise.control.comparison.text import escape, number, short, signed
+from groupwise.control.comparison.write import file_names
+from groupwise.errors import InputError, MissingExtraError
+from groupwise.stats import bootstrap_interval
+
+NEVER = "not solved by 60k steps"
+
+
+def row(env_steps=60_000, cpu_seconds=30.0, greedy_return=400.0, sampled_return=300.0, **diagnostics):
+    measured = {"env_steps": env_steps, "cpu_seconds": cpu_seconds, "greedy_return": greedy_return}
+    return measured | {"sampled_return": sampled_return} | diagnostics
+
+
+def run(
+    algorithm="grpo-fast", seed=0, rows=None, *, environment="CartPole-v1", budget=60_000, threshold=475.0, solved=None
+):
+    return Run(environment, algorithm, seed, [row()] if rows is None else rows, budget, threshold, solved)
+
+
+def ended(algorithm, *returns, **rest):
+    """A run for each of these final greedy returns, with seeds from 0."""
+    return [run(algorithm, seed, [row(greedy_return=value)], **rest) for seed, value in enumerate(returns)]
+
+
+def solved_after(algorithm, *steps):
+    return [run(algorithm, seed, solved=(at, at / 1000) if at else None) for seed, at in enumerate(steps)]
+
+
+def page_of(runs, **rest):
+    cells = cells_of(runs)
+    return page(cells, file_names(cells), **rest)
+
+
+def tables(text):
+    """Each table of a page: its rows as lists of cells, the line of dashes left out."""
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    cells = [[re.split(r"(?<!\\)\|", line)[1:-1] for line in block] for block in blocks]
+    return [[[cell.strip() for cell in line] for line in [block[0], *block[2:]]] for block in cells]
+
+
+def table(text, heading):
+    """The one below a heading, as a dictionary for each row."""
+    header, *rows = tables(text.split(f"## {heading}\n\n")[1])[0]
+    return [dict(zip(header, cells, strict=True)) for cells in rows]
+
+
+def pairs(runs):
+    return table(page_of(runs), "Final greedy return, pair by pair")
+
+
+# Curves
+
+
+@st.composite
+def several_runs(draw):
+    runs = []
+    for seed in range(draw(st.integers(1, 5))):
+        times = sorted(draw(st.lists(st.integers(0, 12), min_size=1, max_size=6)))
+        values = [draw(st.integers(-9, 9)) for _ in times]
+        rows = [row(time, time / 4, value, -value) for time, value in zip(times, values, strict=True)]
+        runs.append(run(seed=seed, rows=rows))
+    return runs
+
+
+def literal_curve(runs, axis, measure):
+    """Time by time and run by run, from the words of the docstring."""
+
+    def value(one, time):
+        return [entry[measure] for entry in one.rows if entry[axis] <= time][-1]
+
+    times = sorted({entry[axis] for one in runs for entry in one.rows})
+    begun = [time for time in times if all(one.rows[0][axis] <= time for one in runs)]
+    going = [time for time in begun if 2 * sum(one.rows[-1][axis] < time for one in runs) < len(runs)]
+    grid = going or begun[:1]
+    return grid, [[value(one, time) for time in grid] for one in runs]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    runs=several_runs(),
+    axis=st.sampled_from(["env_steps", "cpu_seconds"]),
+    measure=st.sampled_from(["greedy_return", "sampled_return"]),
+)
+def test_a_run_keeps_its_value_until_it_is_evaluated_again(runs, axis, measure):
+    grid, values = literal_curve(runs, axis, measure)
+    curve = mean_curve(runs, axis, measure)
+    expected = bootstrap_interval(values)
+    np.testing.assert_array_equal(curve.x, grid)
+    np.testing.assert_allclose(curve.mean.estimate, np.mean(values, axis=0))
+    np.testing.assert_array_equal(curve.mean.low, expected.low)
+    np.testing.assert_array_equal(curve.mean.high, expected.high)
+
+
+def test_a_curve_by_hand():
+    """From the later start to the end of the second of four runs; the first to end keeps its last value."""
+    slow = [row(10, greedy_return=1), row(20, greedy_return=2), row(40, greedy_return=3)]
+    quick = [row(15, greedy_return=10), row(30, greedy_return=20)]
+    curve = mean_curve([run(rows=quick), run(rows=slow), run(rows=slow), run(rows=slow)], "env_steps", "greedy_return")
+    assert curve.x.tolist() == [15, 20, 30, 40]
+    assert curve.mean.estimate.tolist() == [13 / 4, 16 / 4, 26 / 4, 29 / 4]
+    two = mean_curve([run(rows=quick), run(rows=slow)], "env_steps", "greedy_return")
+    assert two.x.tolist() == [15, 20, 30]  # half of two runs have ended at 30
+
+
+def test_a_long_curve_is_thinned_out_with_both_its_ends():
+    rows = [row(step, greedy_return=step * step) for step in range(1000)]
+    curve = mean_curve([run(rows=rows)], "env_steps", "greedy_return")
+    assert len(curve.x) == POINTS
+    assert (curve.x[0], curve.x[-1]) == (0, 999)
+    np.testing.assert_array_equal(curve.mean.estimate, curve.x**2)
+    assert np.diff(curve.x).max() <= 6
+
+
+# The page
+
+
+def test_outcomes_by_hand():
+    runs = [
+        run("grpo", 0, [row(sampled_return=100.0)], solved=(1000, 1.5)),
+        run("grpo", 1, [row(sampled_return=200.0)], solved=(26_624, 3.0)),
+        run("grpo", 2, [row(sampled_return=300.0)]),
+        run("ppo", 0, [row(greedy_return=-86.44, cpu_seconds=0.0)]),
+    ]
+    assert table(page_of(runs), "CartPole-v1") == [
+        {
+            "algorithm": "grpo",
+            "seeds": "3",
+            "solved": "2 of 3 [21 %, 94 %]",
+            "steps to 475": f"26.6k [1k, {NEVER}]",
+            "CPU seconds to 475": f"3 [1.5, {NEVER}]",
+            "final greedy return": "400",
+            "final sampled return": "200 [100, 300]",
+            "steps per CPU second": "2k",
+        },
+        {
+            "algorithm": "ppo",
+            "seeds": "1",
+            "solved": "0 of 1 [0 %, 79 %]",
+            "steps to 475": NEVER,
+            "CPU seconds to 475": NEVER,
+            "final greedy return": "−86.4",
+            "final sampled return": "300",
+            "steps per CPU second": "–",
+        },
+    ]
+
+
+def test_a_median_between_solved_and_not_is_no_number():
+    (cells,) = table(page_of(solved_after("grpo", 1000, 2000, None, None)), "CartPole-v1")
+    assert cells["steps to 475"].startswith(f"{NEVER} [1k, ")
+
+
+def test_an_environment_without_a_threshold_is_never_solved(tmp_path):
+    runs = [run(name, seed, threshold=None) for name in ("a", "b") for seed in range(2)]
+    text = write_comparison(tmp_path, runs)
+    assert "solve" not in text.split("\n", 3)[3]
+    assert "solved" not in table(text, "CartPole-v1")[0]
+    assert [line["solved"] for line in read(tmp_path / "runs.csv")] == [""] * 4
+
+
+def test_the_first_line_says_what_was_compared():
+    runs = [run("grpo", seed) for seed in range(3)] + [run("ppo", 0, environment="Acrobot-v1", budget=1_000_000)]
+    assert page_of(runs, starts=32).splitlines()[0] == (
+        "Compared are 2 algorithms: grpo, ppo; 2 environments: CartPole-v1 (60,000 environment steps a run), "
+        "Acrobot-v1 (1,000,000 environment steps a run); seeds 0 to 2; returns measured on 32 held-out starts."
+    )
+    assert page_of([run(seed=7)]).splitlines()[0].endswith("(60,000 environment steps a run); seed 7.")
+    assert "; seeds 1, 3, 4." in page_of([run(seed=seed) for seed in (4, 1, 3)])
+
+
+def test_one_algorithm_has_no_pairs():
+    assert "pair" not in page_of([run(seed=0), run(seed=1)])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "p_value", "verdict"),
+    [
+        ([9] * 5, [1, 2, 3, 4, 5], "0.062", "no verdict: 5 seeds, 6 are needed"),
+        ([9] * 6, [1, 2, 3, 4, 5, 6], "0.031", "first ends higher"),
+        ([1, 2, 3, 4, 5, 6], [9] * 6, "0.031", "second ends higher"),
+        ([9] * 6, [1, 2, 3, 4, 5, 9], "0.062", "not distinguishable"),
+        ([9], [1], "1.000", "no verdict: 1 seed, 6 are needed"),
+        (range(20, 40), range(20), "< 0.001", "first ends higher"),
+    ],
+    ids=["five seeds", "six seeds", "six the other way", "six with a tie", "one seed", "twenty seeds"],
+)
+def test_a_verdict_needs_six_seeds_that_agree(first, second, p_value, verdict):
+    (cells,) = pairs([*ended("first", *first), *ended("second", *second)])
+    assert (cells["p"], cells["verdict"]) == (p_value, verdict)
+    assert cells["shared seeds"] == str(len(first))
+
+
+def test_only_shared_seeds_are_paired():
+    """Seeds 0 to 2 against 2 to 4: all nine pairs count for the probability, seed 2 alone for the difference."""
+    runs = [*ended("a", 5, 5, 8), *(run("b", seed, [row(greedy_return=5.5)]) for seed in (2, 3, 4))]
+    (cells,) = pairs(runs)
+    assert cells["first ends higher"].startswith("33 % [")
+    assert (cells["first − second"], cells["shared seeds"]) == ("+2.5", "1")
+    (cells,) = pairs([run("a", 0), run("b", 1)])
+    assert (cells["first − second"], cells["p"]) == ("–", "–")
+    assert cells["verdict"] == "no verdict: 0 seeds, 6 are needed"
+
+
+def test_every_pair_of_every_environment_is_compared():
+    runs = [run(name, environment=place) for place in ("X", "Y") for name in "abc"] + [run("a", environment="Z")]
+    compared = [(cells["environment"], cells["first"] + cells["second"]) for cells in pairs(runs)]
+    assert compared == [(place, pair) for place in ("X", "Y") for pair in ("ab", "ac", "bc")]
+    assert [(duel.environment, duel.first + duel.second) for duel in duels_of_endings(cells_of(runs))] == compared
+
+
+def test_of_many_algorithms_the_first_is_compared_with_each_of_the_others():
+    names = ["base", "b", "c", "d", "e", "f"]
+    for pairwise_tests in (duels_of_endings, duels_of_speed):
+        found = pairwise_tests(cells_of([run(name, solved=(1, 1.0)) for name in names]))
+        assert [(duel.first, duel.second) for duel in found] == [("base", name) for name in names[1:]]
+        assert len(pairwise_tests(cells_of([run(name, solved=(1, 1.0)) for name in names[:5]]))) == 10
+
+
+def test_speed_where_some_were_not_solved():
+    quick, slow = [1000, 2000, 3000, 4000, 5000, 6000], [7000, 8000, None, None, None, None]
+    text = page_of([*solved_after("quick", *quick), *solved_after("slow", *slow)])
+    (cells,) = table(text, "Steps to the threshold, pair by pair")
+    assert cells["first solves sooner"] == "100 %"
+    assert (cells["p"], cells["verdict"]) == ("0.031", "quick solves sooner")
+    (duel,) = duels_of_speed(cells_of([*solved_after("a", None, 5), *solved_after("b", None, None)]))
+    assert duel.chance.estimate == (0.5 + 0.5 + 1 + 1) / 4  # neither, neither, a, a
+    assert duels_of_speed(cells_of([*solved_after("a", None), *solved_after("b", None)])) == []
+
+
+steps_to_solve = st.lists(st.sampled_from([10, 20, 30, 40, 50, None]), min_size=3, max_size=3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(a=steps_to_solve, b=steps_to_solve, lone=st.sampled_from([15, 35, None]))
+def test_the_test_of_speed_is_that_of_the_probability_under_all_swaps(a, b, lone):
+    """Swap the two runs of some seeds in every way: how often is the probability as far from its mean?
+
+    The first algorithm has one more seed, which has no partner and stays where it is.
+    """
+
+    def sooner(first, second):
+        times = [[at or math.inf for at in side] for side in (first, second)]
+        return np.mean([(x < y) + (x == y) / 2 for x, y in itertools.product(*times)])
+
+    swapped = [
+        [(y, x) if swap else (x, y) for x, y, swap in zip(a, b, swaps, strict=True)]
+        for swaps in itertools.product((False, True), repeat=len(a))
+    ]
+    observed = sooner([*a, lone], b)
+    pairwise_tests = duels_of_speed(cells_of([*solved_after("a", *a, lone), *solved_after("b", *b)]))
+    if not any((*a, *b, lone)):
+        assert pairwise_tests == []
+        return
+    (duel,) = pairwise_tests
+    assert duel.chance.estimate == pytest.approx(observed)
+    chances = [sooner([*(x for x, _ in way), lone], [y for _, y in way]) for way in swapped]
+    centre = np.mean(chances)
+    extreme = [abs(chance - centre) >= abs(observed - centre) - 1e-9 for chance in chances]
+    assert duel.test.p_value == pytest.approx(np.mean(extreme))
+
+
+def test_diagnostics_by_hand():
+    first = [
+        row(entropy=0.6, zero_spread_groups=None),
+        row(entropy=0.5, zero_spread_groups=0.5),
+        row(entropy=0.4, zero_spread_groups=math.nan),
+        row(entropy=0.3, zero_spread_groups=1.0),
+        row(entropy=0.2),
+    ]
+    second = [row(entropy=0.8, zero_spread_groups=0.25)]
+    runs = [run("grpo", 0, first), run("grpo", 1, second), run("ppo", 0, [row(entropy=1234.5)]), run("silent")]
+    assert table(page_of(runs), "Diagnostics") == [
+        {
+            "environment": "CartPole-v1",
+            "algorithm": "grpo",
+            "zero-spread groups": "50 % (25 % → 25 %)",  # of 0.75 and 0.25; the first run's quarters say nothing
+            "entropy": "0.6 (0.7 → 0.5)",  # of 0.4 and 0.8, of 0.6 and 0.8, of 0.2 and 0.8
+        },
+        {
+            "environment": "CartPole-v1",
+            "algorithm": "ppo",
+            "zero-spread groups": "–",
+            "entropy": "1,234 (1,234 → 1,234)",
+        },
+    ]
+    early = [row(), *[row(clip_fraction=0.1)] * 3]
+    assert table(page_of([run(rows=early)]), "Diagnostics")[0]["clip fraction"] == "0.1 (– → 0.1)"
+    assert "Diagnostics" not in page_of([run()])
+
+
+def test_no_label_breaks_a_table():
+    labels = ["a|b", "|", "a\\|b\\", "`a|b", "*a*\n| b |", "a\u2028b\r", "[a](b)", "<b>"]
+    runs = [run(label, environment=place, rows=[row(entropy=0.5)]) for label in labels for place in (label, "all")]
+    text = page_of([*runs, run("solved", environment="all", solved=(9, 9.0))])
+    assert len(text.splitlines()) == text.count("\n")  # no other line break is left
+    found = tables(text)
+    assert len(found) == len(labels) + 4
+    for header, *rows in found:
+        assert rows
+        assert {len(cells) for cells in rows} == {len(header)}
+    assert [re.sub(r"\\(.)", r"\1", cells[0]) for cells in found[1][1:-1]] == [
+        " ".join(name.split()) for name in labels
+    ]
+
+
+@given(text=st.text(st.sampled_from("ab|\\`*_[]<>&$#~ \n\t\u2028")))
+def test_an_escaped_text_is_one_cell_and_reads_as_before(text):
+    escaped = escape(text)
+    assert len(re.split(r"(?<!\\)(?:\\\\)*\|", escaped)) == 1  # a bar after an even number of backslashes ends a cell
+    assert re.sub(r"\\(.)", r"\1", escaped) == " ".join(text.split())
+    assert "\n" not in escaped
+
+
+def test_numbers_as_they_are_told():
+    assert [signed(value) for value in (7e-18, -7e-18, 0.5, -2)] == ["0", "0", "+0.5", "−2"]
+    told = {26_624: "26.6k", 60_000: "60k", 999_600: "1M", 999.7: "1k", 1_500_000: "1.5M", 500: "500", 0.25: "0.25"}
+    assert {value: short(value) for value in told} == told
+    told = {-86.44: "−86.4", 1234.5: "1,234", 0.00123: "0.00123", 500.0: "500", 4.712: "4.71", -3.0: "−3"}
+    assert {value: number(value) for value in told} == told
+
+
+# Files
+
+
+def read(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_tables_are_read_back(tmp_path):
+    label = 'grpo-fast:groups=2,"x"|y 日本'  # with letters that the picture's font has not
+    rows = [row(0, 0.0, 20.5, 10.0), row(2048, 0.25, 490.0, 480.0), row(4096, 0.5, 480.0, 470.125)]
+    runs = [run(label, 3, rows, solved=(2048, 0.25)), run("ppo", 0, rows), run("ppo", 1, rows[:2])]
+    text = write_comparison(tmp_path, runs)
+    assert (tmp_path / "comparison.md").read_text(encoding="utf-8") == text
+    first, second, _ = read(tmp_path / "runs.csv")
+    assert first == {
+        "environment": "CartPole-v1",
+        "algorithm": label,
+        "seed": "3",
+        "final_greedy_return": "480",
+        "final_sampled_return": "470.125",
+        "best_greedy_return": "490",
+        "solved": "yes",
+        "steps_to_solve": "2048",
+        "cpu_seconds_to_solve": "0.25",
+        "env_steps": "4096",
+        "cpu_seconds": "0.5",
+    }
+    assert (second["solved"], second["steps_to_solve"], second["cpu_seconds_to_solve"]) == ("no", "", "")
+    lines = read(tmp_path / "curves.csv")
+    assert len(lines) == 4 * 3 + 4 * 2  # of two axes and two measures; one of two runs ended after two rows
+    chosen = [line for line in lines if line["algorithm"] == label and line["measure"] == "greedy_return"]
+    assert [(line["axis"], line["x"], line["mean"], line["low"], line["high"]) for line in chosen] == [
+        (axis, x, mean, "", "")  # one run has no interval
+        for axis, times in (("env_steps", ("0", "2048", "4096")), ("cpu_seconds", ("0", "0.25", "0.5")))
+        for x, mean in zip(times, ("20.5", "490", "480"), strict=True)
+    ]
+    last = [line for line in lines if line["algorithm"] == "ppo"][-1]
+    assert (last["x"], last["mean"], last["low"], last["high"]) == ("0.25", "480", "480", "480")
+
+
+def test_pictures_have_names_of_their_own_inside_the_folder(tmp_path):
+    environments = ["ALE/Pong-v5", "ALE-Pong-v5", "ale:pong-v5", "../..", "CartPole-v1"]
+    names = file_names(environments)
+    assert list(names.values()) == [
+        "ALE-Pong-v5.png",
+        "ALE-Pong-v5-2.png",
+        "ale-pong-v5-3.png",
+        "environment.png",
+        "CartPole-v1.png",
+    ]
+    folder = tmp_path / "inside"
+    text = write_comparison(folder, [run(environment=name) for name in environments[:2]])
+    written = {"ALE-Pong-v5.png", "ALE-Pong-v5-2.png"}
+    assert {path.name for path in folder.iterdir()} == written | {"runs.csv", "curves.csv", "comparison.md"}
+    assert {path.name for path in tmp_path.iterdir()} == {"inside"}
+    assert set(re.findall(r"\]\((.*)\)", text)) == written
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in written)
+
+
+def test_without_matplotlib_the_tables_are_there(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'groupwise\[plot\]'"):
+        write_comparison(tmp_path, [run()])
+    assert {path.name for path in tmp_path.iterdir()} == {"runs.csv", "curves.csv", "comparison.md"}
+
+
+# Pictures
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Draws the runs of one environment; the figure, laid out."""
+
+    def draw(runs):
+        figures = []
+        save = picture.save_figure
+        monkeypatch.setattr(picture, "save_figure", lambda figure, path: (figures.append(figure), save(figure, path)))
+        write_comparison(tmp_path, runs)
+        return figures[0]
+
+    return draw
+
+
+def curve_rows(seconds, *returns):
+    return [row(1000 * place, seconds * place, value, value / 2) for place, value in enumerate(returns)]
+
+
+def test_a_picture_shows_means_bands_and_the_threshold(drawn):
+    runs = [run("grpo", seed, curve_rows(0.1, 20, 100 + seed, 500)) for seed in range(4)]
+    runs += [run("ppo", 0, curve_rows(0.2, 20, 400, 500))]
+    figure = drawn(runs)
+    assert len(figure.axes) == 4
+    panels = [
+        (axis, measure) for measure in ("greedy_return", "sampled_return") for axis in ("env_steps", "cpu_seconds")
+    ]
+    for axes, (axis, measure) in zip(figure.axes, panels, strict=True):
+        curve = mean_curve(runs[:4], axis, measure)
+        np.testing.assert_array_equal(axes.lines[0].get_xdata(), curve.x)
+        np.testing.assert_array_equal(axes.lines[0].get_ydata(), curve.mean.estimate)
+        assert axes.lines[2].get_ydata() == [475, 475]
+        assert len(axes.collections) == 1  # a band for four runs, none for one
+        assert axes.get_xscale() == "linear"
+    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
+    assert names == ["grpo (4\N{NO-BREAK SPACE}runs)", "ppo (1\N{NO-BREAK SPACE}run)", "solved: 475"]
+
+
+def test_seconds_that_differ_many_fold_are_drawn_on_a_logarithmic_axis(drawn):
+    figure = drawn([run("grpo", 0, curve_rows(0.1, 20, 500)), run("ppo", 0, curve_rows(2.0, 20, 500))])
+    assert [axes.get_xscale() for axes in figure.axes] == ["linear", "log"] * 2
+
+
+@pytest.mark.parametrize(
+    "labels", [["grpo", "ppo"], ["_hidden", r"$\frac$", "a" * 150, *(f"b{'=c,d' * n}" for n in range(30, 35))]]
+)
+def test_the_legend_has_its_own_place(drawn, labels):
+    """Below all panels and within the picture, whatever the labels."""
+    figure = drawn([run(label, rows=curve_rows(1.0, 20, 500)) for label in labels])
+    legend = figure.legends[0].get_window_extent()
+    assert len(figure.legends[0].get_texts()) == len(labels) + 1
+    assert legend.x0 >= 0
+    assert legend.y0 >= 0
+    assert legend.x1 <= figure.bbox.width
+    assert legend.y1 <= min(axes.get_tightbbox().y0 for axes in figure.axes)
+    assert all(axes.get_window_extent().height > 350 for axes in figure.axes)
+
+
+# What is refused
+
+
+def without(name):
+    return [row(), {key: value for key, value in row().items() if key != name}]
+
+
+@pytest.mark.parametrize(
+    ("runs", "message"),
+    [
+        ([], "no runs to compare"),
+        ([run(rows=[])], r"'grpo-fast' on 'CartPole-v1' \(seed 0\) has no rows"),
+        *[
+            ([run(rows=without(name))], f"row 2 needs a finite number as {name}, got None")
+            for name in ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")
+        ],
+        ([run(rows=[row(greedy_return=math.nan)])], "row 1 needs a finite number as greedy_return, got nan"),
+        ([run(rows=[row(cpu_seconds="12")])], "needs a finite number as cpu_seconds, got '12'"),
+        ([run(rows=[row(2), row(1)])], "env_steps falls from one row to the next"),
+        ([run(), run(seed=1), run()], r"'grpo-fast' on 'CartPole-v1' \(seed 0\) was given twice"),
+        ([run(threshold=None, solved=(1, 1.0))], "said to be solved, but has no threshold"),
+        (
+            [run(), run("ppo", budget=50_000)],
+            r"'grpo-fast' .* has the budget 60000, 'ppo' on 'CartPole-v1' \(seed 0\) has 50000",
+        ),
+        ([run(), run("ppo", threshold=None)], "has the threshold 475.0, 'ppo' .* has None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refused(tmp_path, runs, message):
+    with pytest.raises(InputError, match=message):
+        write_comparison(tmp_path, runs)
+    assert not list(tmp_path.iterdir())
+
+
+def test_environments_may_differ_in_budget_and_threshold(tmp_path):
+    write_comparison(tmp_path, [run(), run(environment="Acrobot-v1", budget=1000, threshold=-100.0)])
+    assert (tmp_path / "Acrobot-v1.png").exists()

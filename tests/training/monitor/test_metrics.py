@@ -1,0 +1,300 @@
+"""The metrics of a step, each by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.config import make_recipe
+from groupwise.tasks import Task
+from groupwise.training.monitor.metrics import rollout_table, step_metrics, with_aliases
+from groupwise.training.rollout.advantages import compare
+from groupwise.training.rollout.batch import GroupAdvantages
+from groupwise.training.rollout.collector import RolloutResult
+from groupwise.training.trainer import Trainer
+from groupwise.training.update.minibatch import build_minibatch
+from groupwise.training.update.result import LogProbMismatch, UpdateResult
+from tests.training.factories import SMALL, Lines, made_batch, made_recipe, made_trainer, spread
+
+NAN = math.nan
+LENGTHS = [[2, 3, 4, 5], [1, 2, 3, 4]]  # with prompts of 3 and 5 tokens
+COLUMNS = [[1, 0], [0, NAN], [3, 2], [0, 0], [5, NAN], [5, NAN], [5, NAN], [NAN, NAN]]
+
+
+def odd(row, text):
+    return len(text) % 2 == 1
+
+
+def step(settings=None, updates=(), *, cut=(1, 3), dropped=(), grades=None, metric=None, cut_away=None, **sampled):
+    """Metrics of two prompts with four samples; the second group's rewards are equal."""
+    now = made_recipe({"advantages.scale": "none", **(settings or {})})
+    batch = made_batch(
+        [[0.0] * 4] * 2, LENGTHS, columns=torch.tensor(COLUMNS, dtype=torch.float64), cut=cut, dropped=dropped
+    )
+    batch = replace(batch, cut_away=None if cut_away is None else torch.tensor(cut_away))
+    group_advantages = compare(batch, now, [1.0, 0.5], grades=grades, metric=metric)
+    minibatches = [
+        build_minibatch(batch, group_advantages, [0], now),
+        build_minibatch(batch, group_advantages, [1], now),
+    ]
+    return step_metrics(
+        RolloutResult(batch, **sampled), group_advantages, ["right", "form"], minibatches, list(updates), now
+    )
+
+
+def test_rewards():
+    found = step()
+    # Sums: 1, 0, 4, 0 and 5, 5, 5, nothing.
+    assert found["reward"] == pytest.approx(20 / 7)
+    # Group 0: mean 5/4, squared deviations 1/16, 25/16, 121/16, 25/16; group 1: none.
+    assert found["reward_std"] == pytest.approx((math.sqrt(172 / 16 / 3) + 0) / 2)
+    assert found["frac_reward_zero_std"] == 0.5
+    assert found["advantage/largest"] == pytest.approx(4 - 1.25)
+    assert found["rewards/right/mean"] == pytest.approx(19 / 7)
+    right = [1, 0, 3, 0, 5, 5, 5]
+    assert found["rewards/right/std"] == pytest.approx(math.sqrt(sum((x - 19 / 7) ** 2 for x in right) / 6))
+    assert found["rewards/form/mean"] == pytest.approx(2 / 3)
+    assert found["rewards/form/std"] == pytest.approx(math.sqrt((4 / 9 + 16 / 9 + 4 / 9) / 2))
+
+
+def test_a_group_of_one_score_has_no_spread_to_report():
+    """Only groups with at least two scores enter the mean standard deviation."""
+    found = step(dropped=[4, 5])
+    assert found["reward_std"] == pytest.approx(math.sqrt(172 / 16 / 3))
+    assert found["masks/dropped"] == 2 / 8
+
+
+def test_nothing_scored_at_all():
+    batch = made_batch([[0.0] * 4] * 2, LENGTHS, columns=torch.full((8, 2), NAN, dtype=torch.float64))
+    now = made_recipe()
+    group_advantages = compare(batch, now, [1.0, 1.0])
+    minibatches = [build_minibatch(batch, group_advantages, [0, 1], now)]
+    found = step_metrics(RolloutResult(batch), group_advantages, ["right", "form"], minibatches, [], now)
+    assert (found["reward"], found["reward_std"], found["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
+    assert (found["rewards/right/mean"], found["rewards/form/std"]) == (0.0, 0.0)
+    assert found["updates"] == 0.0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_grades():
+    """Right, wrong and without an answer: the second of these counts as wrong, the third too, and by itself."""
+    answers = iter([True, False, None, True, None, None, True, False])
+    found = step(grades={"accuracy": lambda row, text: next(answers)}, metric="accuracy")
+    assert found["accuracy"] == 3 / 8
+    assert found["accuracy_no_answer"] == 3 / 8
+
+
+def test_completions():
+    found = step()
+    assert found["completions/mean_length"] == 24 / 8
+    assert found["completions/min_length"] == 1
+    assert found["completions/max_length"] == 5
+    assert found["completions/mean_terminated_length"] == (24 - 3 - 5) / 6
+    assert found["completions/clipped_ratio"] == 2 / 8
+    found = step(cut=range(8))
+    assert found["completions/mean_terminated_length"] == 0.0
+    assert found["completions/clipped_ratio"] == 1.0
+
+
+def test_signal():
+    found = step()
+    assert found["signal/teaching"] == 4 / 8
+    # 8 prompt tokens and 24 of answers; the second prompt's 5 and its answers' 10 are not computed.
+    assert found["signal/tokens_not_computed"] == pytest.approx(15 / 32)
+    assert found["rewards_failed"] == 0
+    assert not [name for name in found if name.startswith(("masks/", "resample/"))]
+    silent = step({"masks.truncated": True})
+    assert silent["signal/teaching"] == 2 / 8
+    assert silent["signal/tokens_not_computed"] == pytest.approx((15 + 3 + 5) / 32)
+    assert silent["masks/truncated"] == 2 / 8
+    assert step({"train.skip_equal_rewards": False})["signal/tokens_not_computed"] == 0.0
+    assert step({"loss.kl_coef": 0.1})["signal/tokens_not_computed"] == 0.0
+
+
+def test_what_sampling_and_rewards_add():
+    found = step(tokens=40, rounds=2, replaced=3, failures=["a", "b"], metrics={"mine": 4.5})
+    assert found["resample/rounds"] == 2
+    assert found["resample/replaced"] == 3
+    assert found["resample/extra_tokens"] == 40 - 24
+    assert found["rewards_failed"] == 2
+    assert found["mine"] == 4.5
+
+
+def test_updates():
+    """Means over the updates that moved; the clip region is both sides together; the first update's gap counts."""
+    mismatch = LogProbMismatch(tokens=4, total=2.0, largest=1.5)
+    updates = [
+        UpdateResult(
+            values={"policy": 1.0, "kl": 0.5},
+            statistics={"clip_fraction_low": 0.1, "clip_fraction_high": 0.0, "ratio": 1.0, "kl": 2.0},
+            grad_norm=3.0,
+            mismatch=gap,
+            terms={"grad_norm/policy": 7.0},
+        ),
+        UpdateResult(
+            values={"policy": 2.0, "kl": 0.0},
+            statistics={"clip_fraction_low": 0.3, "clip_fraction_high": 0.2, "ratio": 2.0, "kl": 4.0},
+            grad_norm=5.0,
+        ),
+        UpdateResult(values={"policy": NAN}, skipped=True),
+    ]
+    found = step(updates=updates)
+    assert (found["updates"], found["updates_not_finite"]) == (2, 1)
+    assert found["loss"] == pytest.approx((1.5 + 2.0) / 2)
+    assert (found["loss/policy"], found["loss/kl"]) == (1.5, 0.25)
+    assert found["clip_ratio/low_mean"] == pytest.approx(0.2)
+    assert found["clip_ratio/high_mean"] == pytest.approx(0.1)
+    assert found["clip_ratio/region_mean"] == pytest.approx(0.3)
+    assert (found["ratio"], found["kl"], found["grad_norm"]) == (1.5, 3.0, 4.0)
+    assert (found["sampler/logp_difference_mean"], found["sampler/logp_difference_max"]) == (0.5, 1.5)
+    assert found["grad_norm/policy"] == 7.0
+    assert not any(name.startswith("clip_fraction") for name in found)
+
+
+def test_updates_that_were_all_skipped():
+    found = step(updates=[UpdateResult(skipped=True), UpdateResult(skipped=True)])
+    assert (found["updates"], found["updates_not_finite"]) == (0, 2)
+    assert "loss" not in found
+    assert "grad_norm" not in found
+
+
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_a_mask_of_the_updates_is_a_share_of_the_batch(iterations):
+    """Two mini-batches, of which 1 and 2 samples are masked_out in each pass: 3 of 8, however many passes."""
+    settings = {"train.skip_equal_rewards": False}
+    both = [UpdateResult(masked_out={"off_policy": [1]}), UpdateResult(masked_out={"off_policy": [4, 6]})]
+    assert step(settings, both * iterations)["masks/off_policy"] == 3 / 8
+    # Only the first mini-batch contributes, so there is one update a pass.
+    assert step(updates=both[:1] * iterations)["masks/off_policy"] == 1 / 8
+
+
+def test_what_all_masks_leave_is_told_where_any_is_switched_on():
+    """Samples 1 and 3 are cut off; the off-policy mask takes sample 0 in both passes and sample 2 in one of two."""
+    right = {"accuracy": lambda row, text: text in ("text 0", "text 2", "text 3", "text 5")}
+    updates = [UpdateResult(masked_out={"off_policy": [0, 2]}), UpdateResult(masked_out={"off_policy": [0]})]
+    settings = {"masks.truncated": True, "masks.off_policy": "v3.2"}
+    found = step(settings, updates, grades=right, metric="accuracy")
+    assert found["masks/truncated"] == 2 / 8
+    assert found["masks/off_policy"] == 1.5 / 8
+    assert found["mask_ratio"] == pytest.approx(4.5 / 8)
+    assert found["accuracy"] == 4 / 8
+    assert found["accuracy_masked"] == pytest.approx((0.5 + 1) / 4.5)  # half of sample 2, and sample 5
+    assert "mask_ratio" not in step(grades=right, metric="accuracy")
+    assert "accuracy_masked" not in step(grades=right, metric="accuracy")
+    assert step({"masks.off_policy": "v3.2"})["mask_ratio"] == 1.0
+
+
+def test_masks_that_leave_nothing_leave_no_accuracy():
+    found = step({"masks.truncated": True}, cut=range(8), grades={"accuracy": lambda *_: True}, metric="accuracy")
+    assert found["mask_ratio"] == 0.0
+    assert "accuracy_masked" not in found
+    assert found["accuracy"] == 1.0
+
+
+def test_what_the_sampling_filters_cut_away_is_a_mean_over_tokens():
+    settings = {"masks.keep_sampling_mask": True, "sampling.top_k": 3}
+    found = step(settings, cut_away=[0.2, 0.3, 0.0, 0.5, 0.1, 0.1, 0.0, 0.0])
+    assert found["masks/keep_sampling_mask"] == pytest.approx(1.2 / 24)
+    assert found["mask_ratio"] == 1.0
+    assert "masks/keep_sampling_mask" not in step(settings)
+
+
+def test_what_the_sampling_filters_cut_away_in_a_run(tmp_path):
+    """With one token left of each distribution, what is cut away is all but the likeliest token."""
+    settings = {"train.steps": 1, "masks.keep_sampling_mask": True, "train.skip_equal_rewards": False}
+    shares = {}
+    for k in (1, 10**6):
+        with made_trainer(tmp_path / str(k), {**settings, "sampling.top_k": k}) as trainer:
+            (report,) = trainer.steps()
+        shares[k] = report.metrics["masks/keep_sampling_mask"]
+        largest = torch.cat(report.batch.sampler_logps).exp()
+        if k == 1:
+            assert largest.tolist() == pytest.approx([1.0] * len(largest))
+    assert shares[10**6] == pytest.approx(0.0, abs=1e-6)
+    assert 0.1 < shares[1] < 1
+
+
+def test_further_names_of_metrics():
+    found = with_aliases({"kl": 0.25, "reward": 1.0}, {"kl_divergence": "kl", "policy_loss": "loss/policy"})
+    assert found == {"kl": 0.25, "reward": 1.0, "kl_divergence": 0.25}
+
+
+@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_literal"])
+def test_the_document_s_metrics_in_a_run(tmp_path, algorithm):
+    """All seven that the first document's step returns, and its masks by their causes."""
+    small = {**SMALL, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-4}, "masks": {"min_length": 0}}
+    task = Task("made", [{"prompt": f"Say {n}: "} for n in range(4)], grades={"accuracy": odd}, metric="accuracy")
+    with Trainer(make_recipe(small), task=task, rewards=[spread], folder=tmp_path / "run", display=Lines()) as trainer:
+        first, second = (report.metrics for report in trainer.steps())
+    for metrics in (first, second):
+        names = {"loss", "policy_loss", "kl_penalty", "kl_divergence", "accuracy", "avg_reward", "mask_ratio"}
+        assert names <= metrics.keys()
+        assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + metrics["kl_penalty"])
+        assert metrics["avg_reward"] == metrics["reward"]
+        assert metrics["kl_divergence"] == metrics["kl"]
+        assert 0 <= metrics["accuracy_masked"] <= 1
+        assert ("masks/keep_sampling_mask" in metrics) is (algorithm == "enhanced_grpo")
+        assert ("masks/too_short" in metrics) is (algorithm == "enhanced_grpo_literal")
+    assert first["kl"] == pytest.approx(0.0, abs=1e-6)
+    assert second["kl"] > 1e-8
+
+
+def test_the_off_policy_mask_in_a_run(tmp_path):
+    """Everything that did worse than its group is below the policy, by a threshold that is as good as none."""
+    settings = {"train.steps": 1, "masks.off_policy": "v3.2", "masks.off_policy_threshold": 1e-9}
+    settings |= {"train.mini_batches": 2, "train.iterations": 2, "optimizer.learning_rate": 0.05}
+    with made_trainer(tmp_path, settings) as trainer:
+        (report,) = trainer.steps()
+    worse = float((report.group_advantages.advantages < 0).double().mean())
+    assert 0 < report.metrics["masks/off_policy"] <= worse
+
+
+def test_the_gap_between_sampler_and_trainer():
+    mismatch = LogProbMismatch()
+    assert mismatch.mean == 0.0
+    logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[True, True], [True, False]])
+    mismatch.add(logps, torch.tensor([[-1.5, -2.0], [-1.0, 0.0]]), mask)
+    assert (mismatch.tokens, mismatch.total, mismatch.largest, mismatch.mean) == (3, 2.5, 2.0, 2.5 / 3)
+    mismatch.add(logps[:1], logps[:1] + 0.25, mask[:1])
+    assert (mismatch.tokens, mismatch.total, mismatch.largest) == (5, 3.0, 2.0)
+
+
+# --- the table of rollouts --------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_one_row_per_sample():
+    now = made_recipe({"advantages.scale": "none", "masks.truncated": True})
+    batch = made_batch([[1.0, 0.0, 0.5], [2.0, 2.0, 2.0]], [[2, 3, 4], [1, 2, 3]], cut=[1])
+    batch = replace(batch, extra={"judge": list("abcdef"), "reward": ["never"] * 6})
+    group_advantages = compare(batch, now, [2.0])
+    table = rollout_table(7, batch, group_advantages, ["right"])
+    assert table == {
+        "step": [7] * 6,
+        "prompt_number": [0, 0, 0, 1, 1, 1],
+        "row": [10, 10, 10, 11, 11, 11],
+        "sample": [0, 1, 2, 0, 1, 2],
+        "group": [0, 0, 0, 1, 1, 1],
+        "prompt": ["prompt 0"] * 3 + ["prompt 1"] * 3,
+        "completion": [f"text {number}" for number in range(6)],
+        "reward": [2.0, 0.0, 1.0, 4.0, 4.0, 4.0],
+        "reward/right": [1.0, 0.0, 0.5, 2.0, 2.0, 2.0],
+        "advantage": [1.0, -1.0, 0.0, 0.0, 0.0, 0.0],
+        "contributes": [True, False, False, False, False, False],
+        "masked_out": [None, "truncated", "no_advantage", "equal_rewards", "equal_rewards", "equal_rewards"],
+        "prompt_tokens": [3, 3, 3, 5, 5, 5],
+        "completion_tokens": [2, 3, 4, 1, 2, 3],
+        "stop_reason": ["eos", "length", "eos", "eos", "eos", "eos"],
+        "judge": list("abcdef"),
+    }
+
+
+def test_the_first_reason_is_told():
+    masked_out = {"dropped": torch.tensor([True, False, False]), "truncated": torch.tensor([True, True, False])}
+    group_advantages = GroupAdvantages(
+        torch.zeros(3), torch.zeros(3), torch.ones(3), masked_out, torch.tensor([True] * 3)
+    )
+    assert group_advantages.skip_reasons() == ["dropped", "truncated", None]
+    assert group_advantages.allowed.tolist() == [False, False, True]

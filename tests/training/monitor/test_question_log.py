@@ -1,0 +1,139 @@
+"""Every question over a run: its visits, and what became of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from groupwise.errors import CheckpointError, RunDirError
+from groupwise.tasks import Task
+from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, read_questions, status_of, summarise
+from groupwise.training.rollout.advantages import compare
+from tests.training.factories import made_batch, made_recipe
+from tests.training.runs import check_same, go, small_trainer
+
+ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n % 2 else "words"} for n in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("history", "status"),
+    [
+        ([], "unseen"),
+        ([0.5], "always"),
+        ([1.0, 0.5, 0.75], "always"),
+        ([0.0], "never"),
+        ([0.0, 0.0], "never"),
+        ([0.25], "between"),
+        ([0.0, 0.25], "between"),
+        ([0.25, 0.5], "learnt"),
+        ([0.0, 1.0, 0.0, 0.5], "learnt"),
+        ([0.5, 0.25], "forgotten"),
+        ([0.0, 1.0, 0.0], "forgotten"),
+        ([1.0, 0.0, 1.0], "between"),
+    ],
+)
+def test_what_became_of_a_question(history, status):
+    assert status_of(history) == status
+
+
+def visit(log, right, rows, *, samples=4, dropped=(), rewards=None):
+    """A batch in which so many of each prompt's answers are right."""
+    flat = iter([number < count for count in right for number in range(samples)])
+    columns = rewards or [[1.0, 0.0, 0.0, 0.5]] * len(rows)
+    batch = replace(made_batch(columns, [[2] * samples] * len(rows), dropped=dropped), row_numbers=list(rows))
+    grades = {"accuracy": lambda row, text: next(flat) or None} if right else None
+    log.observe(batch, compare(batch, made_recipe(), [1.0], grades=grades, metric="accuracy" if right else None))
+
+
+def test_the_table_by_hand(tmp_path):
+    log = QuestionLog(ROWS, "accuracy")
+    visit(log, [1, 4, 0], [0, 1, 2])
+    visit(log, [3, 1], [0, 1])
+    log.write(tmp_path)
+    records = read_questions(tmp_path)
+    assert records[0] == {
+        "row": 0,
+        "id": "q0",
+        "category": "words",
+        "visits": 2,
+        "first": 0.25,
+        "last": 0.75,
+        "best": 0.75,
+        "status": "learnt",
+        "history": [0.25, 0.75],
+    }
+    assert [record["status"] for record in records] == ["learnt", "forgotten", "never", "unseen", "unseen"]
+    assert (records[3]["first"], records[3]["best"], records[3]["history"]) == (None, None, [])
+    assert summarise(records) == "questions: 1 learnt, 1 forgotten, 1 never solved, 2 unseen"
+    assert summarise([{"status": "always"}] * 1200 + [{"status": "between"}]) == (
+        "questions: 1,200 always right, 1 in between"
+    )
+    assert summarise([]) == "questions: none"
+
+
+def test_without_a_grade_the_mean_reward_counts_and_dropped_answers_do_not():
+    log = QuestionLog(ROWS)
+    visit(log, [], [2, 3], rewards=[[1.0, 0.0, 0.0, 0.5], [2.0, 2.0, 0.0, 0.0]], dropped=[1, 6, 7])
+    assert log.state() == {"2": [0.5], "3": [2.0]}
+    visit(log, [], [2], rewards=[[1.0] * 4], dropped=range(4))
+    assert log.state()["2"] == [0.5]  # nobody knows how right it was: no visit
+
+
+def test_the_state_is_json_and_forgets_what_came_later():
+    log = QuestionLog(ROWS, "accuracy")
+    visit(log, [1, 2], [0, 1])
+    saved = json.loads(json.dumps(log.state()))
+    visit(log, [4], [0])
+    assert log.state() != saved
+    log.load_state(saved)
+    assert log.state() == saved
+    with pytest.raises(CheckpointError, match="the saved questions are damaged"):
+        log.load_state({"one": [0.0]})
+
+
+def test_a_folder_without_questions(tmp_path):
+    with pytest.raises(RunDirError, match=r"there is no questions\.jsonl in .*; a run writes it with its first"):
+        read_questions(tmp_path)
+    (tmp_path / QUESTIONS).write_text("{")
+    with pytest.raises(RunDirError, match="cannot be read"):
+        read_questions(tmp_path)
+
+
+def first_letter(row, text):
+    return bool(text) and ord(text[0]) % 2 == 0
+
+
+TASK = Task("asked", ROWS, ROWS[:1], grades={"accuracy": first_letter}, metric="accuracy")
+CHANGES = {"train": {"steps": 4, "batch_size": 2}, "sampling": {"max_new_tokens": 2}, "evaluate": {"every": 0}}
+
+
+def test_a_run_that_goes_on_has_the_same_questions(tmp_path):
+    """Steps after the last checkpoint are done again, and count once."""
+    changes = [CHANGES, {"run": {"checkpoint_every": 2}}]
+    whole = small_trainer(tmp_path / "whole", *changes, task=TASK)
+    whole.run()
+    go(small_trainer(tmp_path / "run", *changes, task=TASK), 3)
+    small_trainer(tmp_path / "run", *changes, task=TASK, resume=True).run()
+    check_same(tmp_path / "whole", tmp_path / "run", 4)
+    records = read_questions(tmp_path / "run")
+    assert records == read_questions(tmp_path / "whole")
+    assert sum(record["visits"] for record in records) == 8
+    assert summarise(records) in whole.display.summary
+
+
+def test_prompts_that_gave_way_to_others_were_asked_too(tmp_path):
+    """With two rounds of refilling and nothing that contributes, every prompt of every round counts."""
+    task = Task("asked", ROWS, grades={"accuracy": lambda *_: True}, metric="accuracy")
+    trainer = small_trainer(
+        tmp_path / "run",
+        CHANGES,
+        {"train": {"steps": 1, "resample_rounds": 2}},
+        task=task,
+        rewards=[lambda completions, **_: [1.0] * len(completions)],
+    )
+    trainer.run()
+    records = read_questions(tmp_path / "run")
+    assert sum(record["visits"] for record in records) == 2 + 2 + 2
+    assert {record["status"] for record in records} == {"always"}

@@ -1,0 +1,368 @@
+"""A run that is stopped after k steps and goes on is the run that never stopped, to the bit, whatever its settings."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.errors import CheckpointError, ConfigError, DataError
+from groupwise.rundir import read_json
+from groupwise.tasks import Task
+from groupwise.tasks.quiz import make_quiz
+from groupwise.training.store.rollout_files import read_rollouts
+from tests.training.runs import (
+    ROWS,
+    TASK,
+    check_same,
+    checkpoint_of,
+    even,
+    go,
+    merged,
+    metrics_of,
+    small_trainer,
+    vowels,
+)
+
+
+def disturb() -> None:
+    """Another process has other random numbers; in this one they must be made so."""
+    torch.manual_seed(4321)
+    random.seed(4321)
+    np.random.seed(4321)
+
+
+def break_and_resume(tmp_path, changes, at, *, steps=4, **options):
+    """The unbroken run is in ``a``; the one in ``b`` stops after each number of steps in ``at``."""
+    disturb()
+    small_trainer(tmp_path / "a", changes, **options).run()
+    done = 0
+    for stop in at:
+        disturb()
+        torch.rand(stop)
+        go(small_trainer(tmp_path / "b", changes, resume=done > 0, **options), stop - done)
+        done = stop
+    disturb()
+    trainer = small_trainer(tmp_path / "b", changes, resume=True, **options)
+    trainer.run()
+    assert trainer.display.steps == list(range(done + 1, steps + 1))
+    check_same(tmp_path / "a", tmp_path / "b", steps)
+    return metrics_of(tmp_path / "b"), checkpoint_of(tmp_path / "b", steps)["state"]
+
+
+def count_steps(rows):
+    return [row for row in rows if "reward" in row]
+
+
+@pytest.mark.parametrize("at", [(1,), (3,), (1, 2)], ids=str)
+def test_plain(tmp_path, at):
+    rows, state = break_and_resume(tmp_path, {"optimizer": {"warmup_steps": 2, "decay": "cosine"}}, at)
+    assert [row["step"] for row in count_steps(rows)] == [1, 2, 3, 4]
+    assert sum(row["updates"] for row in count_steps(rows)) >= 3
+    assert len(read_rollouts(tmp_path / "b")) == 4 * 12
+    rates = [row["learning_rate"] for row in count_steps(rows)]
+    assert rates[0] < rates[1]
+    assert rates[3] < rates[2]
+    assert state["order"]["position"] % 10
+
+
+def test_in_the_middle_of_a_later_epoch(tmp_path):
+    """Five rows, three in a step: epochs end within a batch, and rows are put off."""
+    task = Task("few", ROWS[:5], ROWS[:2])
+    rows, _ = break_and_resume(tmp_path, {"train": {"steps": 5}}, (3,), steps=5, task=task)
+    assert [row["epoch"] for row in count_steps(rows)] == pytest.approx([0.6, 1.2, 1.8, 2.4, 3.0])
+
+
+SCHEDULES = {
+    "phases": [
+        {"name": "cool", "steps": 1, "temperature": 0.6},
+        {"name": "near", "tokens": 140, "kl_coef": 0.1},
+        {"name": "wide", "samples_per_prompt": 6},
+    ],
+    "ramps": {"clip_high": {"from": 0.2, "to": 0.4, "steps": 4}, "top_p": {"from": 1.0, "to": 0.9, "tokens": 300}},
+    "rules": [{"when": "reward < 0.9", "over": 2, "then": "learning_rate * 0.5", "cooldown": 1}],
+}
+
+
+@pytest.mark.parametrize("at", [(1,), (2, 3)], ids=str)
+def test_schedules(tmp_path, at):
+    """Stopped within a phase of tokens, between two firings of a rule, and halfway up a ramp."""
+    changes = {**SCHEDULES, "loss": {"clip_high": 0.2}, "train": {"steps": 5}}
+    rows, state = break_and_resume(tmp_path, changes, at, steps=5)
+    found = count_steps(rows)
+    assert [row["temperature"] for row in found] == [0.6, 1.0, 1.0, 1.0, 1.0]
+    assert [row["kl_coef"] for row in found] == [0.0, 0.1, 0.1, 0.0, 0.0]
+    assert [row["samples_per_prompt"] for row in found] == [4, 4, 4, 6, 6]
+    assert [row["learning_rate"] for row in found] == [1e-3, 1e-3, 5e-4, 2.5e-4, 1.25e-4]
+    assert [step for _, step in state["schedule"]["fired"]] == [1, 2, 3, 4]
+
+
+SHORT = {"train": {"steps": 3}, "evaluate": {"first": False, "every": 0}, "run": {"checkpoint_every": 2}}
+KL = {"loss": {"kl_coef": 0.05}}
+LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optimizer": {"learning_rate": 1e-2}}
+SETTINGS = {
+    "reference that is refreshed": ({**KL, "reference": {"refresh_every": 2}}, 2),
+    "reference that is mixed": ({**KL, "reference": {"refresh_every": 1, "mix": 0.3}}, 2),
+    "reference that stays": (KL, 2),
+    "lora": (LORA, 2),
+    "lora with a refreshed reference": ({**LORA, **KL, "reference": {"refresh_every": 2}}, 2),
+    "lora with dropout": (
+        {**LORA, **KL, "model": {"lora": {"rank": 4, "dropout": 0.3}}, "train": {"iterations": 2}},
+        2,
+    ),
+    "iterations and mini-batches": ({"train": {"iterations": 2, "mini_batches": 2}, **KL}, 2),
+    "masks": (
+        {
+            "masks": {
+                "off_policy": "v3.2",
+                "off_policy_threshold": 1e-4,
+                "keep_sampling_mask": True,
+                "high_entropy": 0.5,
+            },
+            "sampling": {"top_k": 12, "top_p": 0.95},
+            "loss": {"importance_cap": 2.0},
+            "train": {"iterations": 2},
+        },
+        2,
+    ),
+    "resample_rounds": (
+        {"train": {"resample_rounds": 2}, "sampling": {"samples_per_prompt": 2, "max_new_tokens": 4}},
+        2,
+    ),
+    "checkpointing, compared terms, embeddings": (
+        {
+            "model": {"gradient_checkpointing": True},
+            "train": {"log_term_gradients_every": 2},
+            "optimizer": {"embedding_learning_rate": 1e-4, "weight_decay": 0.1},
+            "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
+        },
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings(tmp_path, name):
+    changes, at = SETTINGS[name]
+    rewards = [
+        vowels if name == "resample_rounds" else even
+    ]  # most answers have no vowel at all, so many groups are equal
+    rows, state = break_and_resume(tmp_path, merged(SHORT, changes), (at,), steps=3, rewards=rewards)
+    found = count_steps(rows)
+    tensors = checkpoint_of(tmp_path / "b", 3)
+    assert sum(row["updates"] for row in found) >= 2
+    if "reference" in name:
+        every = changes.get("reference", {}).get("refresh_every", 0)
+        assert found[-1]["reference_refreshes"] == state["refreshes"] == (3 // every if every else 0)
+        names = [name.removeprefix("reference/") for name in tensors if name.startswith("reference/")]
+        assert any(not torch.equal(tensors[f"reference/{key}"], tensors[f"masters/{key}"]) for key in names)
+    if "lora" in name:
+        assert all("lora_" in key for key in tensors if key.startswith("masters/"))
+    if name == "iterations and mini-batches":
+        assert max(row["updates"] for row in found) == 4
+    if name == "resample_rounds":
+        assert sum(row.get("resample/replaced", 0) for row in found) > 0
+    if name == "masks":
+        assert sum(row.get("masks/off_policy", 0) for row in found) > 0
+
+
+def test_warm_up(tmp_path):
+    """The warm-up is not done again, and what it taught is there."""
+    task = make_quiz(train_rows=16, held_out_rows=4)
+    changes = {
+        "sft": {"steps": 6, "batch_size": 8, "learning_rate": 3e-3},
+        "sampling": {"max_new_tokens": 4},
+        "train": {"steps": 3},
+        "loss": {"kl_coef": 0.05},
+    }
+    rows, _ = break_and_resume(tmp_path, changes, (2,), steps=3, task=task)
+    assert "eval/accuracy" in rows[0]
+    assert rows[0]["step"] == 0
+    # The reference is the policy after the warm-up, so the first KL is none at all.
+    assert count_steps(rows)[0]["kl"] == pytest.approx(0.0, abs=1e-6)
+    unbroken = metrics_of(tmp_path / "a")
+    small_trainer(tmp_path / "c", changes, {"sft": {"steps": 1}}, task=task).run()
+    assert metrics_of(tmp_path / "c")[1] != unbroken[1]
+
+
+def test_best_and_patience(tmp_path):
+    """Evaluations after steps 1 to 6; the third is the best. The counts live in the checkpoint."""
+    values = {1: 1, 2: 2, 3: 3, 4: 1, 5: 0, 6: 2}  # right answers of three, after each step
+    trainers = []
+
+    def grade(row, answer):
+        return int(row["prompt"].split()[2].rstrip(":")) < values.get(trainers[-1].step, 0)
+
+    task = Task("fading", ROWS, ROWS[:3], grades={"right": grade}, metric="right")
+    changes = {"train": {"steps": 8, "batch_size": 2}, "evaluate": {"every": 1, "patience": 3, "max_new_tokens": 1}}
+
+    def trainer(folder, **options):
+        trainers.append(small_trainer(folder, changes, task=task, **options))
+        return trainers[-1]
+
+    whole = trainer(tmp_path / "a").run()
+    assert (whole.step, whole.best_step) == (6, 3)
+    assert trainers[-1].display.heard("stopped early: 3 evaluations without a better right")
+    for stop in (2, 5):
+        folder = tmp_path / f"b{stop}"
+        go(trainer(folder), stop)
+        result = trainer(folder, resume=True).run()
+        assert (result.step, result.best_step) == (6, 3)
+        assert result.first == whole.first
+        check_same(tmp_path / "a", folder, 6)
+        assert read_json(folder / "best.json") == read_json(tmp_path / "a" / "best.json")
+
+
+def test_bfloat16(tmp_path):
+    """Masters and moments are float32, the model computes with their rounded values."""
+    changes = {
+        "model": {"dtype": "bfloat16"},
+        "train": {"steps": 2, "batch_size": 2},
+        "sampling": {"samples_per_prompt": 3, "max_new_tokens": 3},
+        "evaluate": {"first": False, "every": 0, "max_new_tokens": 1},
+        "reference": {"refresh_every": 1, "mix": 0.5},
+        "loss": {"kl_coef": 0.05},
+    }
+    break_and_resume(tmp_path, changes, (1,), steps=2, task=Task("try", ROWS, ROWS[:1]))
+    tensors = checkpoint_of(tmp_path / "b", 2)
+    assert {value.dtype for value in tensors.values() if isinstance(value, torch.Tensor)} == {torch.float32}
+    masters = [value for name, value in tensors.items() if name.startswith("masters/")]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in masters)
+
+
+@pytest.mark.parametrize("name", ["reference that is mixed", "iterations and mini-batches"])
+def test_two_threads(tmp_path, name):
+    """The number of threads changes sums in their last bits, so it belongs to the run."""
+    changes = {**SETTINGS[name][0], "evaluate": {"every": 0}}
+    torch.set_num_threads(2)
+    small_trainer(tmp_path / "a", changes).run()
+    go(small_trainer(tmp_path / "b", changes), 2)
+    assert checkpoint_of(tmp_path / "b", 2)["state"]["threads"] == 2
+    torch.set_num_threads(1)
+    trainer = small_trainer(tmp_path / "b", changes, resume=True)
+    trainer.run()
+    assert torch.get_num_threads() == 2
+    assert trainer.display.heard("the run was begun with 2 threads; that many are used again, for the same bits")
+    check_same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_token_budget_and_rows_at_once_are_kept(tmp_path):
+    """What was resolved at run time, or lowered when memory ran out, holds after a resume."""
+    trainer = small_trainer(tmp_path / "run")
+    trainer.updater.token_budget, trainer.engine.max_num_seqs = 77, 5
+    go(trainer, 1)
+    resumed = small_trainer(tmp_path / "run", resume=True)
+    go(resumed, 1)
+    assert (resumed.updater.token_budget, resumed.engine.max_num_seqs) == (77, 5)
+    assert [row["token_budget"] for row in count_steps(metrics_of(tmp_path / "run"))] == [77, 77]
+
+
+def test_finished_run(tmp_path):
+    """Resumed once more, it finishes again and changes nothing."""
+    folder = tmp_path / "run"
+    small_trainer(folder).run()
+    before = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.components
+    }
+    trainer = small_trainer(folder, resume=True)
+    result = trainer.run()
+    assert trainer.display.steps == []
+    assert (result.step, result.exit_status, result.model) == (4, 0, folder / "model")
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.components}
+    assert after == before
+    assert not trainer.display.heard("resumed with another")
+
+
+def test_more_steps(tmp_path):
+    """A finished run that is given more steps goes on; what is different now is said."""
+    folder = tmp_path / "run"
+    small_trainer(folder).run()
+    trainer = small_trainer(folder, {"train": {"steps": 6}, "sampling": {"temperature": 0.8}}, resume=True)
+    result = trainer.run()
+    assert (result.step, trainer.display.steps) == (6, [5, 6])
+    assert trainer.display.said[:3] == [
+        "going on after step 4, from checkpoint-4",
+        "resumed with another sampling.temperature: 1.0 before, 0.8 now",
+        "resumed with another train.steps: 4 before, 6 now",
+    ]
+    assert read_json(folder / "recipe.json")["train"]["steps"] == 6
+    assert [row["temperature"] for row in count_steps(metrics_of(folder))] == [1.0] * 4 + [0.8] * 2
+    # Had the run been meant to have six steps from the start, these would be the same ones.
+    small_trainer(tmp_path / "long", {"train": {"steps": 6}}).run()
+    assert count_steps(metrics_of(tmp_path / "long"))[:4] == count_steps(metrics_of(folder))[:4]
+
+
+def test_steps_after_the_checkpoint_are_done_again(tmp_path):
+    """What was recorded after the last checkpoint is forgotten, not kept twice."""
+    changes = {"run": {"checkpoint_every": 2}, "evaluate": {"every": 0}}
+    small_trainer(tmp_path / "a", changes).run()
+    go(small_trainer(tmp_path / "b", changes), 3)
+    assert [row["step"] for row in count_steps(metrics_of(tmp_path / "b"))] == [1, 2, 3]
+    assert len(list((tmp_path / "b" / "rollouts").iterdir())) == 3
+    trainer = small_trainer(tmp_path / "b", changes, resume=True)
+    trainer.run()
+    assert trainer.display.steps == [3, 4]
+    check_same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_without_a_checkpoint_it_begins_anew(tmp_path):
+    changes = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 0}}
+    small_trainer(tmp_path / "a", changes).run()
+    go(small_trainer(tmp_path / "b", changes), 2)
+    trainer = small_trainer(tmp_path / "b", changes, resume=True)
+    trainer.run()
+    assert trainer.display.said[0] == "there is no finished checkpoint in this run: it begins anew"
+    assert trainer.display.steps == [1, 2, 3, 4]
+    check_same(tmp_path / "a", tmp_path / "b", 4)
+
+
+def test_a_newer_checkpoint_that_is_damaged(tmp_path):
+    """The one before it is taken, and what the damaged one's step had recorded is done again."""
+    small_trainer(tmp_path / "a").run()
+    go(small_trainer(tmp_path / "b", {"run": {"keep": 1}}), 2)
+    go(small_trainer(tmp_path / "b", {"run": {"keep": 20}}, resume=True), 1)
+    path = tmp_path / "b" / "checkpoint-3" / "masters.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    damaged = path.read_bytes()
+    trainer = small_trainer(tmp_path / "b", {"run": {"keep": 1}}, resume=True)
+    go(trainer, 1)
+    assert trainer.display.heard("checkpoint-3 is damaged and was removed: its steps are done again")
+    assert trainer.display.heard("going on after step 2, from checkpoint-2")
+    assert path.read_bytes() != damaged
+    small_trainer(tmp_path / "b", resume=True).run()
+    check_same(tmp_path / "a", tmp_path / "b", 4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "sentence"),
+    [
+        ({"train": {"seed": 1}}, ConfigError, "the saved order was made with seed=0, but seed=1 is set now"),
+        (
+            KL,
+            CheckpointError,
+            r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\); start anew",
+        ),
+        (LORA, CheckpointError, "these master weights do not fit the model"),
+        (
+            {"rules": [{"when": "reward < 0", "over": 2, "then": "learning_rate * 0.5"}]},
+            ConfigError,
+            "the recipe's rules are not those of the saved run; put them back or start a new run",
+        ),
+    ],
+)
+def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
+    folder = tmp_path / "run"
+    go(small_trainer(folder), 2)
+    before = (folder / "metrics.jsonl").read_bytes()
+    with pytest.raises(error, match=sentence):
+        small_trainer(folder, changes, resume=True).run()
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert small_trainer(folder, resume=True).run().step == 4  # nothing is lost, and nothing is locked
+
+
+def test_other_rows(tmp_path):
+    go(small_trainer(tmp_path / "run"), 1)
+    with pytest.raises(DataError, match="the saved order is over 10 rows, but there are 9 now"):
+        small_trainer(tmp_path / "run", resume=True, task=Task("try", TASK.train[:9], TASK.held_out)).run()

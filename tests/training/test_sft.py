@@ -1,0 +1,177 @@
+"""The supervised warm-up: before the first step, and as a whole run."""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+import torch
+
+from groupwise.errors import ConfigError
+from groupwise.rundir import read_json
+from groupwise.tasks import Task
+from groupwise.training.preflight import describe_run
+from groupwise.training.sft import SupervisedFineTuning
+from groupwise.training.update.updater import NotFiniteError
+from tests.training.runs import ROWS, even, go, metrics_of, small_recipe, small_trainer
+
+EXAMPLES = [(f"Say number {number}: ", "one" * (number % 3 + 1)) for number in range(10)]
+
+
+def says_one(row, text):
+    return text.startswith("one")
+
+
+TASK = Task("form", ROWS, ROWS[:4], grades={"right": says_one}, metric="right", examples=EXAMPLES)
+SUPERVISED = {
+    "train": {"steps": 0},
+    "sft": {"epochs": 12, "batch_size": 4, "learning_rate": 3e-3},
+    "evaluate": {"every": 0, "max_new_tokens": 3},
+    "loss": {"kl_coef": 0.1},
+}
+
+
+def weights_of(trainer):
+    return {name: weight.clone() for name, weight in trainer.masters.state_dict().items()}
+
+
+def test_a_supervised_run(tmp_path):
+    """Measured before as step 0 and after as its last step; what is exported is the warmed-up model."""
+    trainer = small_trainer(tmp_path / "run", SUPERVISED, task=TASK)
+    result = trainer.run()
+    assert (result.step, result.best_step, result.exit_status) == (30, 30, 0)  # 10 examples × 12 / 4
+    assert (result.first["right"], result.last["right"]) == (0.0, 1.0)
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, *range(1, 31), 30]
+    assert [row["step"] for row in rows if "eval/right" in row] == [0, 30]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 30
+    assert losses[-1] < losses[0] / 4
+    assert rows[1]["learning_rate"] == 3e-3
+    assert trainer.reference is None
+    assert read_json(tmp_path / "run" / "best.json")["checkpoint"] == "checkpoint-30"
+    assert "30 supervised steps" in (result.model / "README.md").read_text()
+    assert not any(str(line).startswith("questions") for line in trainer.display.summary)
+
+
+def test_a_supervised_run_that_is_resumed_is_whole(tmp_path):
+    small_trainer(tmp_path / "run", SUPERVISED, task=TASK).run()
+    rows = metrics_of(tmp_path / "run")
+    again = small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True)
+    assert again.run().step == 30
+    assert metrics_of(tmp_path / "run") == rows
+    more = small_trainer(tmp_path / "run", SUPERVISED, {"train": {"steps": 40}}, task=TASK, resume=True)
+    with pytest.raises(
+        ConfigError, match=r"supervised alone \(train\.steps = 0\) cannot go on.*--model\.source .*policy"
+    ):
+        more.run()
+    more = small_trainer(tmp_path / "run", SUPERVISED, {"sft": {"epochs": 24}}, task=TASK, resume=True)
+    with pytest.raises(ConfigError, match=r"has ended, and 60 steps of warm-up are more.*start a new run"):
+        more.run()
+    assert metrics_of(tmp_path / "run") == rows
+
+
+def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
+    trainer = small_trainer(tmp_path / "run", SUPERVISED, task=TASK)
+    with trainer:
+        stage = trainer.display.stage
+
+        def stop_at(text):
+            stage(text)
+            if text == "warm-up 7 of 30":
+                trainer.stopping.signal = signal.SIGINT
+
+        trainer.display.stage = stop_at
+        assert list(trainer.steps()) == []
+        result = trainer.finish()
+    assert (result.step, result.model, result.exit_status) == (0, None, 130)
+    assert trainer.display.heard("stopped after 7 of 30 steps of the warm-up, which is not saved and begins anew")
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+    assert small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True).run().step == 30
+
+
+@pytest.mark.parametrize(
+    ("changes", "task", "sentence"),
+    [
+        ({"train": {"steps": 0}}, TASK, "train.steps is 0 and there is no supervised warm-up"),
+        ({"sft": {"epochs": 2.5}}, Task("try", ROWS), "sft.epochs is 2.5, but the task 'try' has no examples"),
+    ],
+)
+def test_what_cannot_be(tmp_path, changes, task, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        small_trainer(tmp_path / "run", changes, task=task, rewards=[even])
+    assert not (tmp_path / "run").exists()
+
+
+def test_epochs_show_every_example_as_often_as_any_other(tmp_path):
+    with small_trainer(tmp_path / "run", SUPERVISED, {"sft": {"epochs": 2}}, task=TASK) as trainer:
+        own = trainer.sft
+        draw = own._draw()
+        drawn = [draw() for _ in range(own.steps)]
+    assert own.steps == 5
+    flat = [number for batch in drawn for number in batch]
+    assert sorted(flat) == sorted([*range(10)] * 2)
+    assert sorted(flat[:10]) == [*range(10)]
+    assert flat[:10] != flat[10:]
+
+
+@pytest.mark.parametrize(("epochs", "size", "steps"), [(1, 4, 3), (0.1, 4, 1), (2, 32, 1), (None, 4, 6)])
+def test_how_many_steps(tmp_path, epochs, size, steps):
+    changes = {"sft": {"steps": 6, "epochs": epochs, "batch_size": size}}
+    with small_trainer(tmp_path / "run", changes, task=TASK) as trainer:
+        assert trainer.sft.steps == steps
+
+
+def test_the_token_budget_changes_nothing_but_memory(tmp_path):
+    """One example at a time, or all at once."""
+    ends = []
+    for budget in (1, 10**6):
+        changes = {"sft": {"steps": 3, "batch_size": 5}, "model": {"dtype": "float64"}}
+        with small_trainer(tmp_path / str(budget), changes, task=TASK) as trainer:
+            SupervisedFineTuning(trainer.components).run(trainer.masters, budget)
+            ends.append(weights_of(trainer))
+    for name, weight in ends[0].items():
+        torch.testing.assert_close(weight, ends[1][name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_warm_up_that_is_not_finite_stops_with_its_weights_as_they_were(tmp_path):
+    with small_trainer(tmp_path / "run", {"sft": {"steps": 3}}, task=TASK) as trainer:
+        with torch.no_grad():
+            trainer.components.model.model.norm.weight[0] = math.inf
+        before = weights_of(trainer)
+        with pytest.raises(NotFiniteError, match=r"in step 1 of the warm-up the loss is nan.*warm_up\.learning_rate"):
+            trainer.sft.run(trainer.masters, 10**6)
+        assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
+
+
+def test_dropout_in_the_warm_up_is_the_same_every_time(tmp_path):
+    ends = []
+    for number in range(2):
+        torch.manual_seed(number)  # whatever else has drawn from it
+        changes = {"sft": {"steps": 2}, "model": {"lora": {"rank": 2, "dropout": 0.5}}}
+        with small_trainer(tmp_path / str(number), changes, task=TASK) as trainer:
+            torch.manual_seed(number)
+            trainer.sft.run(trainer.masters, 10**6)
+            ends.append(weights_of(trainer))
+    assert all(torch.equal(weight, ends[1][name]) for name, weight in ends[0].items())
+
+
+def test_examples_that_do_not_fit_the_model(tmp_path):
+    long = Task("form", ROWS, examples=[("Say number 1: ", "one" * 4000)])
+    with pytest.raises(ConfigError, match=r"the longest example of the warm-up has \d+ tokens.*window of \d+; lower"):
+        small_trainer(tmp_path / "run", {"sft": {"steps": 1}}, task=long)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):
+    changes = {**SUPERVISED, "train": {"steps": 1, "batch_size": 2}}
+    go(small_trainer(tmp_path / "run", changes, task=TASK), 1)
+    rows = metrics_of(tmp_path / "run")
+    assert [row["step"] for row in rows] == [0, 1, 1]
+    assert rows[0]["eval/right"] == 1.0
+
+
+def test_what_a_supervised_run_comes_to():
+    recipe = small_recipe({"train": {"steps": 0}, "task": "quiz", "sft": {"steps": 7}})
+    assert list(describe_run(recipe))[-1] == "steps: 7, all of them supervised (train.steps is 0)"

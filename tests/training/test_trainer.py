@@ -1,0 +1,332 @@
+"""A whole run: what it calls, records, stops at and leaves behind."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config import load_recipe
+from groupwise.errors import CheckpointError, ConfigError, RewardError
+from groupwise.rundir import read_json
+from groupwise.tasks import Task
+from groupwise.training.store.rollout_files import read_rollouts
+from groupwise.training.trainer import Callback, RunResult, Trainer
+from tests.training.runs import ROWS, check_same, even, go, metrics_of, small_recipe, small_trainer
+
+QUICK = {
+    "train": {"steps": 3, "batch_size": 2},
+    "sampling": {"max_new_tokens": 4},
+    "evaluate": {"every": 2, "max_new_tokens": 2},
+}
+
+
+class Diary(Callback):
+    """Writes down what it is told, and checks that the trainer is what it should be at that point."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def on_start(self, trainer):
+        self.events.append(("start", trainer.step))
+
+    def on_rollout(self, trainer, batch, group_advantages):
+        assert len(batch) == len(group_advantages.advantages) == 8
+        assert batch.texts
+        self.events.append(("rollout", trainer.step))
+
+    def on_step(self, trainer, report):
+        assert report.step == trainer.step
+        assert len(report.batch.prompts) == 2
+        assert report.metrics["reward"] == pytest.approx(float(report.group_advantages.rewards.mean()))
+        self.events.append(("step", report.step))
+
+    def on_evaluation(self, trainer, evaluation):
+        assert {"reward", "reward_low", "reward_high", "mean_length"} <= evaluation.metrics.keys()
+        assert len(evaluation.answers) == 2
+        self.events.append(("evaluation", trainer.step))
+
+    def on_checkpoint(self, trainer, folder):
+        assert (folder / "manifest.json").exists()
+        self.events.append(("checkpoint", folder.name))
+
+    def on_end(self, trainer, result):
+        assert isinstance(result, RunResult)
+        self.events.append(("end", result.step))
+
+
+def test_callbacks(tmp_path):
+    """Each at its point, with what belongs to it, and once: also where a step is the best and the last one."""
+    diary, other = Diary(), Diary()
+    small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 2}}, callbacks=[diary, other]).run()
+    assert diary.events == other.events
+    checkpoints = [event for event in diary.events if event[0] == "checkpoint"]
+    assert checkpoints == [("checkpoint", "checkpoint-2"), ("checkpoint", "checkpoint-3")]
+    assert [event for event in diary.events if event[0] != "checkpoint"] == [
+        ("start", 0),
+        ("evaluation", 0),
+        ("rollout", 0),
+        ("step", 1),
+        ("rollout", 1),
+        ("step", 2),
+        ("evaluation", 2),
+        ("rollout", 2),
+        ("step", 3),
+        ("evaluation", 3),
+        ("end", 3),
+    ]
+    assert diary.events.index(("evaluation", 2)) < diary.events.index(checkpoints[0])
+
+
+def test_callbacks_of_a_resumed_run(tmp_path):
+    go(small_trainer(tmp_path / "run", QUICK), 2)
+    diary = Diary()
+    small_trainer(tmp_path / "run", QUICK, resume=True, callbacks=[diary]).run()
+    assert diary.events == [
+        ("start", 2),
+        ("rollout", 2),
+        ("step", 3),
+        ("evaluation", 3),
+        ("checkpoint", "checkpoint-3"),
+        ("end", 3),
+    ]
+
+
+def test_metrics(tmp_path):
+    """A row for each step, and one for each evaluation, in their order; a file of rollouts for each step."""
+    trainer = small_trainer(tmp_path / "run", QUICK, {"train": {"steps": 5}})
+    result = trainer.run()
+    rows = metrics_of(tmp_path / "run")
+    kinds = [(row["step"], "eval" if "eval/reward" in row else "step") for row in rows]
+    expected = [(0, "eval"), (1, "step"), (2, "step"), (2, "eval"), (3, "step"), (4, "step"), (4, "eval")]
+    assert kinds == [*expected, (5, "step"), (5, "eval")]
+    assert all(name == "step" or name.startswith("eval/") for name in rows[0])
+    lengths = read_rollouts(tmp_path / "run").to_pandas().groupby("step")["completion_tokens"].sum()
+    assert [row["num_tokens"] for row in rows if "num_tokens" in row] == lengths.cumsum().tolist()
+    assert {"reward", "rewards/even/mean", "entropy", "grad_norm", "learning_rate", "epoch"} <= rows[1].keys()
+    assert result.first["reward"] == rows[0]["eval/reward"]
+    assert result.last["reward"] == rows[-1]["eval/reward"]
+    table = read_rollouts(tmp_path / "run")
+    assert table["step"].to_pylist() == [step for step in range(1, 6) for _ in range(8)]
+    rewards = table.filter(table["step"].to_numpy() == 2)["reward"].to_pylist()
+    assert rows[2]["reward"] == pytest.approx(sum(rewards) / 8)
+    assert even(table["completion"].to_pylist()) == pytest.approx(table["reward"].to_pylist())
+
+
+@pytest.mark.parametrize(
+    ("how", "at"),
+    [({"every": 0}, [0, 3]), ({"every": 1, "before_training": False}, [1, 2, 3]), ({"every": 3}, [0, 3])],
+    ids=str,
+)
+def test_when_it_is_evaluated(tmp_path, how, at):
+    small_trainer(tmp_path / "run", QUICK, {"evaluate": how}).run()
+    assert [row["step"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row] == at
+
+
+def test_nothing_held_out(tmp_path):
+    trainer = small_trainer(tmp_path / "run", QUICK, task=Task("try", ROWS))
+    result = trainer.run()
+    assert trainer.evaluate() is None
+    assert (result.best_step, result.first, trainer.metric) == (None, {}, None)
+    assert not (tmp_path / "run" / "best.json").exists()
+    assert not any("eval/reward" in row for row in metrics_of(tmp_path / "run"))
+
+
+def graded_by_step(folder: Path, rights: list[int], changes: dict[str, Any], **options: Any) -> Trainer:
+    """The held-out metric is what ``rights`` says for each step: so many of four answers are right."""
+    found: list[Trainer] = []
+
+    def grade(row, answer):
+        return ROWS.index(row) < rights[found[0].step]
+
+    task = Task("graded", ROWS, ROWS[:4], grades={"right": grade, "ever": lambda *_: True}, metric="right")
+    found.append(small_trainer(folder, QUICK, changes, task=task, **options))
+    return found[0]
+
+
+def test_the_best_is_the_first_of_equals(tmp_path):
+    changes = {"train": {"steps": 5}, "evaluate": {"every": 1}}
+    trainer = graded_by_step(tmp_path / "run", [4, 1, 2, 2, 1, 2], changes)
+    result = trainer.run()
+    assert result.best_step == 2  # what was measured before the first step is nobody's doing
+    assert read_json(tmp_path / "run" / "best.json")["metric"] == "right"
+    assert (result.first["right"], result.last["right"]) == (1.0, 0.5)
+
+
+def test_early_stop(tmp_path):
+    """Two evaluations that are not better, equal ones too, and it ends after the second, with the best in hand."""
+    changes = {"train": {"steps": 8}, "evaluate": {"every": 1, "patience": 2}}
+    trainer = graded_by_step(tmp_path / "run", [0, 1, 0, 3, 3, 2, 4, 4, 4], changes)
+    result = trainer.run()
+    assert (result.step, result.best_step, result.exit_status) == (5, 3, 0)
+    assert trainer.display.said[-1] == "stopped early: 2 evaluations without a better right"
+    assert result.model is not None
+
+
+def test_patience_outlasts_the_run(tmp_path):
+    trainer = graded_by_step(
+        tmp_path / "run", [0, 3, 2, 1], {"train": {"steps": 3}, "evaluate": {"every": 1, "patience": 2}}
+    )
+    assert trainer.run().step == 3
+    assert not trainer.display.heard("stopped early")
+
+
+def test_another_metric(tmp_path):
+    trainer = graded_by_step(tmp_path / "run", [0, 1, 2, 3], {"evaluate": {"metric": "ever"}})
+    assert trainer.run().best_step == 2
+    assert read_json(tmp_path / "run" / "best.json")["metric"] == "ever"
+    sentence = r"evaluate\.metric 'never' is not measured by this task \(there are: right, ever\)"
+    with pytest.raises(ConfigError, match=sentence):
+        graded_by_step(tmp_path / "other", [0], {"evaluate": {"metric": "never"}})
+    assert not (tmp_path / "other").exists()
+
+
+# --- one's own loop --------------------------------------------------------------------------------------------------
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    """Broken off and closed, everything that was done is on the disk; the lock is gone, and the run goes on."""
+    small_trainer(tmp_path / "whole", QUICK).run()
+    trainer = small_trainer(tmp_path / "run", QUICK)
+    seen = []
+    for report in trainer.steps():
+        seen.append(report.step)
+        assert report.metrics["step_time"] > 0
+        if report.step == 2:
+            break
+    trainer.close()
+    assert seen == [1, 2]
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 2]
+    assert not (tmp_path / "run" / "model").exists()
+    small_trainer(tmp_path / "run", QUICK, resume=True).run()
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
+def test_a_loop_in_two_parts(tmp_path):
+    """Whoever iterates again goes on where the first loop stopped."""
+    small_trainer(tmp_path / "whole", QUICK).run()
+    with small_trainer(tmp_path / "run", QUICK) as trainer:
+        assert next(trainer.steps()).step == 1
+        assert [report.step for report in trainer.steps()] == [2, 3]
+        assert list(trainer.steps()) == []
+        trainer.finish()
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
+def test_finish_after_a_break(tmp_path):
+    """It evaluates and saves what had not been, and exports: nothing is lost."""
+    with small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 0}}) as trainer:
+        next(trainer.steps())
+        result = trainer.finish()
+    assert (result.step, result.best_step) == (1, 1)
+    assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").exists()
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    resumed = small_trainer(tmp_path / "run", QUICK, resume=True)
+    resumed.run()
+    assert resumed.display.steps == [2, 3]
+
+
+def test_before_it_has_begun(tmp_path):
+    with (
+        small_trainer(tmp_path / "run", QUICK) as trainer,
+        pytest.raises(ConfigError, match=r"the run has not begun yet: iterate over steps\(\) first"),
+    ):
+        trainer.evaluate()
+
+
+def test_off_the_main_thread(tmp_path):
+    """In a thread no signal can be caught; the run is the same."""
+    small_trainer(tmp_path / "whole", QUICK).run()
+    results = []
+    thread = threading.Thread(target=lambda: results.append(small_trainer(tmp_path / "run", QUICK).run()))
+    thread.start()
+    thread.join()
+    assert results[0].step == 3
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
+# --- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A reward that fails in one call."""
+
+    __name__ = "even"
+
+    def __init__(self, bad_call: int) -> None:
+        self.calls, self.bad_call = 0, bad_call
+
+    def __call__(self, completions, **_):
+        self.calls += 1
+        if self.calls == self.bad_call:
+            raise ZeroDivisionError("a mistake of mine")
+        return even(completions)
+
+
+def test_a_failing_reward(tmp_path):
+    """The error names it; the steps before are on the disk, and the mended run is the one that never failed."""
+    changes = {"evaluate": {"every": 0, "first": False}}
+    small_trainer(tmp_path / "whole", QUICK, changes, rewards=[even]).run()
+    failing = small_trainer(tmp_path / "run", QUICK, changes, rewards=[Failing(3)])
+    with pytest.raises(RewardError, match=r"even.*a mistake of mine"):
+        failing.run()
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True).run()
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
+@pytest.mark.parametrize("point", ["on_rollout", "on_step", "on_evaluation", "on_checkpoint"])
+def test_a_failing_callback(tmp_path, point):
+    """Whatever a callback does in step 2, the run before it is whole and goes on to the same end."""
+    small_trainer(tmp_path / "whole", QUICK).run()
+
+    class Mistake(Callback):
+        pass
+
+    def fail(self, trainer, *_):
+        if trainer.step == (1 if point == "on_rollout" else 2):
+            raise KeyError("mine")
+
+    setattr(Mistake, point, fail)
+    with pytest.raises(KeyError, match="mine"):
+        small_trainer(tmp_path / "run", QUICK, callbacks=[Mistake()]).run()
+    small_trainer(tmp_path / "run", QUICK, resume=True).run()
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
+def test_a_policy_that_cannot_be_resumed(tmp_path):
+    changes = {"run": {"resumable": False}}
+    go(small_trainer(tmp_path / "run", QUICK, changes), 2)
+    rows = metrics_of(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds the policy alone \(run.resumable was false\)"):
+        small_trainer(tmp_path / "run", QUICK, changes, resume=True).run()
+    assert metrics_of(tmp_path / "run") == rows
+    # What the sentence advises works.
+    source = {"model": {"source": str(tmp_path / "run" / "checkpoint-2" / "policy")}}
+    assert small_trainer(tmp_path / "new", QUICK, source).run().step == 3
+
+
+def test_warm_up_without_examples(tmp_path):
+    with pytest.raises(ConfigError, match=r"warm_up\.steps is 3, but the task 'try' has no examples; set it to 0"):
+        small_trainer(tmp_path / "run", QUICK, {"sft": {"steps": 3}}).run()
+
+
+def test_no_rows(tmp_path):
+    with pytest.raises(ConfigError, match=r"the task 'none' has no rows to train on; set data\.train"):
+        small_trainer(tmp_path / "run", QUICK, task=Task("none", []))
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_reward(tmp_path):
+    with pytest.raises(ConfigError, match="there is no reward to learn from"):
+        small_trainer(tmp_path / "run", QUICK, rewards=[])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_recipe_of_a_run_can_be_used_again(tmp_path):
+    trainer = small_trainer(tmp_path / "run", QUICK)
+    go(trainer, 1)
+    assert load_recipe(tmp_path / "run" / "recipe.json") == trainer.recipe == small_recipe(QUICK)

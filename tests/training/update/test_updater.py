@@ -1,0 +1,633 @@
+"""One update: its gradient is the literal one however it is packed, and it moves the weights whole or not at all."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import groupwise.training.update.updater as step_module
+from groupwise.core.losses import LOSSES, Loss, TokenTerm
+from groupwise.training.components import make_optimizer
+from groupwise.training.errors import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError
+from groupwise.training.rollout.advantages import compare
+from groupwise.training.trainer import Callback
+from groupwise.training.update.minibatch import build_minibatch
+from groupwise.training.update.policy_masks import near
+from groupwise.training.update.updater import Updater
+from tests.training.factories import (
+    assert_same,
+    gradient_of,
+    last_gradient,
+    literal_logps,
+    literal_terms,
+    made_batch,
+    made_recipe,
+    made_trainer,
+    made_updater,
+    perturb,
+    small_llama,
+)
+
+PROMPTS = (3, 0, 1)
+WHOLE = [name for name, loss in LOSSES.items() if loss.aggregation != "local_token_mean"]
+CASES = {
+    "on policy": {},
+    "kl": {"loss.kl_coef": 0.3, "loss.kl": "unbiased"},
+    "entropy": {"loss.entropy_coef": 0.2, "sampling.temperature": 0.7},
+    "masks": {"masks.truncated": True, "masks.off_policy": "v3.2", "masks.off_policy_threshold": 0.8},
+    "high entropy": {"masks.high_entropy": 0.4},
+    "left by masks": {
+        "masks.truncated": True,
+        "masks.off_policy": "v3.2",
+        "masks.off_policy_threshold": 0.8,
+        "loss.denominator": "policy_mask",
+        "loss.kl_coef": 0.3,
+    },
+    "left by entropy": {"masks.truncated": True, "masks.high_entropy": 0.4, "loss.denominator": "policy_mask"},
+    "reference_drift": {
+        "masks.off_policy": "reference_drift",
+        "masks.off_policy_threshold": 0.2,
+        "loss.denominator": "policy_mask",
+    },
+    "importance": {"loss.importance_cap": 1.05},
+    "kept sets": {"masks.keep_sampling_mask": True, "sampling.top_k": 5},
+}
+RICH = {
+    "loss.kl_coef": 0.3,
+    "loss.kl": "unbiased",
+    "loss.entropy_coef": 0.2,
+    "loss.importance_cap": 1.05,
+    "masks.truncated": True,
+    "masks.off_policy": "v3.2",
+    "masks.off_policy_threshold": 0.8,
+}
+SHORT = {"sampling.max_new_tokens": 2}  # where bfloat16 is slow
+BUDGETS = (1, 40, 10**6)  # one sample at a time, a few, all at once
+
+
+def prepared_work(settings, *, budget=10**6, old=True, literal=True):
+    """A mini-batch whose policy has moved away from the one that made its old log-probs and from the reference."""
+    now = made_recipe(settings)
+    batch = made_batch(cut=[1, 3, 12], kept=now.masks.keep_sampling_mask)
+    group_advantages = compare(batch, now, [1.0])
+    updater = made_updater(now, budget=budget, reference=True)
+    model = updater.handle.model
+    minibatch = build_minibatch(batch, group_advantages, PROMPTS, now)
+
+    def logps():
+        with torch.no_grad():
+            return literal_logps(updater.handle, batch, PROMPTS, now)
+
+    given = {"ref": logps()["logps"]} if literal else {}
+    perturb(model, seed=2, size=0.02)
+    if literal:
+        before = logps()
+        given["old"] = before["logps"] if old else None
+        if now.loss.importance_cap is not None:
+            given["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=now.loss.importance_cap)
+    updater.precompute_logps(minibatch, now, old=old)
+    perturb(model, seed=3, size=0.02)
+    return now, batch, group_advantages, updater, minibatch, given
+
+
+# --- the gradient -----------------------------------------------------------------------------------------------------
+
+
+def check_against_literal(settings, *, old=True):
+    now, batch, group_advantages, updater, minibatch, given = prepared_work(settings, old=old)
+    assert (minibatch.old_logps is None) is not old
+    terms = literal_terms(updater.handle, batch, group_advantages, PROMPTS, now, **given)
+    wanted = gradient_of(updater.handle.model, torch.stack(list(terms.values())).sum())
+    for budget in BUDGETS:
+        updater.token_budget = budget
+        found = updater.update(minibatch, now)
+        assert_same(last_gradient(updater), wanted)
+        for name, value in terms.items():
+            assert found.values[name] == pytest.approx(float(value.detach()), rel=1e-9, abs=1e-12), name
+        assert found.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in wanted.values())))
+
+
+@pytest.mark.parametrize("loss", WHOLE)
+def test_the_gradient_is_the_literal_one_however_it_is_packed(loss):
+    """The literal one computes each sample alone, with its prompt, and applies the formulas to all of them at once."""
+    check_against_literal({"loss.name": loss, **RICH})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_and_with_every_term_and_mask(case):
+    check_against_literal(CASES[case])
+
+
+def test_and_with_denominators_that_masks_decide():
+    for loss in ("grpo", "reinforce", "gspo"):
+        check_against_literal({"loss.name": loss, **CASES["left by masks"]})
+
+
+@pytest.mark.parametrize(("case", "masked_out"), [("masks", 3), ("left by masks", 3), ("reference_drift", 3)])
+def test_the_masks_above_silence_some_and_not_all(case, masked_out):
+    now, _, _, updater, minibatch, _ = prepared_work(CASES[case], literal=False)
+    found = updater.update(minibatch, now).masked_out
+    assert list(found) == ["off_policy"]
+    assert len(found["off_policy"]) == masked_out < len(minibatch)
+    assert set(found["off_policy"]) <= set(minibatch.samples)
+
+
+def test_the_importance_weights_above_reach_their_cap_for_some():
+    _, _, _, _, minibatch, _ = prepared_work(CASES["importance"], literal=False)
+    assert 0 < (minibatch.weights[minibatch.mask] == 1.05).double().mean() < 1
+
+
+def test_used_once_without_old_logps():
+    check_against_literal({"loss.name": "grpo"}, old=False)
+
+
+def test_mini_batches_together_are_the_samples_of_the_batch():
+    """Each mini-batch is normalised by itself: their gradients are the literal ones of their own samples."""
+    now = made_recipe({"loss.name": "dapo"})
+    batch = made_batch()
+    group_advantages = compare(batch, now, [1.0])
+    for prompts in ([0], [2, 3]):
+        updater = made_updater(now, budget=20)
+        minibatch = build_minibatch(batch, group_advantages, prompts, now)
+        value = literal_terms(updater.handle, batch, group_advantages, prompts, now)["policy"]
+        wanted = gradient_of(updater.handle.model, value)
+        updater.update(minibatch, now)
+        assert_same(last_gradient(updater), wanted)
+
+
+def test_gradients_are_clipped_to_the_norm_and_reported_before():
+    now = made_recipe({"optimizer.max_grad_norm": 1e-3})
+    batch = made_batch()
+    updater = made_updater(now)
+    found = updater.update(build_minibatch(batch, compare(batch, now, [1.0]), [0, 1, 2, 3], now), now)
+    clipped = math.sqrt(sum(float(g.square().sum()) for g in last_gradient(updater).values()))
+    assert clipped == pytest.approx(1e-3, rel=1e-3)
+    assert found.grad_norm > 1e-2
+
+
+# --- skipping ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("kl", "entropy", "left by masks")])
+def test_skipping_equal_groups_changes_nothing(case):
+    gradients = {}
+    for skip in (True, False):
+        settings = {**CASES[case], "train.skip_equal_rewards": skip}
+        now, _, _, updater, minibatch, _ = prepared_work(settings, budget=40, literal=False)
+        updater.update(minibatch, now)
+        gradients[skip] = last_gradient(updater)
+        assert (len(minibatch) < 12) is (skip and case != "reference_drift")
+    assert_same(gradients[True], gradients[False], 1e-12)
+
+
+def test_what_is_skipped_is_not_computed(monkeypatch):
+    """Equal group 1 and everything that is masked_out or exactly average is left out of the forward pass."""
+    seen = []
+
+    def spy(model, prompts, completions, **options):
+        seen.append((list(prompts), [list(map(len, members)) for members in completions]))
+        yield from real(model, prompts, completions, **options)
+
+    real = step_module.each_pack
+    monkeypatch.setattr(step_module, "each_pack", spy)
+    batch = made_batch(cut=[0])
+    for settings, wanted in (
+        ({}, [[3, 7, 1, 5], [8, 1], [5, 2, 7, 7]]),
+        ({"masks.truncated": True}, [[7, 1, 5], [8, 1], [5, 2, 7, 7]]),
+        ({"train.skip_equal_rewards": False}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
+        ({"loss.kl_coef": 0.1}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
+        ({"loss.entropy_coef": 0.1}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
+        ({"loss.entropy_coef": -0.1}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
+    ):
+        now = made_recipe(settings)
+        updater = made_updater(now, reference=True)
+        minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+        updater.precompute_logps(minibatch, now, old=False)
+        updater.update(minibatch, now)
+        prompts, lengths = seen.pop()
+        assert lengths == wanted, settings
+        assert prompts == [batch.prompts[n].ids for n in ((0, 2, 3) if len(wanted) == 3 else (0, 1, 2, 3))]
+        assert not seen
+
+
+def test_a_step_in_which_nothing_teaches_moves_nothing(tmp_path):
+    def same(prompts, completions, **_):
+        return [1.0] * len(completions)
+
+    with made_trainer(tmp_path, {"optimizer.weight_decay": 0.5}, reward=same) as trainer:
+        before = {name: weight.clone() for name, weight in trainer.masters.state_dict().items()}
+        reports = list(trainer.steps())
+    assert [report.metrics["updates"] for report in reports] == [0.0, 0.0]
+    assert all(report.metrics["signal/tokens_not_computed"] == 1.0 for report in reports)
+    assert all("grad_norm" not in report.metrics for report in reports)
+    assert all(torch.equal(weight, before[name]) for name, weight in trainer.masters.state_dict().items())
+    assert not trainer.optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        # Advantages without scaling: +1/2, −1/2 and 0, 0; lengths 2, 3 and 4, 5; at ratio 1 a token's loss is −A.
+        ({"loss.name": "dapo"}, -(0.5 * 2 - 0.5 * 3) / 14),
+        ({"loss.name": "grpo"}, -(0.5 - 0.5) / 4),
+        ({"loss.name": "dr_grpo"}, -(0.5 * 2 - 0.5 * 3) / (4 * 8)),
+        ({"loss.name": "luspo"}, -(0.5 * 2 - 0.5 * 3) / 4),
+        # Sample 1 was cut off: it still makes sample 0 better than average, and still counts below the line …
+        ({"loss.name": "dapo", "masks.truncated": True}, -(0.5 * 2) / 14),
+        ({"loss.name": "grpo", "masks.truncated": True}, -0.5 / 4),
+        ({"loss.name": "dr_grpo", "masks.truncated": True}, -(0.5 * 2) / (4 * 8)),
+        # … unless the masks decide there; the equal group, which is not computed, counts all the same.
+        ({"loss.name": "dapo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -(0.5 * 2) / 11),
+        ({"loss.name": "grpo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -0.5 / 3),
+        ({"loss.name": "dr_grpo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -(0.5 * 2) / (3 * 8)),
+    ],
+)
+def test_what_is_masked_or_skipped_stays_in_denominators_and_baselines(settings, wanted):
+    batch = made_batch([[1.0, 0.0], [1.0, 1.0]], [[2, 3], [4, 5]], cut=[1])
+    now = made_recipe({"advantages.scale": "none", **settings})
+    group_advantages = compare(batch, now, [1.0])
+    assert group_advantages.advantages.tolist() == [0.5, -0.5, 0.0, 0.0]
+    minibatch = build_minibatch(batch, group_advantages, [0, 1], now)
+    assert minibatch.samples == ([0] if now.masks.truncated else [0, 1])
+    found = made_updater(now, budget=4).update(minibatch, now)
+    assert found.values["policy"] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+
+
+# --- old log-probs and the ratio --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("iterations", "parts"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_old_logps_are_known_before_the_first_update(tmp_path, monkeypatch, iterations, components):
+    """For all mini-batches of the batch; a batch that is used once needs none."""
+    done, minibatches = [], []
+
+    class Spy(Updater):
+        def know(self, minibatch, now, *, old):
+            super().precompute_logps(minibatch, now, old=old)
+            done.append("know")
+            minibatches.append(minibatch)
+
+        def update(self, minibatch, now, **options):
+            done.append("update")
+            return super().update(minibatch, now, **options)
+
+    monkeypatch.setattr("groupwise.training.trainer.Updater", Spy)
+    settings = {
+        "train.steps": 1,
+        "train.iterations": iterations,
+        "train.mini_batches": components,
+        "loss.clip_low": 1e-4,
+        "train.batch_size": 4,
+    }
+    with made_trainer(tmp_path, settings) as trainer:
+        (report,) = trainer.steps()
+    assert done == ["know"] * components + ["update"] * (components * iterations)
+    assert report.metrics["updates"] == components * iterations
+    known = [sample for minibatch in minibatches for sample in minibatch.samples]
+    assert sorted(known) == [
+        i for i, contributes in enumerate(report.group_advantages.contributes.tolist()) if contributes
+    ]
+    if iterations * components == 1:
+        assert minibatches[0].old_logps is None
+        assert report.metrics["approx_kl"] == 0.0
+        assert report.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert report.metrics["clip_ratio/region_mean"] == 0.0
+        return
+    for minibatch in minibatches:
+        sampler = minibatch.sampler_logps[minibatch.mask]
+        torch.testing.assert_close(minibatch.old_logps[minibatch.mask], sampler, rtol=0, atol=1e-4)
+    assert report.metrics["approx_kl"] > 0
+    assert report.metrics["clip_ratio/region_mean"] > 0
+
+
+# --- the self-check ---------------------------------------------------------------------------------------------------
+
+
+class Meddler(Callback):
+    """Somebody who changes the weights between sampling and training."""
+
+    def on_rollout(self, trainer, batch, group_advantages):
+        perturb(trainer.components.model, size=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampling.temperature": 0.7},
+        {"sampling.temperature": 0.7, "sampling.top_k": 20},
+        {"sampling.temperature": 0.7, "sampling.top_k": 20, "masks.keep_sampling_mask": True},
+        {"sampling.temperature": 1.3, "sampling.top_p": 0.8, "masks.keep_sampling_mask": True, "train.iterations": 2},
+    ],
+)
+def test_sampler_and_trainer_agree(tmp_path, settings):
+    with made_trainer(tmp_path, settings) as trainer:
+        perturb(trainer.components.model, size=0.1)  # away from the first weights, where every token is equally likely
+        reports = list(trainer.steps())
+    for report in reports:
+        assert report.metrics["sampler/logp_difference_mean"] < 1e-4
+        assert report.metrics["sampler/logp_difference_max"] < 1e-3
+        assert report.metrics["entropy"] < 5.4
+    assert trainer.display.said == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({}, "layers that act differently in training"),
+        ({"model.dtype": "bfloat16", **SHORT}, "rounding in bfloat16 is the likely cause: loss.importance_cap = 2.0"),
+        ({"model.lora": {"rank": 2, "dropout": 0.1}}, "dropout is the likely cause: set model.lora.dropout = 0"),
+    ],
+)
+def test_a_difference_is_said_once_with_its_likely_cause(tmp_path, settings, cause):
+    with made_trainer(tmp_path, settings, callbacks=[Meddler()]) as trainer:
+        reports = list(trainer.steps())
+    assert all(report.metrics["sampler/logp_difference_mean"] > 0.1 for report in reports)
+    assert all(
+        report.metrics["sampler/logp_difference_max"] > report.metrics["sampler/logp_difference_mean"]
+        for report in reports
+    )
+    (sentence,) = [text for text in trainer.display.said if "sampler and trainer differ" in text]
+    assert sentence.startswith("step 1: before the update")
+    assert "(train.max_logp_mismatch is 0.05)" in sentence
+    assert cause in sentence
+
+
+# --- not finite -------------------------------------------------------------------------------------------------------
+
+
+def broken(value, after=0):
+    """A loss that becomes ``value`` after so many calls."""
+    calls = []
+
+    def token_loss(tokens, settings):
+        calls.append(None)
+        factor = value if len(calls) > after else 1.0
+        return TokenTerm(-tokens.advantages * tokens.logps * factor)
+
+    return Loss(token_loss, "token_mean")
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (math.nan, "bfloat16")])
+def test_not_finite_stops_before_anything_moves(tmp_path, value, dtype):
+    settings = {"train.steps": 3, "model.dtype": dtype, "optimizer.weight_decay": 0.1, **SHORT}
+    with made_trainer(tmp_path, settings) as trainer:
+        steps = trainer.steps()
+        next(steps)
+        trainer.updater.loss = broken(value)
+        weights = {name: weight.clone() for name, weight in trainer.components.model.state_dict().items()}
+        masters = {name: weight.clone() for name, weight in trainer.masters.state_dict().items()}
+        state = [{k: v.clone() for k, v in own.items()} for own in trainer.optimizer.state.values()]
+        with pytest.raises(NotFiniteError, match=r"the gradient's norm is .*\(terms: policy .*have not moved.*'skip'"):
+            next(steps)
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainer.components.model.state_dict().items())
+    assert all(torch.equal(weight, masters[name]) for name, weight in trainer.masters.state_dict().items())
+    now = list(trainer.optimizer.state.values())
+    assert len(now) == len(state) > 0
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(now, state, strict=True) for k in a)
+    assert all(master.grad is None for master in trainer.masters.parameters())
+
+
+def test_not_finite_is_skipped_and_counted(tmp_path):
+    """The first of two updates is skipped; the second moves, and metrics are of that one alone."""
+    settings = {"train.steps": 2, "train.iterations": 2, "train.on_non_finite": "skip"}
+    with made_trainer(tmp_path, settings) as trainer:
+        trainer.updater.loss = broken(math.nan, after=1)
+        before = trainer.masters.state_dict()["model.embed_tokens.weight"].clone()
+        steps = trainer.steps()
+        first = next(steps)
+        after = trainer.masters.state_dict()["model.embed_tokens.weight"].clone()
+        second = next(steps)
+        last = trainer.masters.state_dict()["model.embed_tokens.weight"]
+    assert not torch.equal(before, after)
+    assert (first.metrics["updates"], first.metrics["updates_not_finite"]) == (1, 1)
+    assert all(math.isfinite(value) for value in first.metrics.values())
+    assert torch.equal(after, last)
+    assert (second.metrics["updates"], second.metrics["updates_not_finite"]) == (0, 2)
+    assert "loss" not in second.metrics
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_mask_asks_only_about_samples_that_it_may_take(monkeypatch, kept):
+    """V3.2's looks at answers that did worse than their group: the others cost no pass of their own."""
+    settings = {"masks.off_policy": "v3.2", "masks.off_policy_threshold": 0.01, "train.skip_equal_rewards": False}
+    now = made_recipe({**settings, **({"masks.keep_sampling_mask": True, "sampling.top_k": 5} if kept else {})})
+    batch = made_batch(kept=kept)
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(len(batch.prompts)), now)
+    asked, real = [], step_module.completion_logps
+
+    def completion_logps(model, prompts, completions, **options):
+        asked.append([len(members) for members in completions])
+        return real(model, prompts, completions, **options)
+
+    updater = made_updater(now)
+    perturb(updater.handle.model, size=0.05)
+    everything = updater._logps(minibatch, now).logps
+    wanted = near(minibatch, now, everything)
+    monkeypatch.setattr(step_module, "completion_logps", completion_logps)
+    found = updater.update(minibatch, now)
+    worse = (minibatch.allowed & (minibatch.advantages < 0)).tolist()
+    groups, numbers = [], iter(worse)
+    for members in minibatch.completions:
+        groups.append(sum(next(numbers) for _ in members))
+    assert asked == [[number for number in groups if number]]
+    assert found.masked_out["off_policy"] == [minibatch.samples[row] for row in (~wanted).nonzero().flatten().tolist()]
+    assert 0 < len(found.masked_out["off_policy"]) <= sum(worse) < len(minibatch)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def short_of_memory(monkeypatch, most, error=None, after=0):
+    """Packs of more than ``most`` tokens do not fit; ``after`` that many packs, to fail in the middle of a step."""
+    budgets = []
+    real = step_module.each_pack
+
+    def each_pack(*arguments, token_budget, **options):
+        budgets.append(token_budget)
+        for number, pack in enumerate(real(*arguments, token_budget=token_budget, **options)):
+            if token_budget > most and number >= after:
+                raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+            yield pack
+
+    monkeypatch.setattr(step_module, "each_pack", each_pack)
+    return budgets
+
+
+@pytest.mark.parametrize("compare_terms", [False, True])
+@pytest.mark.parametrize("error", [None, RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_out_of_memory_halves_the_packs_and_does_the_step_again(monkeypatch, error, compare_terms):
+    now = made_recipe({"loss.entropy_coef": 0.1})
+    batch = made_batch(lengths=[[9 + n % 3 for n in range(4)] for _ in range(4)])
+    group_advantages = compare(batch, now, [1.0])
+    minibatch = build_minibatch(batch, group_advantages, range(4), now)
+    small = made_updater(now, budget=75)
+    wanted = small.update(minibatch, now, check=True, compare_terms=compare_terms)
+    said, released = [], []
+    budgets = short_of_memory(monkeypatch, most=80, error=error, after=1)
+    updater = made_updater(now, budget=151, say=said.append, release=lambda: released.append(True))
+    found = updater.update(minibatch, now, check=True, compare_terms=compare_terms)
+    assert budgets[0] == 151
+    assert set(budgets[1:]) == {75}
+    assert said == ["memory ran out: the step is done again with a token budget of 75; same result"]
+    assert released == [True]
+    assert updater.token_budget == 75
+    gradient = last_gradient(small)
+    assert all(torch.equal(value, gradient[name]) for name, value in last_gradient(updater).items())
+    assert found == wanted
+    updater.update(minibatch, now)
+    assert budgets[-1] == 75
+    assert len(said) == 1
+
+
+def test_out_of_memory_before_the_first_update(monkeypatch):
+    """Old log-probs and the reference's; the policy is in its place again afterwards."""
+    now = made_recipe({"loss.kl_coef": 0.1})
+    batch = made_batch(lengths=[[9, 9, 9, 9]] * 4)
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    budgets, real = [], step_module.completion_logps
+
+    def completion_logps(*arguments, token_budget, **options):
+        budgets.append(token_budget)
+        if token_budget > 70 or (len(budgets) == 3 and token_budget > 64):
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*arguments, token_budget=token_budget, **options)
+
+    monkeypatch.setattr(step_module, "completion_logps", completion_logps)
+    updater = made_updater(now, budget=130, reference=True)
+    own = {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()}
+    updater.precompute_logps(minibatch, now, old=True)
+    assert budgets == [130, 65, 65, 64]
+    torch.testing.assert_close(minibatch.old_logps, minibatch.ref_logps)
+    assert {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()} == own
+
+
+def test_the_smallest_packs_and_the_longest_sample_are_the_end(monkeypatch):
+    now = made_recipe()
+    for lengths, longest, wanted in ((9, 9 + 9, [200, 100, SMALLEST_BUDGET]), (90, 90 + 9, [200, 100])):
+        batch = made_batch(lengths=[[lengths] * 4] * 4)
+        minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+        with monkeypatch.context() as patch:
+            budgets = short_of_memory(patch, most=10)
+            updater = made_updater(now, budget=200)
+            before = {name: weight.clone() for name, weight in updater.masters.state_dict().items()}
+            with pytest.raises(
+                OutOfMemoryError, match=rf"a single sample of {longest} tokens; use a smaller model.*lora"
+            ):
+                updater.update(minibatch, now)
+        assert budgets[: len(wanted)] == wanted
+        assert len(budgets) <= 4
+        assert all(torch.equal(weight, before[name]) for name, weight in updater.masters.state_dict().items())
+        assert all(master.grad is None for master in updater.masters.parameters())
+
+
+def short_optimizer(updater, monkeypatch, failures):
+    """An optimizer whose first steps run out of memory while it makes room for its second number."""
+    real, state = updater.optimizer.step, updater.optimizer.state
+
+    def step():
+        if failures:
+            failures.pop()
+            state[next(updater.masters.parameters())]["exp_avg"] = torch.zeros(1)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 892 MiB")
+        return real()
+
+    monkeypatch.setattr(updater.optimizer, "step", step)
+
+
+def test_an_optimizer_without_room_is_tried_again_when_generation_has_given_back_its_own(monkeypatch):
+    now = made_recipe()
+    batch = made_batch()
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    usual, released = made_updater(now), []
+    wanted = usual.update(minibatch, now)
+    updater = made_updater(now, release=lambda: released.append(True))
+    short_optimizer(updater, monkeypatch, [1])
+    assert updater.update(minibatch, now) == wanted
+    assert released == [True]
+    for name, weight in updater.masters.state_dict().items():
+        assert torch.equal(weight, usual.masters.state_dict()[name])
+
+
+def test_what_has_moved_does_not_move_again_when_the_next_group_has_no_room(monkeypatch):
+    """AdamW's first step: the norms' group has moved when there is no room for what the matrices' group needs."""
+    now = made_recipe()
+    batch = made_batch()
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    updaters = [made_updater(now) for _ in range(2)]
+    for updater in updaters:
+        updater.optimizer = make_optimizer(now, updater.handle.model, updater.masters)
+    usual, short = updaters
+    assert len(short.optimizer.param_groups) > 1
+    failures, real = [True], short.optimizer._init_group
+
+    def without_room(group, *arguments):
+        if group["decays"] and failures:
+            failures.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 892 MiB")
+        return real(group, *arguments)
+
+    monkeypatch.setattr(short.optimizer, "_init_group", without_room)
+    assert usual.update(minibatch, now) == short.update(minibatch, now)
+    for name, weight in short.masters.named_parameters():
+        assert torch.equal(weight, dict(usual.masters.named_parameters())[name]), name
+        assert int(short.optimizer.state[weight]["step"]) == 1
+    assert len(short.optimizer.param_groups) == len(usual.optimizer.param_groups)
+
+
+def test_an_optimizer_that_never_fits_says_what_to_do(monkeypatch):
+    now = made_recipe()
+    batch = made_batch()
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    updater = made_updater(now)
+    short_optimizer(updater, monkeypatch, [1, 1])
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out for the optimizer.*lora"):
+        updater.update(minibatch, now)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyboardInterrupt()])
+def test_other_errors_pass_through(monkeypatch, error):
+    now = made_recipe()
+    batch = made_batch()
+    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    budgets = short_of_memory(monkeypatch, most=10, error=error)
+    updater = made_updater(now, budget=200)
+    with pytest.raises(type(error)) as caught:
+        updater.update(minibatch, now)
+    assert caught.value is error
+    assert budgets == [200]
+    assert updater.token_budget == 200
+
+
+def test_memory_runs_out_in_a_run(tmp_path, monkeypatch):
+    """The line reaches the display, the metric shows the budget, and the run ends as with the small one."""
+    ends = {}
+    for name, budget in (("small", 80), ("large", 160)):
+        with monkeypatch.context() as patch:
+            if name == "large":
+                short_of_memory(patch, most=100)
+            with made_trainer(tmp_path / name, {"train.token_budget": budget, "train.batch_size": 4}) as trainer:
+                reports = list(trainer.steps())
+            ends[name] = {key: weight.clone() for key, weight in trainer.masters.state_dict().items()}
+            assert reports[-1].metrics["token_budget"] == 80
+            assert [text for text in trainer.display.said if "token budget of 80" in text] == (
+                ["memory ran out: the step is done again with a token budget of 80; same result"]
+                if name == "large"
+                else []
+            )
+    assert all(torch.equal(weight, ends["large"][name]) for name, weight in ends["small"].items())
+
+
+def test_bfloat16_trains_in_float32_masters():
+    """The model's own gradients are gone; the masters have them, and the model computes with what moved."""
+    now = made_recipe()
+    batch = made_batch()
+    model = small_llama(torch.bfloat16)
+    updater = made_updater(now, model=model, lr=0.5)
+    before = model.lm_head.weight.detach().clone()
+    updater.update(build_minibatch(batch, compare(batch, now, [1.0]), range(4), now), now)
+    assert last_gradient(updater)["lm_head.weight"].dtype == torch.float32
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not torch.equal(model.lm_head.weight, before)
+    assert torch.equal(model.lm_head.weight, updater.masters.state_dict()["lm_head.weight"].bfloat16())

@@ -1,0 +1,107 @@
+"""Questions and answers made up by chance, as many and as varied as those of a real evaluation."""
+
+from __future__ import annotations
+
+import random
+
+from groupwise.usmle.analysis import Letters, ModelAnswer, Question, analyse
+
+LETTERS = "ABCDE"
+
+
+def question(number, answer="A", *, letters="ABCD", category=None, step=None, text=None, options=None):
+    return Question(
+        number,
+        text or f"Question {number}?",
+        options or {letter: f"option {letter} of {number}" for letter in letters},
+        answer,
+        category,
+        step,
+    )
+
+
+def given(number, lenient, strict="same", *, sample=0, text="", rule=None, tokens=10, stop_reason="eos"):
+    """An answer; the strict reader reads what the lenient one reads if nothing else is said."""
+    return ModelAnswer(
+        number,
+        sample,
+        text or f"The answer is {lenient}.",
+        lenient,
+        lenient if strict == "same" else strict,
+        rule or ("nothing" if lenient is None else "stated"),
+        tokens,
+        stop_reason,
+    )
+
+
+class Model:
+    """Knows a share of the answers, prefers some letters where it does not, and now and then says nothing."""
+
+    def __init__(self, seed, skill, questions):
+        self.chance, self.skill, self.questions = random.Random(seed), skill, questions
+
+    def letter(self, question):
+        if self.chance.random() < 0.04:
+            return None
+        if self.chance.random() < self.skill:
+            return question.answer
+        return self.chance.choices(list(question.options), weights=[4, 2, 1, 1, 1][: len(question.options)])[0]
+
+    def answer(self, question, sample=0, shown=None):
+        letter = self.letter(question)
+        letter = shown[letter] if shown and letter else letter
+        rule, reason = "stated", "eos"
+        if letter is None:
+            rule = self.chance.choice(["nothing", "several", "declined", "beyond the options"])
+            reason = self.chance.choice(["length", "eos"])
+        elif self.chance.random() < 0.1:
+            rule = self.chance.choice(["alone", "option text", "alone, text disagrees"])
+        strict = letter if rule == "stated" else None
+        text = f"The patient has many findings. Therefore the answer is {letter}."
+        return ModelAnswer(question.number, sample, text, letter, strict, rule, self.chance.randrange(50, 400), reason)
+
+    def letters(self, question, shown=None):
+        sure = self.letter(question) or question.answer
+        raw = {
+            letter: self.chance.random() + 2 * self.chance.random() * (letter == sure) for letter in question.options
+        }
+        total = sum(raw.values())
+        return Letters(
+            question.number, {(shown or {}).get(letter, letter): value / total for letter, value in raw.items()}
+        )
+
+    def order(self, question):
+        shown = list(question.options)
+        self.chance.shuffle(shown)
+        return dict(zip(question.options, shown, strict=True))
+
+    def report(self, *, samples=0, shuffled=False, letters=False):
+        orders = [self.order(question) for question in self.questions]
+        pairs = list(zip(self.questions, orders, strict=True))
+        return analyse(
+            self.questions,
+            [self.answer(question) for question in self.questions],
+            sampled=[self.answer(question, sample) for question in self.questions for sample in range(samples)],
+            shuffled=[(order, self.answer(question, shown=order)) for question, order in pairs] if shuffled else (),
+            letters=[self.letters(question) for question in self.questions] if letters else (),
+            shuffled_letters=[(order, self.letters(question, order)) for question, order in pairs]
+            if letters and shuffled
+            else (),
+        )
+
+
+def exam(number, categories=(), steps=(), *, seed=0, options=4):
+    """Questions of an exam; the first categories have the most."""
+    chance = random.Random(seed)
+    weights = [1 / (place + 1) for place in range(len(categories))]
+    return [
+        question(
+            place,
+            chance.choice(LETTERS[:options]),
+            letters=LETTERS[:options],
+            category=chance.choices(categories, weights=weights)[0] if categories else None,
+            step=chance.choice(steps) if steps else None,
+            text=f"A {chance.randrange(20, 90)}-year-old patient comes to the physician with pain, number {place}.",
+        )
+        for place in range(number)
+    ]

@@ -1,0 +1,203 @@
+"""A report as files: what is written, what is read back, and what the page says."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from groupwise.errors import CheckpointError, InputError
+from groupwise.usmle.analysis import analyse
+from groupwise.usmle.compare import compare
+from groupwise.usmle.report import read_report, write_report
+from tests.usmle.factories import Model, exam, given, question
+from tests.usmle.test_text import HOSTILE, cells
+
+FACTS = {"model": "a model"}
+
+
+@pytest.fixture(scope="module")
+def reports():
+    """Before and after, with all that there can be."""
+    questions = exam(60, ["heart", "lung", "mind"], ["Step 1", "Step 2"])
+    whole = {"samples": 4, "shuffled": True, "letters": True}
+    return Model(1, 0.2, questions).report(**whole), Model(2, 0.8, questions).report(**whole)
+
+
+@pytest.fixture(scope="module")
+def small():
+    return analyse([question(1, "A"), question(2, "B")], [given(1, "A"), given(2, None)])
+
+
+def page_of(folder, report, **options):
+    write_report(folder, report, **{"title": "A title", "facts": FACTS, **options})
+    return (folder / "report.md").read_text()
+
+
+def test_the_files(tmp_path, reports):
+    before, after = reports
+    written = write_report(tmp_path / "new" / "folder", after, title="A title", facts=FACTS)
+    assert sorted(path.name for path in written) == ["report.json", "report.md", "report.png"]
+    written = write_report(tmp_path, after, title="A title", facts=FACTS, comparison=compare(before, after))
+    assert sorted(path.name for path in written) == ["comparison.json", "report.json", "report.md", "report.png"]
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in written} | {"new"}
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((tmp_path / "comparison.json").read_bytes()) == compare(before, after).to_json()
+    named = json.loads((tmp_path / "report.json").read_bytes())
+    assert (named["title"], named["facts"]) == ("A title", FACTS)
+
+
+def test_a_report_is_read_as_it_was_written(tmp_path, reports, small):
+    for report in (*reports, small):
+        write_report(tmp_path, report, title="A title", facts={})
+        assert read_report(tmp_path) == report
+        assert read_report(str(tmp_path / "report.json")) == report
+
+
+def test_no_file_of_an_earlier_report_stays(tmp_path, reports, small, monkeypatch):
+    write_report(tmp_path, reports[1], title="", facts={}, comparison=compare(*reports))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    write_report(tmp_path, small, title="", facts={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_without_matplotlib_there_is_no_picture(tmp_path, reports, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    written = write_report(tmp_path, reports[0], title="A title", facts=FACTS)
+    assert [path.name for path in written] == ["report.json", "report.md"]
+    assert "report.png" not in (tmp_path / "report.md").read_text()
+
+
+def test_a_comparison_of_other_questions_is_refused(tmp_path, reports, small):
+    with pytest.raises(InputError, match="about other questions than the report"):
+        write_report(tmp_path, small, title="", facts={}, comparison=compare(*reports))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, small):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"could not be written: .*file is a file, not a folder"):
+        write_report(tmp_path / "file", small, title="", facts={})
+    (tmp_path / "comparison.json").mkdir()
+    with pytest.raises(CheckpointError, match=r"comparison.json is in the way and cannot be removed"):
+        write_report(tmp_path, small, title="", facts={})
+
+
+def changed(report, **values):
+    return json.dumps({**report.to_json(), **values})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda report: "{", "is damaged, it holds no valid JSON"),
+        (lambda report: "[1]", "is no report of an evaluation: it has no version"),
+        (lambda report: '{"a": 1}', "is no report of an evaluation"),
+        (lambda report: changed(report, version=2), "has version 2; this groupwise reads 1. Evaluate the model again"),
+        (lambda report: changed(report, lenient=None), "is damaged: lenient: "),
+        (lambda report: changed(report, outcomes=[{"number": 1}]), r"is damaged: outcomes.0.\w+: Field required"),
+        (lambda report: changed(report, outcomes=[]), "it is about 2 questions but lists 0"),
+    ],
+)
+def test_a_file_that_is_no_report(tmp_path, small, content, message):
+    path = tmp_path / "report.json"
+    path.write_text(content(small))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        read_report(tmp_path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["", "nothing", "nothing.json"])
+def test_a_report_that_is_not_there(tmp_path, name):
+    with pytest.raises(CheckpointError, match=r"there is no report at .*; name the folder that an evaluation"):
+        read_report(tmp_path / name)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_by_hand(tmp_path, small):
+    """One of two by both readers; Wilson's interval of 1 of 2 is 9.5 to 90.5 %."""
+    page = page_of(tmp_path, small)
+    assert page.startswith("# A title\n")
+    assert "| model | a model |" in page
+    assert "Guessing would give 25.0 %." in page
+    assert "| lenient: any form in which one letter is meant | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
+    assert "| strict: the form that was asked for | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
+    assert "| A | **1** | 0 | 0 | 0 | 0 |" in page
+    assert "| B | 0 | **0** | 0 | 0 | 1 |" in page
+    assert "Bias: 0.0 % of the predictions" in page
+    assert "| no answer: nothing found | 1 | 100.0 % |" in page
+    assert "| 2 | Question 2? | B. option B of 2 | – | The answer is None. |" in page
+    assert "| stated | 1 | 100.0 % [20.7, 100.0] |" in page
+    assert "![accuracy, letters and calibration](report.png)" in page
+    for absent in ("By category", "By exam step", "another order", "Several answers", "probabilities", "Before and"):
+        assert absent not in page
+
+
+def test_every_part_has_its_section(tmp_path, reports):
+    page = page_of(tmp_path, reports[1], comparison=compare(*reports))
+    headings = [line for line in page.splitlines() if line.startswith("## ")]
+    assert headings == [
+        "## Before and after",
+        "## By category",
+        "## By exam step",
+        "## Letters",
+        "## Options in another order",
+        "## Several answers",
+        "## The letters' probabilities",
+        "## The letters' probabilities, options in another order",
+        "## Errors",
+        "## How answers were read",
+    ]
+    assert "| pass@4 |" in page
+    assert "### Gained" in page
+    assert "nan" not in page
+    assert "None" not in "".join(line for line in page.splitlines() if "Therefore the answer is" not in line)
+
+
+def test_differences_are_signed_points(tmp_path):
+    """Seven of seven gained: p is 2 / 2⁷. One of two lost beside: not real."""
+    asked = [question(number, "A") for number in range(8)]
+
+    def says(letters):
+        return analyse(asked, [given(number, letter) for number, letter in enumerate(letters)])
+
+    before, after = says("BBBBBBBB"), says("AAAAAAAB")
+    page = page_of(tmp_path, after, comparison=compare(before, after))
+    assert "| lenient | 0.0 % | 87.5 % | +87.5 [+62.5, +100.0] | p = 0.016 | real |" in page
+    assert "| lenient | 0 | 7 | 0 | 1 |" in page
+    page = page_of(tmp_path, before, comparison=compare(after, before))
+    assert "| lenient | 87.5 % | 0.0 % | −87.5 [−100.0, −62.5] | p = 0.016 | real |" in page
+    page = page_of(tmp_path, after, comparison=compare(after, after))
+    assert "| lenient | 87.5 % | 87.5 % | 0.0 [0.0, 0.0] | p = 1.000 | could be chance |" in page
+
+
+def test_few_questions_are_marked(tmp_path):
+    asked = [question(number, category="heart" if number else None) for number in range(6)]
+    page = page_of(tmp_path, analyse(asked, [given(number, "A") for number in range(6)]))
+    assert "| heart | 5 | 100.0 % [56.6, 100.0] |" in page
+    assert "| not given † | 1 | 100.0 % [20.7, 100.0] |" in page
+    assert "†: fewer than 5 questions" in page
+    assert "There are none." in page  # errors
+    assert "†" not in page_of(tmp_path, analyse(asked[1:], [given(number, "A") for number in range(1, 6)]))
+
+
+def test_hostile_text_stays_in_its_cell(tmp_path):
+    """Whatever is in a question, an option, a category, an answer or a fact: every table keeps its shape."""
+    asked = [
+        question(number, "A", text=text, category=text, step=text, options={"A": text, "B": f"{text}!"})
+        for number, text in enumerate(HOSTILE)
+    ]
+    before = analyse(asked, [given(entry.number, "A", None, text=entry.question) for entry in asked])
+    after = analyse(asked, [given(entry.number, "B", text=entry.question, rule=entry.question) for entry in asked])
+    facts = {text: text for text in HOSTILE}
+    page = page_of(tmp_path, after, comparison=compare(before, after), title=HOSTILE[0], facts=facts)
+    assert page.startswith("# a \\| b\n")
+    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 13
+    for lines in tables:
+        columns = lines[1].count("--")
+        assert len(cells("\n".join(lines).replace("**", ""))) == columns * (len(lines) - 1)
+    assert read_report(tmp_path) == after

@@ -1,0 +1,387 @@
+"""The task of medical questions: how they are asked, what an answer earns, and how a recipe shapes it all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.config import load_recipe, make_recipe
+from groupwise.errors import ConfigError, DataError
+from groupwise.rewards import Scorer
+from groupwise.tasks import load_task
+from groupwise.usmle.task import (
+    ask,
+    format_prompt,
+    lenient_grade,
+    letter_answers,
+    reordered,
+    strict_grade,
+    usmle_task,
+    worked_answer,
+)
+
+FORMS = ("chat", "direct", "completion")
+ROW = {
+    "question": "A 65-year-old man presents with...",
+    "options": {
+        "A": "Myocardial infarction",
+        "B": "Pulmonary embolism",
+        "C": "Pneumothorax",
+        "D": "Aortic dissection",
+    },
+    "answer": "D",
+    "explanation": "The pain tears and moves to the back. ",
+}
+LETTERS = {
+    2: "A or B",
+    3: "A, B, or C",
+    4: "A, B, C, or D",
+    5: "A, B, C, D, or E",
+    10: "A, B, C, D, E, F, G, H, I, or J",
+}
+
+
+def task_of(**tables):
+    return load_task(make_recipe({"task": "usmle", **tables}))
+
+
+def with_options(number):
+    options = {letter: f"option {letter}" for letter in "ABCDEFGHIJ"[:number]}
+    return {"question": "Which?", "options": options, "answer": "B"}
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_documents_prompt():
+    assert format_prompt(ROW, "completion") == (
+        "Medical Question: A 65-year-old man presents with...\n"
+        "\n"
+        "Options:\n"
+        "A. Myocardial infarction\n"
+        "B. Pulmonary embolism\n"
+        "C. Pneumothorax\n"
+        "D. Aortic dissection\n"
+        "\n"
+        "Analyze the case and provide the correct answer (A, B, C, or D): "
+    )
+
+
+def test_the_other_prompts():
+    asked = (
+        "A 65-year-old man presents with...\n"
+        "\n"
+        "A. Myocardial infarction\n"
+        "B. Pulmonary embolism\n"
+        "C. Pneumothorax\n"
+        "D. Aortic dissection\n"
+        "\n"
+    )
+    assert format_prompt(ROW) == format_prompt(ROW, "chat")
+    assert format_prompt(ROW) == (
+        asked
+        + "Reason step by step in a few sentences. End with a line that says 'Answer:' and the letter of the right "
+        "option (A, B, C, or D)."
+    )
+    assert format_prompt(ROW, "direct") == (
+        asked
+        + "Reply with one line that says 'Answer:' and the letter of the right option (A, B, C, or D), nothing else."
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("number", LETTERS)
+def test_a_prompt_names_the_letters_of_its_own_options(form, number):
+    row = with_options(number)
+    prompt = format_prompt({**row, "options": dict(reversed(row["options"].items()))}, form)
+    end = {"completion": f"correct answer ({LETTERS[number]}): ", "chat": f"right option ({LETTERS[number]})."}
+    end["direct"] = f"right option ({LETTERS[number]}), nothing else."
+    assert prompt.endswith(end[form])
+    listed = "".join(f"{letter}. option {letter}\n" for letter in "ABCDEFGHIJ"[:number])
+    assert f"\n{listed}\n" in prompt
+    assert prompt.count(". option ") == number
+
+
+def test_a_row_keeps_its_place_when_it_is_asked():
+    row = task_of().train[3]
+    assert row.where == "usmle_sample.jsonl, line 4"
+    assert ask(row, form="direct").where == row.where
+    assert reordered(row, "seed", form="direct").where == row.where
+    assert "prompt" not in ROW  # and what was given is not changed
+    assert ask(ROW, form="direct")["prompt"] == format_prompt(ROW, "direct")
+
+
+def test_the_shortest_answers():
+    assert letter_answers(with_options(2), form="completion") == {"A": "A", "B": "B"}
+    for form in ("chat", "direct"):
+        assert letter_answers(with_options(3), form=form) == {letter: f"Answer: {letter}" for letter in "ABC"}
+
+
+def test_the_answer_that_is_taught():
+    assert worked_answer(ROW, "chat") == "The pain tears and moves to the back.\n\nAnswer: D"
+    assert worked_answer({**ROW, "explanation": None}, "chat") == "Answer: D"
+    assert worked_answer(ROW, "direct") == "Answer: D"
+    assert worked_answer(ROW, "completion") == "D. Aortic dissection"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_taught_and_what_is_scored_is_right(form):
+    """Both readers take the worked answers of the sample, and the shortest answers, for what they are."""
+    task = task_of(usmle={"prompt": form})
+    assert len(task.examples) == len(task.train)
+    for row, (prompt, answer) in zip(task.train, task.examples, strict=True):
+        assert prompt == row["prompt"]
+        assert strict_grade(row, answer) is True
+        for letter, text in task.choices(row).items():
+            assert strict_grade(row, text) is lenient_grade(row, text) is (letter == row["answer"])
+
+
+@given(st.sampled_from(sorted(LETTERS)), st.text(max_size=8), st.sampled_from(FORMS))
+def test_another_order(number, seed, form):
+    row = with_options(number)
+    moved = reordered(row, seed, form=form)
+    assert moved["options"][moved["answer"]] == row["options"][row["answer"]]
+    assert moved["options"] != row["options"]
+    assert list(moved["options"]) == list(row["options"])
+    assert sorted(moved["options"].values()) == sorted(row["options"].values())
+    assert {old: moved["options"][new] for old, new in moved["moved"].items()} == row["options"]
+    assert moved["answer"] == moved["moved"][row["answer"]]
+    assert moved["prompt"] == format_prompt(moved, form)
+    assert reordered(row, seed, form=form) == moved
+
+
+def test_another_order_comes_from_the_seed():
+    orders = Counter(tuple(reordered(with_options(3), str(seed), form="chat")["moved"].values()) for seed in range(600))
+    assert len(orders) == 5  # all but the one that it has
+    assert min(orders.values()) > 80  # 120 of each, give or take
+
+
+# --- rewards and grades -----------------------------------------------------------------------------------------------
+
+OPTIONS = {"A": "Sinus node", "B": "Mitral valve", "C": "Left atrium", "D": "Aortic root"}
+COMPLETIONS = [
+    "The pace comes from the node.\n\nAnswer: A",
+    "Answer: B",
+    "I think that the sinus node is correct.",
+    "I do not know.",
+]
+
+
+def score(task, completions=COMPLETIONS, answer="A", options=OPTIONS):
+    columns = {"options": [options] * len(completions), "answer": [answer] * len(completions)}
+    return Scorer(task.rewards).score(["?"] * len(completions), completions, columns)
+
+
+def test_a_right_letter_in_the_form_that_was_asked_for():
+    scores = score(task_of())
+    assert scores.rewards.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert scores.extra == {
+        "predicted": ["A", "B", None, None],
+        "ground_truth": ["A", "A", "A", "A"],
+        "correct": [True, False, False, False],
+        "has_valid_answer": [True, True, False, False],
+        "response_length": [40, 9, 39, 14],
+        "rule": ["stated", "stated", "nothing", "nothing"],
+    }
+
+
+def test_a_right_letter_as_a_careful_reader_takes_it():
+    scores = score(task_of(usmle={"reading": "lenient"}))
+    assert scores.rewards.flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert scores.extra["predicted"] == ["A", "B", "A", None]
+    assert scores.extra["has_valid_answer"] == [True, True, True, False]
+
+
+def test_chance_and_the_letters():
+    task = task_of()
+    scores = score(task)
+    assert scores.metrics == {
+        "chance": 0.25,
+        "letters/A": 0.5,
+        "letters/B": 0.5,
+        "letters/C": 0.0,
+        "letters/D": 0.0,
+        "letters_right/A": 1.0,
+        "letters_right/B": 0.0,
+        "letters_right/C": 0.0,
+        "letters_right/D": 0.0,
+    }
+    columns = {"options": [OPTIONS, {**OPTIONS, "E": "Vena cava"}], "answer": ["A", "E"]}
+    mixed = Scorer(task.rewards).score(["?", "?"], ["no", "idea"], columns).metrics
+    assert mixed["chance"] == pytest.approx((1 / 4 + 1 / 5) / 2)
+    assert (mixed["letters_right/E"], mixed["letters/E"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("reward", ["binary", "enhanced"])
+def test_rewards_of_nothing(reward):
+    assert score(task_of(usmle={"reward": reward}), []).rewards.shape == (0, 1)
+
+
+def test_a_completion_in_a_chat():
+    message = [[{"role": "assistant", "content": "Answer: A"}]]
+    assert score(task_of(), message).rewards.tolist() == [[1.0]]
+    assert score(task_of(usmle={"reward": "enhanced"}), message).extra["response_length"] == [9]
+
+
+LONG = "Nothing else in the picture fits the case as well as this does.\n"  # of 64 characters
+TERM = "Tachycardia is what the picture would show in such a patient.\n"  # of 62 characters
+ENHANCED = [f"{TERM}Answer: A", f"{LONG}Answer: A", "Answer: A", f"{TERM}Answer: B", "Tachycardia.\nAnswer: B", LONG]
+
+
+@pytest.mark.parametrize(
+    ("reward", "totals", "bonus", "clamped"),
+    [
+        (
+            "enhanced",
+            [1.0, 1.0, 0.9, 0.05, 0.0, 0.0],
+            [0.05, 0.0, 0.0, 0.05, 0.05, 0.0],
+            [-0.05, 0.0, 0.0, 0.0, 0.05, 0.0],
+        ),
+        (
+            "enhanced_when_right",
+            [1.05, 1.0, 0.9, 0.0, 0.0, 0.0],
+            [0.05, 0.0, 0.0, 0.0, 0.0, 0.0],
+            [0.0, 0.0, 0.0, 0.0, 0.1, 0.0],
+        ),
+    ],
+)
+def test_the_enhanced_rewards_and_their_parts(reward, totals, bonus, clamped):
+    scores = score(task_of(usmle={"reward": reward}), ENHANCED)
+    assert scores.rewards.flatten().tolist() == pytest.approx(totals)
+    assert scores.extra["enhanced/correctness"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
+    assert scores.extra["enhanced/term_bonus"] == pytest.approx(bonus)
+    assert scores.extra["enhanced/short_penalty"] == pytest.approx([0.0, 0.0, -0.1, 0.0, -0.1, 0.0])
+    assert scores.extra["enhanced/clamped"] == pytest.approx(clamped)
+    assert scores.extra["predicted"] == ["A", "A", "A", "B", "B", None]
+    assert scores.metrics["enhanced/correctness"] == 0.5
+    assert scores.metrics["enhanced/short_penalty"] == pytest.approx(-0.2 / 6)
+    assert scores.metrics["letters/A"] == 0.6
+
+
+def test_the_weights_of_the_enhanced_reward(tmp_path):
+    (tmp_path / "words.txt").write_text("picture\n")
+    usmle = {
+        "reward": "enhanced",
+        "term_bonus": 0.2,
+        "short_penalty": 0.3,
+        "short_length": 64,
+        "vocabulary": str(tmp_path / "words.txt"),
+        "reading": "lenient",
+    }
+    task = task_of(usmle=usmle)
+    assert [each.name for each in task.rewards] == ["enhanced"]
+    found = score(task, ["Answer: A", f"{LONG}Answer: B", "The picture: the sinus node.", f"{TERM}no"])
+    assert found.rewards.flatten().tolist() == pytest.approx([0.7, 0.2, 0.9, 0.2])
+    with pytest.raises(DataError, match=r"the medical vocabulary .*gone.txt cannot be read: there is no such file"):
+        task_of(usmle={**usmle, "vocabulary": str(tmp_path / "gone.txt")})
+
+
+def test_the_vocabulary_lies_beside_the_recipe(tmp_path):
+    (tmp_path / "words.txt").write_text("picture\n")
+    (tmp_path / "recipe.toml").write_text('task = "usmle"\nusmle = { reward = "enhanced", vocabulary = "words.txt" }')
+    task = load_task(load_recipe(tmp_path / "recipe.toml"))
+    assert score(task, [f"{LONG}", "Tachycardia" + 50 * " "]).rewards.flatten().tolist() == [0.05, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "strict", "lenient"),
+    [
+        ("Answer: A", True, True),
+        ("It is B, no:\nAnswer: A", True, True),
+        ("Answer: B", False, False),
+        ("I think that the sinus node is correct.", None, True),
+        ("I would go for B here.", None, False),
+        ("I do not know.", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_grades(answer, strict, lenient):
+    row = {"question": "Which?", "options": OPTIONS, "answer": "A"}
+    assert strict_grade(row, answer) is strict
+    assert lenient_grade(row, answer) is lenient
+
+
+# --- from a recipe ----------------------------------------------------------------------------------------------------
+
+
+def test_the_packaged_sample():
+    task = task_of()
+    assert (task.name, len(task.train), len(task.held_out)) == ("usmle", 48, 16)
+    assert not {row["id"] for row in task.train} & {row["id"] for row in task.held_out}
+    assert [row["id"] for row in task.held_out] == [f"s{number:03}" for number in range(49, 65)]
+    assert (list(task.grades), task.metric) == (["accuracy", "accuracy_lenient"], "accuracy")
+    assert [(each.name, each.weight) for each in task.rewards] == [("correct", 1.0)]
+    assert task.train[0]["metadata"] == {"difficulty": "hard"}
+    row = task.held_out[0]
+    assert row["prompt"] == format_prompt(row)
+    assert task.reorder(row, "seed")["prompt"] == format_prompt(reordered(row, "seed", form="chat"))
+
+
+def test_parts_of_the_sample():
+    task = task_of(data={"train_rows": 5, "held_out_rows": 2})
+    assert [row["id"] for row in task.train] == ["s001", "s002", "s003", "s004", "s005"]
+    assert [row["id"] for row in task.held_out] == ["s049", "s050"]
+    drawn = task_of(data={"held_out_from_train": 20})
+    assert (len(drawn.train), len(drawn.held_out)) == (44, 20)
+    assert {row["id"] for row in drawn.train} | {row["id"] for row in drawn.held_out} == {
+        f"s{number:03}" for number in range(1, 65)
+    }
+    assert drawn.held_out != task_of(data={"held_out_from_train": 20}, train={"seed": 1}).held_out
+    few = task_of(data={"held_out_from_train": 4, "train_rows": 10, "held_out_rows": 3})
+    assert (len(few.train), len(few.held_out)) == (6, 3)
+    with pytest.raises(ConfigError, match=r"held_out_from_train is 64, but there are 64 rows"):
+        task_of(data={"held_out_from_train": 64})
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_form_of_a_recipe_is_that_of_all_its_parts(form):
+    task = task_of(usmle={"prompt": form, "copies": 2})
+    assert all(row["prompt"] == format_prompt(row, form) for row in (*task.train, *task.held_out))
+    row = task.held_out[0]
+    assert task.reorder(row, "seed") == reordered(row, "seed", form=form)
+    assert task.choices(row) == letter_answers(row, form=form)
+    assert task.examples[-1][1] == worked_answer(task.train[-1], form)
+
+
+def test_copies_have_their_options_in_other_orders():
+    task = task_of(usmle={"copies": 3})
+    plain, first, second = (task.train[start : start + 48] for start in (0, 48, 96))
+    assert (len(task.train), len(task.held_out)) == (144, 16)
+    assert plain == task_of().train
+    for copy in (first, second):
+        for row, other in zip(plain, copy, strict=True):
+            assert other["id"] == row["id"]
+            assert other["options"] != row["options"]
+            assert other["options"][other["answer"]] == row["options"][row["answer"]]
+    assert [row["moved"] for row in first] != [row["moved"] for row in second]
+    assert task_of(usmle={"copies": 3}).train == task.train
+    assert task_of(usmle={"copies": 3}, train={"seed": 1}).train != task.train
+
+
+def test_files_in_place_of_the_sample(tmp_path):
+    for name, number in (("train", 3), ("held_out", 2)):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(ROW) + "\n") * number)
+    train, held_out = (str(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
+    for data, numbers in (
+        ({"train": train}, (3, 0)),
+        ({"held_out": held_out}, (0, 2)),
+        ({"train": [train, held_out], "held_out": held_out}, (5, 2)),
+        ({"train": train, "held_out_from_train": 1}, (2, 1)),
+    ):
+        task = task_of(data=data)
+        assert (len(task.train), len(task.held_out)) == numbers
+
+
+def test_the_task_by_its_function():
+    assert usmle_task(make_recipe({"task": "usmle"})).train == task_of().train
+
+
+def test_the_reader_is_re_exported():
+    from groupwise import rewards
+    from groupwise.tasks import usmle
+
+    assert usmle.extract_answer is rewards.extract_answer
