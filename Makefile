@@ -8,7 +8,7 @@ BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
 
-.PHONY: help setup train train-seeds test lint format bench bench-control test-gpu test-verl clean
+.PHONY: help setup train train-seeds test test-all lint format bench bench-control test-gpu test-verl clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,8 +35,11 @@ train: setup ## train the embedded default, a quiz: from a quarter right to over
 train-seeds: setup ## the same with five seeds, and a table of what they reached
 	$(BIN)/python benchmarks/quiz_seeds.py
 
-test: setup $(BOX2D) ## run the tests (about eleven minutes on two cores)
+test: setup ## run the tests that one waits for (under four minutes on two idle cores)
 	$(BIN)/python -m pytest -n auto
+
+test-all: setup $(BOX2D) ## run all tests, the slow ones too: real weights, killed processes, peers, long properties
+	$(BIN)/python -m pytest -n auto -m 'not gpu' --hypothesis-profile all
 
 lint: setup ## check style, formatting and types
 	$(BIN)/ruff check .

@@ -11,8 +11,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("groupwise", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
-settings.load_profile("groupwise")
+# `make test` tries few examples of each property, `make test-all` (--hypothesis-profile all) many.
+for profile, examples in (("quick", 12), ("all", 100)):
+    settings.register_profile(
+        profile,
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        derandomize=True,
+    )
+settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
