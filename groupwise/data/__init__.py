@@ -1,5 +1,6 @@
 """Data: rows from files and the hub, prompts as token ids, and the order in which training sees them."""
 
+from groupwise.data.completions import DecodedCompletions, decode_completions
 from groupwise.data.order import Order
 from groupwise.data.pairs import Pair, PairBuilder
 from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward, conversational
@@ -7,6 +8,7 @@ from groupwise.data.read import read_rows
 from groupwise.data.rows import Row, check_prompts, columns_of, where_of
 
 __all__ = [
+    "DecodedCompletions",
     "Order",
     "Pair",
     "PairBuilder",
@@ -17,6 +19,7 @@ __all__ = [
     "columns_of",
     "completion_for_reward",
     "conversational",
+    "decode_completions",
     "read_rows",
     "where_of",
 ]

@@ -1,0 +1,48 @@
+"""Text for reports, displays and error messages: Markdown cells and tables, durations, the reason of an error."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+Say = Callable[[str], None]
+"""Takes one sentence for the user; a display, or something that collects them."""
+
+_MARKDOWN = re.compile(r"([\\`*_\[\]<>|~&$#])")
+
+
+def one_line(text: str) -> str:
+    """The text with every run of white space as one blank, and without characters that cannot be printed."""
+    return " ".join("".join(letter for letter in text if letter.isprintable() or letter.isspace()).split())
+
+
+def escape_markdown(text: str) -> str:
+    """The text as a cell of a Markdown table shows it: nothing in it is markup, and nothing ends the cell."""
+    return _MARKDOWN.sub(r"\\\1", one_line(text))
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
+    """A table whose columns ``left`` are aligned to the left (words) and the others to the right (numbers)."""
+    words = set(left)
+    rule = [":--" if column in words else "--:" for column in range(len(header))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
+
+
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``17 min`` or ``3 h 05 min``."""
+    if seconds < 99.5:
+        return f"{max(0, seconds):.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def error_reason(error: BaseException) -> str:
+    """Why something was refused: the system's words, or the first line of the error's own message."""
+    if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
+        path = Path(error.filename)
+        blocking = next((place for place in (path, *path.parents) if place.is_file()), path)
+        return f"{blocking} is a file, not a folder"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
