@@ -12,7 +12,7 @@ from groupwise.core.logps import logps_from_logits, selective_logps
 from groupwise.core.losses import (
     LOSSES,
     Loss,
-    Settings,
+    LossSettings,
     Tokens,
     TokenTerm,
     aggregate,
@@ -36,7 +36,7 @@ __all__ = [
     "GroupStatistics",
     "KeptSets",
     "Loss",
-    "Settings",
+    "LossSettings",
     "TokenTerm",
     "Tokens",
     "aggregate",

@@ -72,7 +72,7 @@ class TokenTerm(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Settings:
+class LossSettings:
     """The numbers that token losses read. ``clip_high`` is an absolute ceiling for CISPO, 1 + clip_high elsewhere."""
 
     clip_low: float = 0.2
@@ -83,10 +83,10 @@ class Settings:
     vespo_negative: tuple[float, float] = (3.0, 2.0)
 
 
-TokenLoss = Callable[[Tokens, Settings], TokenTerm]
+TokenLoss = Callable[[Tokens, LossSettings], TokenTerm]
 
 
-def clipped_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+def clipped_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
     """PPO's −min(r·A, clip(r)·A). ``dual_clip`` bounds r·A from below where A < 0 (Ye et al., 2020)."""
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
@@ -95,19 +95,19 @@ def clipped_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
     return TokenTerm(values, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0))
 
 
-def reinforce_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+def reinforce_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
     """−A·log π: the policy gradient itself, as the first document writes it."""
     return TokenTerm(-tokens.advantages * tokens.logps)
 
 
-def cispo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+def cispo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
     """MiniMax-M1: the ratio is capped and detached, so that every token keeps its gradient."""
     ratio = tokens.log_ratio.detach().exp()
     values = -ratio.clamp(max=settings.clip_high) * tokens.advantages * tokens.logps
     return TokenTerm(values, None, (ratio > settings.clip_high).expand_as(values))
 
 
-def sapo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+def sapo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
     """SAPO: a sigmoid gate around r = 1 in place of the clip, steeper for negative advantages."""
     positive, negative = settings.sapo_temperatures
     slope = _by_sign(tokens.advantages > 0, positive, negative, tokens.log_ratio)
@@ -115,7 +115,7 @@ def sapo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
     return TokenTerm(-gate * tokens.advantages)
 
 
-def vespo_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+def vespo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
     """VESPO: −φ(w)·A·log π, with w the whole sequence's ratio and φ(w) = w^k · e^{λ(1−w)}, detached."""
     with torch.no_grad():
         log_w = tokens.token_log_ratio.sum(-1, keepdim=True).clamp(VESPO_LOG_FLOOR, MAX_LOG_RATIO)
@@ -289,7 +289,7 @@ def policy_loss(
         raise InputError(f"loss {loss!r} has no {level} ratio; leave ratio out or use {record.ratios[0]!r}")
     if clip_high is None:
         clip_high = clip_low if record.ceiling is None else record.ceiling
-    settings = Settings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
+    settings = LossSettings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
     check_tensors(logps=logps, advantages=advantages, **given(old_logps=old_logps, policy_mask=policy_mask))
@@ -355,7 +355,7 @@ def _record(loss: str | Loss) -> Loss:
     return LOSSES[loss]
 
 
-def _check_settings(settings: Settings, record: Loss) -> None:
+def _check_settings(settings: LossSettings, record: Loss) -> None:
     check_at_least("clip_low", settings.clip_low, 0.0)
     check_at_least("clip_high", settings.clip_high, 0.0)
     if record.ceiling is not None and settings.clip_high < 1:

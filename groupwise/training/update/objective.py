@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core import kl_estimate, policy_loss, preference_loss
-from groupwise.core.losses import LOSSES, Loss, Settings, Tokens, TokenTerm, aggregation_weights
+from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.rewards import load_function
 from groupwise.training.update.exact_kl import ExactKLTerm
@@ -231,14 +231,14 @@ TERMS: dict[str, Term] = {
 def find_loss(name: str) -> Loss:
     """The record of a loss: a registered one (`core.LOSSES`), or ``module:function``.
 
-    A function of one's own takes `core.Tokens` and `core.Settings` and returns the loss per token ``(b, T)``, or a
+    A function of one's own takes `core.Tokens` and `core.LossSettings` and returns the loss per token ``(b, T)``, or a
     `core.TokenTerm`; all tokens weigh the same. For another aggregation, register a `core.Loss` under a name.
     """
     if name in LOSSES:
         return LOSSES[name]
     own = load_function(name, what="loss")
 
-    def token_loss(tokens: Tokens, settings: Settings) -> TokenTerm:
+    def token_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
         found = own(tokens, settings)
         values = found.values if isinstance(found, TokenTerm) else found
         if not isinstance(values, Tensor) or values.shape != tokens.advantages.shape:
