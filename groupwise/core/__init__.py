@@ -1,7 +1,7 @@
-"""The maths of groupwise: every formula once, tensors in, tensors out, nothing but torch.
+"""The maths of groupwise: tensors in, tensors out, torch only.
 
 Letters: P prompts, G samples per prompt, B = P·G, T completion tokens, V vocabulary, D hidden width. Masks are true
-for what counts. Inputs may be float32, bfloat16 or float64; reductions are done in float32 (float64 where given).
+for what is kept. Inputs may be float32, bfloat16 or float64; reductions run in float32, or float64 for float64 inputs.
 """
 
 from groupwise.core.advantages import GroupStatistics, group_advantages, group_index, group_statistics

@@ -1,4 +1,4 @@
-"""What the core refuses, in one place. Nothing here reads a tensor's values, so nothing waits for a GPU."""
+"""Checks of arguments. None of them reads a tensor's values, so none waits for a GPU."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_same_shape(**tensors: Any) -> None:
             )
 
 
-def given(**arguments: Any) -> dict[str, Any]:
+def not_none(**arguments: Any) -> dict[str, Any]:
     """The arguments that are not None."""
     return {name: value for name, value in arguments.items() if value is not None}
 
 
 def check_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
-    """A mask as booleans: whatever is not zero counts as true."""
+    """The mask as booleans: any non-zero value is true."""
     check_tensors(**{name: mask})
     if mask.shape != shape:
         raise InputError(f"{name} has shape {shape_of(mask)}; expected {tuple(shape)}")
@@ -58,7 +58,7 @@ def check_above(name: str, value: float, bound: float) -> None:
 
 
 def check_share(name: str, value: float, interval: str) -> None:
-    """A number from 0 to 1; a round bracket of ``interval``, such as "(0, 1]", leaves out that end."""
+    """A number from 0 to 1. A round bracket of ``interval``, such as "(0, 1]", excludes that end."""
     excluded = {end for end, bracket in ((0, interval[0]), (1, interval[-1])) if bracket in "()"}
     if not is_number(value) or not 0 <= value <= 1 or value in excluded:
         raise InputError(f"{name} must be in {interval}, got {value!r}")
@@ -77,5 +77,5 @@ def is_number(value: object) -> bool:
 
 
 def working(tensor: Tensor) -> Tensor:
-    """The tensor in the type that reductions use: float32, or float64 where that was given."""
+    """The tensor in the dtype of reductions: float64 stays, everything else becomes float32."""
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.float()

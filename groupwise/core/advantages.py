@@ -1,15 +1,14 @@
-"""Group-relative advantages: how much better a sample is than its siblings.
+"""Group-relative advantages: each sample's reward compared with the rewards of its group.
 
-``A_i = (r_i − mean(group)) / (std(group) + eps)``: DeepSeekMath's formula, as in the second and fifth documents. It
-deviates where the literal formula misleads: a reward that is NaN was not scored and takes no part, a lone sample has
-nobody to be compared with and gets 0, and a group of equal rewards gets exactly 0 rather than amplified round-off.
+``A_i = (r_i − mean(group)) / (std(group) + eps)``, from DeepSeekMath (arXiv 2402.03300). Three cases differ from the
+formula: a NaN reward means "not scored" and is left out, a sample alone in its group gets 0, and a group of equal
+rewards gets exactly 0 rather than amplified round-off.
 
-Rewards are a handful of numbers, so the work is done in float64 on the CPU: the result is the same on every device
-and does not depend on the order in which a GPU adds.
+Computed in float64 on the CPU, so that the result is the same on every device.
 
-Groups may lie within larger ones, as clusters of similar answers do within a prompt. With ``shrinkage`` κ a small group
-borrows from the larger one: κ answers with that one's mean and variance are counted among its own. At 0 it borrows
-nothing, and as κ grows the advantages become those within the larger group.
+Groups may be nested, as clusters of similar answers are within a prompt. With ``shrinkage`` κ, κ pseudo-samples with
+the mean and variance of the enclosing group are added to each group: 0 adds none, and for large κ the advantages
+become those of the enclosing group.
 """
 
 from __future__ import annotations
@@ -32,33 +31,35 @@ COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What a batch's groups look like; N groups in the order of their labels. Rewards that are NaN are left out."""
+    """Statistics of a batch's N groups, in the order of their labels. NaN rewards are left out."""
 
     index: Tensor  # (B,) the group of each sample, 0..N-1
     count: Tensor  # (N,) scored samples
     mean: Tensor  # (N,) NaN where nothing was scored
     std: Tensor  # (N,) 0 for fewer than two scored samples
-    equal: Tensor  # (N,) bool: no spread, so nothing to compare (a group of one and an unscored group included)
+    equal: Tensor  # (N,) bool: no spread; true for a group of one and for an unscored group
 
-    def of_samples(self) -> _Own:
-        """The same for each sample."""
-        return _Own(self.count[self.index], self.mean[self.index], self.std[self.index], self.equal[self.index])
+    def of_samples(self) -> _SampleStatistics:
+        """Each sample's group statistics."""
+        return _SampleStatistics(
+            self.count[self.index], self.mean[self.index], self.std[self.index], self.equal[self.index]
+        )
 
 
-class _Own(NamedTuple):
-    """What each sample is compared with, (B,) each."""
+class _SampleStatistics(NamedTuple):
+    """The statistics that each sample is compared with, ``(B,)`` each."""
 
-    scored: Tensor  # how many of its group
+    scored: Tensor  # scored samples in its group
     mean: Tensor
     std: Tensor
     equal: Tensor
 
 
 def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor, int]:
-    """The group number of each of ``size`` samples, and how many groups there are.
+    """The group number of each of ``size`` samples, and the number of groups.
 
-    ``groups`` is an int G (consecutive samples belong together, G at a time) or one label per sample in any order:
-    a tensor of integers, or a list or NumPy array of anything that can be hashed, such as strings.
+    ``groups`` is an int G for consecutive groups of G samples, or one label per sample in any order: a tensor of
+    integers, or a list or NumPy array of hashable labels such as strings.
     """
     if isinstance(groups, int) and not isinstance(groups, bool):
         if groups < 1:
@@ -109,19 +110,18 @@ def group_advantages(
 
     rewards: ``(B,)``, or ``(B, K)`` for K reward functions. NaN means 'not scored'.
     groups: an int G for consecutive groups of G, or one label per sample in any order (groups of any size).
-    scale: divide by the ``"group"``'s standard deviation, by the whole ``"batch"``'s, or by ``"none"``.
+    scale: divide by the standard deviation of the ``"group"`` or of the ``"batch"``, or by nothing (``"none"``).
     eps: added to the standard deviation.
-    unbiased: divide the squared deviations by n − 1 rather than n (the fifth document uses n).
+    unbiased: divide the squared deviations by n − 1 (DeepSeekMath, TRL) rather than by n.
     baseline: what is subtracted: the group's ``"mean"``, the mean of the others (``"leave_one_out"``) or ``"none"``.
-        With ``"none"`` a group of equal rewards, and a lone sample, still teach; without spread there is nothing to
-        divide by, so their rewards stay as they are.
-    weights: one weight per reward function, 1 each if not given.
+        With ``"none"``, a group without spread (equal rewards, or one sample) keeps its rewards undivided.
+    weights: one weight per reward function; 1 by default.
     combine: with several reward functions, ``"sum_then_normalize"`` the weighted sum, or ``"normalize_then_sum"``
         each by itself and then, as GDPO does, divide the weighted sum by its standard deviation over the batch
         (unless ``scale="none"``). A function that did not score a sample contributes nothing to it.
-    within: larger groups that the groups lie in, the largest first, each given as ``groups`` is.
-    shrinkage: how many answers a group borrows from the one that it lies in. A lone sample then has somebody to be
-        compared with, and teaches. For the baseline ``"mean"`` only.
+    within: the enclosing groups, largest first, each in the form of ``groups``.
+    shrinkage: the number of pseudo-samples that a group takes from the enclosing one, so that a sample alone in its
+        group gets an advantage too. For the baseline ``"mean"`` only.
     """
     check_choice("scale", scale, SCALES)
     check_choice("baseline", baseline, BASELINES)
@@ -137,8 +137,8 @@ def group_advantages(
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
-        own = _compared_with(values, levels, shrinkage, unbiased, round_off)
-        return _normalise(values, own, scale, baseline, eps, unbiased, round_off)
+        statistics = _shrunk_statistics(values, levels, shrinkage, unbiased, round_off)
+        return _normalise(values, statistics, scale, baseline, eps, unbiased, round_off)
 
     if combine == "sum_then_normalize":
         total = (table * factors).nansum(dim=1)
@@ -156,63 +156,69 @@ def group_advantages(
 
 
 def _normalise(
-    values: Tensor, own: _Own, scale: str, baseline: str, eps: float, unbiased: bool, round_off: float
+    values: Tensor,
+    statistics: _SampleStatistics,
+    scale: str,
+    baseline: str,
+    eps: float,
+    unbiased: bool,
+    round_off: float,
 ) -> Tensor:
+    mean, std, scored, equal = statistics.mean, statistics.std, statistics.scored, statistics.equal
     if baseline == "none":
         advantages = values
     else:
-        advantages = values - own.mean
+        advantages = values - mean
         if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
-            advantages = advantages * (own.scored.double() / (own.scored - 1).clamp(min=1))
-        advantages = torch.where(own.equal, 0.0, advantages)
+            advantages = advantages * (scored.double() / (scored - 1).clamp(min=1))
+        advantages = torch.where(equal, 0.0, advantages)
     if scale == "group":
-        advantages = torch.where(own.equal, advantages, advantages / (own.std + eps))
+        advantages = torch.where(equal, advantages, advantages / (std + eps))
     elif scale == "batch":
-        whole = _statistics(values, torch.zeros_like(own.scored), 1, unbiased, round_off)
-        advantages = advantages if bool(whole.equal) else advantages / (whole.std + eps)
+        batch = _statistics(values, torch.zeros_like(scored), 1, unbiased, round_off)
+        advantages = advantages if bool(batch.equal) else advantages / (batch.std + eps)
     return torch.where(values.isnan(), 0.0, advantages)
 
 
-def _compared_with(
+def _shrunk_statistics(
     values: Tensor, levels: Sequence[tuple[Tensor, int]], shrinkage: float, unbiased: bool, round_off: float
-) -> _Own:
-    """What each sample is compared with: its group, which borrows from those that it lies in, the largest first.
+) -> _SampleStatistics:
+    """Each sample's group statistics, shrunk towards those of the enclosing groups, the largest first.
 
-    A group of n with mean m and squared deviations S, in one with mean M and variance V, has the mean
-    (n·m + κ·M) / (n + κ) and the variance (S + κ·V) / (n − 1 + κ). Only where all of the largest group is equal is
-    there nothing to learn.
+    A group of n with mean m and squared deviations S, in one with mean M and variance V, gets the mean
+    (n·m + κ·M) / (n + κ) and the variance (S + κ·V) / (n − 1 + κ). ``equal`` is that of the largest group.
     """
     largest, *inner = (_statistics(values, index, number, unbiased, round_off) for index, number in levels)
-    own = largest.of_samples()
-    mean, variance = own.mean, own.std**2
+    outer = largest.of_samples()
+    mean, variance = outer.mean, outer.std**2
     if not inner:
-        return own
+        return outer
     for groups in inner:
         count, squares = groups.count, groups.std**2 * (groups.count - int(unbiased)).clamp(min=1)
         total = torch.where(count > 0, groups.mean * count, 0.0)
         mean = (total[groups.index] + shrinkage * mean) / (count[groups.index] + shrinkage)
         freedom = (count - int(unbiased)).clamp(min=0)[groups.index] + shrinkage
         variance = (squares[groups.index] + shrinkage * variance) / freedom
-    return _Own(own.scored, mean, variance.sqrt(), own.equal)
+    return _SampleStatistics(outer.scored, mean, variance.sqrt(), outer.equal)
 
 
 def lies_within(groups: Tensor, larger: Tensor) -> bool:
-    """Whether each group of samples ``(B,)`` lies in one of the larger groups; both are numbers of groups."""
+    """Whether each group lies inside one of the larger groups; both are group numbers per sample, ``(B,)``."""
     pairs: Tensor = torch.unique(torch.stack([groups, larger]), dim=1)
     return pairs.shape[1] == len(torch.unique(groups))
 
 
 def _nested(levels: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """The levels, largest groups first, if each group lies in one of the level before."""
+    """The levels, largest groups first; an error unless each group lies inside one of the level before."""
     for (outer, _), (inner, _) in pairwise(levels):
         if not lies_within(inner, outer):
-            raise InputError("a group has samples in several of the groups that it should lie within")
+            raise InputError("a group spans several of the groups given in within; each must lie inside one of them")
     return levels
 
 
 def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, round_off: float) -> GroupStatistics:
-    scored = ~values.isnan()
-    known, where = values[scored], index[scored]
+    is_scored = ~values.isnan()
+    rewards, where = values[is_scored], index[is_scored]
     count = torch.bincount(where, minlength=number)
 
     def total(x: Tensor) -> Tensor:
@@ -221,18 +227,18 @@ def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, roun
     def extreme(x: Tensor, reduce: str) -> Tensor:
         return torch.zeros(number, dtype=torch.float64).scatter_reduce(0, where, x, reduce, include_self=False)
 
-    mean = total(known) / count  # 0 / 0 = NaN: nothing was scored
-    squares = total((known - mean[where]) ** 2)
+    mean = total(rewards) / count  # 0 / 0 = NaN: nothing was scored
+    squares = total((rewards - mean[where]) ** 2)
     std = (squares / (count - int(unbiased)).clamp(min=1)).sqrt()
-    largest = extreme(known.abs(), "amax")
-    equal = extreme(known, "amax") - extreme(known, "amin") <= round_off * largest
+    largest = extreme(rewards.abs(), "amax")
+    equal = extreme(rewards, "amax") - extreme(rewards, "amin") <= round_off * largest
     return GroupStatistics(index, count, mean, torch.where(equal, 0.0, std), equal)
 
 
 def _round_off(dtype: torch.dtype) -> float:
-    """Rewards of one group that differ by less than this share of their size are equal but for round-off.
+    """The relative difference below which rewards of one group are equal up to round-off.
 
-    Two units in the last place: what summing a few reward functions in another order leaves behind.
+    Two units in the last place: the error of summing a few reward functions in another order.
     """
     return 2 * torch.finfo(dtype).eps if dtype in (torch.float32, torch.float64) else 0.0
 

@@ -1,10 +1,9 @@
 """Temperature, top-k, top-p and min-p, and log-probs over the set of tokens that survived them.
 
-The order matters, because each filter sees what the one before it left. ``"transformers"``: temperature, top-k,
-top-p, min-p. ``"vllm"``: temperature, min-p, top-k, top-p. ``"mlx_lm"`` (the second document, after mlx-lm): top-k,
-min-p, top-p on probabilities that are not renormalised in between, and temperature last. The three keep different
-sets. Where the document's literal code would leave nothing (top-p after a top-k that holds little mass), the most
-likely tokens stay.
+Each filter sees what the one before it left, so the orders keep different sets. ``"transformers"``: temperature,
+top-k, top-p, min-p. ``"vllm"``: temperature, min-p, top-k, top-p. ``"mlx_lm"``: top-k, min-p, top-p on probabilities
+that are not renormalised in between, then temperature. Where mlx-lm's order would leave no token (top-p after a top-k
+with little mass), the most likely tokens stay.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ def filter_logits(
 ) -> Tensor:
     """Logits ``(…, V)`` divided by the temperature, −inf where a filter removed a token.
 
-    top_k: keep the k most likely, and all that tie with the last of them; None, 0 or k ≥ V: no filter.
-    top_p: keep the smallest set of the most likely that holds more than this mass, and all that tie with the last of
-    them; 1: no filter.
-    min_p: keep what is at least this share as likely as the most likely; None or 0: no filter.
-    A row that is −inf throughout comes back as it is.
+    top_k: keep the k most likely tokens, and ties with the last of them; None, 0 or k ≥ V: no filter.
+    top_p: keep the smallest set of most likely tokens with more than this mass, and ties with the last of them; 1: no
+    filter.
+    min_p: keep tokens with at least this fraction of the highest probability; None or 0: no filter.
+    A row that is all −inf is returned as it is.
     """
     check_choice("order", order, ORDERS)
     check_sampling(temperature, top_k, top_p, min_p, min_tokens_to_keep)
@@ -66,7 +65,7 @@ def filter_logits(
 def check_sampling(
     temperature: float, top_k: int | None, top_p: float, min_p: float | None, min_tokens_to_keep: int = 1
 ) -> None:
-    """Raise unless these are settings that one can sample with."""
+    """Raise an error unless these are valid sampling settings."""
     check_above("temperature", temperature, 0.0)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
         raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")

@@ -1,8 +1,8 @@
-"""What PPO needs and GRPO does without: advantages from a value function, and that function's loss.
+"""Generalized advantage estimation (arXiv 1506.02438) and the critic's loss, for PPO.
 
-``δ_t = r_t + γ V(s_{t+1}) − V(s_t)`` and ``A_t = Σ_k (γλ)^k δ_{t+k}``, as in the fifth document, which leaves the ends
-of episodes open. Here an episode that *terminated* has no value after its end; one that was only *truncated* (a time
-limit) goes on in principle, so its last step bootstraps from the value of the state it reached. Both cut the sum.
+``δ_t = r_t + γ V(s_{t+1}) − V(s_t)`` and ``A_t = Σ_k (γλ)^k δ_{t+k}``. A *terminated* episode has no value after its
+end; the last step of a *truncated* one (a time limit) bootstraps from the value of the state it reached. Both end the
+sum.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from groupwise.core._checks import (
     check_same_shape,
     check_share,
     check_tensors,
-    given,
+    not_none,
     shape_of,
     working,
 )
@@ -37,26 +37,25 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (advantage + value), each shaped as ``rewards``: ``(T,)`` or ``(T, N)``, time first.
 
-    values: V(s_t). terminated, truncated: whether step t ended the episode, and how.
-    next_values: V of the state that step t really led to: at a truncation that of the last observation, not of the
-        next episode's first. Without it the next row of ``values`` serves, and ``last_values`` after the last row;
-        that is only right while no step but the last was truncated, so any other truncation is refused.
-    mask: steps that exist. A step that does not (padding, or the reset step of a vectorised environment) gets 0 and
-        cuts the sum before it.
+    values: V(s_t). terminated, truncated: whether step t ended the episode, with Gymnasium's meaning of the two.
+    next_values: V of the state that step t led to; at a truncation, of the final observation rather than of the next
+        episode's first. By default the next row of ``values``, with ``last_values`` after the last row; a truncation
+        before the last step is then an error.
+    mask: steps that exist. Others (padding, or the reset step of a vectorised environment) get 0 and end the sum.
     """
     check_share("gamma", gamma, "[0, 1]")
     check_share("lam", lam, "[0, 1]")
     check_tensors(rewards=rewards)
     if rewards.dim() not in (1, 2) or not rewards.numel():
         raise InputError(f"rewards has shape {shape_of(rewards)}; expected (T,) or (T, N), T at least 1")
-    check_same_shape(rewards=rewards, values=values, **given(next_values=next_values))
+    check_same_shape(rewards=rewards, values=values, **not_none(next_values=next_values))
     terminated = check_mask("terminated", terminated, rewards.shape)
     truncated = check_mask("truncated", truncated, rewards.shape)
     present = torch.ones_like(terminated) if mask is None else check_mask("mask", mask, rewards.shape)
     rewards, values = working(rewards.detach()), working(values.detach())
     if next_values is None:
         next_values = _shifted(values, terminated, truncated & present, last_values)
-    # torch.where rather than a product, so that a value after the end may even be NaN.
+    # torch.where rather than a product: the value after the end may be NaN.
     ahead = torch.where(terminated | ~present, 0.0, working(next_values.detach()))
     delta = torch.where(present, rewards + gamma * ahead - values, 0.0)
     goes_on = present & ~(terminated | truncated)
@@ -67,11 +66,11 @@ def gae(
 def value_loss(
     values: Tensor, returns: Tensor, *, old_values: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """The critic's mean squared error, ``mean((V(s) − R)²)``; with ``clip``, PPO's pessimistic clipped form.
+    """The critic's mean squared error, ``mean((V(s) − R)²)``; with ``clip``, PPO's clipped form.
 
-    Clipped: the larger of the errors of V and of V held within ``old_values`` ± clip.
+    Clipped: the larger of the errors of V and of V clamped to ``old_values`` ± clip.
     """
-    check_same_shape(values=values, returns=returns, **given(old_values=old_values))
+    check_same_shape(values=values, returns=returns, **not_none(old_values=old_values))
     values, returns = working(values), working(returns.detach())
     error = (values - returns).square()
     if clip is not None:

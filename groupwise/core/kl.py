@@ -1,8 +1,8 @@
-"""The distance from the policy to a reference, per token.
+"""KL divergence from the reference model, per token.
 
-``kl_estimate`` needs the log-probs of the sampled tokens alone (Schulman's k1, k2, k3, and DeepSeek-V3.2's unbiased
-one); ``full_kl`` sums over the vocabulary and is exact. The first document calls 'unbiased' the exact KL times the
-mean over the vocabulary of π_θ/π_ref, which is neither unbiased nor V3.2's: it is here as an option of ``full_kl``.
+``kl_estimate`` uses the log-probs of the sampled tokens only: Schulman's k1, k2 and k3, and the unbiased estimator of
+DeepSeek-V3.2 (arXiv 2512.02556). ``full_kl`` is the exact sum over the vocabulary. Its factor "mean_ratio" multiplies
+it by the mean over the vocabulary of π_θ/π_ref; that product is not an unbiased estimator of the KL.
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.core._checks import check_at_least, check_mask, check_same_shape, check_tensors, given, shape_of, working
+from groupwise.core._checks import (
+    check_at_least,
+    check_mask,
+    check_same_shape,
+    check_tensors,
+    not_none,
+    shape_of,
+    working,
+)
 from groupwise.core.logps import head_logits, rows_per_chunk
 from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
 from groupwise.errors import InputError, check_choice
 
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 FACTORS = ("none", "mean_ratio")
-DOCUMENT_EPS = 1e-8
+MEAN_RATIO_EPS = 1e-8
 
 
 def kl_estimate(
@@ -31,15 +39,15 @@ def kl_estimate(
     old_logps: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """An estimate of KL(π_θ ‖ π_ref) at each sampled token ``(B, T)``; 0 outside ``mask`` where one is given.
+    """An estimate of KL(π_θ ‖ π_ref) at each sampled token ``(B, T)``; 0 outside ``mask``.
 
-    With d = log π_ref − log π_θ: ``k1`` = −d, ``k2`` = d²/2, ``k3`` = e^d − d − 1. ``unbiased`` is DeepSeek-V3.2's:
-    k3 · π_θ/π_old with the ratio differentiable, so that value and gradient are right for samples of an older
-    policy; without ``old_logps`` the samples are the policy's own, and the ratio is 1 but for its gradient.
-    Differences are held within ±20, as in `losses`.
+    With d = log π_ref − log π_θ: ``k1`` = −d, ``k2`` = d²/2, ``k3`` = e^d − d − 1. ``unbiased`` is DeepSeek-V3.2's
+    k3 · π_θ/π_old with a differentiable ratio, which corrects value and gradient for samples of an older policy.
+    Without ``old_logps`` the samples come from the current policy: the ratio is 1, and only its gradient matters.
+    Differences are clamped to ±20, as in `losses`.
     """
     check_choice("estimator", estimator, ESTIMATORS)
-    check_same_shape(logps=logps, ref_logps=ref_logps, **given(old_logps=old_logps))
+    check_same_shape(logps=logps, ref_logps=ref_logps, **not_none(old_logps=old_logps))
     present = torch.ones_like(logps, dtype=torch.bool) if mask is None else check_mask("mask", mask, logps.shape)
     d = torch.where(present, working(ref_logps) - working(logps), 0.0)
     if estimator == "k1":
@@ -61,10 +69,10 @@ def full_kl(
     factor: str = "none",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The exact KL(π_θ ‖ π_ref) ``(…)`` of whole distributions, from logits ``(…, V)``.
+    """The exact KL(π_θ ‖ π_ref) ``(…)`` over the vocabulary, from logits ``(…, V)``.
 
-    Worked through ``chunk_size`` rows at a time, forward and backward, so that no softmax of the whole batch is ever
-    held. ``factor="mean_ratio"`` is the first document's: × mean over the vocabulary of π_θ/(π_ref + 1e-8).
+    Computed ``chunk_size`` rows at a time, forward and backward, so that the softmax of the full batch is never in
+    memory. ``factor="mean_ratio"`` multiplies by the mean over the vocabulary of π_θ/(π_ref + 1e-8).
     """
     check_same_shape(logits=logits, ref_logits=ref_logits)
     return _in_chunks(
@@ -93,7 +101,7 @@ def full_kl_from_hidden(
     factor: str = "none",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """`full_kl` of two models' heads, straight from hidden states ``(…, D)``: no (…, V) tensor is ever held whole."""
+    """`full_kl` of two models' heads, straight from hidden states ``(…, D)``, without a ``(…, V)`` tensor."""
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
         raise InputError(
@@ -116,11 +124,11 @@ def full_kl_from_hidden(
 def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
     logp, ref_logp = logits.log_softmax(-1), ref_logits.log_softmax(-1)
     prob = logp.exp()
-    # A token that neither could produce (−inf in both) has probability 0 and contributes 0, not 0 · (−inf + inf).
+    # A token with −inf in both contributes 0, not 0 · (−inf + inf) = NaN.
     difference = torch.where(prob > 0, logp - ref_logp, 0.0)
     kl = (prob * difference).sum(-1)
     if factor == "mean_ratio":
-        kl = kl * (prob / (ref_logp.exp() + DOCUMENT_EPS)).mean(-1)
+        kl = kl * (prob / (ref_logp.exp() + MEAN_RATIO_EPS)).mean(-1)
     return kl
 
 

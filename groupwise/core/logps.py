@@ -1,9 +1,9 @@
-"""Log-probs of chosen tokens straight from hidden states, without ever holding logits for all positions.
+"""Log-probs of chosen tokens straight from hidden states, without logits for all positions in memory.
 
 ``log softmax(head(hidden))[id]`` needs (N, V) numbers if written plainly: 12 GiB in float32 for a batch of 65,536
-tokens and a vocabulary of 49,152, and as much again for the gradient. Here the head is applied a chunk of rows at a
-time, in the forward pass and, once more, in the backward pass; only one number per row is kept in between. (On a CPU,
-where products are dear, few logits are kept instead.) The result is the plain computation's, not an approximation.
+tokens and a vocabulary of 49,152, and as much again for the gradient. Here the head is applied to a chunk of rows at a
+time, in the forward pass and again in the backward pass; only one number per row is kept in between. (On a CPU, where
+matrix products are slow, logits of small batches are kept.) The result is exact, not an approximation.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_at_least, check_tensors, given, shape_of, working
+from groupwise.core._checks import check_above, check_at_least, check_tensors, not_none, shape_of, working
 from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
-KEPT_BYTES = 512 * 2**20  # of logits that a CPU keeps for the backward pass rather than compute them again
-COMPILE_FROM = 2**26  # logits, on a GPU
+KEPT_BYTES = 512 * 2**20  # of logits that a CPU keeps for the backward pass rather than recompute
+COMPILE_FROM = 2**26  # logits, on a GPU: from here on torch.compile is worth its time
 
 
 def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
-    """The plain way, for small vocabularies and for control: logits ``(…, V)``, ids ``(…)`` → log-probs ``(…)``.
+    """For small vocabularies and control: log-probs ``(…)`` of ids ``(…)`` from logits ``(…, V)``.
 
-    With ``with_entropy`` a pair: the log-probs and the entropies.
+    With ``with_entropy``, a pair: log-probs and entropies.
     """
     check_tensors(logits=logits, ids=ids)
     check_above("temperature", temperature, 0.0)
@@ -58,14 +58,14 @@ def selective_logps(
 ) -> Any:
     """Log-probs ``(…)`` of ``ids`` ``(…)`` under a head applied to ``hidden`` ``(…, D)``.
 
-    With ``with_entropy`` a pair: the log-probs and the entropies. Both are differentiable.
+    With ``with_entropy``, a pair: log-probs and entropies. Both are differentiable.
 
     logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap) / temperature, without the tanh if no softcap.
-    weight: ``(V, D)``; it is used in hidden's type, and its gradient, summed in float32, comes in its own. Under
-    autocast both are used in autocast's type.
-    kept: the tokens over which to normalise, `KeptSets` with one set per position or a mask ``(…, V)``. A chosen
-    token outside its set has probability 0: its log-prob is −inf and it has no gradient.
-    chunk_size: rows at a time; by default as many as a chunk of logits of 32 MiB (512 MiB on a GPU) holds.
+    weight: ``(V, D)``; cast to hidden's dtype. Its gradient is summed in float32 and returned in weight's dtype.
+    Under autocast both are cast to autocast's dtype.
+    kept: the tokens to normalise over, as `KeptSets` with one set per position or a mask ``(…, V)``. A chosen token
+    outside its set has log-prob −inf and no gradient.
+    chunk_size: rows per chunk; by default as many as fit into 32 MiB of logits (512 MiB on a GPU).
     """
     vocabulary, width = _check_head(hidden, weight, ids, bias)
     _check_scaling(softcap, scale, temperature)
@@ -97,7 +97,7 @@ def selective_logps(
 def head_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> Tensor:
-    """A head's logits ``(N, V)`` as the sampler sees them. What follows the product is done in float32."""
+    """A head's logits ``(N, V)`` as the sampler sees them. Everything after the product is in float32."""
     return finish_logits(hidden @ weight.to(hidden.dtype).T, bias, scale, softcap, temperature)
 
 
@@ -114,13 +114,13 @@ def finish_logits(raw: Tensor, bias: Tensor | None, scale: float, softcap: float
 
 
 def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
-    """How many rows of float32 logits make a chunk; a round number, which matrix products like."""
+    """Rows of float32 logits per chunk, a multiple of 64 where possible."""
     rows = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary)
     return max(1, rows // 64 * 64 or rows)
 
 
 class _Head(NamedTuple):
-    """Everything about a head but its weights."""
+    """The settings of a head and of its chunks; the weights are passed separately."""
 
     scale: float
     softcap: float | None
@@ -157,10 +157,11 @@ class _SelectiveLogps(torch.autograd.Function):
             product = hidden[part] @ used
             if ctx.products is not None:
                 ctx.products.append(product)
-            found = forward(product, bias, kept, ids[part, None], head.numbers, head.with_entropy)
-            logps[part], normaliser[part] = found[:2]
+            logps[part], normaliser[part], chunk_entropy = forward(
+                product, bias, kept, ids[part, None], head.numbers, head.with_entropy
+            )
             if entropy is not None:
-                entropy[part] = found[2]
+                entropy[part] = chunk_entropy
         ctx.save_for_backward(hidden, weight, bias, ids, logps, normaliser, entropy)
         ctx.head = head
         ctx.set_materialize_grads(False)
@@ -169,7 +170,7 @@ class _SelectiveLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        # A backward pass called inside autocast must not run these products in another type than the forward pass.
+        # Inside autocast the backward pass must still use the dtype of the forward pass.
         with torch.autocast(ctx.saved_tensors[0].device.type, enabled=False):
             return _backward(ctx, grad_logps, grad_entropy)
 
@@ -207,8 +208,8 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
 
 # --- one chunk: raw products (n, V) in, numbers per row or the gradient of the raw products out ----------------------
 #
-# With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H). Twice the same:
-# in PyTorch's own steps, and written for torch.compile, which makes one pass over the memory of each on a GPU.
+# With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H). Two versions:
+# plain PyTorch, and one for torch.compile, which fuses each function into one pass over memory on a GPU.
 
 Numbers = tuple[float, float | None, float]
 
@@ -216,7 +217,7 @@ Numbers = tuple[float, float | None, float]
 def _forward_in_steps(
     raw: Tensor, bias: Tensor | None, kept: Tensor | None, ids: Tensor, numbers: Numbers, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Log-probs of the ids, the logarithm of the softmax's denominator, and entropies, each ``(n,)``."""
+    """Log-probs of the ids, log of the softmax's denominator, and entropies, each ``(n,)``."""
     logits = finish_logits(raw, bias, *numbers)
     if kept is not None:
         logits = logits.masked_fill(~kept, -math.inf)
@@ -313,19 +314,19 @@ _compiled: ChunkFunctions | None = None
 
 
 def _chunk_functions(hidden: Tensor, weight: Tensor) -> ChunkFunctions:
-    """The chunk's two functions: compiled where that pays for the seconds it takes, once, to compile them."""
+    """The forward and backward functions of a chunk: compiled for large inputs on a GPU."""
     global _compiled
     if hidden.device.type != "cuda" or len(hidden) * len(weight) < COMPILE_FROM:
         return _IN_STEPS
     if _compiled is None:
-        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")  # a note to PyTorch's authors
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
         forward, backward = torch.compile(_forward_in_one_pass), torch.compile(_backward_in_one_pass)
         _compiled = _or_in_steps(forward, _forward_in_steps), _or_in_steps(backward, _backward_in_steps)
     return _compiled
 
 
 def _or_in_steps(fast: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:
-    """``fast``, or ``slow`` from the first time that it cannot be compiled (no Triton, no C compiler)."""
+    """``fast``, or ``slow`` once ``fast`` could not be compiled (no Triton, no C compiler)."""
 
     def call(*args: Any) -> Any:
         global _compiled
@@ -343,7 +344,7 @@ def _or_in_steps(fast: Callable[..., Any], slow: Callable[..., Any]) -> Callable
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a · b without rounding the product to a half-precision type first: over many chunks that adds up."""
+    """total += a · b without first rounding the product to half precision; over many chunks the error would add up."""
     if a.dtype != total.dtype and total.device.type == "cuda":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
@@ -351,7 +352,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None) -> tuple[int, int]:
-    check_tensors(hidden=hidden, weight=weight, ids=ids, **given(bias=bias))
+    check_tensors(hidden=hidden, weight=weight, ids=ids, **not_none(bias=bias))
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
             f"hidden has shape {shape_of(hidden)} and weight {shape_of(weight)}; expected (…, D) and (V, D)"
@@ -363,7 +364,7 @@ def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None
         raise InputError(f"bias has shape {shape_of(bias)}; expected the vocabulary, ({vocabulary},)")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise InputError(f"ids must be integers, got {ids.dtype}")
-    if ids.device.type == "cpu" and ids.numel():  # on a GPU this would wait for the device; its kernels check there
+    if ids.device.type == "cpu" and ids.numel():  # on a GPU this would synchronise; the kernels check there
         low, high = ids.aminmax()
         if low < 0 or high >= vocabulary:
             outside = int(low) if low < 0 else int(high)

@@ -1,9 +1,9 @@
-"""The policy objective, from three small pieces: a ratio, a loss per token, and a weight per token.
+"""The policy loss: a ratio, a loss per token, and a weight per token.
 
-``loss = Σ_t weight_t · mask_t · token_loss(ratio_t, A_t)``. A named loss (`LOSSES`) is a choice of token loss and
-aggregation, nothing more; GRPO, Dr. GRPO, DAPO and the fifth document's per-episode objective differ in the weights
-alone. Where this deviates from the literal formulas: log-ratios are held within ±20, so that a token no model would
-have produced gives a large finite number rather than inf · 0 = NaN in the backward pass.
+``loss = Σ_t weight_t · mask_t · token_loss(ratio_t, A_t)``. A named loss (`LOSSES`) is a token loss and an aggregation:
+GRPO (arXiv 2402.03300), Dr. GRPO (2503.20783) and DAPO (2503.14476) differ in the aggregation only. One deviation from
+the papers: log-ratios are clamped to ±20, so that a very unlikely token gives a large finite number rather than
+inf · 0 = NaN in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from groupwise.core._checks import (
     check_pair,
     check_same_shape,
     check_tensors,
-    given,
+    not_none,
     shape_of,
     working,
 )
@@ -41,7 +41,9 @@ DENOMINATORS = ("completion_mask", "policy_mask")
 
 
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """log(π_θ / π_old): per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO). 0 where masked."""
+    """log(π_θ / π_old): per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO,
+    arXiv 2507.18071). 0 where masked.
+    """
     check_choice("ratio", level, RATIOS)
     check_same_shape(logps=logps, old_logps=old_logps)
     mask = check_mask("mask", mask, logps.shape)
@@ -55,16 +57,16 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "toke
 
 
 class Tokens(NamedTuple):
-    """What a token loss may look at. Positions that may not teach hold 0 everywhere."""
+    """The inputs of a token loss. Masked positions are 0."""
 
     log_ratio: Tensor  # (B, T), or (B, 1) with a sequence ratio
     logps: Tensor  # (B, T)
     advantages: Tensor  # (B, T)
-    token_log_ratio: Tensor  # (B, T) whatever the level
+    token_log_ratio: Tensor  # (B, T), also with a sequence ratio; detached
 
 
 class TokenTerm(NamedTuple):
-    """A loss per token, and which tokens were clipped from below and from above (None: this loss does not clip)."""
+    """A loss per token, and the tokens clipped from below and from above (None: this loss does not clip)."""
 
     values: Tensor  # (B, T)
     clipped_low: Tensor | None = None
@@ -73,7 +75,7 @@ class TokenTerm(NamedTuple):
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The numbers that token losses read. ``clip_high`` is an absolute ceiling for CISPO, 1 + clip_high elsewhere."""
+    """The settings of token losses. The ratio's upper bound is 1 + clip_high, or clip_high itself for CISPO."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -87,7 +89,7 @@ TokenLoss = Callable[[Tokens, LossSettings], TokenTerm]
 
 
 def clipped_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-    """PPO's −min(r·A, clip(r)·A). ``dual_clip`` bounds r·A from below where A < 0 (Ye et al., 2020)."""
+    """PPO's −min(r·A, clip(r)·A) (arXiv 1707.06347). ``dual_clip`` bounds r·A where A < 0 (arXiv 1912.09729)."""
     ratio, advantages = tokens.log_ratio.exp(), tokens.advantages
     low, high = 1 - settings.clip_low, 1 + settings.clip_high
     unclipped = ratio if settings.dual_clip is None else ratio.clamp(max=settings.dual_clip)
@@ -96,19 +98,19 @@ def clipped_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
 
 
 def reinforce_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-    """−A·log π: the policy gradient itself, as the first document writes it."""
+    """−A·log π: the plain policy gradient, without a ratio."""
     return TokenTerm(-tokens.advantages * tokens.logps)
 
 
 def cispo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-    """MiniMax-M1: the ratio is capped and detached, so that every token keeps its gradient."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is capped and detached, so every token keeps its gradient."""
     ratio = tokens.log_ratio.detach().exp()
     values = -ratio.clamp(max=settings.clip_high) * tokens.advantages * tokens.logps
     return TokenTerm(values, None, (ratio > settings.clip_high).expand_as(values))
 
 
 def sapo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-    """SAPO: a sigmoid gate around r = 1 in place of the clip, steeper for negative advantages."""
+    """SAPO: a sigmoid gate around r = 1 instead of the clip, steeper for negative advantages."""
     positive, negative = settings.sapo_temperatures
     slope = _by_sign(tokens.advantages > 0, positive, negative, tokens.log_ratio)
     gate = torch.sigmoid(slope * torch.expm1(tokens.log_ratio)) * 4 / slope
@@ -116,7 +118,7 @@ def sapo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
 
 
 def vespo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-    """VESPO: −φ(w)·A·log π, with w the whole sequence's ratio and φ(w) = w^k · e^{λ(1−w)}, detached."""
+    """VESPO: −φ(w)·A·log π, with w the ratio of the sequence and φ(w) = w^k · e^{λ(1−w)}, detached."""
     with torch.no_grad():
         log_w = tokens.token_log_ratio.sum(-1, keepdim=True).clamp(VESPO_LOG_FLOOR, MAX_LOG_RATIO)
         gains = tokens.advantages >= 0
@@ -127,7 +129,7 @@ def vespo_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
 
 
 def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tensor) -> Tensor:
-    """Two numbers chosen by a mask, in the type of ``like`` (torch.where on plain numbers would round to float32)."""
+    """One of two numbers by a mask, in the dtype of ``like`` (torch.where on Python numbers gives float32)."""
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
@@ -136,7 +138,7 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
 
 def aggregation_weights(
     mask: Tensor,
-    how: str,
+    aggregation: str,
     *,
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
@@ -144,33 +146,33 @@ def aggregation_weights(
     sequences: int | Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The weight ``(B, T)`` that each token has in the loss, so that a loss is ``(weights * values).sum()``.
+    """The weight ``(B, T)`` of each token, such that the loss is ``(weights * values).sum()``.
 
-    ``"sequence_mean"``: 1/|o_i| per token, mean over sequences (GRPO; the fifth document's 1/T_i and 1/G).
-    ``"sequence_sum"``: sum over a sequence's tokens, mean over sequences (LUSPO; the first document).
-    ``"token_mean"``: one over the number of tokens of the whole mini-batch (DAPO).
-    ``"local_token_mean"``: one over the number of tokens given here (BNPO), times the share that these sequences
-    have in ``total_sequences``: it depends on how a batch is split, by definition.
-    ``"constant"``: one over sequences × ``max_length`` (Dr. GRPO).
+    ``"sequence_mean"``: mean over each sequence's tokens, then over sequences (GRPO).
+    ``"sequence_sum"``: sum over each sequence's tokens, mean over sequences (LUSPO).
+    ``"token_mean"``: mean over all tokens of the mini-batch (DAPO).
+    ``"local_token_mean"``: mean over the tokens of this micro-batch, times its share of ``total_sequences`` (BNPO);
+    the result depends on the split into micro-batches.
+    ``"constant"``: sum divided by sequences × ``max_length`` (Dr. GRPO).
 
-    ``total_tokens`` and ``total_sequences`` are those of the whole mini-batch where ``mask`` is only a part of it;
-    weights, and so losses and statistics, of the parts then add up to the whole's. ``sequences`` is how many count
-    here, all rows if not given.
+    ``total_tokens`` and ``total_sequences`` are those of the mini-batch where ``mask`` is a micro-batch of it:
+    losses and statistics of the micro-batches then add up to those of the mini-batch. ``sequences`` is the number of
+    sequences to count here, by default all rows.
     """
-    check_choice("aggregation", how, AGGREGATIONS)
+    check_choice("aggregation", aggregation, AGGREGATIONS)
     check_tensors(mask=mask)
     if mask.dim() != 2:
         raise InputError(f"mask has shape {shape_of(mask)}; expected (B, T)")
     present = check_mask("mask", mask, mask.shape).to(dtype)
     here = _total("sequences", sequences, len(mask))
     everywhere = _total("total_sequences", total_sequences, here)
-    if how == "sequence_mean":
+    if aggregation == "sequence_mean":
         return present / present.sum(-1, keepdim=True).clamp(min=1) / everywhere
-    if how == "sequence_sum":
+    if aggregation == "sequence_sum":
         return present / everywhere
-    if how == "token_mean":
+    if aggregation == "token_mean":
         return present / _total("total_tokens", total_tokens, present.sum().clamp(min=1))
-    if how == "local_token_mean":
+    if aggregation == "local_token_mean":
         return present / present.sum().clamp(min=1) * (here / everywhere)
     if max_length is None:
         raise InputError("the aggregation 'constant' (loss 'dr_grpo') needs max_length: the longest completion allowed")
@@ -181,17 +183,17 @@ def aggregation_weights(
 def aggregate(
     values: Tensor,
     mask: Tensor,
-    how: str,
+    aggregation: str,
     *,
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
     total_sequences: int | Tensor | None = None,
 ) -> Tensor:
-    """Per-token values ``(B, T)`` as one number, by `aggregation_weights`. Masked values, even NaN, do not count."""
+    """Per-token values ``(B, T)`` as one number, by `aggregation_weights`. Masked values may be NaN."""
     values = working(values)
     weights = aggregation_weights(
         mask,
-        how,
+        aggregation,
         max_length=max_length,
         total_tokens=total_tokens,
         total_sequences=total_sequences,
@@ -201,13 +203,13 @@ def aggregate(
     return (torch.where(mask != 0, values, 0.0) * weights).sum()
 
 
-def _total(name: str, given: int | Tensor | None, otherwise: int | Tensor) -> int | Tensor:
-    if given is None:
-        return otherwise
-    if isinstance(given, Tensor):
-        return given.clamp(min=1)
-    check_at_least(name, given, 0)
-    return max(given, 1)
+def _total(name: str, total: int | Tensor | None, default: int | Tensor) -> int | Tensor:
+    if total is None:
+        return default
+    if isinstance(total, Tensor):
+        return total.clamp(min=1)
+    check_at_least(name, total, 0)
+    return max(total, 1)
 
 
 # --- the named losses ------------------------------------------------------------------------------------------------
@@ -215,9 +217,9 @@ def _total(name: str, given: int | Tensor | None, otherwise: int | Tensor) -> in
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as a record of choices.
+    """A named loss: its token loss and aggregation.
 
-    ``ratios`` are the levels it is defined for, its own first. ``ceiling`` is given where ``clip_high`` means an
+    ``ratios`` are the levels it is defined for, its default first. ``ceiling`` is set where ``clip_high`` is an
     absolute ceiling on the ratio rather than a distance from 1, and is then its default.
     """
 
@@ -261,26 +263,26 @@ def policy_loss(
     vespo_positive: tuple[float, float] = (2.0, 3.0),
     vespo_negative: tuple[float, float] = (3.0, 2.0),
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss to minimise, and the statistics people watch.
+    """The loss to minimise, and its statistics.
 
-    logps, old_logps: ``(B, T)`` under the policy and under the one that sampled; None for the latter means the batch
-        is used once, so that the ratio is 1 and only its gradient counts.
+    logps, old_logps: ``(B, T)`` under the current policy and under the one that sampled. Without old_logps the batch is
+        on-policy: the ratio is 1, and only its gradient matters.
     advantages: ``(B,)`` or ``(B, T)``. mask: ``(B, T)``, the completion mask, which defines every denominator.
-    loss: a name in `LOSSES`, or a `Loss` of your own.
-    ratio: ``"token"`` or ``"sequence"``; not given, the loss's own (sequence for gspo and luspo, else token).
-    clip_low, clip_high: the ratio is held in [1 − low, 1 + high]; high is low if not given. For ``cispo``, clip_high
-        is an absolute ceiling on the ratio, 5 if not given.
+    loss: a name in `LOSSES`, or a custom `Loss`.
+    ratio: ``"token"`` or ``"sequence"``; by default "sequence" for gspo and luspo, else "token".
+    clip_low, clip_high: the ratio is clipped to [1 − low, 1 + high]; high defaults to low. For ``cispo``, clip_high is
+        an absolute ceiling on the ratio, 5 by default.
     dual_clip: a ceiling (above 1) on the ratio where the advantage is negative, for the losses that clip.
     max_length: the constant that ``dr_grpo`` divides by.
-    total_tokens, total_sequences: the whole mini-batch's, where this is a part of it. See `aggregation_weights`.
-    policy_mask: what may teach, ``(B,)``, ``(B, 1)`` or ``(B, T)``: off-policy, validity and entropy masks multiplied
-        together, or importance weights. It multiplies the loss per token and leaves every denominator alone, unless
-        denominator is ``"policy_mask"``, the first document's division by what it keeps.
+    total_tokens, total_sequences: of the mini-batch, where this is a micro-batch. See `aggregation_weights`.
+    policy_mask: ``(B,)``, ``(B, 1)`` or ``(B, T)``: the product of off-policy, validity and entropy masks, or
+        importance weights. It multiplies the loss per token. Denominators ignore it, unless denominator is
+        ``"policy_mask"``, which divides by what it keeps.
     sapo_temperatures: for positive and negative advantages. vespo_positive, vespo_negative: (k, λ) for each sign.
 
-    The statistics are detached scalars: ``clip_fraction_low`` and ``clip_fraction_high``, ``ratio`` (its mean) and
+    The statistics are detached scalars: ``clip_fraction_low``, ``clip_fraction_high``, the mean ``ratio``, and
     ``approx_kl`` (the k3 estimate of KL(π_old ‖ π_θ)). Each is a mean over tokens, or over sequences with a sequence
-    ratio; with totals given, those of the parts of a batch add up to the batch's.
+    ratio; with totals given, those of the micro-batches add up to the mini-batch's.
     """
     record = _record(loss)
     level = record.ratios[0] if ratio is None else ratio
@@ -292,22 +294,22 @@ def policy_loss(
     settings = LossSettings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
-    check_tensors(logps=logps, advantages=advantages, **given(old_logps=old_logps, policy_mask=policy_mask))
+    check_tensors(logps=logps, advantages=advantages, **not_none(old_logps=old_logps, policy_mask=policy_mask))
     if logps.dim() != 2:
         raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
     if old_logps is None:
         old_logps = logps.detach()
     check_same_shape(logps=logps, old_logps=old_logps)
     mask = check_mask("mask", mask, logps.shape)
-    teaching = _policy_weights(policy_mask, mask, working(logps).dtype)  # (B, T)
-    active = mask if teaching is None else mask & (teaching != 0)
+    policy_weights = _policy_weights(policy_mask, mask, working(logps).dtype)  # (B, T)
+    active = mask if policy_weights is None else mask & (policy_weights != 0)
 
     token_log_ratio = log_ratio(logps, old_logps, mask)
     level_log_ratio = token_log_ratio if level == "token" else log_ratio(logps, old_logps, mask, level)
-    # Whatever may not teach is taken out before the exponential, so that not even an overflow there is felt.
-    speaks = active if level == "token" else active.any(-1, keepdim=True)
+    # Masked positions are zeroed before the exponential, so that an overflow there has no effect.
+    ratio_active = active if level == "token" else active.any(-1, keepdim=True)
     tokens = Tokens(
-        log_ratio=torch.where(speaks, level_log_ratio, 0.0),
+        log_ratio=torch.where(ratio_active, level_log_ratio, 0.0),
         logps=torch.where(active, working(logps), 0.0),
         advantages=torch.where(active, _advantages(advantages, logps), 0.0),
         token_log_ratio=token_log_ratio.detach(),
@@ -322,8 +324,8 @@ def policy_loss(
         sequences=None if denominator == "completion_mask" else active.any(-1).sum(),
         dtype=term.values.dtype,
     )
-    if teaching is not None:
-        weights = weights * teaching
+    if policy_weights is not None:
+        weights = weights * policy_weights
     value = (torch.where(active, term.values, 0.0) * weights).sum()
     means = aggregation_weights(
         mask,
@@ -360,7 +362,7 @@ def _check_settings(settings: LossSettings, record: Loss) -> None:
     check_at_least("clip_high", settings.clip_high, 0.0)
     if record.ceiling is not None and settings.clip_high < 1:
         warnings.warn(
-            f"clip_high is an absolute ceiling on the ratio for this loss: {settings.clip_high:g} shrinks even "
+            f"clip_high is an absolute ceiling on the ratio for this loss: {settings.clip_high:g} caps even "
             f"on-policy tokens (did you mean {1 + settings.clip_high:g}?)",
             stacklevel=3,
         )

@@ -1,8 +1,8 @@
-"""Learning from pairs: DPO and its relatives, as the fourth document adds them to GRPO.
+"""Losses over preference pairs: DPO (arXiv 2305.18290) and its variants.
 
-``L = −log σ(β · ((log π_θ(y_w) − log π_ref(y_w)) − (log π_θ(y_l) − log π_ref(y_l))))`` and the other kinds that
-TRL 1.16's DPO offers and that need no further model. The log-probs are sums over a completion's tokens; ``ipo`` and
-``sigmoid_norm`` divide by its length, as the peer does.
+``L = −log σ(β · ((log π_θ(y_w) − log π_ref(y_w)) − (log π_θ(y_l) − log π_ref(y_l))))``, and the other loss types of
+TRL 1.16's DPOTrainer that need no further model. Log-probs are sums over a completion's tokens; ``ipo`` and
+``sigmoid_norm`` divide by its length, as TRL does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from groupwise.core._checks import (
     check_at_least,
     check_same_shape,
     check_share,
-    given,
     is_number,
+    not_none,
     shape_of,
     working,
 )
@@ -30,7 +30,7 @@ from groupwise.errors import InputError, check_choice
 
 
 class Pairs(NamedTuple):
-    """N pairs, all ``(N,)``: log-ratios to the reference, and what some kinds need beside them."""
+    """N pairs, all ``(N,)``: log-ratios to the reference, and the further inputs of some kinds."""
 
     chosen: Tensor  # log π_θ(y_w) − log π_ref(y_w)
     rejected: Tensor
@@ -46,7 +46,7 @@ class Pairs(NamedTuple):
 
     @property
     def logits(self) -> Tensor:
-        """β times the margin: what DPO's sigmoid sees."""
+        """β times the margin: the argument of DPO's sigmoid."""
         return self.beta * (self.chosen - self.rejected)
 
     def per_token(self, kind: str) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ def _discopop(p: Pairs) -> Tensor:
 
 
 def _sft(p: Pairs) -> Tensor:
-    """The mean negative log-prob of a token of the chosen answers, shared out so that the mean over pairs is it."""
+    """Per pair, such that the mean over pairs is the mean negative log-prob of the chosen answers' tokens."""
     if p.chosen_lengths is None:
         raise InputError("the kind 'sft' needs chosen_lengths, in tokens")
     return -p.policy_chosen * len(p.chosen) / p.chosen_lengths.sum().clamp(min=1)
@@ -170,15 +170,16 @@ def preference_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss to minimise over N pairs, and its statistics.
 
-    The four tensors ``(N,)`` are log-probs of whole answers, summed over tokens. kind: a name in `KINDS`, or several,
-    whose losses are added with ``weights`` (1 each if not given). label_smoothing: the share of flipped labels in
-    ``robust`` and ``aot``, ε in ``exo_pair``; the others ignore it, as the peer's do. lengths: tokens per answer, for
-    ``ipo``, ``sigmoid_norm`` and ``sft``.
-    total_pairs: those of the whole mini-batch, where this is a part of it: losses and statistics of the parts then
-    add up to the whole's, except for the kinds that look across pairs (``aot``, ``aot_unpaired``, ``sft``).
+    The four tensors ``(N,)`` are log-probs of complete answers, summed over tokens.
+    kind: a name in `KINDS`, or several, whose losses are added with ``weights`` (1 each by default).
+    label_smoothing: the share of flipped labels in ``robust`` and ``aot``, ε in ``exo_pair``; the others ignore it, as
+    in TRL.
+    chosen_lengths, rejected_lengths: tokens per answer, for ``ipo``, ``sigmoid_norm`` and ``sft``.
+    total_pairs: of the mini-batch, where this is a micro-batch: losses and statistics of the micro-batches then add
+    up to the mini-batch's, except for the kinds that compare across pairs (``aot``, ``aot_unpaired``, ``sft``).
 
-    Statistics, detached: ``accuracy`` (the share of pairs with the margin on the right side), ``margin``,
-    ``chosen_reward`` and ``rejected_reward`` (β times the log-ratio).
+    Statistics, detached: ``accuracy`` (share of pairs with a positive margin), ``margin``, ``chosen_reward`` and
+    ``rejected_reward`` (β times the log-ratio).
     """
     names, factors = check_kinds(kind, weights, beta=beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
     if total_pairs is not None:
@@ -192,7 +193,7 @@ def preference_loss(
         policy_rejected=policy_rejected,
         ref_chosen=ref_chosen,
         ref_rejected=ref_rejected,
-        **given(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths),
+        **not_none(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths),
     )
     if policy_chosen.dim() != 1 or not len(policy_chosen):
         raise InputError(f"policy_chosen has shape {shape_of(policy_chosen)}; expected (N,) with at least one pair")
@@ -235,7 +236,7 @@ def check_kinds(
     label_smoothing: float = 0.0,
     discopop_tau: float = 0.05,
 ) -> tuple[list[str], list[float]]:
-    """The kinds and a factor for each; an error where these settings of `preference_loss` do not go together."""
+    """The kinds and their factors; an error if these settings of `preference_loss` are invalid."""
     names = [kind] if isinstance(kind, str) else list(kind)
     if weights is not None and not isinstance(weights, (list, tuple)):
         raise InputError(f"weights must be a list with one number per kind, got {weights!r}")

@@ -108,7 +108,7 @@ def test_several_rewards_are_each_normalised_with_what_they_borrow():
 
 
 def test_bad_input():
-    with pytest.raises(InputError, match="several of the groups that it should lie within"):
+    with pytest.raises(InputError, match="spans several of the groups"):
         group_advantages(REWARDS, CLUSTER, within=[[0, 0, 1, 1, 1, 1]], shrinkage=1.0)
     with pytest.raises(InputError, match="needs the baseline 'mean', not 'leave_one_out'"):
         group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1.0, baseline="leave_one_out")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import groupwise.training.update.updater as step_module
-from groupwise.core.kl import DOCUMENT_EPS
+from groupwise.core.kl import MEAN_RATIO_EPS
 from groupwise.core.losses import aggregate
 from groupwise.model import LoraSettings
 from groupwise.model.handle import prepare
@@ -56,7 +56,7 @@ def literal_logits(model, batch, temperature):
 def literal_kl(logits, ref_logits, form):
     policy, reference = logits.softmax(-1), ref_logits.softmax(-1)
     kl = (policy * (policy.log() - reference.log())).sum(-1)
-    return kl if form == "full" else kl * (policy / (reference + DOCUMENT_EPS)).mean(-1)
+    return kl if form == "full" else kl * (policy / (reference + MEAN_RATIO_EPS)).mean(-1)
 
 
 def moved(settings, *, model=None, plain=False):
