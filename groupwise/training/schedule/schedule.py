@@ -1,12 +1,11 @@
-"""Settings that change while a run goes on: by phases, along ramps, and by rules on metrics.
+"""Settings that change during a run: by phases, along ramps, and by rules on metrics.
 
-A setting is a dotted name ("sampling.temperature") and a number; what it means is not known here. Its value is, in this
-order: what the recipe says; what the phase in force says; what its ramp says, where it has one; and on that, one after
-another, the changes of every rule that has fired. A rule's ``*`` and ``+`` go on acting while phases and ramps move the
-value underneath; its ``=`` holds until the phase changes.
+A setting is a dotted name ("sampling.temperature") with a number. Its value is the recipe's, replaced by that of the
+current phase, replaced by that of its ramp, then changed by every rule that has fired, in order. A rule's ``*`` and
+``+`` keep acting while phases and ramps move the value; its ``=`` holds until the phase changes.
 
-The schedule remembers when each phase began, which rule fired when, and the metrics that the rules still look back on.
-That record is plain JSON; loaded again, the run goes on as if it had never stopped.
+The state (when each phase began, which rule fired when, the metrics in the rules' windows) is plain JSON; a resumed run
+continues exactly.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from dataclasses import asdict
 from typing import Any
 
 from groupwise.errors import CheckpointError, ConfigError, InputError, check_choice
-from groupwise.training.schedule.rules import HUGE, Phase, Ramp, Rule, check_number, check_phases, check_whole
+from groupwise.training.schedule.rules import HUGE, Phase, Ramp, Rule, check_number, check_phases
 
-DECAYS = ("constant", "linear", "cosine")
-PATIENCE = 50  # steps after which a metric that never came is worth a word
+PATIENCE = 50  # steps after which a warning is given about a metric that was never reported
 
 
 class Schedule:
-    """The settings of a run, step by step.
+    """The scheduled settings of a run.
 
-    ``base`` holds the recipe's values; a setting whose base is an int is a whole number and stays one. Ask ``values``
-    at the start of every step and tell ``observe`` after it: phases that are counted in tokens begin where they were
-    first asked about, so to look ahead use a second schedule.
+    ``base`` holds the recipe's values; a setting whose base is an int stays an int. Call `values` at the start of every
+    step and `observe` after it. Phases counted in tokens begin at the step where `values` first sees enough tokens, so
+    use a second schedule to look ahead.
     """
 
     def __init__(
@@ -46,82 +44,82 @@ class Schedule:
         self._ramps = {ramp.setting: ramp for ramp in ramps}
         if len(self._ramps) < len(ramps):
             settings = [ramp.setting for ramp in ramps]
-            double = next(name for name in settings if settings.count(name) > 1)
-            raise ConfigError(f"{double} is driven by two ramps; put their points into one, with at = [[…], …]")
-        given: list[tuple[str, str, float | None]] = []
-        given += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
-        given += [(f"the ramp of {ramp.setting}", ramp.setting, value) for ramp in ramps for _, value in ramp.points]
+            duplicate = next(name for name in settings if settings.count(name) > 1)
+            raise ConfigError(f"{duplicate} has two ramps; merge their points into one, with at = [[…], …]")
+        changes: list[tuple[str, str, float | None]] = []  # (where, setting, value)
+        changes += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
+        changes += [(f"the ramp of {ramp.setting}", ramp.setting, value) for ramp in ramps for _, value in ramp.points]
         for rule in rules:
             self._check_during(rule)
             numbers = (rule.set, rule.at_least, rule.at_most)
-            given += [(f"the rule on {rule.metric!r}", rule.setting, value) for value in numbers]
-        for where, name, value in given:
+            changes += [(f"the rule on {rule.metric!r}", rule.setting, value) for value in numbers]
+        for where, name, value in changes:
             check_choice(f"setting in {where}:", name, base, ConfigError)
             check_number(f"{name}, which {where} changes,", base[name])
             if isinstance(base[name], int) and value is not None and value != int(value):
-                raise ConfigError(f"{where}: {name} is a whole number, got {value}; write {round(value)}")
-        self._base = {name: base[name] for _, name, _ in given}
-        self._begun = [(0, 0)]  # (step, tokens) at which each phase began, and after the last the time without one
+                raise ConfigError(f"{where}: {name} must be an integer, got {value}; write {round(value)}")
+        self._base = {name: base[name] for _, name, _ in changes}
+        self._begun = [(0, 0)]  # (step, tokens) at which each phase began, and at which the last one ended
         self._fired: list[tuple[int, int]] = []  # (rule, step)
         self._windows: list[list[tuple[int, float]]] = [[] for _ in rules]  # (step, value of the metric)
         self._waits = [0 for _ in rules]
-        self._known: set[str] = set()  # metrics that have been observed
-        self._observed = 0
+        self._reported: set[str] = set()  # names of metrics
+        self._observed = 0  # steps
         self._last: int | None = None
         self._tokens = 0
 
     @property
     def driven(self) -> tuple[str, ...]:
-        """The settings that this schedule drives."""
+        """The settings that this schedule changes."""
         return tuple(self._base)
 
     def values(self, step: int, tokens: int) -> dict[str, float | int]:
-        """Every setting that this schedule drives, at the start of ``step`` (from 0), after ``tokens`` sampled ones."""
+        """Every scheduled setting at the start of ``step`` (from 0), after ``tokens`` sampled tokens."""
         self._advance(step, tokens)
         return {name: self._value(name, step, tokens, before=step) for name in self._base}
 
     def phase(self, step: int, tokens: int) -> str | None:
-        """The name of the phase in force, None where there is none."""
+        """The name of the current phase, None if there is none."""
         self._advance(step, tokens)
         return self._name(self._phase_at(step))
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Take in a finished step's metrics; a sentence for each rule that fired and each metric that never came.
+        """Apply the rules to a finished step's metrics; returns messages: rules that fired, metrics never reported.
 
-        NaN counts as missing. A step may be observed in several parts, such as training and then evaluation.
+        NaN counts as missing. A step may be observed more than once, such as for training and then for evaluation.
         """
         if self._last is not None and step < self._last:
-            raise InputError(f"step {step} was observed after step {self._last}; load the state that was saved then")
+            raise InputError(f"step {step} was observed after step {self._last}; load the state saved at that step")
         new = step != self._last
         self._observed, self._last = self._observed + new, step
-        numbers = {name: number for name, value in metrics.items() if (number := _metric(value)) is not None}
-        self._known.update(numbers)
-        said = [
-            self._consider(index, step, numbers[rule.metric])
+        numbers = {name: number for name, value in metrics.items() if (number := _number(value)) is not None}
+        self._reported.update(numbers)
+        messages = [
+            self._apply(index, step, numbers[rule.metric])
             for index, rule in enumerate(self._rules)
             if rule.metric in numbers and rule.during in (None, self._name(self._phase_at(step)))
         ]
-        if new and self._observed == PATIENCE + 1:  # not a step earlier: the 50th may have an evaluation still to come
-            said += [self._never(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
-        return [sentence for sentence in said if sentence]
+        if new and self._observed == PATIENCE + 1:  # the evaluation of the 50th step comes after its training metrics
+            messages += [self._never_reported(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
+        return [message for message in messages if message]
 
     def state(self) -> dict[str, Any]:
-        """All that is remembered, as JSON."""
+        """The state as JSON."""
         return {
             "phases": [[self._name(index), *begun] for index, begun in enumerate(self._begun)],
             "rules": [
-                {"rule": _saved(rule), "window": [list(pair) for pair in window], "wait": wait}
+                {"rule": _as_json(rule), "window": [list(pair) for pair in window], "wait": wait}
                 for rule, window, wait in zip(self._rules, self._windows, self._waits, strict=True)
             ],
             "fired": [list(pair) for pair in self._fired],
-            "known": sorted(self._known),
+            "known": sorted(self._reported),
             "observed": self._observed,
             "last": self._last,
             "tokens": self._tokens,
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave. The phases begun so far and the rules must be the same as then."""
+        """Restore a `state`. The phases begun so far and the rules must not have changed."""
         try:
             names = [name for name, _, _ in state["phases"]]
             rules = [saved["rule"] for saved in state["rules"]]
@@ -129,10 +127,10 @@ class Schedule:
             windows = [[(int(step), float(value)) for step, value in saved["window"]] for saved in state["rules"]]
             waits = [int(saved["wait"]) for saved in state["rules"]]
             fired = [(int(index), int(step)) for index, step in state["fired"]]
-            known, observed, tokens = set(map(str, state["known"])), int(state["observed"]), int(state["tokens"])
+            reported, observed, tokens = set(map(str, state["known"])), int(state["observed"]), int(state["tokens"])
             last = None if state["last"] is None else int(state["last"])
             if not {index for index, _ in fired} <= set(range(len(rules))):
-                raise ValueError("a rule fired that is not there")
+                raise ValueError("a rule fired that does not exist")
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
                 f"the saved schedule is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
@@ -140,20 +138,20 @@ class Schedule:
         expected = [self._name(index) for index in range(len(self._phases) + 1)]
         if not names or names != expected[: len(names)]:
             raise ConfigError(
-                f"the saved run had gone through the phases {names}, the recipe has {expected[:-1]}; "
-                "put back the phases that have begun, or start a new run"
+                f"the saved run went through the phases {names}, but the recipe has {expected[:-1]}; "
+                "restore the phases that have begun, or start a new run"
             )
-        if rules != [_saved(rule) for rule in self._rules]:
-            raise ConfigError("the recipe's rules are not those of the saved run; put them back or start a new run")
+        if rules != [_as_json(rule) for rule in self._rules]:
+            raise ConfigError("the recipe's rules differ from those of the saved run; restore them or start a new run")
         self._begun, self._windows, self._waits, self._fired = begun, windows, waits, fired
-        self._known, self._observed, self._last, self._tokens = known, observed, last, tokens
+        self._reported, self._observed, self._last, self._tokens = reported, observed, last, tokens
 
     def _check_during(self, rule: Rule) -> None:
         names = [phase.name for phase in self._phases]
         if rule.during is not None and not names:
             raise ConfigError(
                 f"the rule on {rule.metric!r} is for the phase {rule.during!r}, but there are no phases; add "
-                "[[phases]] or leave 'during' out"
+                "[[phases]] or remove 'during'"
             )
         if rule.during is not None:
             check_choice(f"phase in the rule on {rule.metric!r}: during =", rule.during, names, ConfigError)
@@ -180,7 +178,7 @@ class Schedule:
         return round(value) if isinstance(self._base[name], int) else float(value)
 
     def _exact(self, name: str, step: int, tokens: int, *, before: int) -> float:
-        """The value at a step, not rounded, with the changes of the rules that fired ``before`` a step."""
+        """The value at ``step``, not rounded, with the changes of the rules that fired before the step ``before``."""
         index = self._phase_at(step)
         value = self._base[name]
         if index < len(self._phases):
@@ -194,8 +192,8 @@ class Schedule:
                 value = rule.change(value)
         return value
 
-    def _consider(self, index: int, step: int, number: float) -> str | None:
-        """Let a rule see a value of its metric; the sentence about what it did, if it fired."""
+    def _apply(self, index: int, step: int, number: float) -> str | None:
+        """Give a rule a new value of its metric; returns a message if it fired."""
         rule, window = self._rules[index], self._windows[index]
         window.append((step, number))
         del window[: -rule.over]
@@ -209,61 +207,32 @@ class Schedule:
             return None
         self._fired.append((index, step))
         self._waits[index] = rule.over if rule.cooldown is None else rule.cooldown
-        gaps = "" if window[0][0] == step - rule.over + 1 else " that reported it"
-        average = f"on average over the last {rule.over} steps{gaps}" if rule.over > 1 else f"at step {step}"
+        some = "" if window[0][0] == step - rule.over + 1 else " that reported it"
+        average = f"on average over the last {rule.over} steps{some}" if rule.over > 1 else f"at step {step}"
         side = ("at or " if rule.inclusive else "") + ("below" if rule.above is None else "above")
         sign, amount = ("×", rule.multiply) if rule.multiply is not None else ("=", rule.set)
         if rule.add is not None:
             sign, amount = "−" if rule.add < 0 else "+", abs(rule.add)
-        now = self._value(rule.setting, step, self._tokens, before=step + 1)
+        value = self._value(rule.setting, step, self._tokens, before=step + 1)
         return (
-            f"{rule.metric} was {mean:.6g} {average}, {side} {rule.limit():.6g}: "
-            f"{rule.setting} {sign} {amount:.6g}, now {now if isinstance(now, int) else format(now, '.6g')}"
+            f"{rule.metric} was {mean:.6g} {average}, {side} {rule.threshold():.6g}: "
+            f"{rule.setting} {sign} {amount:.6g}, now {value if isinstance(value, int) else format(value, '.6g')}"
         )
 
-    def _never(self, metric: str) -> str | None:
-        if metric in self._known:
+    def _never_reported(self, metric: str) -> str | None:
+        if metric in self._reported:
             return None
-        nearest = difflib.get_close_matches(metric, sorted(self._known), n=1, cutoff=0.0)
-        hint = f"; the nearest that came is {nearest[0]!r}" if nearest else ""
-        return (
-            f"a rule waits for the metric {metric!r}, but none of {PATIENCE} steps reported a number of that name{hint}"
-        )
+        nearest = difflib.get_close_matches(metric, sorted(self._reported), n=1, cutoff=0.0)
+        hint = f"; the nearest reported name is {nearest[0]!r}" if nearest else ""
+        return f"a rule needs the metric {metric!r}, but no step of the first {PATIENCE} reported it{hint}"
 
 
-def _saved(rule: Rule) -> dict[str, Any]:
-    """A rule as JSON. ``during`` is left out where there is none, as in checkpoints from before there was any."""
+def _as_json(rule: Rule) -> dict[str, Any]:
+    """The rule's fields. ``during`` is omitted if None, as in checkpoints older than that field."""
     return {name: value for name, value in asdict(rule).items() if name != "during" or value is not None}
 
 
-def warmup_decay(step: int, *, warmup_steps: int, total_steps: int | None, shape: str, final: float) -> float:
-    """The factor on the learning rate at ``step`` (from 0).
-
-    Linear warm-up, (step + 1) / warmup_steps, then the decay from 1 to ``final``, a share, at ``total_steps``;
-    "constant" stays at 1 and needs no total.
-    """
-    check_choice("decay of the learning rate", shape, DECAYS, ConfigError)
-    check_whole("warmup_steps", warmup_steps, 0)
-    check_number("the final share of the learning rate", final)
-    if not 0 <= final <= 1:
-        raise ConfigError(f"the final share of the learning rate must be between 0 and 1, got {final}")
-    if total_steps is not None:
-        check_whole("total_steps", total_steps, 1)
-    elif shape != "constant":
-        raise ConfigError(f"a {shape} decay must know where it ends: set the run's number of steps, or use 'constant'")
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if shape == "constant" or total_steps is None:
-        return 1.0
-    if step >= total_steps:
-        return float(final)
-    share = (step - warmup_steps) / (total_steps - warmup_steps)
-    if shape == "cosine":
-        share = (1 - math.cos(math.pi * share)) / 2
-    return 1 + (final - 1) * share
-
-
-def _metric(value: Any) -> float | None:
+def _number(value: Any) -> float | None:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
