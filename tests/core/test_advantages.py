@@ -1,4 +1,4 @@
-"""Group-relative advantages: hand-computed cases, properties, and what is refused."""
+"""Group-relative advantages: hand-computed cases, properties and errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_labels_in_any_order_and_groups_of_any_size():
     labels = torch.tensor([7, -2, 7, 40, 7, -2])
     ours = group_advantages(rewards, labels, scale="none")
     close(ours, -1, -1, 1, 0, 0, 1)
-    names = ["a", "b", "a", "lone", "a", "b"]
+    names = ["a", "b", "a", "single", "a", "b"]
     assert torch.equal(ours, group_advantages(rewards, names, scale="none"))
     assert torch.equal(ours, group_advantages(rewards, np.array(names, dtype=object), scale="none"))
 
@@ -56,20 +56,20 @@ def test_not_scored():
     # The mean and std of 1 and 3 alone; the unscored sample gets 0.
     close(group_advantages(tensor(1, NAN, 3), 3, eps=0), -1 / math.sqrt(2), 0, 1 / math.sqrt(2))
     close(group_advantages(tensor(NAN, NAN, 4, 6), 2, scale="none"), 0, 0, -1, 1)
-    close(group_advantages(tensor(NAN, 2, 4, 6), 2, scale="none"), 0, 0, -1, 1)  # one scored sample: nobody to compare
+    close(group_advantages(tensor(NAN, 2, 4, 6), 2, scale="none"), 0, 0, -1, 1)  # a single scored sample gets 0
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_nothing_to_compare_is_exactly_zero(scale, baseline, dtype):
-    equal = torch.tensor([0.1] * 7 + [0.3], dtype=dtype)  # a group of seven equal rewards, and a lone sample
+def test_equal_rewards_and_single_samples_get_exactly_zero(scale, baseline, dtype):
+    equal = torch.tensor([0.1] * 7 + [0.3], dtype=dtype)  # seven equal rewards, and a single sample
     ours = group_advantages(equal, torch.tensor([0] * 7 + [1]), scale=scale, baseline=baseline)
     assert torch.equal(ours, torch.zeros_like(ours))
 
 
 def test_round_off_is_not_a_difference():
-    """0.1 + 0.2 and 0.3 are the same reward; float64 tells them apart in the last place."""
+    """0.1 + 0.2 and 0.3 are the same reward, although they differ in the last bit."""
     assert 0.1 + 0.2 != 0.3
     assert torch.equal(group_advantages(tensor(0.1 + 0.2, 0.3), 2), tensor(0, 0))
     both = torch.tensor([[0.1, 0.2], [0.3, 0.0]], dtype=torch.float64)
@@ -77,9 +77,9 @@ def test_round_off_is_not_a_difference():
     assert group_advantages(tensor(0.3, 0.3 + 1e-12), 2)[1] > 0
 
 
-def test_without_a_baseline_an_equal_group_teaches():
+def test_without_a_baseline_an_equal_group_keeps_its_rewards():
     close(group_advantages(tensor(1, 1, 0, 2), 2, baseline="none", scale="none"), 1, 1, 0, 2)
-    # There is nothing to divide the equal group by; the other one has std √2.
+    # The equal group is not divided; the other one has std √2.
     close(group_advantages(tensor(1, 1, 0, 2), 2, baseline="none", eps=0), 1, 1, 0, math.sqrt(2))
     close(group_advantages(tensor(5), 1, baseline="none"), 5)
     close(group_advantages(tensor(3, 3), 2, baseline="none", scale="batch"), 3, 3)
@@ -89,7 +89,7 @@ def test_several_rewards():
     rewards = torch.tensor([[1.0, 10], [0, 30], [1, 20], [0, 20]], dtype=torch.float64)
     summed = group_advantages(rewards, 2, weights=[1, 0.1], scale="none")
     close(summed, -0.5, 0.5, 0.5, -0.5)  # 2 against 3, and 3 against 2
-    # Each by itself: (1, −1) and (−1, 1)/√2 cancel in the first group; only the first reward speaks in the second.
+    # Each by itself: (1, −1) and (−1, 1)/√2 cancel in the first group; only the first reward differs in the second.
     after = group_advantages(rewards, 2, weights=[1, 1], combine="normalize_then_sum", eps=0)
     assert after[:2].abs().max() < 1e-12
     assert after[2] == -after[3] > 0
@@ -99,13 +99,13 @@ def test_several_rewards():
 
 
 def test_statistics():
-    found = group_statistics(tensor(1, 3, NAN, 4, 4, NAN), ["a", "a", "a", "b", "b", "c"])
-    assert found.count.tolist() == [2, 2, 0]
-    assert found.mean[:2].tolist() == [2, 4]
-    assert found.mean[2].isnan()
-    torch.testing.assert_close(found.std, tensor(math.sqrt(2), 0, 0))
-    assert found.equal.tolist() == [False, True, True]
-    assert found.index.tolist() == [0, 0, 0, 1, 1, 2]
+    result = group_statistics(tensor(1, 3, NAN, 4, 4, NAN), ["a", "a", "a", "b", "b", "c"])
+    assert result.count.tolist() == [2, 2, 0]
+    assert result.mean[:2].tolist() == [2, 4]
+    assert result.mean[2].isnan()
+    torch.testing.assert_close(result.std, tensor(math.sqrt(2), 0, 0))
+    assert result.equal.tolist() == [False, True, True]
+    assert result.index.tolist() == [0, 0, 0, 1, 1, 2]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
@@ -146,7 +146,7 @@ def test_sum_to_zero_per_group(case, scale, baseline):
 
 
 @given(case=groups_of_rewards(), shift=numbers, **options)
-def test_shifting_rewards_changes_nothing(case, shift, scale, baseline):
+def test_shifting_rewards_leaves_advantages_unchanged(case, shift, scale, baseline):
     rewards, labels, _ = case
     ours = group_advantages(rewards, labels, scale=scale, baseline=baseline)
     shifted = group_advantages(rewards + shift, labels, scale=scale, baseline=baseline)
@@ -154,7 +154,7 @@ def test_shifting_rewards_changes_nothing(case, shift, scale, baseline):
 
 
 @given(case=groups_of_rewards(), **options)
-def test_order_changes_nothing(case, scale, baseline):
+def test_order_of_samples_does_not_matter(case, scale, baseline):
     rewards, labels, order = case
     ours = group_advantages(rewards, labels, scale=scale, baseline=baseline)
     renamed = 1000 - 7 * labels
@@ -163,7 +163,7 @@ def test_order_changes_nothing(case, scale, baseline):
 
 
 @given(case=groups_of_rewards(), factor=st.sampled_from([0.25, 2.0, 1024.0]))
-def test_scaled_by_the_group_the_unit_of_rewards_does_not_matter(case, factor):
+def test_group_scaling_is_invariant_to_the_scale_of_rewards(case, factor):
     rewards, labels, _ = case
     ours = group_advantages(rewards, labels, eps=0)
     torch.testing.assert_close(group_advantages(rewards * factor, labels, eps=0), ours, rtol=1e-9, atol=1e-9)
@@ -197,7 +197,7 @@ def test_scaled_by_the_group_the_unit_of_rewards_does_not_matter(case, factor):
         (lambda r: group_statistics(r.view(2, 2), 2), r"expected \(B,\)"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message) as error:
         call(torch.ones(4))
     assert isinstance(error.value, ValueError)

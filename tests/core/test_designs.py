@@ -1,8 +1,4 @@
-"""Each of the five documents' own formulas, written out literally and slowly, against the core.
-
-One section a document. Where the core's default is another formula (DESIGN's table of loose ends), the document's is
-reached by name, and that is what is compared here.
-"""
+"""The objectives of the five designs (docs/sources.md), written out literally, against the core."""
 
 from __future__ import annotations
 
@@ -29,18 +25,18 @@ from .cases import random_batch
 SEEDS = range(15)
 
 
-# --- 1: enhanced GRPO for USMLE --------------------------------------------------------------------------------------
+# --- enhanced GRPO for USMLE multiple choice -------------------------------------------------------------------------
 
 
-def test_enhanced_grpo_advantages():
+def test_advantages_without_scaling():
     """'4 correct out of 16': the baseline is 0.25, and nothing is divided by a standard deviation."""
     rewards = torch.tensor([1.0] * 4 + [0.0] * 12)
     ours = group_advantages(rewards, 16, scale="none")
     assert ours.tolist() == [0.75] * 4 + [-0.25] * 12
 
 
-def test_enhanced_grpo_kl():
-    """The document's compute_unbiased_kl: the full KL times the mean of current/reference, with its 1e-8 guards."""
+def test_full_kl_times_mean_ratio():
+    """compute_unbiased_kl: the full KL times the mean of current/reference, with 1e-8 guards."""
     for seed in SEEDS:
         generator = torch.Generator().manual_seed(seed)
         current = torch.randn(2, 3, 11, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -59,11 +55,11 @@ def test_enhanced_grpo_kl():
         )
 
 
-def test_enhanced_grpo_step():
-    """−(log_probs · advantages · mask).sum() / mask.sum(), with the combined mask of both filters, and its metrics."""
+def test_reinforce_with_policy_mask_denominator():
+    """−(log_probs · advantages · mask).sum() / mask.sum(), with the product of the off-policy and validity masks."""
     answered = torch.tensor([True, True, False, True, True, True])
     lengths = torch.tensor([60, 4, 80, 90, 70, 70])
-    taught = 0
+    compared = 0
     for seed in SEEDS:
         batch = random_batch(seed)
         rows = len(batch.logps)
@@ -75,7 +71,7 @@ def test_enhanced_grpo_step():
         combined = off_policy * sampling
         if combined.sum() == 0:
             continue
-        taught += 1
+        compared += 1
         literal = -(log_probs * batch.advantages * combined).sum() / combined.sum()
 
         keep = off_policy_sequence_mask(
@@ -94,10 +90,10 @@ def test_enhanced_grpo_step():
         torch.testing.assert_close(
             torch.autograd.grad(ours, batch.logps)[0], torch.autograd.grad(literal, batch.logps)[0]
         )
-    assert taught > 8
+    assert compared > 8
 
 
-# --- 2: the GRPO reference -------------------------------------------------------------------------------------------
+# --- the GRPO reference ----------------------------------------------------------------------------------------------
 
 
 def literal_compute_advantages(rewards, num_generations, scale_rewards):
@@ -111,7 +107,7 @@ def literal_compute_advantages(rewards, num_generations, scale_rewards):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_reference_advantages(scale):
+def test_advantages_by_scale(scale):
     for seed in SEEDS:
         rewards = torch.randn(24, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         torch.testing.assert_close(
@@ -120,7 +116,7 @@ def test_reference_advantages(scale):
 
 
 def literal_reference_loss(batch, *, loss_type, level, epsilon, epsilon_high, beta, max_length, items):
-    """The document's compute_grpo_loss, token by token in Python numbers, and its gradient by hand."""
+    """compute_grpo_loss, token by token."""
     rows, length = batch.logps.shape
     loss = torch.zeros((), dtype=torch.float64)
     counts = [max(1, int(batch.mask[i].sum())) for i in range(rows)]
@@ -157,7 +153,7 @@ def literal_reference_loss(batch, *, loss_type, level, epsilon, epsilon_high, be
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_reference_loss(loss_type, level):
+def test_clipped_losses_with_k3(loss_type, level):
     from groupwise.core import LOSSES
 
     for seed in SEEDS:
@@ -193,11 +189,11 @@ def test_reference_loss(loss_type, level):
         )
 
 
-# --- 3: similarity groups --------------------------------------------------------------------------------------------
+# --- similarity groups -----------------------------------------------------------------------------------------------
 
 
-def test_similarity_groups():
-    """8 responses of one prompt in clusters of 2, 4, 1 and 1: normalised within each, 0 for the lone ones."""
+def test_advantages_within_clusters():
+    """8 responses of one prompt in clusters of 2, 4, 1 and 1: normalised within each, 0 for single ones."""
     rewards = torch.tensor([1.0, 3.0, 2.0, 2.0, 4.0, 8.0, 9.0, 5.0], dtype=torch.float64)
     labels = [f"uid7_{group}" for group in (0, 0, 1, 1, 1, 1, 2, 3)]
     ours = group_advantages(rewards, labels, eps=0.0)
@@ -212,10 +208,10 @@ def test_similarity_groups():
     torch.testing.assert_close(ours, expected)
 
 
-# --- 4: preference-guided GRPO ---------------------------------------------------------------------------------------
+# --- preference-guided GRPO ------------------------------------------------------------------------------------------
 
 
-def test_preference_guided_objective():
+def test_clip_plus_kl_plus_dpo():
     """L = L_clip + w₁·KL + w₂·L_DPO, each term written out, on one batch of groups and one of pairs."""
     w1, w2, beta = 0.04, 0.5, 0.1
     for seed in SEEDS:
@@ -247,11 +243,11 @@ def test_preference_guided_objective():
             torch.testing.assert_close(mine, other)
 
 
-# --- 5: GRPO against PPO on control ----------------------------------------------------------------------------------
+# --- GRPO against PPO on Gymnasium -----------------------------------------------------------------------------------
 
 
-def test_control_objective():
-    """J = 1/G Σ_i 1/T_i Σ_t min(…) over episodes of one start, with the population's std: the grpo loss as it is."""
+def test_grpo_over_episodes():
+    """J = 1/G Σ_i 1/T_i Σ_t min(…) over episodes of one start, with the population std, is the loss "grpo"."""
     for seed in SEEDS:
         batch = random_batch(seed)
         episodes, _ = batch.logps.shape
@@ -275,8 +271,8 @@ def test_control_objective():
         )
 
 
-def test_control_episodes_one_by_one():
-    """Two groups of two episodes, each episode by itself and the losses added, as the document loops: the same loss."""
+def test_episodes_one_by_one():
+    """Two groups of two episodes: the losses of single episodes add up to the loss of the batch."""
     generator = torch.Generator().manual_seed(0)
     lengths = [3, 7, 1, 5]
     new = [torch.randn(n, generator=generator, dtype=torch.float64).requires_grad_() for n in lengths]
@@ -289,13 +285,13 @@ def test_control_episodes_one_by_one():
     ]
     padded = [torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for x in (new, old)]
     mask = torch.arange(7) < torch.tensor(lengths).unsqueeze(1)
-    whole, _ = policy_loss(*padded, advantages, mask, loss="grpo")
-    torch.testing.assert_close(sum(parts), whole)
-    for mine, other in zip(torch.autograd.grad(sum(parts), new), torch.autograd.grad(whole, new), strict=True):
+    batched, _ = policy_loss(*padded, advantages, mask, loss="grpo")
+    torch.testing.assert_close(sum(parts), batched)
+    for mine, other in zip(torch.autograd.grad(sum(parts), new), torch.autograd.grad(batched, new), strict=True):
         torch.testing.assert_close(mine, other)
 
 
-def test_ppo_objective():
+def test_ppo_with_gae():
     """E[min(…)] − c₁·(V − R)² + c₂·S over flat steps: one row of T steps, GAE advantages, and the critic's loss."""
     generator = torch.Generator().manual_seed(3)
     steps = 20

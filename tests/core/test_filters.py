@@ -1,4 +1,4 @@
-"""Sampling filters against transformers' own logits processors, the document's code, and the kept sets they leave."""
+"""Sampling filters against transformers' logits processors and literal versions, and kept sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from groupwise.core import KeptSets, filter_logits, keep_sampling_mask
 from groupwise.errors import InputError
@@ -22,13 +21,15 @@ def random_logits(seed, rows=4, vocabulary=40):
 
 
 def literal_transformers(logits, temperature, top_k, top_p, min_p, keep):
-    for wanted, processor in (
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    for active, processor in (
         (temperature != 1.0, lambda: TemperatureLogitsWarper(temperature)),
         (top_k is not None, lambda: TopKLogitsWarper(top_k, min_tokens_to_keep=keep)),
         (top_p < 1, lambda: TopPLogitsWarper(top_p, min_tokens_to_keep=keep)),
         (min_p is not None, lambda: MinPLogitsWarper(min_p, min_tokens_to_keep=keep)),
     ):
-        if wanted:
+        if active:
             logits = processor()(None, logits)
     return logits
 
@@ -57,7 +58,7 @@ def test_equal_to_transformers(seed, temperature, top_k, top_p, min_p, keep):
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.none(), st.floats(0.001, 1.0)),
 )
-def test_vllms_order(seed, temperature, top_k, top_p, min_p):
+def test_vllm_order(seed, temperature, top_k, top_p, min_p):
     """vLLM applies min-p before top-k and top-p: the same filters, each by itself, in that order."""
     ours = filter_logits(
         random_logits(seed), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, order="vllm"
@@ -68,8 +69,8 @@ def test_vllms_order(seed, temperature, top_k, top_p, min_p):
     assert torch.equal(ours, filter_logits(step, top_p=top_p))
 
 
-def literal_document(logits, temperature, top_k, top_p, min_p):
-    """The second document's functions, one row at a time in plain Python."""
+def literal_mlx_lm(logits, temperature, top_k, top_p, min_p):
+    """mlx-lm's filters, one row at a time in plain Python."""
     result = []
     for row in logits.log_softmax(-1).tolist():
         if top_k:
@@ -97,14 +98,14 @@ def literal_document(logits, temperature, top_k, top_p, min_p):
     top_p=st.one_of(st.just(1.0), st.floats(0.3, 0.999)),
     min_p=st.one_of(st.none(), st.floats(0.001, 1.0)),
 )
-def test_the_documents_order(seed, temperature, top_k, top_p, min_p):
+def test_mlx_lm_order(seed, temperature, top_k, top_p, min_p):
     logits = random_logits(seed)
     ours = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, order="mlx_lm")
-    literal = literal_document(logits, temperature, top_k, top_p, min_p)
+    literal = literal_mlx_lm(logits, temperature, top_k, top_p, min_p)
     some = (literal > -INF).any(-1)
     assert torch.equal((ours > -INF)[some], (literal > -INF)[some])
     torch.testing.assert_close(ours[some].softmax(-1), literal[some].softmax(-1))
-    assert ((ours[~some] > -INF).sum(-1) == 1).all()  # the literal code leaves nothing to sample from; ours the best
+    assert ((ours[~some] > -INF).sum(-1) == 1).all()  # mlx-lm would leave no token; ours keeps the best
 
 
 def test_the_orders_keep_different_sets():
@@ -116,7 +117,7 @@ def test_the_orders_keep_different_sets():
     }
     # top-p cuts a tail of up to 30: 3 + 4 + 5 + 6 + 8 = 26. Of the rest (30 20 14 10) all are ≥ 0.3 · 30.
     # min-p first leaves 30 20 14 10, together 74: the tail 10/74 is cut, 24/74 would be too much.
-    # The document does not renormalise: 10 and 14 are within 30 of 100, so both are cut.
+    # mlx-lm does not renormalise: 10 and 14 are within 30 of 100, so both are cut.
     assert kept == {"transformers": 4, "vllm": 3, "mlx_lm": 2}
     hot = filter_logits(logits, temperature=10.0, top_p=0.5)
     late = filter_logits(logits, temperature=10.0, top_p=0.5, order="mlx_lm")
@@ -128,7 +129,7 @@ def test_ties_at_rank_k_all_stay():
     assert (filter_logits(logits, top_k=2) > -INF).tolist() == [True, False, True, True, True, False]
 
 
-def test_filters_that_filter_nothing():
+def test_settings_without_effect():
     logits = random_logits(0)
     for settings in ({}, {"top_k": 40}, {"top_k": 10_000}, {"top_k": 0}, {"top_p": 1.0}, {"min_p": 0.0}):
         assert torch.equal(filter_logits(logits, **settings), logits), settings
@@ -172,7 +173,7 @@ def test_shapes_and_types():
         ({"order": "hf"}, "unknown order 'hf'"),
     ],
 )
-def test_refused(settings, message):
+def test_invalid_arguments(settings, message):
     with pytest.raises(InputError, match=message):
         filter_logits(torch.randn(5), **settings)
 
@@ -180,7 +181,7 @@ def test_refused(settings, message):
 # --- kept sets -------------------------------------------------------------------------------------------------------
 
 
-def test_kept_sets_go_there_and_back():
+def test_kept_sets_round_trip():
     filtered = filter_logits(random_logits(3, rows=6).view(2, 3, 40), top_k=5)
     filtered[1, 1] = 0.0  # a position where nothing was filtered is stored as an empty set
     sets = KeptSets.from_logits(filtered)
@@ -204,15 +205,15 @@ def test_renormalised_over_the_kept_set():
 
 
 @given(seed=st.integers(0, 10_000), top_k=st.integers(1, 10), top_p=st.floats(0.1, 1.0))
-def test_what_was_sampled_from_is_what_is_trained(seed, top_k, top_p):
-    """The filtered distribution that a token is drawn from is the renormalised one, in value."""
+def test_training_distribution_is_the_sampling_distribution(seed, top_k, top_p):
+    """Renormalising over the kept set gives the filtered distribution."""
     logits = random_logits(seed)
     filtered = filter_logits(logits, temperature=0.8, top_k=top_k, top_p=top_p)
     ours = keep_sampling_mask(logits / 0.8, KeptSets.from_logits(filtered))
     torch.testing.assert_close(ours.exp(), filtered.softmax(-1))
 
 
-def test_kept_sets_refused():
+def test_invalid_kept_sets():
     with pytest.raises(InputError, match=r"kept sets need ids \(M,\)"):
         KeptSets(torch.zeros(2, 2), torch.zeros(2))
     with pytest.raises(InputError, match="1 kept sets were given for 2 positions"):
@@ -221,8 +222,7 @@ def test_kept_sets_refused():
         keep_sampling_mask(torch.zeros(2, 4), torch.zeros(2, 3))
 
 
-def test_top_p_keeps_all_that_tie_with_the_last():
-    """Whichever of them a sort puts first: 0.4, then three of 0.2 each, and 0.6 is asked for."""
+def test_top_p_keeps_ties_with_the_last_token():
     logits = torch.tensor([[0.2, 0.4, 0.2, 0.2]]).log()
     assert torch.equal(filter_logits(logits, top_p=0.5) > -torch.inf, torch.ones(1, 4, dtype=torch.bool))
     assert (filter_logits(logits, top_p=0.39) > -torch.inf).tolist() == [[False, True, False, False]]

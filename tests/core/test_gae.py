@@ -1,4 +1,4 @@
-"""GAE: by hand, against a literal loop, and at both kinds of episode ends."""
+"""GAE: by hand, against a literal loop, and at both kinds of episode end."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_termination_stops_and_truncation_bootstraps():
     rewards, values, after = tensor(1, 1, 1), tensor(0, 0, 0), tensor(10, 10, 10)
     ended = torch.tensor([False, True, False])
     one, _ = gae(rewards, values, ended, NO, next_values=after, gamma=1.0, lam=1.0)
-    assert one.tolist() == [1 + 10 + 1, 1, 1 + 10]  # nothing follows a termination
+    assert one.tolist() == [1 + 10 + 1, 1, 1 + 10]  # no value after a termination
     two, _ = gae(rewards, values, NO, ended, next_values=after, gamma=1.0, lam=1.0)
-    assert two.tolist() == [1 + 10 + 1 + 10, 1 + 10, 1 + 10]  # a truncation still has a future, but no further sum
+    assert two.tolist() == [1 + 10 + 1 + 10, 1 + 10, 1 + 10]  # a truncation bootstraps, but ends the sum
     both, _ = gae(rewards, values, ended, ended, next_values=after, gamma=1.0, lam=1.0)
     assert both.tolist() == one.tolist()
 
@@ -45,7 +45,7 @@ def test_value_after_the_end_is_never_read():
 
 
 def literal(rewards, values, terminated, truncated, next_values, gamma, lam, mask):
-    """The document's sum, step by step from the back."""
+    """The sum of GAE, step by step from the end."""
     advantages = torch.zeros_like(rewards)
     for column in range(rewards.shape[1]):
         running = 0.0
@@ -92,7 +92,7 @@ def test_equals_the_literal_loop(seed, steps, gamma, lam):
 
 
 def test_without_values_it_is_the_reward_to_go():
-    """Zero values and λ = 1: the discounted sum of what follows, as GRPO with reward-to-go uses it."""
+    """Zero values and λ = 1: the discounted sum of later rewards, as GRPO with reward-to-go uses it."""
     ends = torch.tensor([False, True, False, True])
     advantages, _ = gae(tensor(1, 2, 3, 4), torch.zeros(4, dtype=torch.float64), ends, ~ends & ends, gamma=0.5, lam=1.0)
     assert advantages.tolist() == [1 + 0.5 * 2, 2, 3 + 0.5 * 4, 4]
@@ -108,7 +108,7 @@ def test_values_get_no_gradient():
 def test_value_loss():
     values = tensor(1, 3).requires_grad_()
     assert value_loss(values, tensor(2, 5)).item() == pytest.approx((1 + 4) / 2)
-    # Held within 0.5 of the old values 0 and 3: 0.5 and 3. Errors (1, 1.5²) and (4, 4): the larger of each.
+    # Clamped to within 0.5 of the old values 0 and 3: 0.5 and 3. Errors (1, 1.5²) and (4, 4): the larger of each.
     clipped = value_loss(values, tensor(2, 5), old_values=tensor(0, 3), clip=0.5)
     assert clipped.item() == pytest.approx((2.25 + 4) / 2)
 
@@ -131,6 +131,6 @@ def test_value_loss():
         (lambda x: value_loss(x, x, old_values=x, clip=-1.0), "clip must be"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message):
         call(torch.ones(3))

@@ -1,4 +1,4 @@
-"""KL estimates and the exact KL: by hand, against torch's own, and as estimators of what they claim to estimate."""
+"""KL estimates and the exact KL: by hand, against torch, and their bias."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def distributions(seed=0, vocabulary=6):
 
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_unbiased_in_value_and_gradient(on_policy):
-    """Summed over the whole vocabulary with the sampler's weights, V3.2's estimate is the exact KL and its gradient.
+    """The expectation of DeepSeek-V3.2's estimator is the exact KL, in value and gradient.
 
-    k3 alone is neither off-policy, and on-policy its gradient is that of the reverse KL: shown, not only said.
+    k3 is biased in both off-policy, and on-policy in its gradient, which is that of the reverse KL.
     """
     policy, reference, sampler = distributions()
     policy.requires_grad_()
@@ -82,7 +82,7 @@ def test_bfloat16():
 
 
 @pytest.mark.parametrize("chunk_size", [None, 1, 2, 100])
-def test_full_is_torchs_kl(chunk_size):
+def test_full_kl_equals_torch(chunk_size):
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     ours = full_kl(logits, reference, chunk_size=chunk_size)
@@ -92,11 +92,11 @@ def test_full_is_torchs_kl(chunk_size):
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
     gradient, none = torch.autograd.grad(ours.sum(), (logits, reference), allow_unused=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(plain.sum(), logits)[0], rtol=1e-12, atol=1e-12)
-    assert none is None  # the reference does not learn
+    assert none is None  # no gradient for the reference
 
 
 def test_full_with_impossible_tokens():
-    """A token that neither can produce contributes nothing; one that only the policy can is infinitely far."""
+    """A token with probability 0 under both models adds 0; under the reference alone, the KL is infinite."""
     logits = tensor([1.0, 2.0, -math.inf]).requires_grad_()
     reference = tensor([2.0, 1.0, -math.inf])
     kl = full_kl(logits, reference)
@@ -164,12 +164,12 @@ def test_full_from_hidden_states(factor, softcap):
         (lambda x: kl_estimate(x, x, old_logps=x[:1]), "old_logps has shape"),
         (lambda x: kl_estimate(x, x, mask=x[:1]), "mask has shape"),
         (lambda x: full_kl(x, x[:, :2]), "ref_logits has shape"),
-        (lambda x: full_kl(x, x, factor="doc"), "unknown factor 'doc'"),
+        (lambda x: full_kl(x, x, factor="ratio"), "unknown factor 'ratio'"),
         (lambda x: full_kl(x, x, chunk_size=0), "chunk_size must be a finite number of at least 1, got 0"),
         (lambda x: full_kl(x, x, mask=x), "mask has shape"),
         (lambda x: full_kl_from_hidden(x, x, x[:1], x), "must agree"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message):
         call(torch.ones(3, 4))

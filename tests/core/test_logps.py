@@ -1,4 +1,4 @@
-"""`selective_logps` is the plain log-softmax, in value and gradient, whatever the chunks."""
+"""`selective_logps` equals the plain log-softmax in value and gradient, for any chunk size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def plain(case, *, softcap=None, scale=1.0, temperature=1.0, kept=None, bias=True):
-    """The literal computation, with the whole (B, T, V) in memory."""
+    """The literal computation, with the (B, T, V) logits in memory."""
     logits = case.hidden @ case.weight.T
     logits = (logits + case.bias if bias else logits) * scale
     if softcap is not None:
@@ -50,11 +50,11 @@ def plain(case, *, softcap=None, scale=1.0, temperature=1.0, kept=None, bias=Tru
 
 
 def objective(case, logps, entropy):
-    """Different upstream gradients at each position, for log-probs and entropies alike."""
+    """Different upstream gradients at each position, for log-probs and entropies."""
     return (logps * case.up[0]).sum() + (0 if entropy is None else (entropy * case.up[1]).sum())
 
 
-# Both ways of doing a chunk. The one for torch.compile is run as plain Python here, and compiled in tests/gpu.
+# The functions for torch.compile are run uncompiled here, and compiled in tests/gpu.
 BOTH_WAYS = pytest.mark.parametrize(
     "functions",
     [
@@ -87,7 +87,7 @@ def chunks_by(functions, keep=True):
 def test_equals_the_plain_computation(
     functions, seed, softcap, scale, temperature, with_kept, with_entropy, with_bias, chunk_size, keep
 ):
-    """Whether the backward pass finds the logits kept or computes them again."""
+    """Both if the backward pass finds the logits kept and if it recomputes them."""
     with chunks_by(functions, keep):
         case = Case(seed)
         mask = case.kept_mask() if with_kept else None
@@ -150,7 +150,7 @@ def test_a_frozen_head_gets_no_gradient():
 
 @BOTH_WAYS
 def test_a_token_outside_its_kept_set(functions):
-    """Probability 0: the log-prob says so, and no NaN reaches the gradient of the others."""
+    """Its log-prob is −inf, and no NaN reaches the gradients of the others."""
     with chunks_by(functions):
         case = Case(4)
         kept = case.kept_mask()
@@ -175,7 +175,7 @@ def test_an_empty_kept_set_means_no_filter():
 @BOTH_WAYS
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32])
 def test_bfloat16(functions, weight_dtype):
-    """The head's product in bfloat16, as the plain computation has it; everything after it in float32."""
+    """The head's product is in bfloat16, everything after it in float32."""
     with chunks_by(functions):
         case = Case(6, shape=(40,), width=32, vocabulary=50, dtype=torch.bfloat16)
         weight = case.weight.detach().to(weight_dtype).requires_grad_()
@@ -193,7 +193,7 @@ def test_bfloat16(functions, weight_dtype):
 
 
 def test_autocast():
-    """Under autocast the product is in autocast's type, in the backward pass too, wherever that is called."""
+    """Under autocast the product is in autocast's dtype, also in the backward pass, wherever that is called."""
     case = Case(7, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logps = selective_logps(case.hidden, case.weight, case.ids)
@@ -213,8 +213,8 @@ def test_autocast():
         assert torch.equal(one, other)
 
 
-def test_never_holds_the_logits():
-    """No tensor of N × V numbers is made, forward or backward: the largest one is a chunk, or the head's gradient."""
+def test_logits_are_never_in_memory_at_once():
+    """No tensor of N × V numbers is made, forward or backward."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Largest(TorchDispatchMode):
@@ -237,8 +237,8 @@ def test_never_holds_the_logits():
     assert largest.numbers == 64 * 8 * 100
 
 
-def test_where_nothing_can_be_compiled(monkeypatch):
-    """A machine with a GPU but no compiler is slower, and says so once; it does not stop."""
+def test_fallback_without_a_compiler(monkeypatch):
+    """A machine with a GPU but without a compiler warns once and uses the plain functions."""
 
     def broken(*_):
         raise RuntimeError("Failed to find C compiler\nmore")
@@ -253,8 +253,8 @@ def test_where_nothing_can_be_compiled(monkeypatch):
     forward, _ = logps_module._chunk_functions(cuda, meta)
     raw = (case.hidden @ case.weight.T).detach().reshape(15, -1)
     with pytest.warns(UserWarning, match="torch.compile does not work here.*Failed to find C compiler$"):
-        found = forward(raw, None, None, case.ids.reshape(15, 1), (1.0, None, 1.0), False)
-    torch.testing.assert_close(found[0], expected.detach().flatten())
+        result = forward(raw, None, None, case.ids.reshape(15, 1), (1.0, None, 1.0), False)
+    torch.testing.assert_close(result[0], expected.detach().flatten())
     assert logps_module._chunk_functions(cuda, meta) == logps_module._IN_STEPS
 
 
@@ -300,6 +300,6 @@ HIDDEN, WEIGHT, IDS = torch.randn(2, 3), torch.randn(5, 3), torch.tensor([0, 4])
         (lambda: logps_from_logits(WEIGHT, torch.zeros(5).long(), temperature=-1.0), "temperature must be"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message):
         call()

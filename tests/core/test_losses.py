@@ -1,4 +1,4 @@
-"""The policy loss: hand-computed cases, invariances, and what is refused. The peer is in test_losses_peer.py."""
+"""The policy loss: hand-computed cases, invariances and errors. TRL is compared in test_losses_trl.py."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_sequence_ratio_by_hand():
 
 
 def test_dual_clip_by_hand():
-    # A < 0 and ratio 8: −min(8·−1, 1.2·−1) = 8, held to 3 by the dual clip, with no gradient left.
+    # A < 0 and ratio 8: −min(8·−1, 1.2·−1) = 8, clipped to 3 by the dual clip, with zero gradient.
     new = tensor([math.log(8.0)]).requires_grad_()
     old, advantages, mask = torch.zeros(1, 1, dtype=torch.float64), tensor(-1.0), torch.ones(1, 1)
     assert policy_loss(new, old, advantages, mask)[0].item() == pytest.approx(8)
@@ -81,7 +81,9 @@ def test_cispo_ceiling_is_absolute_and_5_by_default():
     new = tensor([math.log(8.0)]).requires_grad_()
     old, advantages, mask = torch.zeros(1, 1, dtype=torch.float64), tensor(1.0), torch.ones(1, 1)
     value, stats = policy_loss(new, old, advantages, mask, loss="cispo")
-    assert torch.autograd.grad(value, new)[0].item() == pytest.approx(-5)  # unlike the clip, the token still teaches
+    assert torch.autograd.grad(value, new)[0].item() == pytest.approx(
+        -5
+    )  # unlike with the clip, the token keeps its gradient
     assert stats["clip_fraction_high"].item() == 1
     value, _ = policy_loss(new, old, advantages, mask, loss="cispo", clip_high=10.0)
     assert torch.autograd.grad(value, new)[0].item() == pytest.approx(-8)
@@ -97,7 +99,7 @@ def test_sapo_and_vespo_by_hand():
     assert vespo.item() == pytest.approx(-math.log(2) * math.exp(3 * (1 - 2)) * 2**2)
 
 
-def test_a_loss_of_ones_own():
+def test_custom_loss():
     def squared(tokens, settings):
         return TokenTerm(-tokens.advantages * tokens.log_ratio.exp() ** settings.clip_low)
 
@@ -105,8 +107,7 @@ def test_a_loss_of_ones_own():
     assert value.item() == pytest.approx((-1 - 4 - 0.25 + 2 * 0.25) / 4)
 
 
-def test_what_a_loss_of_ones_own_sees():
-    """Zeros wherever it may not teach, so that whatever it does there is finite."""
+def test_custom_loss_gets_zeros_at_masked_positions():
     seen = []
 
     def look(tokens, settings):
@@ -125,8 +126,7 @@ def test_what_a_loss_of_ones_own_sees():
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "sapo"])
 def test_ratio_one_gives_the_policy_gradient(loss):
-    """On-policy every loss has the gradient of −A·log π, with its own weights. (SAPO's gate is 4σ(0)/τ = 2/τ off in
-    value, and 1 in slope: it has the same gradient and is compared below.)"""
+    """On-policy every loss has the gradient of −A·log π, times its weights. (SAPO is compared below.)"""
     batch = random_batch(5)
     value, _ = policy_loss(batch.logps, None, batch.advantages, batch.mask, loss=loss, max_length=16)
     weights = aggregation_weights(batch.mask, LOSSES[loss].aggregation, max_length=16, dtype=torch.float64)
@@ -146,13 +146,15 @@ def test_ratio_one_gives_the_policy_gradient_for_sapo():
 
 @pytest.mark.parametrize("loss", ["dapo", "dr_grpo", "grpo", "gspo", "luspo", "cispo", "sapo", "vespo", "reinforce"])
 @given(seed=st.integers(0, 10_000), data=st.data())
-def test_splitting_into_micro_batches_changes_nothing(loss, seed, data):
+def test_micro_batches_add_up(loss, seed, data):
     batch = random_batch(seed)
     rows = len(batch.logps)
     cuts = sorted(data.draw(st.sets(st.integers(1, max(1, rows - 1)))))
     settings = {"loss": loss, "max_length": 16}
     keep = torch.rand(rows, generator=torch.Generator().manual_seed(seed)) < 0.7
-    whole, stats = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, policy_mask=keep, **settings)
+    complete, stats = policy_loss(
+        batch.logps, batch.old_logps, batch.advantages, batch.mask, policy_mask=keep, **settings
+    )
     parts, part_stats = [], []
     for part in (slice(a, b) for a, b in zip([0, *cuts], [*cuts, rows], strict=True)):
         if part.start >= rows or part.start == part.stop:
@@ -169,10 +171,10 @@ def test_splitting_into_micro_batches_changes_nothing(loss, seed, data):
         )
         parts.append(value)
         part_stats.append(statistics)
-    torch.testing.assert_close(sum(parts), whole, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sum(parts), complete, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad(sum(parts), batch.logps)[0],
-        torch.autograd.grad(whole, batch.logps)[0],
+        torch.autograd.grad(complete, batch.logps)[0],
         rtol=1e-10,
         atol=1e-12,
     )
@@ -182,7 +184,7 @@ def test_splitting_into_micro_batches_changes_nothing(loss, seed, data):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf])
-def test_nothing_leaks_from_a_masked_position(loss, poison):
+def test_masked_positions_have_no_effect(loss, poison):
     for seed in range(10):
         batch = random_batch(seed, per_token_advantages=loss != "gspo")
         outside = ~batch.mask
@@ -212,8 +214,8 @@ def test_nothing_leaks_from_a_masked_position(loss, poison):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf, -800.0])
-def test_nothing_leaks_from_a_sequence_that_may_not_teach(loss, poison):
-    """A policy mask silences before the exponential: not even NaN inside the completion reaches the others."""
+def test_masked_sequences_have_no_effect(loss, poison):
+    """The policy mask is applied before the exponential: NaN in one completion does not reach the others."""
     logps = torch.tensor([[poison, -1.0], [-1.0, -2.0]], requires_grad=True)
     old, keep = torch.tensor([[-0.1, poison], [-1.1, -1.9]]), torch.tensor([0.0, 1.0])
     value, _ = policy_loss(
@@ -235,13 +237,13 @@ def test_nothing_leaks_from_a_sequence_that_may_not_teach(loss, poison):
     torch.testing.assert_close(value, alone)
 
 
-def test_policy_masks_leave_denominators_alone_unless_asked():
+def test_denominators_ignore_policy_masks_unless_asked():
     keep = torch.tensor([True, False])
     kept, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, policy_mask=keep)
     assert kept.item() == pytest.approx(-2.7 / 4)
     assert policy_loss(NEW, OLD, ADVANTAGES, MASK, policy_mask=keep.view(2, 1))[0] == kept
-    document, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, policy_mask=keep, denominator="policy_mask")
-    assert document.item() == pytest.approx(-2.7 / 3)
+    divided, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, policy_mask=keep, denominator="policy_mask")
+    assert divided.item() == pytest.approx(-2.7 / 3)
     per_sequence, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="grpo", policy_mask=keep, denominator="policy_mask")
     assert per_sequence.item() == pytest.approx(-2.7 / 3 / 1)
     local, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="bnpo", policy_mask=keep, denominator="policy_mask")
@@ -256,13 +258,13 @@ def test_policy_masks_leave_denominators_alone_unless_asked():
     assert per_token.item() == pytest.approx((-1 / 3 + 1.6) / 2)
 
 
-def test_importance_weights_are_a_policy_mask_too():
+def test_importance_weights_as_policy_mask():
     value, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, policy_mask=torch.tensor([0.5, 2.0]))
     assert value.item() == pytest.approx((-2.7 * 0.5 + 1.6 * 2) / 4)
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_nothing_to_learn_from_is_zero_not_nan(loss):
+def test_an_empty_mask_gives_zero_not_nan(loss):
     logps = torch.randn(3, 4, requires_grad=True)
     value, stats = policy_loss(logps, None, torch.ones(3), torch.zeros(3, 4), loss=loss, max_length=4)
     assert value.item() == 0
@@ -290,10 +292,10 @@ def test_log_ratio_is_bounded():
     assert bounded.tolist() == [[20.0, -20.0]]
 
 
-@given(seed=st.integers(0, 1000), how=st.sampled_from(["sequence_mean", "sequence_sum", "token_mean", "constant"]))
-def test_weights_are_what_their_name_says(seed, how):
+@given(seed=st.integers(0, 1000), name=st.sampled_from(["sequence_mean", "sequence_sum", "token_mean", "constant"]))
+def test_sums_of_aggregation_weights(seed, name):
     mask = random_batch(seed).mask
-    weights = aggregation_weights(mask, how, max_length=5, dtype=torch.float64)
+    weights = aggregation_weights(mask, name, max_length=5, dtype=torch.float64)
     assert (weights[~mask] == 0).all()
     expected = {
         "sequence_mean": 1.0,
@@ -301,7 +303,7 @@ def test_weights_are_what_their_name_says(seed, how):
         "sequence_sum": mask.sum().item() / len(mask),
         "constant": mask.sum().item() / len(mask) / 5,
     }
-    assert weights.sum().item() == pytest.approx(expected[how])
+    assert weights.sum().item() == pytest.approx(expected[name])
 
 
 ONES = torch.ones(2, 3)
@@ -338,14 +340,14 @@ ONES = torch.ones(2, 3)
         ({"logps": torch.ones(6), "old_logps": None}, r"logps has shape \(6,\); expected \(B, T\)"),
     ],
 )
-def test_refused(arguments, message):
+def test_invalid_arguments(arguments, message):
     inputs = {"logps": ONES, "old_logps": ONES, "advantages": torch.ones(2), "mask": ONES, **arguments}
     tensors = [inputs.pop(name) for name in ("logps", "old_logps", "advantages", "mask")]
     with pytest.raises(InputError, match=message):
         policy_loss(*tensors, **inputs)
 
 
-def test_aggregate_refuses():
+def test_aggregate_invalid_arguments():
     with pytest.raises(InputError, match="unknown aggregation 'mean'"):
         aggregate(ONES, ONES, "mean")
     with pytest.raises(InputError, match="values has shape"):

@@ -1,4 +1,4 @@
-"""Masks: by hand, one rule at a time."""
+"""Masks, computed by hand."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def test_v32_rule():
     assert off_policy_sequence_mask(edge * 9, old[:1], torch.tensor([0.0]), mask[:1], threshold=0.5)
 
 
-def test_v32_rule_without_evidence():
-    """A token whose log-prob is not known is no evidence either way: the mean is that of the others."""
+def test_v32_rule_ignores_tokens_without_log_probs():
     old, logps = torch.tensor([[0.6, math.nan], [math.nan, math.nan]]), torch.zeros(2, 2)
     keep = off_policy_sequence_mask(logps, old, torch.tensor([-1.0, -1.0]), torch.ones(2, 2), threshold=0.5)
     assert keep.tolist() == [False, True]
@@ -62,8 +61,8 @@ def test_v32_rule_per_token():
     assert keep.tolist() == [[False, True], [True, True]]
 
 
-def test_document_rule():
-    """Kept iff the sequence's log-prob is less than the threshold above the reference's, whatever the advantage."""
+def test_reference_drift_rule():
+    """Kept iff the sequence's log-prob exceeds the reference's by less than the threshold, for any advantage."""
     logps, reference = torch.tensor([[-1.0, -1.0], [-1.0, -1.0], [-1.0, 9.0]]), torch.full((3, 2), -1.5)
     reference[1] = -1.2
     keep = off_policy_sequence_mask(
@@ -127,6 +126,6 @@ ONES = torch.ones(2, 3)
         (lambda: high_entropy_mask(ONES, ONES[:1], top_fraction=0.5), "mask has shape"),
     ],
 )
-def test_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Preference losses by hand; the peer's code is compared in test_preference_peer.py."""
+"""Preference losses by hand. TRL is compared in test_preference_trl.py."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_hinge_and_ipo_by_hand():
 
 
 def test_gradient_of_dpo():
-    """β·σ(−margin), pushing the chosen up and the rejected down by the same amount."""
+    """β·σ(−margin), with opposite signs for chosen and rejected."""
     chosen, rejected = (x.clone().requires_grad_() for x in PAIRS[:2])
     loss, _ = preference_loss(chosen, rejected, *PAIRS[2:], beta=0.5)
     up, down = torch.autograd.grad(loss, (chosen, rejected))
@@ -52,7 +52,7 @@ def test_gradient_of_dpo():
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - BATCH_KINDS))
-def test_parts_add_up(kind):
+def test_micro_batches_add_up(kind):
     settings = {"kind": kind, "total_pairs": 5}
     if kind == "exo_pair":
         settings["label_smoothing"] = 0.01
@@ -68,15 +68,15 @@ def test_parts_add_up(kind):
             **settings,
         )
 
-    whole, stats = part(slice(0, 5))
+    complete, stats = part(slice(0, 5))
     first, first_stats = part(slice(0, 2))
     rest, rest_stats = part(slice(2, 5))
-    torch.testing.assert_close(first + rest, whole)
+    torch.testing.assert_close(first + rest, complete)
     for name in stats:
         torch.testing.assert_close(first_stats[name] + rest_stats[name], stats[name])
 
 
-def test_smoothing_that_does_nothing_is_said():
+def test_label_smoothing_without_effect_warns():
     with pytest.warns(UserWarning, match="label_smoothing has no effect on .*'sigmoid'.* use kind='robust'"):
         preference_loss(*PAIRS, label_smoothing=0.1)
 
@@ -108,12 +108,12 @@ def test_bfloat16():
         ({"chosen_lengths": torch.ones(3)}, "chosen_lengths has shape"),
     ],
 )
-def test_refused(settings, message):
+def test_invalid_arguments(settings, message):
     with pytest.raises(InputError, match=message):
         preference_loss(*PAIRS, **settings)
 
 
-def test_shapes_refused():
+def test_invalid_shapes():
     with pytest.raises(InputError, match="ref_rejected has shape"):
         preference_loss(*PAIRS[:3], PAIRS[3][:1])
     with pytest.raises(InputError, match="at least one pair"):

@@ -1,4 +1,4 @@
-"""Small groups that borrow from the larger ones that they lie in."""
+"""Shrinkage of small groups towards the groups that enclose them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ CLUSTER = [0, 0, 0, 1, 1, 2]
 REWARDS = torch.tensor([1.0, 2.0, 6.0, 4.0, 5.0, 9.0], dtype=torch.float64)  # mean 4.5, squared deviations 41.5
 
 
-def test_a_lone_sample_by_hand():
-    found = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=2.0, eps=0.0)
-    # The mean (9 + 2·4.5) / 3 = 6 and the prompt's variance 41.5 / 5, which is all that there is to go by.
-    assert found[5].item() == pytest.approx((9 - 6) / math.sqrt(41.5 / 5))
+def test_a_single_sample_by_hand():
+    result = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=2.0, eps=0.0)
+    # The mean (9 + 2·4.5) / 3 = 6 and the prompt's variance 41.5 / 5,.
+    assert result[5].item() == pytest.approx((9 - 6) / math.sqrt(41.5 / 5))
 
 
 def test_a_small_cluster_by_hand():
-    found = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=2.0, eps=0.0)
+    result = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=2.0, eps=0.0)
     mean, variance = (9 + 2 * 4.5) / 4, (0.5 + 2 * 8.3) / (1 + 2)
-    assert found[3].item() == pytest.approx((4 - mean) / math.sqrt(variance))
+    assert result[3].item() == pytest.approx((4 - mean) / math.sqrt(variance))
 
 
 def test_by_hand_without_the_spread():
-    found = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1.0, scale="none")
+    result = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1.0, scale="none")
     expected = [1 - 3.375, 2 - 3.375, 6 - 3.375, 4 - 4.5, 5 - 4.5, 9 - 6.75]
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64))
 
 
 def literal(rewards: list[float], chains: list[tuple[int, ...]], kappa: float, unbiased: bool) -> list[float]:
     """Sample by sample and level by level: ``chains`` has each sample's groups, the largest first."""
-    found = []
+    result = []
     for reward, chain in zip(rewards, chains, strict=True):
         everyone = [r for r, other in zip(rewards, chains, strict=True) if other[:1] == chain[:1]]
         mean = sum(everyone) / len(everyone)
@@ -46,12 +46,12 @@ def literal(rewards: list[float], chains: list[tuple[int, ...]], kappa: float, u
         equal = max(everyone) == min(everyone)
         for depth in range(2, len(chain) + 1):
             members = [r for r, other in zip(rewards, chains, strict=True) if other[:depth] == chain[:depth]]
-            own = sum(members) / len(members)
-            squares = sum((r - own) ** 2 for r in members)
+            center = sum(members) / len(members)
+            squares = sum((r - center) ** 2 for r in members)
             mean = (sum(members) + kappa * mean) / (len(members) + kappa)
             variance = (squares + kappa * variance) / (len(members) - unbiased + kappa)
-        found.append(0.0 if equal else (reward - mean) / (math.sqrt(variance) + 1e-4))
-    return found
+        result.append(0.0 if equal else (reward - mean) / (math.sqrt(variance) + 1e-4))
+    return result
 
 
 @given(
@@ -60,9 +60,9 @@ def literal(rewards: list[float], chains: list[tuple[int, ...]], kappa: float, u
     st.sampled_from([0.25, 1.0, 7.0]),
     st.booleans(),
 )
-def test_three_levels_are_the_literal_formula(chains, data, kappa, unbiased):
+def test_three_levels_equal_the_literal_formula(chains, data, kappa, unbiased):
     rewards = data.draw(st.lists(st.integers(-8, 8), min_size=len(chains), max_size=len(chains)))
-    found = group_advantages(
+    result = group_advantages(
         torch.tensor(rewards, dtype=torch.float64),
         [str(chain) for chain in chains],
         within=[[chain[0] for chain in chains], [str(chain[:2]) for chain in chains]],
@@ -70,44 +70,44 @@ def test_three_levels_are_the_literal_formula(chains, data, kappa, unbiased):
         unbiased=unbiased,
     )
     expected = literal([float(reward) for reward in rewards], chains, kappa, unbiased)
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
 
 
-def test_nothing_is_borrowed_at_zero():
+def test_zero_shrinkage_has_no_effect():
     plain = group_advantages(REWARDS, CLUSTER)
     assert torch.equal(group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=0.0), plain)
     assert plain[5] == 0
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_much_shrinkage_is_the_comparison_within_the_prompt(scale):
-    found = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1e9, scale=scale)
-    torch.testing.assert_close(found, group_advantages(REWARDS, PROMPT, scale=scale), rtol=1e-6, atol=1e-6)
+def test_large_shrinkage_compares_within_the_prompt(scale):
+    result = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1e9, scale=scale)
+    torch.testing.assert_close(result, group_advantages(REWARDS, PROMPT, scale=scale), rtol=1e-6, atol=1e-6)
 
 
-def test_equal_rewards_of_a_prompt_teach_nothing_but_those_of_a_cluster_do():
+def test_equal_rewards_get_zero_in_a_prompt_but_not_in_a_cluster():
     rewards = torch.tensor([3.0, 3.0, 3.0, 7.0, 7.0, 7.0, 2.0, 2.0])
-    found = group_advantages(
+    result = group_advantages(
         rewards, [0, 0, 0, 1, 1, 1, 2, 3], within=[[0, 0, 0, 0, 0, 0, 1, 1]], shrinkage=1.0, scale="none"
     )
-    assert found.tolist() == [-0.5, -0.5, -0.5, 0.5, 0.5, 0.5, 0.0, 0.0]
+    assert result.tolist() == [-0.5, -0.5, -0.5, 0.5, 0.5, 0.5, 0.0, 0.0]
 
 
-def test_what_was_not_scored_takes_no_part():
+def test_unscored_samples_are_left_out():
     rewards = torch.tensor([1.0, 3.0, math.nan, 5.0, math.nan])
-    found = group_advantages(rewards, [0, 0, 0, 1, 2], within=[[0] * 5], shrinkage=1.0, scale="none")
-    assert found.tolist() == pytest.approx([1 - 7 / 3, 3 - 7 / 3, 0.0, 5 - 4, 0.0])
+    result = group_advantages(rewards, [0, 0, 0, 1, 2], within=[[0] * 5], shrinkage=1.0, scale="none")
+    assert result.tolist() == pytest.approx([1 - 7 / 3, 3 - 7 / 3, 0.0, 5 - 4, 0.0])
 
 
-def test_several_rewards_are_each_normalised_with_what_they_borrow():
+def test_several_rewards_are_shrunk_separately():
     two = torch.stack([REWARDS, REWARDS.flip(0)], dim=1)
-    how = {"within": [PROMPT], "shrinkage": 1.0, "combine": "normalize_then_sum", "scale": "none"}
-    found = group_advantages(two, CLUSTER, **how)
+    settings = {"within": [PROMPT], "shrinkage": 1.0, "combine": "normalize_then_sum", "scale": "none"}
+    result = group_advantages(two, CLUSTER, **settings)
     each = [group_advantages(two[:, k], CLUSTER, within=[PROMPT], shrinkage=1.0, scale="none") for k in (0, 1)]
-    torch.testing.assert_close(found, each[0] + each[1])
+    torch.testing.assert_close(result, each[0] + each[1])
 
 
-def test_bad_input():
+def test_invalid_arguments():
     with pytest.raises(InputError, match="spans several of the groups"):
         group_advantages(REWARDS, CLUSTER, within=[[0, 0, 1, 1, 1, 1]], shrinkage=1.0)
     with pytest.raises(InputError, match="needs the baseline 'mean', not 'leave_one_out'"):

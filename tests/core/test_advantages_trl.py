@@ -1,7 +1,4 @@
-"""Advantages against a real, tiny TRL GRPOTrainer: it generates, and its own code turns rewards into advantages.
-
-Only the rewards are ours (float64, NaN for 'not scored'), given through the method that collects them.
-"""
+"""Advantages against those of a tiny TRL GRPOTrainer, whose reward method is replaced by one with given rewards."""
 
 from __future__ import annotations
 
@@ -13,7 +10,9 @@ import torch
 
 from groupwise.core import group_advantages
 
-from .peer import float64_by_default
+from .trl_code import float64_by_default
+
+pytestmark = pytest.mark.slow
 
 SIZE, GROUP = 12, 6
 
@@ -76,7 +75,7 @@ def trainer(tmp_path_factory):
     return trainer
 
 
-def peer_advantages(trainer, rewards, weights, scale, combine):
+def trl_advantages(trainer, rewards, weights, scale, combine):
     trainer.scale_rewards = scale
     trainer.multi_objective_aggregation = combine
     trainer.reward_weights = torch.tensor(weights, dtype=rewards.dtype)
@@ -93,7 +92,7 @@ def random_rewards(seed, missing):
         rewards = (rewards > 0).double()
     if missing:
         rewards[torch.rand(SIZE, 2, generator=generator) < 0.3] = torch.nan
-    # Equal rewards in a group are the one known difference, tested below; a second decimal tells them apart.
+    # Equal rewards in a group are the one known difference, tested below; avoid them here.
     return rewards + torch.arange(SIZE, dtype=torch.float64).unsqueeze(1) * 0.01
 
 
@@ -102,7 +101,7 @@ def random_rewards(seed, missing):
 def test_sum_then_normalize(trainer, scale, missing):
     for seed in range(40):
         rewards = random_rewards(seed, missing)
-        theirs = peer_advantages(trainer, rewards, [1.0, 0.5], scale, "sum_then_normalize")
+        theirs = trl_advantages(trainer, rewards, [1.0, 0.5], scale, "sum_then_normalize")
         ours = group_advantages(rewards, GROUP, scale=scale, weights=[1.0, 0.5])
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
@@ -111,17 +110,17 @@ def test_sum_then_normalize(trainer, scale, missing):
 def test_normalize_then_sum(trainer, missing):
     for seed in range(40):
         rewards = random_rewards(seed, missing)
-        theirs = peer_advantages(trainer, rewards, [1.0, 0.5], "group", "normalize_then_sum")
+        theirs = trl_advantages(trainer, rewards, [1.0, 0.5], "group", "normalize_then_sum")
         ours = group_advantages(rewards, GROUP, weights=[1.0, 0.5], combine="normalize_then_sum")
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_known_difference_equal_rewards(trainer):
-    """A group of equal rewards: the peer divides round-off by eps, up to 3e-4 in float32; ours is exactly 0."""
+    """For a group of equal rewards TRL divides round-off by eps, up to 3e-4 in float32; ours is exactly 0."""
     rewards = torch.full((SIZE, 1), 0.3).expand(SIZE, 2).contiguous()
     rewards[:, 1] = torch.nan
-    rewards[0, 0] = 0.2  # the first group has something to learn
-    theirs = peer_advantages(trainer, rewards, [1.0, 1.0], "group", "sum_then_normalize")
+    rewards[0, 0] = 0.2  # the first group has a learning signal
+    theirs = trl_advantages(trainer, rewards, [1.0, 1.0], "group", "sum_then_normalize")
     ours = group_advantages(rewards, GROUP)
     assert 0 < theirs[GROUP:].abs().max() < 1e-3
     assert torch.equal(ours[GROUP:], torch.zeros(SIZE - GROUP))

@@ -1,4 +1,4 @@
-"""Policy losses against TRL 1.16's own `_compute_loss`: loss and gradient, within 1e-10 in float64."""
+"""Policy losses against TRL 1.16: loss and gradient within 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from groupwise.core import (
     policy_loss,
 )
 
-from . import peer
+from . import trl_code
 from .cases import random_batch
 
 SEEDS = range(12)
@@ -28,7 +28,7 @@ def cases():
     for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"):
         for ratio in ("token", "sequence"):
             if loss == "vespo" and ratio == "sequence":
-                continue  # the peer refuses it too
+                continue  # TRL refuses it too
             settings = CLIPS if loss in CLIPPED else CEILINGS if loss == "cispo" else ({},)
             for clip in settings:
                 yield pytest.param(loss, ratio, clip, id="-".join([loss, ratio, *map(str, clip.values())]))
@@ -44,12 +44,12 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, leaf: torch.Tensor) ->
 @pytest.mark.parametrize("per_token_advantages", [False, True], ids=["sequence_adv", "token_adv"])
 @pytest.mark.parametrize(("loss", "ratio", "clip"), cases())
 def test_loss_and_gradient(loss, ratio, clip, per_token_advantages):
-    peer_clip = dict(clip)
+    trl_clip = dict(clip)
     if loss == "cispo":
-        peer_clip.setdefault("clip_high", 5.0)
+        trl_clip.setdefault("clip_high", 5.0)
     for seed in SEEDS:
         batch = random_batch(seed, per_token_advantages=per_token_advantages)
-        theirs, _ = peer.grpo_loss(batch, loss=loss, ratio=ratio, max_length=32, **peer_clip)
+        theirs, _ = trl_code.grpo_loss(batch, loss=loss, ratio=ratio, max_length=32, **trl_clip)
         ours, _ = policy_loss(
             batch.logps, batch.old_logps, batch.advantages, batch.mask, loss=loss, ratio=ratio, max_length=32, **clip
         )
@@ -57,7 +57,7 @@ def test_loss_and_gradient(loss, ratio, clip, per_token_advantages):
 
 
 def test_cases_reach_both_clips():
-    """The comparison above means something only if its random cases are clipped on both sides, and not always."""
+    """The random cases of the comparison above are clipped on both sides, but not always."""
     low = high = 0.0
     for seed in SEEDS:
         batch = random_batch(seed)
@@ -68,11 +68,11 @@ def test_cases_reach_both_clips():
 
 
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"gspo", "reinforce"}))
-def test_used_once(loss):
-    """Without old log-probs the ratio is 1 and only its gradient counts, there and here."""
+def test_on_policy(loss):
+    """Without old log-probs the ratio is 1, and only its gradient matters."""
     for seed in SEEDS:
         batch = random_batch(seed)
-        theirs, _ = peer.grpo_loss(
+        theirs, _ = trl_code.grpo_loss(
             batch, loss=loss, max_length=16, use_old=False, clip_high=5.0 if loss == "cispo" else 0.2
         )
         ours, stats = policy_loss(
@@ -86,7 +86,7 @@ def test_used_once(loss):
 def test_gspo_is_grpo_with_a_sequence_ratio():
     for seed in SEEDS:
         batch = random_batch(seed)
-        theirs, _ = peer.grpo_loss(batch, loss="grpo", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
+        theirs, _ = trl_code.grpo_loss(batch, loss="grpo", ratio="sequence", clip_low=3e-4, clip_high=4e-4)
         ours, _ = policy_loss(
             batch.logps, batch.old_logps, batch.advantages, batch.mask, loss="gspo", clip_low=3e-4, clip_high=4e-4
         )
@@ -96,12 +96,12 @@ def test_gspo_is_grpo_with_a_sequence_ratio():
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "sapo", "dr_grpo", "bnpo"])
 @pytest.mark.parametrize("accumulation", [2, 3])
 def test_one_of_several_micro_batches(loss, accumulation):
-    """The peer's scaling for gradient accumulation, with the whole mini-batch's totals given to ours."""
+    """TRL's scaling for gradient accumulation equals ours with the totals of the mini-batch."""
     for seed in SEEDS:
         batch = random_batch(seed)
         rows = len(batch.logps)
         total_tokens = batch.tokens + 17
-        theirs, _ = peer.grpo_loss(
+        theirs, _ = trl_code.grpo_loss(
             batch,
             loss=loss,
             max_length=16,
@@ -124,11 +124,11 @@ def test_one_of_several_micro_batches(loss, accumulation):
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "dr_grpo", "luspo"])
 @pytest.mark.parametrize("per_token_advantages", [False, True])
-def test_off_policy_mask_multiplies_the_term_only(loss, per_token_advantages):
+def test_off_policy_mask_leaves_the_kl_term_alone(loss, per_token_advantages):
     dropped = 0
     for seed in SEEDS:
         batch = random_batch(seed, per_token_advantages=per_token_advantages)
-        theirs, _ = peer.grpo_loss(batch, loss=loss, threshold=0.05, beta=0.3, max_length=16)
+        theirs, _ = trl_code.grpo_loss(batch, loss=loss, threshold=0.05, beta=0.3, max_length=16)
         keep = off_policy_sequence_mask(batch.logps, batch.old_logps, batch.advantages, batch.mask, threshold=0.05)
         dropped += int((~keep).sum())
         ours, _ = policy_loss(
@@ -147,12 +147,10 @@ def test_off_policy_mask_multiplies_the_term_only(loss, per_token_advantages):
     assert dropped > 0
 
 
-def test_off_policy_mask_itself():
+def test_off_policy_mask():
     for seed in range(300):
         batch = random_batch(seed)
-        theirs = peer.GRPOTrainer.get_off_policy_mask(
-            batch.advantages.unsqueeze(1), batch.logps, batch.old_logps, batch.mask, 0.03
-        )
+        theirs = trl_code.off_policy_mask(batch.advantages.unsqueeze(1), batch.logps, batch.old_logps, batch.mask, 0.03)
         ours = off_policy_sequence_mask(batch.logps, batch.old_logps, batch.advantages, batch.mask, threshold=0.03)
         assert torch.equal(ours, theirs.squeeze(1).bool())
 
@@ -162,7 +160,7 @@ def test_entropy_mask(top_fraction):
     for seed in SEEDS:
         batch = random_batch(seed)
         entropy = torch.rand(batch.logps.shape, generator=torch.Generator().manual_seed(seed))  # float32, as theirs
-        theirs, _ = peer.grpo_loss(batch, loss="dapo", entropy=entropy, top_fraction=top_fraction)
+        theirs, _ = trl_code.grpo_loss(batch, loss="dapo", entropy=entropy, top_fraction=top_fraction)
         keep = high_entropy_mask(entropy, batch.mask, top_fraction=top_fraction)
         assert keep.any()
         ours, _ = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, policy_mask=keep)
@@ -172,10 +170,10 @@ def test_entropy_mask(top_fraction):
 @pytest.mark.parametrize("loss", sorted(set(LOSSES) - {"gspo", "reinforce"}))
 @pytest.mark.parametrize("bias_corrected", [False, True], ids=["k3", "unbiased"])
 def test_kl_term(loss, bias_corrected):
-    """Policy loss plus β times the aggregated KL is the peer's loss: k3, and V3.2's corrected one."""
+    """Policy loss plus β times the aggregated KL is TRL's loss, for k3 and for DeepSeek-V3.2's estimator."""
     for seed in SEEDS:
         batch = random_batch(seed)
-        theirs, metrics = peer.grpo_loss(
+        theirs, metrics = trl_code.grpo_loss(
             batch,
             loss=loss,
             beta=0.04,
@@ -199,10 +197,10 @@ def test_kl_term(loss, bias_corrected):
 
 
 def test_known_difference_kl_with_a_sequence_ratio():
-    """The peer then corrects k3 by the sequence's ratio; ours by the token's, V3.2's formula. The pieces give both."""
+    """TRL then corrects k3 by the sequence's ratio; ours by the token's, as DeepSeek-V3.2 does."""
     for seed in SEEDS:
         batch = random_batch(seed)
-        theirs, _ = peer.grpo_loss(batch, loss="grpo", ratio="sequence", beta=0.04, bias_corrected=True)
+        theirs, _ = trl_code.grpo_loss(batch, loss="grpo", ratio="sequence", beta=0.04, bias_corrected=True)
         ours, _ = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, loss="gspo")
         ratio = log_ratio(batch.logps, batch.old_logps, batch.mask, "sequence").exp()
         kl = kl_estimate(batch.logps, batch.ref_logps, mask=batch.mask) * ratio
@@ -218,34 +216,33 @@ def test_known_difference_kl_with_a_sequence_ratio():
 def test_clip_statistics(ratio):
     for seed in SEEDS:
         batch = random_batch(seed)
-        _, metrics = peer.grpo_loss(batch, loss="dapo", ratio=ratio)
+        _, metrics = trl_code.grpo_loss(batch, loss="dapo", ratio=ratio)
         _, stats = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, ratio=ratio)
         assert stats["clip_fraction_low"].item() == pytest.approx(metrics["clip_ratio/low_mean"][0], abs=1e-6)
         assert stats["clip_fraction_high"].item() == pytest.approx(metrics["clip_ratio/high_mean"][0], abs=1e-6)
 
 
-def test_known_differences_from_the_peer():
-    """Where ours is not the peer's, on purpose."""
+def test_known_differences_from_trl():
     batch = random_batch(3)
-    # Log-ratios are held within ±20: where the peer's gradient is inf · 0 = NaN, ours is finite.
+    # Log-ratios are clamped to ±20: where TRL's gradient is inf · 0 = NaN, ours is finite.
     far = batch._replace(old_logps=batch.logps.detach() - 800, advantages=torch.ones_like(batch.advantages))
-    theirs, _ = peer.grpo_loss(far, loss="dapo")
+    theirs, _ = trl_code.grpo_loss(far, loss="dapo")
     assert torch.autograd.grad(theirs, far.logps)[0].isnan().any()
     ours, _ = policy_loss(far.logps, far.old_logps, far.advantages, far.mask)
     assert torch.autograd.grad(ours, far.logps)[0].isfinite().all()
-    # NaN outside the completion: the peer multiplies by the mask, and NaN · 0 is NaN.
+    # NaN outside the completion: TRL multiplies by the mask, and NaN · 0 is NaN.
     dirty = batch._replace(mask=torch.zeros_like(batch.mask), old_logps=torch.full_like(batch.old_logps, torch.nan))
     dirty.mask[:, 0] = True
     dirty.old_logps[:, 0] = batch.old_logps[:, 0]
     assert dirty.mask.shape[1] > 1
-    assert peer.grpo_loss(dirty, loss="dapo")[0].isnan()
+    assert trl_code.grpo_loss(dirty, loss="dapo")[0].isnan()
     assert policy_loss(dirty.logps, dirty.old_logps, dirty.advantages, dirty.mask)[0].isfinite()
-    # A token without a valid sampler log-prob: the peer counts it as 0 in the mean, ours leaves it out of the mean.
+    # A token without a valid sampler log-prob counts as 0 in TRL's mean; ours leaves it out.
     logps, old = torch.zeros(1, 2), torch.tensor([[0.3, torch.nan]])
     args = (torch.tensor([[-1.0]]), logps, old, torch.ones(1, 2), 0.2)
-    assert peer.GRPOTrainer.get_off_policy_mask(*args).item() == 1
+    assert trl_code.off_policy_mask(*args).item() == 1
     assert not off_policy_sequence_mask(logps, old, torch.tensor([-1.0]), torch.ones(1, 2), threshold=0.2)
-    # 'luspo' has the sequence ratio its paper has; the peer's default is the token ratio, with a warning.
+    # 'luspo' has the sequence ratio of its paper; TRL's default is the token ratio, with a warning.
     ours, _ = policy_loss(batch.logps, batch.old_logps, batch.advantages, batch.mask, loss="luspo")
-    theirs, _ = peer.grpo_loss(batch, loss="luspo", ratio="sequence")
+    theirs, _ = trl_code.grpo_loss(batch, loss="luspo", ratio="sequence")
     torch.testing.assert_close(ours, theirs)

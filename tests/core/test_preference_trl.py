@@ -1,4 +1,4 @@
-"""Preference losses against TRL 1.16's DPOTrainer: loss, gradient and statistics, within 1e-10 in float64."""
+"""Preference losses against TRL 1.16: loss, gradient and statistics within 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from groupwise.core import KINDS, preference_loss
 from groupwise.core.preference import SMOOTHED_KINDS
 
-from . import peer
+from . import trl_code
 from .cases import ragged_mask
 
 SEEDS = range(20)
 
 
 class Pairs:
-    """Token log-probs of N pairs, the chosen answers first; the peer takes tokens, ours takes their sums."""
+    """Token log-probs of N pairs, the chosen answers first; TRL takes tokens, ours their sums."""
 
     def __init__(self, seed):
         generator = torch.Generator().manual_seed(seed)
@@ -40,7 +40,7 @@ class Pairs:
         )
 
     def theirs(self, kinds, weights, beta, label_smoothing):
-        return peer.dpo_loss(
+        return trl_code.dpo_loss(
             self.token_logps,
             self.mask,
             self.ref_chosen,
@@ -56,7 +56,7 @@ def assert_same(pairs, ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     (gradient,) = torch.autograd.grad(ours, pairs.token_logps)
     (expected,) = torch.autograd.grad(theirs, pairs.token_logps)
-    # A padded token is in no mask; the peer has masked it before, so only real tokens are compared.
+    # TRL masks padding first, so only real tokens are compared.
     torch.testing.assert_close(gradient[pairs.mask], expected[pairs.mask], rtol=1e-10, atol=1e-10)
 
 
@@ -75,7 +75,7 @@ def test_every_kind(kind, beta):
         assert stats["rejected_reward"].item() == pytest.approx(metrics["rewards/rejected"][0], abs=1e-12)
 
 
-def test_ours_has_every_kind_of_the_peer():
+def test_every_kind_of_trl_exists():
     with pytest.raises(ValueError, match="Unknown loss type") as error:
         Pairs(0).theirs(["no such kind"], [1.0], 0.1, 0.0)
     listed = set(str(error.value).split("one of [")[1].rstrip("]").replace("'", "").split(", "))
@@ -83,7 +83,7 @@ def test_ours_has_every_kind_of_the_peer():
 
 
 def test_several_kinds_with_weights():
-    """The combination that MPO trains with."""
+    """The combination used by MPO."""
     kinds, weights = ["sigmoid", "bco_pair", "sft"], [0.8, 0.2, 1.0]
     for seed in SEEDS:
         pairs = Pairs(seed)

@@ -1,8 +1,7 @@
-"""TRL 1.16's own code, called with our tensors.
+"""TRL 1.16's loss functions, called with our tensors.
 
-Its formulas sit inside trainer methods, so a stand-in object carries the attributes those methods read: what runs is
-the peer's code, not a copy of it. It is run with float64 as the default type, since it makes tensors of plain numbers
-in places (`torch.where(mask, 1.0, 1.05)`), which would otherwise be float32.
+They are methods of trainers, so a stand-in object has the attributes that they read. float64 is the default dtype
+during a call, since TRL makes tensors from Python numbers in places (`torch.where(mask, 1.0, 1.05)`).
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from trl import DPOTrainer, GRPOTrainer
 
 
 @contextmanager
@@ -57,7 +55,9 @@ def grpo_loss(
     bias_corrected=False,
     use_old=True,
 ):
-    """`GRPOTrainer._compute_loss` for one micro-batch; the loss, and the metrics that it logged."""
+    """`GRPOTrainer._compute_loss` for one micro-batch: the loss and the logged metrics."""
+    from trl import GRPOTrainer
+
     args = SimpleNamespace(
         delta=dual_clip,
         use_bias_correction_kl=bias_corrected,
@@ -109,8 +109,16 @@ def grpo_loss(
     return loss_value, trainer._metrics["train"]
 
 
+def off_policy_mask(*args):
+    from trl import GRPOTrainer
+
+    return GRPOTrainer.get_off_policy_mask(*args)
+
+
 def dpo_loss(token_logps, token_mask, ref_chosen, ref_rejected, *, kinds, weights, beta, label_smoothing, tau=0.05):
-    """`DPOTrainer._compute_loss`: token_logps ``(2N, T)`` with the chosen answers first; the loss and its metrics."""
+    """`DPOTrainer._compute_loss`: token_logps ``(2N, T)`` with the chosen answers first."""
+    from trl import DPOTrainer
+
     zeros = torch.zeros_like(token_logps)
     outputs = SimpleNamespace(log_probs=token_logps, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
     trainer = SimpleNamespace(
