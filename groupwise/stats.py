@@ -7,7 +7,7 @@ honest but wide interval, and nothing here makes them more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -19,6 +19,8 @@ from groupwise.errors import InputError
 
 Array = NDArray[np.float64]
 Statistic = Callable[..., Any]  # called as statistic(values, axis=…)
+
+INDICES_AT_ONCE = 2**22  # bootstrap indices in memory: 32 MB
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ def bootstrap_interval(
     if resamples < 1:
         raise InputError(f"resamples must be at least 1, got {resamples}")
     estimate = statistic(array, axis=0)
-    draws = np.random.default_rng(seed).integers(0, len(array), size=(resamples, len(array)))
-    replicas = np.stack([statistic(array[draw], axis=0) for draw in draws])
+    replicas = np.stack(
+        [statistic(array[draw], axis=0) for block in _resamples(len(array), resamples, seed) for draw in block]
+    )
     low, high = np.quantile(replicas, [(1 - level) / 2, (1 + level) / 2], axis=0)
     return Interval(_number(estimate), _number(low), _number(high))
 
@@ -89,8 +92,8 @@ def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 
     if array.ndim != 1 or not array.size or np.isnan(array).any() or np.isneginf(array).any():
         raise InputError(f"a median needs a list of numbers without NaN and −inf, got {values!r}")
     _check_level(level)
-    draws = np.random.default_rng(seed).integers(0, len(array), size=(resamples, len(array)))
-    medians = np.sort(np.median(array[draws], axis=1))
+    blocks = _resamples(len(array), resamples, seed)
+    medians = np.sort(np.concatenate([np.median(array[block], axis=1) for block in blocks]))
     last = resamples - 1
     low, high = medians[math.floor(last * (1 - level) / 2)], medians[math.ceil(last * (1 + level) / 2)]
     return Interval(float(np.median(array)), float(low), float(high))
@@ -181,6 +184,17 @@ def probability_of_improvement(
     replicas = np.array([wins[row][:, column].mean() for row, column in zip(rows, columns, strict=True)])
     low, high = np.quantile(replicas, [(1 - level) / 2, (1 + level) / 2])
     return Interval(float(wins.mean()), float(low), float(high))
+
+
+def _resamples(number: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
+    """Blocks of rows, each row a bootstrap sample of the indices 0 … number − 1.
+
+    The blocks hold the same indices as a single draw of (resamples, number), but only one is in memory at a time.
+    """
+    rng = np.random.default_rng(seed)
+    rows = max(1, INDICES_AT_ONCE // number)
+    for start in range(0, resamples, rows):
+        yield rng.integers(0, number, size=(min(rows, resamples - start), number))
 
 
 def _finite(name: str, values: ArrayLike) -> Array:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
+from groupwise import stats
 from groupwise.errors import InputError
 from groupwise.stats import (
     Interval,
@@ -66,6 +69,30 @@ def test_bootstrap_is_repeatable():
     assert bootstrap_interval(values, seed=1) != bootstrap_interval(values)
     assert bootstrap_interval([2.0]) == Interval(2.0, 2.0, 2.0)
     assert str(Interval(0.12345, 0.1, 0.2)) == "0.123 [0.1, 0.2]"
+
+
+def test_bootstrap_needs_bounded_memory():
+    values = np.random.default_rng(0).normal(size=100_000)
+    for interval in (bootstrap_interval, median_interval):
+        tracemalloc.start()
+        interval(values, resamples=200)  # 160 MB of indices
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 150e6, interval.__name__
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 200])
+def test_bootstrap_in_blocks_is_the_same_to_the_bit(monkeypatch, rows):
+    values = np.random.default_rng(4).normal(size=31)
+    draws = np.random.default_rng(5).integers(0, 31, size=(100, 31))
+    means = [values[draw].mean() for draw in draws]
+    monkeypatch.setattr(stats, "INDICES_AT_ONCE", rows * 31)
+    blocks = bootstrap_interval(values, resamples=100, seed=5)
+    assert (blocks.low, blocks.high) == tuple(np.quantile(means, [(1 - 0.95) / 2, (1 + 0.95) / 2]))
+    medians = median_interval(values, resamples=100, seed=5)
+    monkeypatch.undo()
+    assert bootstrap_interval(values, resamples=100, seed=5) == blocks
+    assert median_interval(values, resamples=100, seed=5) == medians
 
 
 def test_median_interval_is_the_bootstraps_where_all_is_finite():
