@@ -20,7 +20,7 @@ from groupwise.errors import InputError
 Array = NDArray[np.float64]
 Statistic = Callable[..., Any]  # called as statistic(values, axis=…)
 
-INDICES_AT_ONCE = 2**22  # bootstrap indices in memory: 32 MB
+VALUES_AT_ONCE = 2**22  # random values in memory during resampling: 32 MB
 
 
 @dataclass(frozen=True)
@@ -132,16 +132,19 @@ def paired_test(
     if first.shape != second.shape or first.ndim != 1:
         raise InputError(f"a and b must be equally long lists of numbers, got shapes {first.shape} and {second.shape}")
     difference = first - second
-    moved = difference[difference != 0]
-    observed = abs(moved.sum())
-    exact = len(moved) <= 13
+    changed = difference[difference != 0]
+    observed = abs(changed.sum())
+    exact = len(changed) <= 13
     if exact:
-        patterns = (np.arange(2 ** len(moved))[:, None] >> np.arange(len(moved))) & 1
+        blocks = iter([(np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))) & 1])
     else:
-        patterns = np.random.default_rng(seed).integers(0, 2, size=(resamples, len(moved)), dtype=np.int8)
-    sums = np.abs(2.0 * (patterns @ moved) - moved.sum())
-    extreme = int((sums >= observed * (1 - 1e-12)).sum())
-    p_value = extreme / len(patterns) if exact else (extreme + 1) / (resamples + 1)
+        blocks = _random_signs(len(changed), resamples, seed)
+    patterns, extreme = 0, 0
+    for block in blocks:
+        sums = np.abs(2.0 * (block @ changed) - changed.sum())
+        patterns += len(block)
+        extreme += int((sums >= observed * (1 - 1e-12)).sum())
+    p_value = extreme / patterns if exact else (extreme + 1) / (patterns + 1)
     interval = bootstrap_interval(difference, level=level, seed=seed)
     return PairedTest(interval, float(p_value), len(first), exact)
 
@@ -192,9 +195,17 @@ def _resamples(number: int, resamples: int, seed: int) -> Iterator[NDArray[np.in
     The blocks hold the same indices as a single draw of (resamples, number), but only one is in memory at a time.
     """
     rng = np.random.default_rng(seed)
-    rows = max(1, INDICES_AT_ONCE // number)
+    rows = max(1, VALUES_AT_ONCE // number)
     for start in range(0, resamples, rows):
         yield rng.integers(0, number, size=(min(rows, resamples - start), number))
+
+
+def _random_signs(number: int, resamples: int, seed: int) -> Iterator[NDArray[Any]]:
+    """Blocks of rows of random zeros and ones, in all the same as a single draw of (resamples, number)."""
+    rng = np.random.default_rng(seed)
+    rows = 4 * max(1, VALUES_AT_ONCE // (4 * number))  # NumPy draws int8 values four at a time
+    for start in range(0, resamples, rows):
+        yield rng.integers(0, 2, size=(min(rows, resamples - start), number), dtype=np.int8)
 
 
 def _finite(name: str, values: ArrayLike) -> Array:

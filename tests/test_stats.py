@@ -71,14 +71,18 @@ def test_bootstrap_is_repeatable():
     assert str(Interval(0.12345, 0.1, 0.2)) == "0.123 [0.1, 0.2]"
 
 
-def test_bootstrap_needs_bounded_memory():
+@pytest.mark.parametrize(
+    "resample",
+    [bootstrap_interval, median_interval, lambda values, resamples: paired_test(values[:3000], np.zeros(3000))],
+    ids=["bootstrap_interval", "median_interval", "paired_test"],
+)
+def test_resampling_needs_bounded_memory(resample):
     values = np.random.default_rng(0).normal(size=100_000)
-    for interval in (bootstrap_interval, median_interval):
-        tracemalloc.start()
-        interval(values, resamples=200)  # 160 MB of indices
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        assert peak < 150e6, interval.__name__
+    tracemalloc.start()
+    resample(values, resamples=200)  # at once, 160 MB of indices; the paired test, 240 MB of signs
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 150e6
 
 
 @pytest.mark.parametrize("rows", [1, 3, 7, 200])
@@ -86,13 +90,23 @@ def test_bootstrap_in_blocks_is_the_same_to_the_bit(monkeypatch, rows):
     values = np.random.default_rng(4).normal(size=31)
     draws = np.random.default_rng(5).integers(0, 31, size=(100, 31))
     means = [values[draw].mean() for draw in draws]
-    monkeypatch.setattr(stats, "INDICES_AT_ONCE", rows * 31)
+    monkeypatch.setattr(stats, "VALUES_AT_ONCE", rows * 31)
     blocks = bootstrap_interval(values, resamples=100, seed=5)
     assert (blocks.low, blocks.high) == tuple(np.quantile(means, [(1 - 0.95) / 2, (1 + 0.95) / 2]))
     medians = median_interval(values, resamples=100, seed=5)
     monkeypatch.undo()
     assert bootstrap_interval(values, resamples=100, seed=5) == blocks
     assert median_interval(values, resamples=100, seed=5) == medians
+
+
+@pytest.mark.parametrize("rows", [4, 12, 400])
+def test_paired_test_in_blocks_is_the_same(monkeypatch, rows):
+    a, b = np.random.default_rng(6).normal(size=(2, 27))
+    signs = np.random.default_rng(3).integers(0, 2, size=(101, 27), dtype=np.int8)
+    sums = np.abs(2.0 * (signs @ (a - b)) - (a - b).sum())
+    monkeypatch.setattr(stats, "VALUES_AT_ONCE", rows * 27)
+    p_value = paired_test(a, b, resamples=101, seed=3).p_value
+    assert p_value == ((sums >= abs((a - b).sum())).sum() + 1) / 102
 
 
 def test_median_interval_is_the_bootstraps_where_all_is_finite():
