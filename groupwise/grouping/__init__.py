@@ -1,13 +1,12 @@
-"""Answers that are alike: their texts as vectors, clusters of them within each prompt, and what that says of a run.
+"""Similarity groups: answers to a prompt are embedded and clustered, and each is compared with its cluster.
 
-The names of the third document are here too, among them `SimilarityGrouperWorker` and
-`compute_similarity_group_grpo_outcome_advantage`.
+`SimilarityGrouperWorker` is the Ray worker, `compute_similarity_group_grpo_outcome_advantage` the estimator for verl.
 """
 
 from groupwise.grouping.cluster import METHODS, SimilarityGroups, cosine_distances, nested_groups, similarity_groups
 from groupwise.grouping.diversity import diversity, effective_clusters
 from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
-from groupwise.grouping.grouper import Grouped, Grouper, LocalGrouper, group_texts, join_grouped
+from groupwise.grouping.grouper import GroupingResult, LocalGrouper, SimilarityGrouper, group_texts, join_results
 from groupwise.grouping.labels import (
     LABELS,
     compute_group_distribution_per_prompt,
@@ -23,10 +22,10 @@ __all__ = [
     "LABELS",
     "METHODS",
     "Embedder",
-    "Grouped",
-    "Grouper",
+    "GroupingResult",
     "LocalGrouper",
     "RayGrouper",
+    "SimilarityGrouper",
     "SimilarityGrouperWorker",
     "SimilarityGroups",
     "check_embedder",
@@ -37,7 +36,7 @@ __all__ = [
     "diversity",
     "effective_clusters",
     "group_texts",
-    "join_grouped",
+    "join_results",
     "load_embedder",
     "make_grouper",
     "nested_groups",

@@ -1,17 +1,17 @@
-"""Clusters of answers to one prompt that are alike, and how well they are separated.
+"""Clusters of similar answers to one prompt, and their silhouette scores.
 
 The default is average linkage on cosine distances ``1 − cos(x, y)``: the tree is cut into 2, 3, ... clusters, the mean
-silhouette ``(b − a) / max(a, b)`` over the same distances chooses among the cuts, and where even the best is below
-``min_silhouette`` all answers are one cluster. The document's snippet, ``AgglomerativeClustering(k).fit_predict(1 −
-similarity)`` with ``silhouette_score(embeddings, labels)``, is ``method="ward_rows"``. It is not the default because it
-gives the distances to a function that takes features: that is Ward's criterion, which is about Euclidean coordinates,
-on rows of a distance matrix, which are none (SciPy warns of it); and its silhouette is over another space than its
-clusters, the vectors as they are with their lengths, so that what is scored is not what was clustered.
+silhouette ``(b − a) / max(a, b)`` over the same distances chooses the cut, and if the best silhouette is below
+``min_silhouette`` all answers are one cluster.
 
-All prompts are clustered at once, in float64 on the CPU, and the results are scikit-learn's, partition and score, but
-for this: equally close pairs may join in another order; cosine distances below 1e-9 are 0; two zero vectors are alike;
-answers that are all alike, or fewer than three, are one cluster with score 0, where scikit-learn raises an error or
-cuts at random; DBSCAN's noise becomes clusters of one; and labels count from 0 in the order of appearance.
+``method="ward_rows"`` is scikit-learn's ``AgglomerativeClustering(k).fit_predict(1 − similarity)``, scored by
+``silhouette_score(embeddings, labels)``. It is not the default: Ward's criterion needs Euclidean coordinates, and the
+rows of a distance matrix are not (SciPy warns about it); and the score uses other distances than the clustering.
+
+All prompts are clustered at once, in float64 on the CPU. Partitions and scores equal scikit-learn's, except: equally
+close pairs may merge in another order; cosine distances below 1e-9 are 0; two zero vectors are equal; answers that
+are all equal, or fewer than three, are one cluster with score 0, where scikit-learn raises an error or cuts at random;
+DBSCAN's noise becomes clusters of one; and labels count from 0 in order of appearance.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from groupwise.grouping.silhouette import silhouettes
 
 METHODS = ("average", "ward_rows", "threshold", "adaptive", "dbscan")
 
-SAME = 1e-9  # cosine distances below this are round-off between equal texts
-TIE = 1e-12  # scores that are no further apart than this are equal but for round-off
+SAME = 1e-9  # smaller cosine distances are round-off between equal texts
+TIE = 1e-12  # scores that differ by at most this are equal up to round-off
 
 
 class SimilarityGroups(NamedTuple):
-    """The cluster of each answer and the silhouette of each prompt's clusters."""
+    """Each answer's cluster, and each prompt's silhouette."""
 
-    labels: Tensor  # (P, G) int64, counted from 0 within each prompt in the order in which clusters appear
+    labels: Tensor  # (P, G) int64, from 0 within each prompt, in order of appearance
     scores: Tensor  # (P,) float64
 
 
 def cosine_distances(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """The cosine distances ``(P, G, G)`` in float64 between the answers ``(P, G, D)`` to each prompt.
 
-    A zero vector, as an empty text may have, is at distance 1 from every other and at 0 from another zero vector.
+    A zero vector (an empty text may have one) has distance 1 to all others and 0 to another zero vector.
     """
     return _distances(_similarities(_vectors(embeddings)))
 
@@ -61,22 +61,21 @@ def similarity_groups(
 ) -> SimilarityGroups:
     """Clusters among the G answers to each of P prompts, from their embeddings ``(P, G, D)``.
 
-    ``"average"``: average linkage on cosine distances, cut into 2 to ``max_groups`` clusters (G − 1 at most). The
-        silhouette chooses, the fewest clusters on a tie. Below ``min_silhouette`` all answers are one cluster; the
-        score is still that of the best cut, so that one can see how far from it a prompt was.
-    ``"ward_rows"``: the document's snippet, word for word: Ward's linkage on the Euclidean distances between rows of
-        1 − cosine similarity, chosen by the silhouette of the embeddings as they are; otherwise the same.
-    ``"adaptive"``: the tree of ``"average"``, cut where the height jumps most from one merge to the next, the fewest
-        clusters on a tie: the distance that separates clusters is each prompt's own. There are 2 to ``max_groups``
-        clusters (G − 1 at most). The step from 0 up to the first merge is no jump: with long vectors it is often the
-        largest, and would leave every answer alone. One cluster comes from ``min_silhouette`` only, as above.
-    ``"threshold"``: average linkage while the mean distance between clusters is below 1 − ``threshold``. There may be
-        any number of clusters, whatever ``max_groups`` and ``min_silhouette`` say.
-    ``"dbscan"``: DBSCAN over answers whose cosine similarity is at least ``threshold``, of which ``min_samples``, the
-        answer itself included, make a cluster. What DBSCAN calls noise is a cluster of one. No limits here either.
+    ``"average"``: average linkage on cosine distances, cut into 2 to ``max_groups`` clusters (at most G − 1). The cut
+        with the best silhouette is used; on a tie, the one with the fewest clusters. Below ``min_silhouette`` all
+        answers are one cluster, and the score is still that of the best cut.
+    ``"ward_rows"``: Ward's linkage on the Euclidean distances between the rows of 1 − cosine similarity, chosen by the
+        silhouette of the embeddings; otherwise as ``"average"``.
+    ``"adaptive"``: the tree of ``"average"``, cut at the largest jump in height between merges, so that each prompt
+        has its own distance threshold; on a tie, the fewest clusters. The limits of ``"average"`` apply. The height
+        of the first merge is not a jump: with long vectors it is often the largest, and every answer would be alone.
+    ``"threshold"``: average linkage while the mean distance between clusters is below 1 − ``threshold``.
+        ``max_groups`` and ``min_silhouette`` are ignored.
+    ``"dbscan"``: DBSCAN over answers with a cosine similarity of at least ``threshold``; ``min_samples`` of them, the
+        answer itself included, make a core. Noise becomes clusters of one. The same two settings are ignored.
 
-    The score is the mean silhouette over the distances of the method: 0 where every answer is alone, and where there
-    was one cluster from the start.
+    The score is the mean silhouette over the method's distances; 0 if every answer is alone or the method itself
+    found one cluster.
     """
     check_choice("method", method, METHODS)
     _check_count("max_groups", max_groups, 2)
@@ -90,38 +89,39 @@ def similarity_groups(
     return _best_cut(vectors, method, max_groups, min_silhouette)
 
 
-def nested_groups(embeddings: Tensor | np.ndarray[Any, Any], *, levels: int = 2, **how: Any) -> tuple[Tensor, Tensor]:
-    """Clusters within clusters: labels ``(P, G, levels − 1)``, coarse to fine, and the scores ``(P,)`` of the first.
+def nested_groups(
+    embeddings: Tensor | np.ndarray[Any, Any], *, levels: int = 2, **settings: Any
+) -> tuple[Tensor, Tensor]:
+    """Nested clusters: labels ``(P, G, levels − 1)``, coarse to fine, and the scores ``(P,)`` of the coarsest.
 
-    The prompt itself is the first of the ``levels``, the clusters of :func:`similarity_groups` are the second. Each
-    further level cuts every cluster of three or more by the same rule, applied to its members alone. Labels are
-    counted within the parent cluster, so one that is not cut has label 0 there. With ``"threshold"`` there is nothing
-    left to cut, since the members of a cluster are already within the threshold.
+    The prompt is the first of the ``levels``, the clusters of :func:`similarity_groups` (which takes ``settings``) the
+    second. Each further level clusters the members of every cluster of three or more by the same method. Labels count
+    within the parent cluster; a cluster that is not split has label 0 there. ``"threshold"`` splits only once.
     """
     _check_count("levels", levels, 2)
     vectors = _vectors(embeddings)
-    labels, scores = similarity_groups(vectors, **how)
+    labels, scores = similarity_groups(vectors, **settings)
     prompts, size = labels.shape
-    path = torch.arange(prompts).unsqueeze(1) * size + labels  # one number per cluster of the whole batch
-    found = [labels]
+    path = torch.arange(prompts).unsqueeze(1) * size + labels  # one number per cluster of the batch
+    nested = [labels]
     for _ in range(levels - 2):
-        finer = _cut_again(vectors, path, how)
-        found.append(finer)
+        finer = _cut_again(vectors, path, settings)
+        nested.append(finer)
         path = torch.unique(path * size + finer, return_inverse=True)[1]
-    return torch.stack(found, dim=2), scores
+    return torch.stack(nested, dim=2), scores
 
 
-def _cut_again(vectors: Tensor, path: Tensor, how: dict[str, Any]) -> Tensor:
+def _cut_again(vectors: Tensor, path: Tensor, settings: dict[str, Any]) -> Tensor:
     """The labels ``(P, G)`` of each answer among those with the same number in ``path`` ``(P, G)``."""
     answers = vectors.flatten(0, 1)
     labels = torch.zeros(len(answers), dtype=torch.int64)
-    order = path.flatten().argsort(stable=True)  # cluster after cluster, their members in order
+    order = path.flatten().argsort(stable=True)  # cluster by cluster, members in order
     counts = torch.unique(path, return_counts=True)[1]
     starts = counts.cumsum(0) - counts
     for count in counts.unique().tolist():
-        if count >= 3:  # all clusters of one size are cut at once
+        if count >= 3:  # all clusters of one size at once
             members = order[starts[counts == count].unsqueeze(1) + torch.arange(count)]
-            labels[members] = similarity_groups(answers[members], **how).labels
+            labels[members] = similarity_groups(answers[members], **settings).labels
     return labels.view(path.shape)
 
 
@@ -137,32 +137,32 @@ def _within_reach(vectors: Tensor, method: str, reach: float, min_samples: int) 
 
 
 def _density_clusters(distances: Tensor, reach: float, min_samples: int) -> Tensor:
-    """DBSCAN's labels ``(P, G)``, with a cluster of its own for each answer that DBSCAN calls noise.
+    """DBSCAN's labels ``(P, G)``, with a cluster of one for each noise answer.
 
     Answers at most ``reach`` apart are neighbours; one with ``min_samples`` neighbours, itself included, is a core.
-    Cores that are linked through neighbouring cores are a cluster. Any other answer joins that of a neighbouring core,
-    of several clusters the one whose lowest-numbered core comes first, as in scikit-learn.
+    Connected cores form a cluster. Any other answer joins the cluster of a neighbouring core; of several clusters,
+    the one with the lowest-numbered core, as in scikit-learn.
     """
     prompts, size, _ = distances.shape
     near = distances <= reach
     core = near.sum(dim=2) >= min_samples
     to_core = near & core.unsqueeze(1)
-    own = torch.arange(size).repeat(prompts, 1)
-    nobody = torch.full_like(own, size)
+    answers = torch.arange(size).repeat(prompts, 1)
+    none = torch.full_like(answers, size)
 
     def lowest(clusters: Tensor) -> Tensor:
         """The lowest cluster among those of an answer's neighbouring cores."""
         return torch.where(to_core, clusters.unsqueeze(1), size).amin(dim=2)
 
-    clusters = torch.where(core, own, nobody)
-    for _ in range(size):  # a chain of cores has no more links
-        spread = torch.where(core, lowest(clusters), nobody)
+    clusters = torch.where(core, answers, none)
+    for _ in range(size):  # the longest possible chain of cores
+        spread = torch.where(core, lowest(clusters), none)
         if torch.equal(spread, clusters):
             break
         clusters = spread
     clusters = torch.where(core, clusters, lowest(clusters))
-    clusters = torch.where(clusters == size, own, clusters)
-    # A cluster is named by its first core here; its first member may be another.
+    clusters = torch.where(clusters == size, answers, clusters)
+    # Clusters are identified by their first core; number them by their first member.
     return numbered((clusters.unsqueeze(2) == clusters.unsqueeze(1)).int().argmax(dim=2))
 
 
@@ -191,7 +191,7 @@ def _best_cut(vectors: Tensor, method: str, max_groups: int, min_silhouette: flo
 
 
 def _first_largest(values: Tensor) -> Tensor:
-    """Where in each row the largest value is, the first of those that are equal but for round-off."""
+    """The index of each row's largest value; of values equal up to round-off, the first."""
     return (values >= values.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1)
 
 
@@ -205,21 +205,21 @@ def _similarities(vectors: Tensor) -> Tensor:
 
 
 def _distances(similarities: Tensor) -> Tensor:
-    """What :func:`cosine_distances` gives, from cosines."""
+    """Cosine distances from cosines; see :func:`cosine_distances`."""
     empty = similarities.diagonal(dim1=1, dim2=2) == 0
     distances = (1 - similarities).clamp(max=2.0)
     return distances.masked_fill((distances < SAME) | (empty.unsqueeze(1) & empty.unsqueeze(2)), 0.0)
 
 
 def _euclidean(vectors: Tensor) -> Tensor:
-    """Euclidean distances ``(P, G, G)``, in units of each prompt's own, which neither a tree nor a silhouette sees."""
+    """Euclidean distances ``(P, G, G)`` up to a factor per prompt, which changes neither tree nor silhouette."""
     scaled = _scaled(vectors, dim=(1, 2))
-    # The faster product of matrices would put equal vectors up to 1e-8 apart.
+    # The faster matrix product would put equal vectors up to 1e-8 apart.
     return torch.cdist(scaled, scaled, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def _scaled(vectors: Tensor, dim: tuple[int, ...]) -> Tensor:
-    """Divided by the largest number, so that squares of very large or small ones stay within float64."""
+    """Divided by the largest absolute value, so that squares neither overflow nor underflow."""
     largest = torch.linalg.vector_norm(vectors, math.inf, dim=dim, keepdim=True)
     return vectors / torch.where(largest > 0, largest, 1.0)
 
@@ -231,16 +231,15 @@ def _vectors(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
     elif isinstance(embeddings, np.ndarray):
         if embeddings.dtype.kind != "f":
             raise InputError(f"embeddings must be floating-point numbers, got {embeddings.dtype}")
-        vectors = torch.from_numpy(np.array(embeddings, dtype=np.float64))  # a copy: it may be read-only or reversed
+        vectors = torch.from_numpy(
+            np.array(embeddings, dtype=np.float64)
+        )  # a copy: the array may be read-only or have negative strides
     else:
         raise InputError(f"embeddings must be a tensor or a NumPy array, got {type(embeddings).__name__}")
     if not vectors.is_floating_point():
         raise InputError(f"embeddings must be floating-point numbers, got {vectors.dtype}")
     if vectors.dim() != 3 or not vectors.shape[1] or not vectors.shape[2]:
-        raise InputError(
-            f"embeddings has shape {shape_of(vectors)}; expected (P, G, D): for each of P prompts at least one answer "
-            f"with a vector of at least one number"
-        )
+        raise InputError(f"embeddings has shape {shape_of(vectors)}; expected (P, G, D), with G and D at least 1")
     vectors = vectors.to(device="cpu", dtype=torch.float64)
     bad = ~torch.linalg.vector_norm(vectors, math.inf, dim=2).isfinite()
     if bool(bad.any()):

@@ -1,7 +1,7 @@
-"""The Ray that workers run on: started for them on this machine, or one that is there.
+"""The connection to Ray: a local instance started for the workers, or an existing cluster.
 
-A Ray that is started here listens on the loopback address alone unless it is told otherwise, reports nothing to its
-makers, has a folder of its own, and leaves the process's signal handlers as they are.
+A local instance listens on the loopback address only (unless ``grouping.ray_host`` is set), sends no usage statistics,
+uses a private temporary folder, and leaves the process's signal handlers unchanged.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from groupwise.config import GroupingSection
 from groupwise.errors import ConfigError
 from groupwise.model.source import first_line
-
-Say = Callable[[str], None]
+from groupwise.text import Say
 
 LOOPBACK = "127.0.0.1"
-STORE_BYTES = 100_000_000  # texts are small; Ray would take a third of the memory
+STORE_BYTES = 100_000_000  # texts are small; by default Ray takes a third of the memory
 NEVER = 10**6  # seconds
 
 
 class NoRayError(Exception):
-    """There is no Ray on this machine, and none could be started."""
+    """Ray is not installed, or could not be started."""
 
 
 class RayConnection:
-    """The Ray that is used: the one there is, the one that is named, or one that is started and stopped here."""
+    """The Ray of this process, the cluster at ``grouping.ray_address``, or a local instance that ends with it."""
 
     def __init__(self) -> None:
         try:
@@ -46,22 +45,22 @@ class RayConnection:
         self.started = self._joined = False
         self._folder: str | None = None
 
-    def open(self, how: GroupingSection, workers: int, say: Say) -> None:
+    def open(self, settings: GroupingSection, workers: int, say: Say) -> None:
         if self.ray.is_initialized():
             return
         with _signal_handler_kept():
-            if how.ray_address in (None, "local"):
-                self._start(_own_address(how.ray_host), workers, say)
+            if settings.ray_address in (None, "local"):
+                self._start(_local_address(settings.ray_host), workers, say)
             else:
-                self._join(str(how.ray_address))
+                self._join(str(settings.ray_address))
 
     def gpus(self) -> float:
-        """Those that nobody else in Ray has, or all where there is none left: then one waits for others to finish."""
+        """The free GPUs; if none is free, all of them: workers then wait for others to finish."""
         free = float(self.ray.available_resources().get("GPU", 0))
         return free if free >= 1 else float(self.ray.cluster_resources().get("GPU", 0))
 
-    def lives(self) -> bool:
-        """Whether Ray is there. One that was started here is looked at: calls to it may wait for ever."""
+    def is_alive(self) -> bool:
+        """Whether Ray is running. A local instance's processes are checked, since calls to a dead one may hang."""
         if not self.started or not self.ray.is_initialized():
             return bool(self.ray.is_initialized())
         return not {"raylet", "gcs_server"} & {kind for kind, _ in self._dead_processes()}
@@ -80,8 +79,8 @@ class RayConnection:
             self.ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except Exception as error:
             raise ConfigError(
-                f"no Ray cluster can be joined at {address}: {first_line(error)}; set grouping.ray_address to the "
-                "host:port of one that runs, or leave it out to have one started on this machine"
+                f"cannot connect to a Ray cluster at {address}: {first_line(error)}; set grouping.ray_address to the "
+                "host:port of a running one, or leave it out to start one on this machine"
             ) from error
         self._joined = True
 
@@ -89,8 +88,8 @@ class RayConnection:
         if host != LOOPBACK:
             say(f"grouping.ray_host is {host}: Ray listens on every network of this machine")
         prepare_environment()
-        self._joined = True  # an error may leave processes behind
-        # Short, since the name of a socket has at most 107 letters, and not Ray's own, which all users share.
+        self._joined = True  # close() must clean up even if init fails
+        # Short, since a socket path has at most 107 characters; Ray's default folder is shared by all users.
         self._folder = tempfile.mkdtemp(prefix="groupwise-", dir="/tmp" if os.path.isdir("/tmp") else None)
         try:
             with loopback_only(host == LOOPBACK):
@@ -103,33 +102,33 @@ class RayConnection:
                     logging_level=logging.ERROR,
                     _node_ip_address=host,
                     _temp_dir=self._folder,
-                    # Otherwise Ray ends a process whose Ray has been gone for a minute.
+                    # By default Ray kills a process that has lost its instance for a minute.
                     _system_config={"gcs_rpc_server_reconnect_timeout_s": NEVER},
                 )
                 self._dead_processes = self.ray._private.worker._global_node.dead_processes
         except Exception as error:
             raise NoRayError(f"Ray could not be started ({first_line(error)})") from error
-        if (found := context.address_info["node_ip_address"]) != host:
-            raise NoRayError(f"this version of Ray listens on {found} where it is told {host}")
+        if (address := context.address_info["node_ip_address"]) != host:
+            raise NoRayError(f"this version of Ray listens on {address} instead of {host}")
         self.started = True
 
 
 def prepare_environment() -> None:
-    """No statistics for Ray's makers; and where Ray wants a token and there is none, one that is kept in no file."""
+    """Disable usage statistics, and set a random auth token if Ray needs one and none is configured."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
-    given = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
-    if wanted and not given and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
+    needs_token = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token"
+    configured = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys()
+    if needs_token and not configured and not os.path.exists(os.path.expanduser("~/.ray/auth_token")):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
 @contextlib.contextmanager
-def loopback_only(wanted: bool) -> Iterator[None]:
-    """Ray takes 127.0.0.1 for the machine's address in its network, except on systems that have no clusters."""
+def loopback_only(enabled: bool) -> Iterator[None]:
+    """Make Ray listen on 127.0.0.1; it replaces that by the network address unless clusters are disabled."""
     from ray._private import ray_constants
 
     before = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = before and not wanted
+    ray_constants.ENABLE_RAY_CLUSTER = before and not enabled
     try:
         yield
     finally:
@@ -138,7 +137,7 @@ def loopback_only(wanted: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handler_kept() -> Iterator[None]:
-    """Ray puts its own handler for SIGTERM in place of the one that finishes a step and saves."""
+    """Restore the SIGTERM handler, which saves after the current step; Ray replaces it by its own."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,24 +149,24 @@ def _signal_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _own_address(host: str) -> str:
-    """The address of this machine that is meant."""
+def _local_address(host: str) -> str:
+    """The IP address of ``grouping.ray_host``, which must belong to this machine."""
     try:
         address = ipaddress.ip_address(socket.gethostbyname(host))
         with socket.socket() as probe:
             probe.bind((str(address), 0))
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"grouping.ray_host is {host!r}, which is no address of this machine; use {LOOPBACK}, or one of its own"
+            f"grouping.ray_host is {host!r}, which is not an address of this machine; use {LOOPBACK} or one of its own"
         ) from error
     if address.is_unspecified:
-        raise ConfigError(f"grouping.ray_host is {host!r}; name the address by which other machines reach this one")
+        raise ConfigError(f"grouping.ray_host is {host!r}; set the address at which other machines reach this one")
     return LOOPBACK if address.is_loopback else str(address)
 
 
-def _check_reachable(address: str, own: str) -> None:
-    """Ray itself would try for minutes. It takes a loopback address for the machine's ``own``."""
+def _check_reachable(address: str, node_address: str) -> None:
+    """Fail early, where Ray would retry for minutes. Ray reads a loopback address as the node's network address."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if colon and port.isdecimal():
-        host = own if host in (LOOPBACK, "localhost", "[::1]") else host.strip("[]")
+        host = node_address if host in (LOOPBACK, "localhost", "[::1]") else host.strip("[]")
         socket.create_connection((host, int(port)), timeout=10.0).close()

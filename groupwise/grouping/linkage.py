@@ -1,10 +1,9 @@
-"""Agglomerative trees: the closest two clusters join, again and again, until there is one.
+"""Agglomerative clustering: the two closest clusters are merged until one is left.
 
-The distance to the joined cluster is Lance and Williams' update: the mean over pairs of members (average linkage), or
-by how much a merge makes the squared error grow (Ward). All prompts go together, from distances ``(P, G, G)`` that are
-symmetric and in float64; only merges come one after another. Without ties these are scikit-learn's trees, which SciPy
-grows in another way, along chains of nearest neighbours. Where pairs are equally close, any of them may join first:
-round-off decides, then the order of the answers.
+Distances to a merged cluster follow the Lance-Williams update: the mean over pairs of members (average linkage), or the
+increase of the squared error (Ward). All prompts are processed together, from symmetric float64 distances
+``(P, G, G)``. Without ties the trees equal scikit-learn's. Of equally close pairs, round-off decides, then the order of
+the answers.
 """
 
 from __future__ import annotations
@@ -16,30 +15,30 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The distances of the joined cluster to every other, (P, G), from those of its two parts (P, G), the distance between
-# the parts (P, 1), the sizes of the parts (P, 1) and the sizes of the others (P, G).
+# Distances (P, G) of the merged cluster to the others, from those of its two parts (P, G), the distance between the
+# parts (P, 1), the sizes of the parts (P, 1) and of the others (P, G).
 Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Tree(NamedTuple):
-    """What a linkage joined, merge after merge."""
+    """The merges of a linkage, in order."""
 
-    labels: Tensor  # (P, G, G) int64: [:, m] are the clusters after m merges, which are G − m
-    heights: Tensor  # (P, G−1) float64: how far apart the two clusters of a merge were
+    labels: Tensor  # (P, G, G) int64: [:, m] are the G − m clusters after m merges
+    heights: Tensor  # (P, G−1) float64: the distance between the two clusters of each merge
 
     def cut(self, counts: Tensor) -> Tensor:
-        """The labels ``(P, K, G)`` where each prompt has ``counts`` ``(P, K)`` clusters."""
+        """The labels ``(P, K, G)`` with ``counts`` ``(P, K)`` clusters per prompt."""
         size = self.labels.shape[2]
         return self.labels.gather(1, (size - counts).unsqueeze(2).expand(-1, -1, size))
 
 
 def average_linkage(distances: Tensor) -> Tree:
-    """The tree in which two clusters are as far apart as their members are on average."""
+    """The distance of two clusters is the mean distance of their members."""
     return _linkage(distances, _average_update)
 
 
 def ward_linkage(distances: Tensor) -> Tree:
-    """The tree in which each merge adds the least to the squared error; the distances must be Euclidean."""
+    """Each merge adds as little as possible to the squared error; the distances must be Euclidean."""
     tree = _linkage(distances.square(), _ward_update)
     return tree._replace(heights=tree.heights.sqrt())
 
@@ -61,7 +60,7 @@ def _linkage(distances: Tensor, update: Update) -> Tree:
     prompts, size, _ = distances.shape
     every = torch.arange(prompts)
     apart = distances.clone()
-    apart.diagonal(dim1=1, dim2=2).fill_(math.inf)  # infinity: not a pair, or one part is gone
+    apart.diagonal(dim1=1, dim2=2).fill_(math.inf)  # infinity: not a pair, or already merged
     sizes = torch.ones(prompts, size, dtype=torch.float64)
     leaders = torch.arange(size).repeat(prompts, 1)  # each answer's cluster, by its lowest-numbered member
     stages, heights = [leaders], []
@@ -78,11 +77,11 @@ def _linkage(distances: Tensor, update: Update) -> Tree:
         leaders = torch.where(leaders == second.unsqueeze(1), first.unsqueeze(1), leaders)
         stages.append(leaders)
         heights.append(height)
-    joined_at = torch.stack(heights, dim=1) if heights else distances.new_zeros(prompts, 0)
-    return Tree(numbered(torch.stack(stages, dim=1)), joined_at)
+    merge_heights = torch.stack(heights, dim=1) if heights else distances.new_zeros(prompts, 0)
+    return Tree(numbered(torch.stack(stages, dim=1)), merge_heights)
 
 
 def numbered(leaders: Tensor) -> Tensor:
-    """Labels 0, 1, ... in the order of appearance, from each answer's lowest-numbered companion ``(..., G)``."""
+    """Labels 0, 1, ... in order of appearance, from the first member of each answer's cluster ``(..., G)``."""
     leads = leaders == torch.arange(leaders.shape[-1])
     return (leads.cumsum(dim=-1) - 1).gather(-1, leaders)

@@ -1,7 +1,7 @@
 """Static embeddings: the vector of a text is the mean of its tokens' rows in a table.
 
-The vectors are those of WordLlama's own ``embed``: no special token is added, no text is cut, padding does not count,
-sums are in float32, and a text without tokens is the zero vector. The tokenizers and safetensors packages are enough.
+The vectors equal those of WordLlama's ``embed``: no special tokens, no truncation, padding ignored, sums in float32,
+and the zero vector for a text without tokens. Only the tokenizers and safetensors packages are needed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ TOKENIZER = "tokenizer.json"
 
 
 def is_static(folder: Path) -> bool:
-    """Whether a folder holds a table of this kind, as `groupwise models fetch wordllama` makes it."""
+    """Whether a folder holds such a table, as `groupwise models fetch wordllama` makes it."""
     return (folder / TABLE).is_file()
 
 
 class StaticTable:
-    """A table of token vectors and its tokenizer, from the folder of ``wordllama``. It is looked up on the CPU."""
+    """A table of token vectors and its tokenizer, from the folder of ``wordllama``, on the CPU."""
 
     def __init__(self, folder: Path, batch_size: int = 64) -> None:
         self.batch_size = batch_size
@@ -38,7 +38,7 @@ class StaticTable:
         self._tokenizer = _read_tokenizer(folder / TOKENIZER)
         if (tokens := self._tokenizer.get_vocab_size()) > len(self.rows):
             raise CheckpointError(
-                f"{folder} does not fit together: its tokenizer knows {tokens:,} tokens, and its table has "
+                f"{folder} is inconsistent: its tokenizer has {tokens:,} tokens, but its table has "
                 f"{len(self.rows):,} rows; get it again"
             )
 
@@ -66,7 +66,7 @@ def _read_rows(path: Path) -> Tensor:
     rows = tensors.get(TENSOR)
     if rows is None or rows.dim() != 2 or not rows.is_floating_point():
         raise CheckpointError(f"{path} holds no table of numbers called {TENSOR}; get it again")
-    return rows.float()  # stored in float16; the sums must not be
+    return rows.float()  # stored in float16; sums are in float32
 
 
 def _read_tokenizer(path: Path) -> Any:

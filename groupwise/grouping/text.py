@@ -1,12 +1,12 @@
-"""What is compared of an answer: its result, not the thoughts before it."""
+"""The part of an answer that is compared: its result, without the reasoning before it."""
 
 from __future__ import annotations
 
 
 def result_text(text: str, after: str | None = "</think>") -> str:
-    """What follows the last ``after`` in a text, without white space around it.
+    """The text after the last ``after``, stripped.
 
-    The whole text where the mark is absent, as in an answer that was cut short while thinking, and where ``after`` is
-    None or empty. A text that ends with the mark has an empty result.
+    The complete text if the mark is absent (such as an answer truncated while reasoning), or ``after`` is None or
+    empty. A text that ends with the mark has an empty result.
     """
     return text.rpartition(after)[2].strip() if after else text.strip()

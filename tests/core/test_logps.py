@@ -244,7 +244,7 @@ def test_fallback_without_a_compiler(monkeypatch):
         raise RuntimeError("Failed to find C compiler\nmore")
 
     monkeypatch.setattr(logps_module, "_compiled", None)
-    monkeypatch.setattr(torch, "compile", lambda function: broken)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: broken)
     monkeypatch.setattr(logps_module, "COMPILE_FROM", 0)
     case = Case(10)
     expected = selective_logps(case.hidden, case.weight, case.ids)

@@ -30,8 +30,9 @@ def cases():
             if loss == "vespo" and ratio == "sequence":
                 continue  # TRL refuses it too
             settings = CLIPS if loss in CLIPPED else CEILINGS if loss == "cispo" else ({},)
-            for clip in settings:
-                yield pytest.param(loss, ratio, clip, id="-".join([loss, ratio, *map(str, clip.values())]))
+            for number, clip in enumerate(settings):
+                name = "-".join([loss, ratio, *map(str, clip.values())])
+                yield pytest.param(loss, ratio, clip, id=name, marks=[pytest.mark.slow] if number > 1 else [])
 
 
 def assert_same(ours: torch.Tensor, theirs: torch.Tensor, leaf: torch.Tensor) -> None:
@@ -94,7 +95,7 @@ def test_gspo_is_grpo_with_a_sequence_ratio():
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "sapo", "dr_grpo", "bnpo"])
-@pytest.mark.parametrize("accumulation", [2, 3])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_one_of_several_micro_batches(loss, accumulation):
     """TRL's scaling for gradient accumulation equals ours with the totals of the mini-batch."""
     for seed in SEEDS:

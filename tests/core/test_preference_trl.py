@@ -60,7 +60,7 @@ def assert_same(pairs, ours, theirs):
     torch.testing.assert_close(gradient[pairs.mask], expected[pairs.mask], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.7])
+@pytest.mark.parametrize("beta", [0.1, pytest.param(0.7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind(kind, beta):
     smoothing = 0.1 if kind in SMOOTHED_KINDS else 0.0

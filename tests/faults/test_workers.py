@@ -16,7 +16,7 @@ import torch
 
 from groupwise.config import GroupingSection
 from groupwise.grouping import workers
-from groupwise.grouping.grouper import Grouped, LocalGrouper
+from groupwise.grouping.grouper import GroupingResult, LocalGrouper
 from groupwise.grouping.workers import RayGrouper
 from tests.weights import wordllama
 
@@ -43,7 +43,7 @@ def how() -> GroupingSection:
 
 
 @pytest.fixture(scope="module")
-def expected(how) -> Grouped:
+def expected(how) -> GroupingResult:
     torch.set_num_threads(1)
     return LocalGrouper(how).group(TEXTS)
 
@@ -64,7 +64,7 @@ def _nothing_said_before(told) -> None:
     told.clear()
 
 
-def check_same(ours: Grouped, expected: Grouped) -> None:
+def check_same(ours: GroupingResult, expected: GroupingResult) -> None:
     """The prompts of ours are the first ones of all."""
     for name in ("labels", "scores", "distances", "centres"):
         found = getattr(ours, name)
@@ -114,7 +114,7 @@ def test_killed_in_the_middle_of_a_call(grouper, told, expected):
     assert grouper.pids[1] == other
     assert len(told) == 1
     assert told[0].startswith("a similarity worker died (")
-    assert told[0].endswith("another takes its place")
+    assert told[0].endswith("is replaced")
 
 
 def test_killed_between_calls(grouper, told, expected):
@@ -134,7 +134,7 @@ def test_killed_between_calls(grouper, told, expected):
 
 def test_killed_again_and_again(grouper, told, expected, monkeypatch):
     """The share is done here in the end, and the next call has its worker again."""
-    monkeypatch.setattr(workers, "RESTARTS", 1)
+    monkeypatch.setattr(workers, "MAX_RESTARTS", 1)
 
     def kill_all(ended: threading.Event) -> None:
         while not ended.is_set():
@@ -148,7 +148,7 @@ def test_killed_again_and_again(grouper, told, expected, monkeypatch):
         found = grouper.group(TEXTS)
     check_same(found, expected)
     assert grouper.restarts == before + 1
-    assert told[-1] == "1 restarts of a similarity worker did not help: its share is grouped in this process"
+    assert told[-1] == "a similarity worker died 2 times: its share is grouped in this process"
     assert grouper.pids == [survivor, None]
     check_same(grouper.group(FEW), expected)
     assert grouper.restarts == before + 2
@@ -167,7 +167,7 @@ def test_when_ray_itself_is_killed_the_run_goes_on_without_it(grouper, told, exp
     with meanwhile(kill):
         found = grouper.group(TEXTS)
     check_same(found, expected)
-    assert told[-1] == "Ray is gone: from here on answers are grouped in this process"
+    assert told[-1] == "Ray has stopped: from now on answers are grouped in this process"
     count = len(told)
     check_same(grouper.group(FEW), expected)
     assert len(told) == count

@@ -1,10 +1,10 @@
-"""Clusters of answers: by hand, against scikit-learn and literal slow versions, and what is refused.
+"""Clusters of answers: by hand, against scikit-learn and literal slow versions, and errors.
 
-Random vectors have no two equal distances, so there the tree is unique and labels and scores must be scikit-learn's,
-all of them. With equal distances a tree may grow in several ways. Then each merge must be of a closest pair, the scores
-must be scikit-learn's for the same clusters, and the labels must be where no merge had a choice.
+Random vectors have no equal distances, so the tree is unique, and all labels and scores must equal scikit-learn's. With
+equal distances several trees are valid: each merge must be of a closest pair, the scores must equal scikit-learn's for
+the same clusters, and so must the labels where no merge had a choice.
 
-SciPy warns of the document's snippet, which gives it a matrix of distances where it expects features.
+SciPy warns about "ward_rows", which passes distances where features are expected.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from groupwise.grouping.silhouette import silhouettes
 
 pytestmark = pytest.mark.filterwarnings("ignore:The symmetric non-negative hollow observation matrix")
 
-SIZES = (3, 4, 5, 8, 12, 16)
+SLOW_SIZES = [pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 12, 16)]
+SIZES = [3, 8, *SLOW_SIZES]  # answers per prompt
 KINDS = ((2, np.float64), (3, np.float32), (16, np.float32), (64, np.float64))  # widths and types
 
 
 @pytest.fixture(autouse=True)
 def quick_scikit_learn():
-    """Without its checks of parameters, which take about as long as its work on eight answers."""
+    """Without its parameter checks, which take about half of the time."""
     with sklearn.config_context(assume_finite=True, skip_parameter_validation=True):
         yield
 
 
 def made_groups(seed, prompts, size, width, dtype):
-    """Half of the prompts have answers around a few centres, half have not; vectors of different lengths."""
+    """Half of the prompts have answers around a few centres, the others random ones; vectors of different lengths."""
     rng = np.random.default_rng([seed, size, width])
     centres = rng.normal(size=(prompts, 4, width))
     noise = rng.normal(size=(prompts, size, width)) * rng.uniform(0.05, 0.5, size=(prompts, 1, 1))
@@ -51,7 +52,7 @@ def made_groups(seed, prompts, size, width, dtype):
 
 
 def repeated_groups(seed, prompts, size, width, dtype=np.float64):
-    """Answers of which several are the same, but never all of them."""
+    """Answers with repetitions, but never all equal."""
     rng = np.random.default_rng(seed)
     distinct = made_groups(seed, prompts, 6, width, dtype)
     which = rng.integers(rng.integers(2, 7, size=(prompts, 1)), size=(prompts, size))
@@ -60,13 +61,13 @@ def repeated_groups(seed, prompts, size, width, dtype=np.float64):
 
 
 def numbered(labels):
-    """Labels from 0 in the order of appearance."""
+    """Labels from 0 in order of appearance."""
     names = {}
     return [names.setdefault(label, len(names)) for label in labels]
 
 
 def best_of(size, fit, score, max_groups=7):
-    """The document's loop: the labels with the highest score, the fewest clusters on a tie."""
+    """The labels with the highest score, the fewest clusters on a tie."""
     best, chosen = -math.inf, None
     for number in range(2, min(max_groups, size - 1) + 1):
         labels = fit(number)
@@ -76,14 +77,14 @@ def best_of(size, fit, score, max_groups=7):
     return numbered(chosen), float(best)
 
 
-def average_peer(distances, max_groups=7):
+def sklearn_average(distances, max_groups=7):
     def fit(number):
         return AgglomerativeClustering(number, metric="precomputed", linkage="average").fit_predict(distances)
 
     return best_of(len(distances), fit, lambda x: silhouette_score(distances, x, metric="precomputed"), max_groups)
 
 
-def document_peer(vectors):
+def sklearn_ward_rows(vectors):
     similarity = pairwise.cosine_similarity(vectors)
     return best_of(
         len(vectors),
@@ -93,7 +94,7 @@ def document_peer(vectors):
 
 
 def score_of(distances, labels):
-    """scikit-learn's silhouette, 0 where it is not defined."""
+    """scikit-learn's silhouette, 0 where it is undefined."""
     if not 1 < len(set(labels)) < len(labels):
         return 0.0
     return silhouette_score(distances, labels, metric="precomputed")
@@ -123,7 +124,6 @@ def test_by_hand():
     score = (3 / 4 + 2 / 3) / 3
     check(similarity_groups(vectors), [([0, 0, 1], score)])
     check(similarity_groups(vectors, method="adaptive"), [([0, 0, 1], score)])
-    # Half the distance is what separates them from a pair that is together.
     check(similarity_groups(vectors, method="threshold", threshold=0.45), [([0, 0, 1], score)])
     check(similarity_groups(vectors, method="threshold", threshold=0.55), [([0, 1, 2], 0)])
     check(similarity_groups(vectors, method="threshold", threshold=-0.7), [([0, 0, 1], score)])  # the mean is 1.75
@@ -133,7 +133,7 @@ def test_by_hand():
     check(similarity_groups(vectors, method="dbscan", threshold=0.45, min_samples=3), [([0, 1, 2], 0)])
 
 
-def test_the_score_of_what_was_put_together_stays():
+def test_a_collapsed_prompt_keeps_its_score():
     score = (3 / 4 + 2 / 3) / 3
     for method in ("average", "adaptive"):
         check(similarity_groups(circle(0, 60, 180), method=method, min_silhouette=0.48), [([0, 0, 0], score)])
@@ -147,54 +147,54 @@ def test_at_the_threshold():
         check(similarity_groups(vectors, method="dbscan", threshold=threshold), [([0, 0, 0], 0)])
 
 
-def test_of_two_cuts_that_are_equally_good_the_one_with_fewer_clusters_is_taken():
+def test_a_tie_goes_to_fewer_clusters():
     # A triangle with one corner twice. That pair scores 1 and 1, the other corners 0 and 0, apart or together.
     check(similarity_groups(circle(210, 210, 90, 330), method="ward_rows"), [([0, 0, 1, 1], 0.5)])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_average_is_scikit_learns(size):
+def test_average_equals_scikit_learn(size):
     for width, dtype in KINDS:
         vectors = made_groups(0, 16, size, width, dtype)
         ours = similarity_groups(vectors, min_silhouette=-1)
-        expected = [average_peer(pairwise.cosine_distances(x.astype(np.float64))) for x in vectors]
+        expected = [sklearn_average(pairwise.cosine_distances(x.astype(np.float64))) for x in vectors]
         check(ours, expected)
         collapsed = similarity_groups(vectors, min_silhouette=0.3)
         check(collapsed, [(labels if score >= 0.3 else [0] * size, score) for labels, score in expected])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_document_is_scikit_learns(size):
+def test_ward_rows_equals_scikit_learn(size):
     for width, dtype in KINDS:
         vectors = made_groups(1, 16, size, width, dtype)
         ours = similarity_groups(vectors, min_silhouette=-1, method="ward_rows")
-        expected = [document_peer(x.astype(np.float64)) for x in vectors]
+        expected = [sklearn_ward_rows(x.astype(np.float64)) for x in vectors]
         check(ours, expected)
         collapsed = similarity_groups(vectors, min_silhouette=0.3, method="ward_rows")
         check(collapsed, [(labels if score >= 0.3 else [0] * size, score) for labels, score in expected])
 
 
-def test_document_is_the_snippet_in_float32_too():
-    """There the snippet computes in float32, so labels may differ where two cuts are as good but for that."""
+def test_ward_rows_equals_scikit_learn_in_float32():
+    """scikit-learn computes in float32 there, so labels may differ where two cuts score the same up to that."""
     vectors = made_groups(2, 60, 8, 48, np.float32)
     ours = similarity_groups(vectors, min_silhouette=-1, method="ward_rows")
-    expected = [document_peer(x) for x in vectors]
+    expected = [sklearn_ward_rows(x) for x in vectors]
     np.testing.assert_allclose(ours.scores, [score for _, score in expected], atol=1e-5)
     same = [a == b for a, (b, _) in zip(ours.labels.tolist(), expected, strict=True)]
     assert sum(same) >= 59
 
 
-def test_fewer_groups_are_scikit_learns():
+def test_max_groups_equals_scikit_learn():
     vectors = made_groups(3, 20, 9, 6, np.float64)
     for most in (2, 3, 100):
         ours = similarity_groups(vectors, max_groups=most, min_silhouette=-1)
-        check(ours, [average_peer(pairwise.cosine_distances(x), most) for x in vectors])
+        check(ours, [sklearn_average(pairwise.cosine_distances(x), most) for x in vectors])
         assert int(ours.labels.max()) < most
 
 
 @pytest.mark.parametrize("size", [1, 2, *SIZES])
-def test_threshold_is_scikit_learns(size):
-    found = set()
+def test_threshold_equals_scikit_learn(size):
+    counts = set()
     for (width, dtype), threshold in itertools.product(KINDS, (0.9, 0.7, 0.1, -0.3)):
         vectors = made_groups(4, 8, size, width, dtype)
         expected = []
@@ -205,13 +205,13 @@ def test_threshold_is_scikit_learns(size):
             )
             labels = numbered(tree.fit_predict(distances)) if size > 1 else [0]
             expected.append((labels, score_of(distances, labels)))
-            found.add(max(labels) + 1)
+            counts.add(max(labels) + 1)
         check(similarity_groups(vectors, method="threshold", threshold=threshold), expected)
-    assert {1, size} <= found
+    assert {1, size} <= counts
 
 
 @pytest.mark.parametrize("size", [1, 2, *SIZES])
-def test_dbscan_is_scikit_learns(size):
+def test_dbscan_equals_scikit_learn(size):
     for (width, dtype), (threshold, least) in itertools.product(KINDS, ((0.9, 2), (0.7, 3), (0.5, 4), (0.4, 1))):
         vectors = made_groups(5, 8, size, width, dtype)
         expected = []
@@ -223,7 +223,7 @@ def test_dbscan_is_scikit_learns(size):
         check(similarity_groups(vectors, method="dbscan", threshold=threshold, min_samples=least), expected)
 
 
-def test_dbscan_gives_a_border_answer_to_the_cluster_whose_core_comes_first():
+def test_dbscan_border_answer_joins_the_cluster_of_the_first_core():
     # Neighbours are within 17.5 degrees. The one at 20 has three (3, 37 and itself), so it is no core, but near two.
     low, high, threshold = (0, 1, 2, 3), (37, 38, 39, 40), math.cos(math.radians(17.5))
     for degrees, expected in (
@@ -234,12 +234,14 @@ def test_dbscan_gives_a_border_answer_to_the_cluster_whose_core_comes_first():
     ):
         vectors = circle(*degrees)
         labels = similarity_groups(vectors, method="dbscan", threshold=threshold, min_samples=4).labels[0].tolist()
-        peer = DBSCAN(eps=1 - threshold, min_samples=4, metric="precomputed").fit_predict(cosine_distances(vectors)[0])
-        assert labels == numbered(peer) == expected
+        expected_labels = DBSCAN(eps=1 - threshold, min_samples=4, metric="precomputed").fit_predict(
+            cosine_distances(vectors)[0]
+        )
+        assert labels == numbered(expected_labels) == expected
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_trees_have_scipys_heights(size):
+def test_tree_heights_equal_scipy(size):
     for width, dtype in KINDS:
         vectors = torch.from_numpy(made_groups(6, 60, size, width, dtype)).double()
         distances, plain = cosine_distances(vectors), torch.cdist(vectors, vectors)
@@ -254,7 +256,7 @@ def test_trees_have_scipys_heights(size):
 
 
 def merges(labels, apart):
-    """For each merge of a tree's ``labels`` ``(G, G)``: how far apart its parts were, and every pair that there was."""
+    """For each merge of a tree's ``labels`` ``(G, G)``: the distance of its parts, and of every pair of clusters."""
     for before, after in itertools.pairwise(labels.tolist()):
         clusters = [[i for i, x in enumerate(before) if x == label] for label in range(max(before) + 1)]
         joined = [c for c in clusters if sum(after[i] == after[c[0]] for i in range(len(after))) > len(c)]
@@ -263,7 +265,7 @@ def merges(labels, apart):
         yield apart(*joined), sorted(apart(a, b) for a, b in itertools.combinations(clusters, 2))
 
 
-def test_where_distances_are_equal_each_merge_is_of_a_closest_pair():
+def test_with_equal_distances_each_merge_is_of_a_closest_pair():
     """Vectors of −1, 0 and 1: zero vectors, equal ones, multiples, and many equal distances."""
     rng = np.random.default_rng(0)
     vectors = rng.integers(-1, 2, size=(60, 8, 3)).astype(np.float64) * rng.integers(1, 3, size=(60, 8, 1))
@@ -301,18 +303,18 @@ def test_where_distances_are_equal_each_merge_is_of_a_closest_pair():
         assert float(ours.scores[p]) == pytest.approx(max(peers), abs=1e-9)
         with_choice += choices[0]
         if not choices[0]:
-            assert average_peer(distances[p].numpy())[0] == ours.labels[p].tolist()
-    assert with_choice >= 30  # ties there were
+            assert sklearn_average(distances[p].numpy())[0] == ours.labels[p].tolist()
+    assert with_choice >= 30  # the cases have ties
 
 
 @pytest.mark.parametrize("size", [4, 8, 13])
-def test_repeated_answers_are_clustered_as_by_scikit_learn(size):
-    """Equal answers are tied with each other, but to cut between them is never best, so the result is unique."""
+def test_repeated_answers_equal_scikit_learn(size):
+    """Equal answers tie, but a cut between them is never best, so the result is unique."""
     vectors = repeated_groups(7, 30, size, 12)
     ours = similarity_groups(vectors, min_silhouette=-1)
-    check(ours, [average_peer(cosine_distances(vectors)[p].numpy()) for p in range(len(vectors))])
+    check(ours, [sklearn_average(cosine_distances(vectors)[p].numpy()) for p in range(len(vectors))])
     # scikit-learn's Euclidean distance of equal vectors is up to 1e-8.
-    check(similarity_groups(vectors, min_silhouette=-1, method="ward_rows"), map(document_peer, vectors), 1e-6)
+    check(similarity_groups(vectors, min_silhouette=-1, method="ward_rows"), map(sklearn_ward_rows, vectors), 1e-6)
     together = ours.labels.unsqueeze(1) == ours.labels.unsqueeze(2)
     assert bool(together[cosine_distances(vectors) == 0].all())
 
@@ -341,7 +343,7 @@ def adaptive_slowly(distances, most, least_score):
 
 
 @pytest.mark.parametrize(("most", "least"), [(7, 0.1), (3, -1.0), (2, 0.3)])
-def test_adaptive_is_its_slow_version(most, least):
+def test_adaptive_equals_its_slow_version(most, least):
     counts = set()
     for size, width in ((3, 2), (6, 4), (9, 16)):
         vectors = made_groups(8, 30, size, width, np.float64)
@@ -361,7 +363,7 @@ def test_adaptive_is_its_slow_version(most, least):
     data=st.data(),
 )
 def test_the_order_of_the_answers_does_not_matter(seed, size, width, method, repeats, data):
-    """With min_samples = 2, that is: DBSCAN then has no border answers, which go to whatever cluster comes first."""
+    """For DBSCAN with min_samples = 2, where no answer lies on the border of two clusters."""
     make = repeated_groups if repeats and size > 2 else made_groups
     vectors = make(seed, 2, size, width, np.float64)
     order = data.draw(st.permutations(range(size)))
@@ -371,7 +373,7 @@ def test_the_order_of_the_answers_does_not_matter(seed, size, width, method, rep
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_nothing_to_tell_apart_is_one_cluster(method):
+def test_equal_answers_are_one_cluster(method):
     rng = np.random.default_rng(0)
     one = rng.normal(size=(1, 1, 40))
     for vectors in (
@@ -392,14 +394,14 @@ def test_two_answers_are_one_cluster(method):
     check(similarity_groups(circle(0, 180), method=method, min_silhouette=-1), [([0, 0], 0)])
 
 
-def test_answers_that_are_equally_far_apart_are_one_cluster():
+def test_equidistant_answers_are_one_cluster():
     check(similarity_groups(torch.eye(5).unsqueeze(0)), [([0] * 5, 0)])
     check(similarity_groups(torch.eye(5).unsqueeze(0), method="adaptive"), [([0] * 5, 0)])
     assert similarity_groups(torch.eye(5).unsqueeze(0), min_silhouette=0).labels.unique().tolist() == [0, 1]  # fewest
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_without_prompts_there_are_no_clusters(method):
+def test_no_prompts(method):
     vectors = torch.zeros(0, 5, 7)
     ours = similarity_groups(vectors, method=method)
     assert ours.labels.shape == (0, 5)
@@ -410,7 +412,7 @@ def test_without_prompts_there_are_no_clusters(method):
     assert scores.shape == (0,)
 
 
-def test_cosine_distances_are_scikit_learns():
+def test_cosine_distances_equal_scikit_learn():
     for size, (width, dtype) in itertools.product((1, 2, 9), KINDS):
         vectors = made_groups(9, 20, size, width, dtype)
         ours = cosine_distances(vectors)
@@ -431,53 +433,51 @@ def test_cosine_distances_of_zero_equal_and_opposite_vectors():
     assert float(ours.max()) <= 2
 
 
-def test_a_zero_vector_is_clustered_like_any_other():
-    """By the document's method as in scikit-learn, where a zero vector is at distance 1 from itself."""
+def test_zero_vectors_equal_scikit_learn():
+    """With "ward_rows" a zero vector has distance 1 to itself, as in scikit-learn."""
     vectors = made_groups(10, 40, 8, 12, np.float64)
     vectors[:, 2] = 0
-    check(similarity_groups(vectors, method="ward_rows", min_silhouette=-1), map(document_peer, vectors))
-    vectors = abs(
-        vectors
-    )  # no distance is above 1, so that the zero vector is not as near to one cluster as to another
-    check(similarity_groups(vectors, min_silhouette=-1), map(average_peer, cosine_distances(vectors).numpy()))
+    check(similarity_groups(vectors, method="ward_rows", min_silhouette=-1), map(sklearn_ward_rows, vectors))
+    vectors = abs(vectors)  # no distance is above 1, so that the zero vector is not tied between clusters
+    check(similarity_groups(vectors, min_silhouette=-1), map(sklearn_average, cosine_distances(vectors).numpy()))
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_type_and_size_of_the_numbers_do_not_matter(method):
+def test_dtype_and_scale_of_the_vectors_do_not_matter(method):
     vectors = torch.from_numpy(made_groups(11, 20, 8, 16, np.float32)).bfloat16()
     exact = vectors.double().numpy()
     expected = similarity_groups(exact, method=method)
     read_only, reversed_in_memory = exact.copy(), exact[::-1].copy()[::-1]
     read_only.flags.writeable = False
     single = exact.astype(np.float32)
-    for given_as in (vectors, vectors.float().requires_grad_(), single, single.astype(">f4"), read_only):
-        ours = similarity_groups(given_as, method=method)
+    for same_vectors in (vectors, vectors.float().requires_grad_(), single, single.astype(">f4"), read_only):
+        ours = similarity_groups(same_vectors, method=method)
         assert torch.equal(ours.labels, expected.labels)
         assert torch.equal(ours.scores, expected.scores)
         assert ours.labels.dtype == torch.int64
         assert not ours.scores.requires_grad
-    for given_as in (exact * 2.0**900, exact * 2.0**-900, reversed_in_memory):
-        ours = similarity_groups(given_as, method=method)
+    for same_vectors in (exact * 2.0**900, exact * 2.0**-900, reversed_in_memory):
+        ours = similarity_groups(same_vectors, method=method)
         assert torch.equal(ours.labels, expected.labels)
         torch.testing.assert_close(ours.scores, expected.scores, rtol=1e-12, atol=1e-12)
 
 
-def nested_slowly(vectors, levels, how):
+def nested_slowly(vectors, levels, settings):
     """The labels ``(G, levels − 1)`` of one prompt, cluster by cluster."""
-    labels = similarity_groups(vectors[None], **how).labels[0] if len(vectors) > 2 else torch.zeros(len(vectors))
+    labels = similarity_groups(vectors[None], **settings).labels[0] if len(vectors) > 2 else torch.zeros(len(vectors))
     columns = [labels.tolist()]
     if levels > 2:
         below = [[0] * (levels - 2) for _ in labels]
         for label in labels.unique():
             members = (labels == label).nonzero().squeeze(1).tolist()
-            for member, row in zip(members, nested_slowly(vectors[members], levels - 1, how), strict=True):
+            for member, row in zip(members, nested_slowly(vectors[members], levels - 1, settings), strict=True):
                 below[member] = row
         columns += [list(column) for column in zip(*below, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def test_nested_by_hand():
-    # Two sides; on the left two pairs that are interleaved, on the right three that are alike.
+    # Two sides: two interleaved pairs, and three similar answers.
     vectors = circle(0, 180, 40, 0.1, 180.2, 40.1, 180.1)
     labels, scores = nested_groups(vectors, levels=3, max_groups=2, min_silhouette=0.7)
     assert labels[0].tolist() == [[0, 0], [1, 0], [0, 1], [0, 0], [1, 0], [0, 1], [1, 0]]
@@ -488,12 +488,12 @@ def test_nested_by_hand():
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("levels", [2, 3, 4])
-def test_nested_is_its_slow_version(levels, method):
-    how = {"method": method, "max_groups": 3, "threshold": 0.3}
+def test_nested_equals_its_slow_version(levels, method):
+    settings = {"method": method, "max_groups": 3, "threshold": 0.3}
     vectors = made_groups(12, 12, 14, 6, np.float64)
-    labels, scores = nested_groups(vectors, levels=levels, **how)
-    assert labels.tolist() == [nested_slowly(x, levels, how) for x in vectors]
-    assert torch.equal(scores, similarity_groups(vectors, **how).scores)
+    labels, scores = nested_groups(vectors, levels=levels, **settings)
+    assert labels.tolist() == [nested_slowly(x, levels, settings) for x in vectors]
+    assert torch.equal(scores, similarity_groups(vectors, **settings).scores)
     if method == "average":
         assert bool((labels.amax(dim=(0, 1)) > 0).all())  # each level cut something
     if method == "threshold":
@@ -504,31 +504,31 @@ def test_nested_is_its_slow_version(levels, method):
     ("embeddings", "message"),
     [
         (torch.zeros(4, 3), r"shape \(4, 3\); expected \(P, G, D\)"),
-        (torch.zeros(2, 0, 3), r"shape \(2, 0, 3\).*at least one answer"),
-        (torch.zeros(2, 3, 0), r"shape \(2, 3, 0\).*at least one number"),
+        (torch.zeros(2, 0, 3), r"shape \(2, 0, 3\).*G and D at least 1"),
+        (torch.zeros(2, 3, 0), r"shape \(2, 3, 0\).*G and D at least 1"),
         (torch.zeros(2, 3, 4, dtype=torch.int64), "floating-point numbers, got torch.int64"),
         (np.zeros((2, 3, 4), dtype=complex), "floating-point numbers, got complex128"),
         ([[[1.0]]], "a tensor or a NumPy array, got list"),
     ],
     ids=["rank", "answers", "width", "integers", "complex", "list"],
 )
-def test_what_is_not_embeddings_is_refused(embeddings, message):
+def test_invalid_embeddings(embeddings, message):
     for function in (similarity_groups, cosine_distances, nested_groups):
         with pytest.raises(InputError, match=message):
             function(embeddings)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf], ids=str)
-def test_a_number_that_is_not_finite_is_named(number):
+def test_non_finite_embeddings(number):
     vectors = torch.ones(5, 4, 70)
     vectors[3, 2, 65] = number
-    for given_as in (vectors, vectors.numpy()):
+    for same_vectors in (vectors, vectors.numpy()):
         with pytest.raises(InputError, match=f"answer 2 to prompt 3 .* has {number}"):
-            similarity_groups(given_as)
+            similarity_groups(same_vectors)
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("settings", "message"),
     [
         ({"method": "avarage"}, "unknown method 'avarage'; did you mean 'average'"),
         ({"max_groups": 1}, "max_groups must be a whole number of at least 2, got 1"),
@@ -540,12 +540,12 @@ def test_a_number_that_is_not_finite_is_named(number):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_impossible_settings_are_refused(how, message):
+def test_invalid_settings(settings, message):
     for function in (similarity_groups, nested_groups):
         with pytest.raises(InputError, match=message):
-            function(torch.ones(2, 5, 3), **how)
+            function(torch.ones(2, 5, 3), **settings)
 
 
-def test_one_level_is_refused():
+def test_levels_must_be_at_least_two():
     with pytest.raises(InputError, match="levels must be a whole number of at least 2, got 1"):
         nested_groups(torch.ones(2, 5, 3), levels=1)

@@ -1,4 +1,4 @@
-"""Embedders, with the real weights of both in the catalogue, and with models of sentence-transformers made here."""
+"""Embedders: the two of the catalogue with their real weights, and small sentence-transformers models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.nn import functional
-from transformers import AutoTokenizer, BertConfig, BertModel
 
 from groupwise.errors import CheckpointError, ConfigError, InputError
 from groupwise.grouping.embed import Embedder, check_embedder, load_embedder
@@ -58,22 +57,24 @@ def small():
 
 @pytest.fixture
 def model_folder(tmp_path):
-    """A BERT of one layer, with MiniLM's tokenizer, its mean over the tokens and its length of 1."""
+    """A one-layer BERT with the tokenizer, pooling and normalisation of MiniLM."""
+    from transformers import BertConfig, BertModel
+
     folder = shutil.copytree(minilm(), tmp_path / "made", ignore=shutil.ignore_patterns("*.safetensors"))
     pooling = json.loads((folder / "1_Pooling/config.json").read_text())
     (folder / "1_Pooling/config.json").write_text(json.dumps({**pooling, "word_embedding_dimension": 16}))
-    made = BertConfig(
+    config = BertConfig(
         vocab_size=30_522, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         initializer_range=0.5,
     )  # fmt: skip
-    BertModel(made).half().save_pretrained(folder)
+    BertModel(config).half().save_pretrained(folder)
     return folder
 
 
-# --- wordllama --------------------------------------------------------------------------------------------------------
+# --- wordllama -------------------------------------------------------------------------------------------------------
 
 
-def test_wordllama_is_the_mean_of_its_tokens_rows(static):
+def test_wordllama_is_the_mean_of_its_token_vectors(static):
     folder = wordllama()
     with safe_open(folder / "l2_supercat_256.safetensors", framework="np") as file:
         table = file.get_tensor("embedding.weight").astype(np.float64)
@@ -84,22 +85,22 @@ def test_wordllama_is_the_mean_of_its_tokens_rows(static):
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         for token in ids:
             vector += table[token] / len(ids)
-    found = static.encode(texts)
-    assert (found.shape, found.dtype, found.device.type) == ((len(texts), 256), torch.float32, "cpu")
-    torch.testing.assert_close(found.double(), torch.from_numpy(expected), rtol=0, atol=2e-6)
+    vectors = static.encode(texts)
+    assert (vectors.shape, vectors.dtype, vectors.device.type) == ((len(texts), 256), torch.float32, "cpu")
+    torch.testing.assert_close(vectors.double(), torch.from_numpy(expected), rtol=0, atol=2e-6)
     assert static.width == 256
-    assert (found[0] == 0).all()
+    assert (vectors[0] == 0).all()
 
 
-def test_wordllama_gives_what_the_wordllama_package_gives(static):
-    """Numbers 0, 1, 100 and 255, and the sum of the absolute values, from wordllama 0.4.0.post1's own embed()."""
+def test_wordllama_equals_the_wordllama_package(static):
+    """Numbers 0, 1, 100 and 255, and the sum of the absolute values, from embed() of wordllama 0.4.0.post1."""
     for text, some, total in [
         ("A heart attack.", [0.00469970703, -0.487498283, -0.11807251, 0.166931152], 66.33354187),
         ("</s> größer 🙂", [-0.0685153529, 0.0738593191, 0.0877685547, 0.0372678973], 26.05979919),
     ]:
-        found = static.encode([text])[0]
-        torch.testing.assert_close(found[[0, 1, 100, 255]], torch.tensor(some), rtol=1e-6, atol=0)
-        assert float(found.abs().sum()) == pytest.approx(total, rel=1e-6)
+        vectors = static.encode([text])[0]
+        torch.testing.assert_close(vectors[[0, 1, 100, 255]], torch.tensor(some), rtol=1e-6, atol=0)
+        assert float(vectors.abs().sum()) == pytest.approx(total, rel=1e-6)
 
 
 def test_wordllama_does_not_depend_on_batches_or_order(static):
@@ -109,8 +110,9 @@ def test_wordllama_does_not_depend_on_batches_or_order(static):
     assert torch.equal(other.encode([""] * 7), torch.zeros(7, 256))
 
 
-def test_wordllama_is_fetched_on_first_use(tmp_path, monkeypatch, caplog):
-    """From a package made here of the same files, for the one platform that is asked for."""
+@pytest.mark.slow
+def test_wordllama_is_downloaded_on_first_use(tmp_path, monkeypatch, caplog):
+    """From a local package index with a wheel of the same files."""
     folder, index = wordllama(), tmp_path / "index"
     contents = {file.pieces[0][1]: (folder / file.name).read_bytes() for file in WORDLLAMA.files}
     make_wheel(index, "wordllama", contents, version="0.4.0.post1", tag="cp312-cp312-manylinux2014_x86_64")
@@ -120,21 +122,21 @@ def test_wordllama_is_fetched_on_first_use(tmp_path, monkeypatch, caplog):
     assert not (tmp_path / "cache").exists()
     with caplog.at_level(logging.WARNING, "groupwise"):
         first = load_embedder("wordllama").encode(["a text"])
-    assert caplog.messages == ["wordllama is not here yet: fetching it from the package index, 19 MB, once"]
-    copy = shutil.copytree(tmp_path / "cache/models/wordllama", tmp_path / "copy")  # a folder of it will do as well
+    assert caplog.messages == ["downloading wordllama from the package index, 19 MB"]
+    copy = shutil.copytree(tmp_path / "cache/models/wordllama", tmp_path / "copy")  # a copy of the folder works too
     assert torch.equal(load_embedder(str(copy)).encode(["a text"]), first)
 
 
-def test_a_damaged_table_is_named(tmp_path):
+def test_damaged_table(tmp_path):
     folder = shutil.copytree(wordllama(), tmp_path / "table")
     table = folder / "l2_supercat_256.safetensors"
-    whole = table.read_bytes()
+    content_before = table.read_bytes()
     for content, message in [
-        (whole[:-2], r"l2_supercat_256.safetensors could not be loaded: .*; get it again"),
+        (content_before[:-2], r"l2_supercat_256.safetensors could not be loaded: .*; get it again"),
         (b"", r"l2_supercat_256.safetensors could not be loaded: .*; get it again"),
         ({"other": torch.zeros(2, 2)}, "holds no table of numbers called embedding.weight"),
         ({"embedding.weight": torch.zeros(8)}, "holds no table of numbers called embedding.weight"),
-        ({"embedding.weight": torch.zeros(31_999, 4)}, "tokenizer knows 32,000 tokens, and its table has 31,999 rows"),
+        ({"embedding.weight": torch.zeros(31_999, 4)}, "tokenizer has 32,000 tokens, but its table has 31,999 rows"),
     ]:
         table.unlink()
         if isinstance(content, bytes):
@@ -143,34 +145,36 @@ def test_a_damaged_table_is_named(tmp_path):
             save_file(content, table)
         with pytest.raises(CheckpointError, match=message):
             load_embedder(str(folder))
-    table.write_bytes(whole)
+    table.write_bytes(content_before)
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer.json could not be loaded: .*; get it again"):
         load_embedder(str(folder))
 
 
-# --- sentence-transformers --------------------------------------------------------------------------------------------
+# --- sentence-transformers -------------------------------------------------------------------------------------------
 
 
-def test_minilm_gives_what_sentence_transformers_gives(small):
+@pytest.mark.slow
+def test_minilm_equals_sentence_transformers(small):
     from sentence_transformers import SentenceTransformer
 
     texts = [*ODD, *sentences(8), "word " * 500]
-    peer = SentenceTransformer(str(minilm()), device="cpu").encode(texts, batch_size=4, show_progress_bar=False)
-    found = small.encode(texts)
-    assert (found.shape, found.dtype, small.width) == ((len(texts), 384), torch.float32, 384)
-    torch.testing.assert_close(found, torch.from_numpy(peer), rtol=0, atol=1e-6)
-    assert not found.is_inference()  # so that a caller may write into it
+    expected = SentenceTransformer(str(minilm()), device="cpu").encode(texts, batch_size=4, show_progress_bar=False)
+    vectors = small.encode(texts)
+    assert (vectors.shape, vectors.dtype, small.width) == ((len(texts), 384), torch.float32, 384)
+    torch.testing.assert_close(vectors, torch.from_numpy(expected), rtol=0, atol=1e-6)
+    assert not vectors.is_inference()  # callers may write into it
 
 
+@pytest.mark.slow
 def test_minilm_hardly_depends_on_batches_and_order(small):
     texts = sentences(8)
     other = load_embedder("minilm", **CPU, batch_size=3, cache=0)
     torch.testing.assert_close(other.encode(texts[::-1]).flip(0), small.encode(texts), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("embedder", ["static", "small"])
-def test_what_means_the_same_is_nearer(embedder, request):
+@pytest.mark.parametrize("embedder", ["static", pytest.param("small", marks=pytest.mark.slow)])
+def test_similar_meanings_are_nearer(embedder, request):
     embedder = request.getfixturevalue(embedder)
     attack, infarction, dragon = embedder.encode(
         ["The patient had a heart attack.", "It was a myocardial infarction.", "A dragon sleeps on its gold."]
@@ -178,8 +182,11 @@ def test_what_means_the_same_is_nearer(embedder, request):
     assert cosine(attack, infarction) > cosine(attack, dragon) + 0.15
 
 
-def test_a_folder_of_sentence_transformers(model_folder, monkeypatch, capfd):
-    """Its weights are stored in float16; whatever they are stored in, they are computed with in float32."""
+@pytest.mark.slow
+def test_sentence_transformers_folder(model_folder, monkeypatch, capfd):
+    """Weights are stored in float16 and used in float32."""
+    from transformers import AutoTokenizer, BertModel
+
     texts = ["a dragon", "two dragons and their gold", ""]
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = BertModel.from_pretrained(model_folder, dtype=torch.float32).eval()
@@ -197,23 +204,26 @@ def test_a_folder_of_sentence_transformers(model_folder, monkeypatch, capfd):
     assert half.dtype == torch.float32
     torch.testing.assert_close(half, torch.stack(expected), rtol=0, atol=0.02)
     assert not torch.equal(half, torch.stack(expected))
-    assert capfd.readouterr() == ("", "")  # no bars
+    assert capfd.readouterr() == ("", "")  # no progress bars
 
 
-def test_a_model_that_gives_nan_is_refused_with_the_text(model_folder):
+@pytest.mark.slow
+def test_nan_vectors_of_a_sentence_transformer(model_folder):
+    from transformers import AutoTokenizer, BertModel
+
     model = BertModel.from_pretrained(model_folder, dtype=torch.float32)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[AutoTokenizer.from_pretrained(model_folder).vocab["dragon"]] = torch.nan
     model.save_pretrained(model_folder)
     embedder = load_embedder(str(model_folder), **CPU)
     good = embedder.encode(["gold"])
-    with pytest.raises(ConfigError, match=r"gives NaN or infinities for the text 'a dragon and (again ){11}a'…; set "):
+    with pytest.raises(ConfigError, match=r"returned NaN or inf for the text 'a dragon and (again ){11}a'…; set "):
         embedder.encode(["gold", "silver", "a dragon and " + "again " * 50])
     assert (embedder.hits, embedder.misses) == (0, 1)
     assert torch.equal(embedder.encode(["gold"]), good)
 
 
-# --- what is remembered -----------------------------------------------------------------------------------------------
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def lengths(texts: list[str]) -> torch.Tensor:
@@ -224,41 +234,42 @@ calls = st.lists(st.lists(st.sampled_from(["", "a", "b", "c", "dd", "\ud800", "\
 
 
 @given(calls=calls, size=st.integers(0, 5))
-def test_the_texts_used_last_are_remembered(calls, size):
+def test_cache_keeps_the_texts_used_last(calls, size):
     asked, kept, hits, misses = [], [], 0, 0
     embedder = Embedder("toy", 2, lambda texts: asked.append(texts) or lengths(texts), cache=size)
     for texts in calls:
         asked.clear()
-        found = embedder.encode(texts)
-        mended = [text.replace("\ud800", "\ufffd").replace("\udfff", "\ufffd") for text in texts]
-        new = [text for text in dict.fromkeys(mended) if text not in kept]
+        vectors = embedder.encode(texts)
+        valid = [text.replace("\ud800", "\ufffd").replace("\udfff", "\ufffd") for text in texts]
+        new = [text for text in dict.fromkeys(valid) if text not in kept]
         assert asked == ([new] if new else [])
-        assert torch.equal(found, lengths(mended).reshape(-1, 2))
+        assert torch.equal(vectors, lengths(valid).reshape(-1, 2))
         hits, misses = hits + len(texts) - len(new), misses + len(new)
         assert (embedder.hits, embedder.misses) == (hits, misses)
-        for text in mended:
+        for text in valid:
             kept = [*(other for other in kept if other != text), text]
         kept = kept[len(kept) - size :] if len(kept) > size else kept
 
 
-def test_what_is_remembered_is_a_row_each_and_nobody_elses():
+def test_cached_vectors_are_copies():
     embedder = Embedder("toy", 2, lambda texts: lengths(texts).double(), cache=3)
     embedder.encode([str(number) for number in range(100)])
-    assert [row.untyped_storage().nbytes() for row in embedder._kept.values()] == [8, 8, 8]
-    found = embedder.encode(["99", "99"])
-    found.zero_()
+    assert [row.untyped_storage().nbytes() for row in embedder._vectors.values()] == [8, 8, 8]
+    vectors = embedder.encode(["99", "99"])
+    vectors.zero_()
     assert torch.equal(embedder.encode(["99"]), lengths(["99"]))
 
 
-def test_surrogates_are_joined_or_replaced(static, small):
-    for embedder in (static, small):
-        alone, replaced, pair, whole = embedder.encode(["a \ud800", "a \ufffd", "\ud83d\ude42 b", "🙂 b"])
-        assert torch.equal(alone, replaced)
-        assert torch.equal(pair, whole)
-        assert embedder.encode([]).shape == (0, embedder.width)
+@pytest.mark.parametrize("embedder", ["static", pytest.param("small", marks=pytest.mark.slow)])
+def test_surrogates_are_joined_or_replaced(embedder, request):
+    embedder = request.getfixturevalue(embedder)
+    alone, replaced, pair, joined = embedder.encode(["a \ud800", "a \ufffd", "\ud83d\ude42 b", "🙂 b"])
+    assert torch.equal(alone, replaced)
+    assert torch.equal(pair, joined)
+    assert embedder.encode([]).shape == (0, embedder.width)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -271,14 +282,22 @@ def test_surrogates_are_joined_or_replaced(static, small):
         ([b"a"], r"texts\[0\] must be a text, got bytes"),
     ],
 )
-def test_what_is_no_list_of_texts(texts, message):
+def test_invalid_texts(texts, message):
     with pytest.raises(InputError, match=message):
         Embedder("toy", 2, lengths).encode(texts)
 
 
-def test_a_model_with_another_number_of_vectors():
-    with pytest.raises(ConfigError, match=r"toy gives a tensor of shape \(2, 2\) for 2 texts.*of 3 numbers each"):
+def test_model_with_the_wrong_width():
+    with pytest.raises(ConfigError, match=r"toy returned a tensor of shape \(2, 2\) for 2 texts, expected \(2, 3\)"):
         Embedder("toy", 3, lengths).encode(["a", "b"])
+
+
+def test_model_that_returns_nan():
+    embedder = Embedder(
+        "toy", 1, lambda texts: torch.tensor([[float("nan" if "x" in text else "1")] for text in texts])
+    )
+    with pytest.raises(ConfigError, match=r"toy returned NaN or inf for the text 'ax'; set grouping.dtype"):
+        embedder.encode(["a", "ax"])
 
 
 @pytest.mark.parametrize(
@@ -291,7 +310,7 @@ def test_a_model_with_another_number_of_vectors():
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],
 )
-def test_options_that_cannot_be(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(InputError, match=message):
         load_embedder("wordllama", **options)
 
@@ -299,33 +318,34 @@ def test_options_that_cannot_be(options, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("minilmm", r"no embedder called 'minilmm'; did you mean 'minilm'\? \(there are minilm, wordllama; one on the"),
+        ("minilmm", r"no embedder called 'minilmm'; did you mean 'minilm'\? \(available: minilm, wordllama"),
         ("WordLLama", "did you mean 'wordllama'"),
-        ("xyz", r"no embedder called 'xyz' \(there are"),
+        ("xyz", r"no embedder called 'xyz' \(available"),
         ("x" * 5000, "no embedder called 'xxx"),
-        ("smollm2-135m", "smollm2-135m is a language model, which makes no vectors of texts. Set grouping.embedder to"),
+        ("smollm2-135m", "smollm2-135m is a language model, not an embedder. Set grouping.embedder to"),
         ("./nowhere", "there is no folder nowhere for the embedder .*Set grouping.embedder to 'minilm' or 'wordllama'"),
         ("a/b/c", "there is no folder a/b/c for the embedder"),
         ("file.txt", "the embedder file.txt is a file"),
         ("empty", "empty is not the folder of an embedder: it has no modules.json"),
-        ("", "an embedder is named by a text, not by ''"),
-        (None, "an embedder is named by a text, not by None"),
-        ("own", r"the embedder in own needs code of its own \(own_code.Model\), which is not run"),
+        ("", "name must be a string, got ''"),
+        (None, "name must be a string, got None"),
+        ("custom", r"the embedder in custom needs custom code \(custom_code.Model\), which is not run"),
     ],
 )
 @pytest.mark.parametrize("check", [check_embedder, load_embedder], ids=["check", "load"])
-def test_an_embedder_that_cannot_be_had(name, message, check, tmp_path, monkeypatch):
+def test_unavailable_embedders(name, message, check, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").touch()
     (tmp_path / "empty").mkdir()
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "own_code.Model"}]')
-    (tmp_path / "own/own_code.py").write_text("raise SystemExit")
+    (tmp_path / "custom").mkdir()
+    (tmp_path / "custom/modules.json").write_text('[{"idx": 0, "name": "0", "path": "", "type": "custom_code.Model"}]')
+    (tmp_path / "custom/custom_code.py").write_text("raise SystemExit")
     with pytest.raises(ConfigError, match=message):
         check(name)
 
 
-def test_a_damaged_folder(model_folder):
+@pytest.mark.slow
+def test_damaged_folder(model_folder):
     check_embedder(str(model_folder))
     weights = model_folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-3])
@@ -339,7 +359,7 @@ def test_a_damaged_folder(model_folder):
 
 def test_without_sentence_transformers(monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    remedy = r"pip install 'groupwise\[embed\]'. Or set grouping.embedder to 'wordllama', which needs nothing"
+    remedy = r"pip install 'groupwise\[embed\]'. Or set grouping.embedder to 'wordllama'"
     for name in ("minilm", "BAAI/bge-m3"):
         for ask in (check_embedder, load_embedder):
             with pytest.raises(ConfigError, match=rf"{name} needs sentence-transformers, which is missing. .*{remedy}"):
@@ -349,19 +369,19 @@ def test_without_sentence_transformers(monkeypatch):
     assert load_embedder("wordllama").encode(["a"]).shape == (1, 256)
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_hub_cannot_be_reached():
-    """conftest keeps the tests offline."""
+    """conftest.py keeps the tests offline."""
     check_embedder("BAAI/bge-m3")
     with pytest.raises(
         ConfigError,
-        match=r"bge-m3 is no folder here, and cannot be had from the hub: .*Set grouping.embedder to 'minilm' or "
-        r"'wordllama', which `groupwise models fetch` gets.*hf download BAAI/bge-m3 --local-dir FOLDER",
+        match=r"bge-m3 .* cannot be downloaded from the hub: .*Set grouping.embedder to 'minilm' or 'wordllama', which "
+        r"`groupwise models fetch` gets.*hf download BAAI/bge-m3 --local-dir FOLDER",
     ):
         load_embedder("BAAI/bge-m3")
-    with pytest.raises(ConfigError, match="cannot be had from the hub: Repo id must"):
+    with pytest.raises(ConfigError, match="cannot be downloaded from the hub: Repo id must"):
         load_embedder("-a/b c")
 
 
@@ -382,13 +402,16 @@ class Trap:
         return exec, ("raise SystemExit('the trap has sprung')",)
 
 
-def test_an_embedder_on_the_hub(model_folder, tmp_path):
-    """Its weights are there only as a pickle; code, another pickle and another copy of the weights lie beside it."""
+@pytest.mark.slow
+def test_embedder_on_the_hub(model_folder, tmp_path):
+    """Only pickled weights; code, another pickle and another copy of the weights are not downloaded."""
+    from transformers import BertModel
+
     expected = load_embedder(str(model_folder), **CPU).encode(["two dragons"])
     weights = BertModel.from_pretrained(model_folder, dtype=torch.float32).state_dict()
     torch.save(weights, model_folder / "pytorch_model.bin")
     (model_folder / "model.safetensors").unlink()
-    (model_folder / "own.py").write_text("raise SystemExit")
+    (model_folder / "custom.py").write_text("raise SystemExit")
     (model_folder / "sparse_linear.pt").write_bytes(pickle.dumps(Trap()))
     (model_folder / "onnx").mkdir()
     (model_folder / "onnx/config.json").write_text("{}")
@@ -409,10 +432,10 @@ def test_an_embedder_on_the_hub(model_folder, tmp_path):
     finally:
         server.shutdown()
         server.server_close()
-    found, unknown, gated = map(json.loads, done.stdout.splitlines())
-    torch.testing.assert_close(load_embedder(found, **CPU).encode(["two dragons"]), expected)
-    assert "there is no such model there, or none that you may see" in unknown
-    assert "its owners ask you to accept their terms" in gated
+    folder, unknown, gated = map(json.loads, done.stdout.splitlines())
+    torch.testing.assert_close(load_embedder(folder, **CPU).encode(["two dragons"]), expected)
+    assert "does not exist or is private" in unknown
+    assert "accept its terms" in gated
     assert {"modules.json", "1_Pooling/config.json", "tokenizer.json", "pytorch_model.bin"} <= set(handler.asked)
-    assert not {"own.py", "sparse_linear.pt", "onnx/config.json"} & set(handler.asked)
-    assert "org/model is not here yet: fetching it from the hub, once" in done.stderr
+    assert not {"custom.py", "sparse_linear.pt", "onnx/config.json"} & set(handler.asked)
+    assert "downloading org/model from the hub" in done.stderr

@@ -1,4 +1,4 @@
-"""Grouping texts: by hand on vectors that can be drawn, and literally on real ones."""
+"""Grouping texts: by hand on vectors in the plane, and with a real embedder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from groupwise.config import GroupingSection
 from groupwise.errors import InputError
 from groupwise.grouping.cluster import nested_groups
 from groupwise.grouping.embed import Embedder, load_embedder
-from groupwise.grouping.grouper import Grouped, LocalGrouper, group_texts, join_grouped, share_texts
+from groupwise.grouping.grouper import GroupingResult, LocalGrouper, group_texts, join_results, share_texts
 from tests.weights import wordllama
 
 ANSWERS = [
@@ -36,8 +36,8 @@ ANSWERS = [
 def directions() -> Embedder:
     """Texts such as "2 at 90" are vectors in the plane: a length and an angle."""
 
-    def vectors(given: list[str]) -> torch.Tensor:
-        pairs = [tuple(map(float, text.split(" at "))) for text in given]
+    def vectors(texts: list[str]) -> torch.Tensor:
+        pairs = [tuple(map(float, text.split(" at "))) for text in texts]
         return torch.tensor([[size * math.cos(math.radians(a)), size * math.sin(math.radians(a))] for size, a in pairs])
 
     return Embedder("directions", 2, vectors)
@@ -50,31 +50,31 @@ def close(ours: torch.Tensor, expected: object) -> None:
 def test_by_hand():
     texts = [
         ["1 at 0", "a thought</think> 3 at 0", "2 at 90", "1 at 90"],
-        ["1 at 0", "0 at 0", "1 at 180", "5 at 0"],  # the second has no direction
+        ["1 at 0", "0 at 0", "1 at 180", "5 at 0"],  # the second is the zero vector
     ]
-    found = group_texts(directions(), texts, GroupingSection())
-    assert found.labels.tolist() == [[[0], [0], [1], [1]], [[0], [1], [2], [0]]]
+    result = group_texts(directions(), texts, GroupingSection())
+    assert result.labels.tolist() == [[[0], [0], [1], [1]], [[0], [1], [2], [0]]]
     # First prompt: two pairs at 0, four at 1. Second: the pair of equals 0, three with the zero vector 1, two at 2.
-    close(found.distances, [4 / 6, (0 + 3 * 1 + 2 * 2) / 6])
-    close(found.centres, [[0.5, 0.5], [(1 - 1 + 1) / 4, 0.0]])
+    close(result.distances, [4 / 6, (0 + 3 * 1 + 2 * 2) / 6])
+    close(result.centres, [[0.5, 0.5], [(1 - 1 + 1) / 4, 0.0]])
     # The first prompt's clusters are perfect. In the second, a = 0 and b = 1 for the two equals; the others are alone.
-    close(found.scores, [1.0, 0.5])
-    assert found.labels.dtype == torch.int64
+    close(result.scores, [1.0, 0.5])
+    assert result.labels.dtype == torch.int64
 
 
-def test_one_answer_has_nothing_to_differ_from():
-    found = group_texts(directions(), [["2 at 90"], ["1 at 0"]], GroupingSection(levels=4))
-    assert found.labels.tolist() == [[[0, 0, 0]], [[0, 0, 0]]]
-    close(found.distances, [0.0, 0.0])
-    close(found.centres, [[0.0, 1.0], [1.0, 0.0]])
+def test_one_answer_per_prompt():
+    result = group_texts(directions(), [["2 at 90"], ["1 at 0"]], GroupingSection(levels=4))
+    assert result.labels.tolist() == [[[0, 0, 0]], [[0, 0, 0]]]
+    close(result.distances, [0.0, 0.0])
+    close(result.centres, [[0.0, 1.0], [1.0, 0.0]])
 
 
-def test_every_setting_arrives():
-    """Four answers at 0, 15, 40 and 100 degrees, under rules that part them differently."""
+def test_every_setting_is_used():
+    """Four answers at 0, 15, 40 and 100 degrees."""
     texts = [["1 at 0", "1 at 15", "1 at 40", "1 at 100"]]
 
-    def labels(**how: object) -> list[list[int]]:
-        return group_texts(directions(), texts, GroupingSection(**how)).labels[0].tolist()
+    def labels(**settings: object) -> list[list[int]]:
+        return group_texts(directions(), texts, GroupingSection(**settings)).labels[0].tolist()
 
     assert labels() == [[0], [0], [0], [1]]
     assert labels(min_silhouette=0.99) == [[0]] * 4
@@ -85,28 +85,28 @@ def test_every_setting_arrives():
     assert labels(levels=3, min_silhouette=-1.0, max_groups=2) == [[0, 0], [0, 0], [0, 1], [1, 0]]
     three = [[f"1 at {angle}" for angle in (0, 1, 90, 91, 180, 181)]]
     for most in (2, 3, 7):
-        found = group_texts(directions(), three, GroupingSection(max_groups=most)).labels
-        assert len(found.unique()) == min(most, 3)
+        result = group_texts(directions(), three, GroupingSection(max_groups=most)).labels
+        assert len(result.unique()) == min(most, 3)
     marked = [["END 1 at 0", "1 at 90", "2 at 0 END 1 at 90"]]
     assert group_texts(directions(), marked, GroupingSection(text_after="END")).labels[0].tolist() == [[0], [1], [1]]
 
 
-def test_real_texts_literally():
+def test_real_texts():
     embedder = load_embedder(str(wordllama()))
-    how = GroupingSection(levels=3)
-    found = group_texts(embedder, ANSWERS, how)
-    assert found.labels[0, :, 0].tolist() == [0, 1, 0, 1]
-    assert found.labels[1, :2, 0].tolist() == [0, 0]  # the thought before the mark does not count
+    settings = GroupingSection(levels=3)
+    result = group_texts(embedder, ANSWERS, settings)
+    assert result.labels[0, :, 0].tolist() == [0, 1, 0, 1]
+    assert result.labels[1, :2, 0].tolist() == [0, 0]  # the reasoning before the mark is ignored
     vectors = [[embedder.encode([text.rpartition("</think>")[2].strip()])[0].double() for text in a] for a in ANSWERS]
     labels, scores = nested_groups(torch.stack([torch.stack(row) for row in vectors]), levels=3)
-    assert torch.equal(found.labels, labels)
-    assert torch.equal(found.scores, scores)
+    assert torch.equal(result.labels, labels)
+    assert torch.equal(result.scores, scores)
     for prompt, row in enumerate(vectors):
         pairs = list(itertools.combinations(row, 2))
         cosines = [float(a @ b / (a.norm() * b.norm())) if a.norm() and b.norm() else 0.0 for a, b in pairs]
-        assert found.distances[prompt] == pytest.approx(sum(1 - cosine for cosine in cosines) / len(pairs), abs=1e-9)
+        assert result.distances[prompt] == pytest.approx(sum(1 - cosine for cosine in cosines) / len(pairs), abs=1e-9)
         units = [vector / vector.norm() if vector.norm() else vector for vector in row]
-        torch.testing.assert_close(found.centres[prompt], sum(units) / len(units), rtol=0, atol=1e-12)
+        torch.testing.assert_close(result.centres[prompt], sum(units) / len(units), rtol=0, atol=1e-12)
 
 
 def test_all_texts_are_embedded_in_one_call():
@@ -121,7 +121,7 @@ def test_all_texts_are_embedded_in_one_call():
 
 
 @given(st.integers(1, 30), st.integers(1, 9))
-def test_shares_are_even_and_join_to_the_whole(prompts, number):
+def test_shares_are_even_and_join_again(prompts, number):
     texts = [[str(prompt)] for prompt in range(prompts)]
     shares = share_texts(texts, number)
     assert [answers for share in shares for answers in share] == texts
@@ -129,12 +129,12 @@ def test_shares_are_even_and_join_to_the_whole(prompts, number):
     assert len(sizes) == min(number, prompts)
     assert max(sizes) - min(sizes) <= 1
     numbers = [torch.tensor([int(text) for (text,) in share]) for share in shares]
-    joined = join_grouped([Grouped(part, part + 1, part + 2, part + 3) for part in numbers])
-    found = torch.stack([joined.labels, joined.scores, joined.distances, joined.centres])
-    assert torch.equal(found, torch.arange(prompts) + torch.arange(4).unsqueeze(1))
+    joined = join_results([GroupingResult(part, part + 1, part + 2, part + 3) for part in numbers])
+    result = torch.stack([joined.labels, joined.scores, joined.distances, joined.centres])
+    assert torch.equal(result, torch.arange(prompts) + torch.arange(4).unsqueeze(1))
 
 
-def test_a_closed_grouper_says_so():
+def test_closed_grouper():
     with LocalGrouper(GroupingSection(embedder=str(wordllama()))) as grouper:
         assert grouper.group(ANSWERS).labels.shape == (2, 4, 1)
         assert grouper.restarts == 0
@@ -154,11 +154,11 @@ def test_a_closed_grouper_says_so():
         ([["a", "b"], ["c"]], r"texts\[1\] has 1 answers and texts\[0\] has 2"),
     ],
 )
-def test_what_is_refused(texts, message):
+def test_invalid_texts(texts, message):
     with pytest.raises(InputError, match=message):
         group_texts(directions(), texts, GroupingSection())
 
 
-def test_nothing_to_join():
-    with pytest.raises(InputError, match="nothing to join"):
-        join_grouped([])
+def test_joining_no_results():
+    with pytest.raises(InputError, match="no results to join"):
+        join_results([])

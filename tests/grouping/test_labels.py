@@ -1,4 +1,4 @@
-"""The document's names: labels, who is alone, what is logged, and the advantage, all by hand."""
+"""Group labels, their statistics and advantages, by hand."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_labels_are_uid_and_group():
 
 
 @given(st.lists(st.text(max_size=4), min_size=1, max_size=4, unique=True), st.integers(1, 4), st.randoms())
-def test_a_parent_is_the_uid_whatever_it_contains(uids, size, random):
+def test_parent_is_the_uid(uids, size, random):
     clusters = [[random.randrange(size) for _ in range(size)] for _ in uids]
     labels = similarity_group_labels(uids, clusters)
     assert parent_labels(labels) == [uid for uid in uids for _ in range(size)]
 
 
-def test_who_is_alone():
+def test_single_member_mask():
     names = ["a_0", "a_1", "a_0", "b_0", "b_1", "b_1"]
     expected = [False, True, False, True, False, False]
     assert compute_single_member_mask(names).tolist() == expected
@@ -47,12 +47,12 @@ def test_who_is_alone():
     assert alone.dtype == torch.bool
 
 
-def test_what_is_logged():
-    # Prompt a has three groups (one of a lone sample), b one, c_x nine of one sample each.
+def test_group_distribution():
+    # Prompt a has three groups (one with a single sample), b one, c_x nine of one sample each.
     names = ["a_0", "a_0", "a_1", "a_2", "a_2", "b_0", "b_0", *(f"c_x_{number}" for number in range(9))]
-    found = compute_group_distribution_per_prompt(names, scores=torch.tensor([0.5, 0.0, 0.1], dtype=torch.float64))
+    metrics = compute_group_distribution_per_prompt(names, scores=torch.tensor([0.5, 0.0, 0.1], dtype=torch.float64))
     counts = {f"similarity_groups/n_prompts_split_into_{k}_groups": float(k in (1, 3, 9)) for k in range(1, 10)}
-    assert found == {
+    assert metrics == {
         **counts,
         "similarity_groups/avg_groups_per_prompt": 13 / 3,
         "similarity_groups/n_single_member_groups": 10.0,
@@ -60,19 +60,19 @@ def test_what_is_logged():
     }
 
 
-def test_what_is_logged_with_the_prompts_given():
+def test_group_distribution_with_uids():
     # Group 0 of one prompt is not group 0 of the other, and here each of them is alone.
-    found = compute_group_distribution_per_prompt([0, 0], uids=["a", "b"])
-    assert found["similarity_groups/n_prompts_split_into_1_groups"] == 2
-    assert found["similarity_groups/n_single_member_groups"] == 2
-    assert found["similarity_groups/n_prompts_split_into_8_groups"] == 0
-    assert "similarity_groups/n_prompts_split_into_9_groups" not in found
-    assert "similarity_groups/avg_silhouette_score" not in found
+    metrics = compute_group_distribution_per_prompt([0, 0], uids=["a", "b"])
+    assert metrics["similarity_groups/n_prompts_split_into_1_groups"] == 2
+    assert metrics["similarity_groups/n_single_member_groups"] == 2
+    assert metrics["similarity_groups/n_prompts_split_into_8_groups"] == 0
+    assert "similarity_groups/n_prompts_split_into_9_groups" not in metrics
+    assert "similarity_groups/avg_silhouette_score" not in metrics
     nested = compute_group_distribution_per_prompt(["a_0_0", "a_0_1", "a_1_0"], uids=["a"] * 3)
     assert nested["similarity_groups/avg_groups_per_prompt"] == 3
 
 
-# Rewards 1, 3 in one group of prompt a, 5 alone, and 2, 2 in one of prompt b: (1 − 2) / (√2 + ε), 0 for the lone one,
+# Rewards 1, 3 in one group of prompt a, 5 alone, and 2, 2 in one of prompt b: (1 − 2) / (√2 + ε), 0 for the single one,
 # 0 for the equal ones.
 REWARDS = torch.tensor([[0.0, 1, 0], [1, 1, 1], [5, 0, 0], [0, 2, 0], [2, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
@@ -95,7 +95,7 @@ def by_hand(unit: float) -> torch.Tensor:
         pytest.param(torch.tensor([4, 4, 4, 9, 9]), np.array([[0, 0], [0, 0], [0, 1], [0, 0], [0, 0]]), id="levels"),
     ],
 )
-def test_the_advantage_by_hand(index, labels):
+def test_advantage_by_hand(index, labels):
     advantages, returns = compute_similarity_group_grpo_outcome_advantage(REWARDS, MASK, index, labels)
     torch.testing.assert_close(advantages, by_hand(1 / (math.sqrt(2) + 1e-6)), rtol=1e-12, atol=0)
     assert torch.equal(advantages, returns)
@@ -112,17 +112,17 @@ def test_the_advantage_by_hand(index, labels):
     ],
     ids=["argument", "mapping", "object", "a config that does not say"],
 )
-def test_the_advantage_without_the_spread(options):
+def test_advantage_without_std(options):
     advantages, _ = compute_similarity_group_grpo_outcome_advantage(REWARDS, MASK, LABELS, **options)
     assert torch.equal(advantages, by_hand(1.0))
 
 
-def test_epsilon_and_types():
+def test_epsilon_and_dtypes():
     ours, _ = compute_similarity_group_grpo_outcome_advantage(REWARDS.bfloat16(), MASK.bool(), LABELS, epsilon=1.0)
     assert ours.dtype == torch.bfloat16
     torch.testing.assert_close(ours.double(), by_hand(1 / (math.sqrt(2) + 1)), rtol=1e-2, atol=0)
-    given = REWARDS.clone().requires_grad_()
-    assert not compute_similarity_group_grpo_outcome_advantage(given, MASK, LABELS)[0].requires_grad
+    rewards = REWARDS.clone().requires_grad_()
+    assert not compute_similarity_group_grpo_outcome_advantage(rewards, MASK, LABELS)[0].requires_grad
 
 
 @pytest.mark.parametrize(
@@ -160,6 +160,6 @@ def test_epsilon_and_types():
         ),
     ],
 )
-def test_what_is_refused(call, message):
+def test_invalid_arguments(call, message):
     with pytest.raises(InputError, match=message):
         call()

@@ -1,3 +1,5 @@
+"""The part of an answer that is compared."""
+
 from __future__ import annotations
 
 import pytest
@@ -30,10 +32,10 @@ def test_the_result_follows_the_last_mark(text, after, expected):
     assert result_text(text, after) == expected
 
 
-def test_the_usual_mark():
+def test_default_mark():
     assert result_text("thoughts</think> result") == "result"
 
 
 @given(before=st.text(), result=st.text(alphabet="ab c<>\n", max_size=20))
-def test_nothing_before_the_mark_matters(before, result):
+def test_text_before_the_mark_is_ignored(before, result):
     assert result_text(f"{before}</think>{result}") == result.strip()

@@ -1,4 +1,4 @@
-"""Grouping in Ray workers gives what grouping here gives, on a Ray that is there or on one that nobody else reaches."""
+"""Grouping in Ray workers equals grouping in this process, on an existing Ray and on a local one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from groupwise.config import GroupingSection
 from groupwise.errors import CheckpointError, ConfigError, InputError
 from groupwise.grouping import connection, workers
-from groupwise.grouping.grouper import Grouped, LocalGrouper
+from groupwise.grouping.grouper import GroupingResult, LocalGrouper
 from groupwise.grouping.workers import RayGrouper, SimilarityGrouperWorker, make_grouper
 from groupwise.model.weights import cache_folder
 from tests.weights import wordllama
@@ -37,82 +37,80 @@ TEXTS = [
 ]
 
 
-def how_of(**changes: object) -> GroupingSection:
+def settings_with(**changes: object) -> GroupingSection:
     return GroupingSection(embedder=str(wordllama()), levels=3, **changes)
 
 
-def check_same(ours: Grouped, expected: Grouped) -> None:
+def check_same(ours: GroupingResult, expected: GroupingResult) -> None:
     for name in FIELDS:
         assert torch.equal(getattr(ours, name), getattr(expected, name)), name
 
 
 @pytest.fixture(scope="module")
-def expected() -> Grouped:
-    found = LocalGrouper(how_of()).group(TEXTS)
-    assert len(found.labels[..., 0].unique()) > 1
-    return found
+def expected() -> GroupingResult:
+    result = LocalGrouper(settings_with()).group(TEXTS)
+    assert len(result.labels[..., 0].unique()) > 1
+    return result
 
 
-def silent(text: str) -> None:
-    raise AssertionError(f"nothing should have been said, but: {text}")
+def fail(text: str) -> None:
+    raise AssertionError(f"unexpected message: {text}")
 
 
 def test_in_this_process_by_default(expected):
-    with make_grouper(how_of(workers=0), silent) as grouper:
+    with make_grouper(settings_with(workers=0), fail) as grouper:
         assert isinstance(grouper, LocalGrouper)
         check_same(grouper.group(TEXTS), expected)
-    assert isinstance(make_grouper(how_of(device="cpu"), silent), LocalGrouper)
+    assert isinstance(make_grouper(settings_with(device="cpu"), fail), LocalGrouper)
 
 
 @pytest.mark.parametrize(
     ("gpus", "device", "number"),
     [(0, "auto", 0), (1, "auto", 0), (2, "auto", 2), (9, "auto", 8), (4, "cuda", 4), (4, "cpu", 0), (4, "cuda:1", 0)],
 )
-def test_how_many_workers_by_default(monkeypatch, gpus, device, number):
+def test_default_number_of_workers(monkeypatch, gpus, device, number):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert workers._wanted_workers(GroupingSection(device=device)) == number
-    assert workers._wanted_workers(GroupingSection(device=device, workers=3)) == 3
+    assert workers._worker_count(GroupingSection(device=device)) == number
+    assert workers._worker_count(GroupingSection(device=device, workers=3)) == 3
 
 
-def test_without_ray_it_is_said_and_done_here(monkeypatch, expected):
+def test_without_ray_grouping_is_local(monkeypatch, expected):
     monkeypatch.setitem(sys.modules, "ray", None)
     said = []
-    with make_grouper(how_of(workers=2), said.append) as grouper:
+    with make_grouper(settings_with(workers=2), said.append) as grouper:
         check_same(grouper.group(TEXTS), expected)
-    assert said == [
-        "grouping.workers is 2, but Ray is not installed (pip install 'groupwise[ray]'): answers are grouped in this "
-        "process"
-    ]
+    assert len(said) == 1
+    assert "pip install 'groupwise[ray]'" in said[0]
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ray_host": "203.0.113.7"}, "'203.0.113.7', which is no address of this machine; use 127.0.0.1"),
-        ({"ray_host": "0.0.0.0"}, "name the address by which other machines reach this one"),
-        ({"ray_host": "no..host"}, "'no..host', which is no address of this machine"),
-        ({"ray_address": "127.0.0.1:1"}, "no Ray cluster can be joined at 127.0.0.1:1: .*refused"),
-        ({"ray_address": "nonsense"}, "no Ray cluster can be joined at nonsense: Invalid address format"),
+        ({"ray_host": "203.0.113.7"}, "'203.0.113.7', which is not an address of this machine; use 127.0.0.1"),
+        ({"ray_host": "0.0.0.0"}, "address at which other machines reach this one"),
+        ({"ray_host": "no..host"}, "'no..host', which is not an address of this machine"),
+        ({"ray_address": "127.0.0.1:1"}, "Ray cluster at 127.0.0.1:1: .*refused"),
+        ({"ray_address": "nonsense"}, "Ray cluster at nonsense: Invalid address format"),
     ],
 )
-def test_a_ray_that_cannot_be_is_refused(changes, message):
+def test_unusable_addresses(changes, message):
     with pytest.raises(ConfigError, match=message):
-        RayGrouper(how_of(**changes), 1, silent)
+        RayGrouper(settings_with(**changes), 1, fail)
     assert not ray.is_initialized()
 
 
-def test_an_embedder_that_cannot_be_had_is_refused_before_ray_starts():
+def test_unknown_embedder_fails_before_ray_starts():
     with pytest.raises(ConfigError, match="wordllama"):
-        make_grouper(GroupingSection(embedder="wordlama", workers=1), silent)
+        make_grouper(GroupingSection(embedder="wordlama", workers=1), fail)
     assert not ray.is_initialized()
 
 
 @pytest.fixture(scope="module")
 def existing() -> Iterator[str]:
-    """The address of a Ray that somebody else has started, with two GPUs as far as it knows."""
+    """The address of a running Ray with two (pretended) GPUs."""
     handler = signal.getsignal(signal.SIGTERM)
     connection.prepare_environment()
-    folder = tempfile.mkdtemp(dir="/tmp")  # a socket's name has to be short
+    folder = tempfile.mkdtemp(dir="/tmp")  # a socket path must be short
     with connection.loopback_only(True):
         context = ray.init(
             "local",
@@ -132,7 +130,7 @@ def existing() -> Iterator[str]:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process ends within a while."""
+    """Whether a process has ended, or ends soon."""
     try:
         psutil.Process(pid).wait(30)
     except psutil.NoSuchProcess:
@@ -142,12 +140,12 @@ def gone(pid: int) -> bool:
     return True
 
 
-def test_the_number_of_workers_changes_nothing(existing, expected):
-    """Three workers have two GPUs among them, half a one each; a Ray that was there stays."""
+def test_results_do_not_depend_on_the_number_of_workers(existing, expected):
+    """Three workers share two GPUs, half of one each. The existing Ray keeps running."""
     said = []
-    with make_grouper(how_of(workers=3), said.append) as grouper:
+    with make_grouper(settings_with(workers=3), said.append) as grouper:
         check_same(grouper.group(TEXTS), expected)
-        first_two = Grouped(*(getattr(expected, name)[:2] for name in FIELDS))
+        first_two = GroupingResult(*(getattr(expected, name)[:2] for name in FIELDS))
         check_same(grouper.group(TEXTS[:2]), first_two)
         with pytest.raises(InputError, match=r"texts\[6\] has 1 answers and texts\[0\] has 6"):
             grouper.group([*TEXTS[:6], ["alone"]])
@@ -164,18 +162,19 @@ def test_the_number_of_workers_changes_nothing(existing, expected):
         grouper.group(TEXTS)
 
 
-def test_a_ray_that_is_named_is_joined_and_left_running(existing, expected):
+@pytest.mark.slow
+def test_ray_address_is_joined_and_left_running(existing, expected):
     code = (
         "import json, sys, ray\n"
-        "from tests.grouping.test_workers import TEXTS, how_of, make_grouper\n"
-        "with make_grouper(how_of(workers=1, ray_address=sys.argv[1]), lambda text: None) as grouper:\n"
+        "from tests.grouping.test_workers import TEXTS, settings_with, make_grouper\n"
+        "with make_grouper(settings_with(workers=1, ray_address=sys.argv[1]), lambda text: None) as grouper:\n"
         "    print(json.dumps([ray.get_runtime_context().gcs_address, grouper.group(TEXTS).labels.tolist()]))\n"
         "assert not ray.is_initialized()"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, existing],
         cwd=ROOT,
-        # Otherwise Ray looks for 127.0.0.1 at the machine's address in its network.
+        # Otherwise Ray replaces 127.0.0.1 by the network address.
         env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
         capture_output=True,
         text=True,
@@ -186,7 +185,7 @@ def test_a_ray_that_is_named_is_joined_and_left_running(existing, expected):
     assert ray.cluster_resources()["GPU"] == 2
 
 
-def test_an_error_in_a_worker_arrives_as_itself(existing, tmp_path):
+def test_errors_in_a_worker_keep_their_type(existing, tmp_path):
     for name in ("l2_supercat_256.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("damaged")
     with pytest.raises(CheckpointError, match=r"could not be loaded: .*; get it again") as caught:
@@ -195,42 +194,42 @@ def test_an_error_in_a_worker_arrives_as_itself(existing, tmp_path):
     assert ray.is_initialized()
 
 
-def test_without_room_an_error_says_what_to_do(existing):
+def test_no_free_gpu(existing):
     @ray.remote(num_cpus=0, num_gpus=2)
     class Greedy:
-        def here(self) -> bool:
+        def ready(self) -> bool:
             return True
 
     greedy = Greedy.remote()
-    assert ray.get(greedy.here.remote())
-    with pytest.raises(ConfigError, match=r"no place for a worker within 0\.5 seconds; lower grouping\.workers"):
-        RayGrouper(how_of(), 2, lambda text: None, patience=0.5)
+    assert ray.get(greedy.ready.remote())
+    with pytest.raises(ConfigError, match=r"no worker within 0\.5 seconds; lower grouping\.workers"):
+        RayGrouper(settings_with(), 2, lambda text: None, start_timeout=0.5)
     ray.kill(greedy)
 
 
-def test_the_documents_worker_is_an_actor_of_ones_own(existing, expected):
+def test_similarity_grouper_worker_as_ray_actor(existing, expected):
     actor = ray.remote(SimilarityGrouperWorker).options(num_cpus=0).remote(str(wordllama()), GroupingSection(levels=3))
     check_same(ray.get(actor.group.remote(TEXTS)), expected)
     ray.kill(actor)
 
 
-def test_the_documents_worker_says_what_it_loads(caplog):
+def test_similarity_grouper_worker_logs_what_it_loads(caplog):
     with caplog.at_level(logging.INFO, "groupwise"):
         SimilarityGrouperWorker(model_name=str(wordllama()))
     assert f"loading {wordllama()}" in caplog.messages
 
 
-# A process with a Ray of its own, and with handlers of its own for signals, as a training run has.
+# A process with a local Ray and with signal handlers, like a training run.
 DRIVER = """
 import json, signal, time
 import torch
 from groupwise.grouping.workers import make_grouper
-from tests.grouping.test_workers import TEXTS, how_of
+from tests.grouping.test_workers import TEXTS, settings_with
 
 heard = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: heard.append(signal.Signals(number).name))
-grouper = make_grouper(how_of(workers=1), lambda text: None)
+grouper = make_grouper(settings_with(workers=1), lambda text: None)
 first = grouper.group(TEXTS)
 print(json.dumps([grouper._connection._folder, *grouper.pids]), flush=True)
 until = time.monotonic() + 60
@@ -242,8 +241,9 @@ time.sleep(60)
 """
 
 
-def test_a_ray_of_its_own_is_reached_by_nobody_else_and_ends_with_the_run(tmp_path):
-    """Ctrl-C reaches all processes of a terminal: the run hears it, as it hears SIGTERM, and its workers go on."""
+@pytest.mark.slow
+def test_local_ray_listens_on_loopback_and_ends_with_the_run(tmp_path):
+    """The run's handlers get SIGINT and SIGTERM, and its workers continue."""
     wordllama()
     process = subprocess.Popen(
         [sys.executable, "-c", DRIVER],
@@ -277,7 +277,7 @@ def test_a_ray_of_its_own_is_reached_by_nobody_else_and_ends_with_the_run(tmp_pa
         os.kill(process.pid, signal.SIGTERM)
         assert json.loads(process.stdout.readline()) == [["SIGINT", "SIGTERM"], 0, True]
         process.kill()
-        # Ray's agents, which serve the others, look for a minute whether these come back.
+        # Ray's agents wait up to a minute for the other processes to return.
         children = [child for child in family[1:] if not names[child.pid].endswith("Agent")]
         assert len(children) >= 4
         assert psutil.wait_procs(children, timeout=60)[1] == []

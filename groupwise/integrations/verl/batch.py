@@ -16,7 +16,7 @@ from torch import Tensor
 
 from groupwise.errors import InputError
 from groupwise.grouping.labels import compute_group_distribution_per_prompt, similarity_group_labels
-from groupwise.grouping.workers import Grouper
+from groupwise.grouping.workers import SimilarityGrouper
 from groupwise.integrations.verl.estimator import Compared
 
 
@@ -77,7 +77,9 @@ def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor
     return [str(text) for text in tokenizer.batch_decode(kept)]
 
 
-def find_groups(sessions: Sessions, texts: Mapping[int, str], grouper: Grouper) -> tuple[Compared, dict[str, float]]:
+def find_groups(
+    sessions: Sessions, texts: Mapping[int, str], grouper: SimilarityGrouper
+) -> tuple[Compared, dict[str, float]]:
     """Who is compared with whom, and what to log; ``texts`` has the answer of each session that is one."""
     labels = [f"{uid}_0" for uid in sessions.uids]
     scores: list[float] = []

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.config import GroupingSection
-from groupwise.grouping.connection import Say
-from groupwise.grouping.workers import MOST_BY_DEFAULT, Grouper, GroupingActor, RayGrouper, make_grouper
+from groupwise.grouping.workers import MAX_DEFAULT_WORKERS, GroupingActor, RayGrouper, SimilarityGrouper, make_grouper
+from groupwise.text import Say
 
 POOL = "global_pool"  # verl's name for the GPUs that train
 SHARE = 0.1  # of a GPU, in Ray's books; verl's own processes take a third each, two at most
@@ -31,34 +31,36 @@ def gpu_bundles(manager: Any) -> list[tuple[Any, int]]:
     ]
 
 
-def verl_grouper(how: GroupingSection, manager: Any, say: Say) -> Grouper:
-    """One worker for each GPU of verl's, up to 8, unless ``how`` names another number or the CPU."""
+def verl_grouper(settings: GroupingSection, manager: Any, say: Say) -> SimilarityGrouper:
+    """One worker for each GPU of verl's, up to 8, unless ``settings`` names another number or the CPU."""
     bundles = gpu_bundles(manager)
-    if not bundles or how.device == "cpu" or how.workers == 0:
-        return make_grouper(how, say)
-    return BundleGrouper(how, how.workers or min(len(bundles), MOST_BY_DEFAULT), bundles, say)
+    if not bundles or settings.device == "cpu" or settings.workers == 0:
+        return make_grouper(settings, say)
+    return BundleGrouper(settings, settings.workers or min(len(bundles), MAX_DEFAULT_WORKERS), bundles, say)
 
 
 class BundleGrouper(RayGrouper):
     """Groups in Ray actors that lie in the bundles of placement groups, one after the other."""
 
-    def __init__(self, how: GroupingSection, workers: int, bundles: Sequence[tuple[Any, int]], say: Say) -> None:
+    def __init__(self, settings: GroupingSection, workers: int, bundles: Sequence[tuple[Any, int]], say: Say) -> None:
         self._bundles = bundles
-        super().__init__(how, workers, say)
+        super().__init__(settings, workers, say)
 
     def actor_factory(self, workers: int) -> Callable[[], Any]:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         part = SHARE / math.ceil(workers / len(self._bundles))
-        device = "cuda" if self.how.device.startswith("cuda") else self.how.device  # a worker sees only its own
-        how = self.how.model_copy(update={"device": device})
+        device = (
+            "cuda" if self.settings.device.startswith("cuda") else self.settings.device
+        )  # a worker sees only its own
+        settings = self.settings.model_copy(update={"device": device})
         options = {"num_cpus": 0, "num_gpus": math.ceil(part * 1e4) / 1e4, "max_restarts": 0, "max_task_retries": 0}
         actor, places = ray.remote(GroupingActor), itertools.cycle(self._bundles)
 
         def make() -> Any:
             group, number = next(places)
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-            return actor.options(scheduling_strategy=strategy, **options).remote(how, None)
+            return actor.options(scheduling_strategy=strategy, **options).remote(settings, None)
 
         return make

@@ -16,7 +16,7 @@ from groupwise.integrations.verl import ESTIMATOR, SETTINGS
 WHERE = f"algorithm.{SETTINGS}"
 NOT_HERE = {
     "skip_single_members": "verl computes rewards while answers are sampled, before they can be put into groups",
-    "measure": "this trainer mode always puts answers into groups",
+    "log_diversity": "this trainer mode always puts answers into groups",
     "ray_address": "verl's own Ray is used",
     "ray_host": "verl's own Ray is used",
 }

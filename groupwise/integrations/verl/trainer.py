@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from groupwise.grouping.embed import check_embedder
-from groupwise.grouping.workers import Grouper
+from groupwise.grouping.workers import SimilarityGrouper
 from groupwise.integrations.verl import LABELS
 from groupwise.integrations.verl.batch import decode_answers, find_groups, read_sessions
 from groupwise.integrations.verl.estimator import Compared, compared
@@ -42,7 +42,7 @@ class SimilarityGrouping(_Trainer):
     def __init__(self, config: Any) -> None:
         self._how = read_settings(config)
         check_embedder(self._how.embedder)  # before the models are loaded, which takes minutes
-        self._grouper: Grouper | None = None
+        self._grouper: SimilarityGrouper | None = None
         # verl asks for the mode by name in many places: which buffer to sample from, which settings are a mode's own.
         config.trainer.v1.trainer_mode = self.own_mode
         super().__init__(config)
@@ -68,7 +68,7 @@ class SimilarityGrouping(_Trainer):
         with compared(how):
             return super()._compute_advantage(batch, metrics)
 
-    def _ready_grouper(self) -> Grouper:
+    def _ready_grouper(self) -> SimilarityGrouper:
         if self._grouper is None:
             self._grouper = verl_grouper(self._how, self.resource_pool_manager, log.warning)
         return self._grouper
