@@ -107,12 +107,8 @@ def in_own_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
 
 
 def environment(side: str) -> dict[str, str]:
-    """What the user gave; for groupwise with what it sets itself when it is imported before torch, as in a program."""
-    if side != "groupwise":
-        return GIVEN
-    import groupwise  # noqa: F401
-
-    return dict(os.environ)
+    """The user's environment; for groupwise with the variable that its command line sets."""
+    return GIVEN if side != "groupwise" else {"MIMALLOC_PURGE_DELAY": "10000", **GIVEN}
 
 
 # --- the two sides ---------------------------------------------------------------------------------------------------
@@ -138,7 +134,7 @@ def recipe_of(args: argparse.Namespace, steps: int) -> Any:
             },
             "optimizer": {"learning_rate": LEARNING_RATE},
             "train": {"steps": steps, "batch_size": args.prompts, "accumulation": 1},
-            "run": {"checkpoint_every": 0, "rollouts": False, "tensorboard": False, "picture": False},
+            "run": {"checkpoint_every": 0, "save_rollouts": False, "tensorboard": False, "plot": False},
         }
     )
 

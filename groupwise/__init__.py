@@ -6,14 +6,9 @@ Importing this package loads nothing heavy: a submodule is imported when it is f
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
 
 __version__ = "0.1.0"
-
-# On some CPUs PyTorch's memory comes from mimalloc, which gives what is freed back to the system after 10 ms, and takes
-# it again for the next operation: a tenth of a training step. With 10 s it is there still. Read when torch is loaded.
-os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 _SUBMODULES = (
     "algorithms", "config", "control", "core", "data", "errors", "evaluate", "generate", "grouping",

@@ -8,6 +8,7 @@ standard error and the exit status 2; an interrupted command ends with 130, as a
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -27,6 +28,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (add_train, add_check, add_ev
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv``, the process's own without it; the exit status."""
+    _keep_freed_memory()
     parser, commands = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     settings: list[str] = []
@@ -47,6 +49,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_error(getattr(arguments, "interrupted", "interrupted"))
         return 130
+
+
+def _keep_freed_memory() -> None:
+    """Let PyTorch keep freed memory for 10 s.
+
+    PyTorch's builds for ARM allocate with mimalloc, which returns freed memory to the system after 10 ms; taking it
+    again costs a tenth of a training step. The variable is read when torch is loaded.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:

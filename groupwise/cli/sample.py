@@ -68,8 +68,9 @@ def _sample(arguments: argparse.Namespace) -> int:
     question = _question(arguments, form) if arguments.option else None
     samples = arguments.samples if arguments.samples is not None else 1 if question else SAMPLES
     sampling = _sampling(arguments, alone=question is not None and samples == 1)
-    from groupwise.model import load_model_and_tokenizer
+    from groupwise.model import load_model_and_tokenizer, set_threads
 
+    set_threads()
     model, tokenizer = load_model_and_tokenizer(
         arguments.model,
         device=arguments.device,

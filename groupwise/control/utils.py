@@ -78,7 +78,7 @@ class SeededGymEnv:
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, render_mode: str | None = None) -> None:
         self.name = name
         gym = import_gymnasium()
-        if not has_display():
+        if render_mode is not None and not has_display():
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame complains of the missing display otherwise
         self.env = _make(name, dict(options or {}), render_mode)
         limit = self.env.spec.max_episode_steps if self.env.spec else None

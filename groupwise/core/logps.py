@@ -319,10 +319,20 @@ def _chunk_functions(hidden: Tensor, weight: Tensor) -> ChunkFunctions:
     if hidden.device.type != "cuda" or len(hidden) * len(weight) < COMPILE_FROM:
         return _IN_STEPS
     if _compiled is None:
-        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
-        forward, backward = torch.compile(_forward_in_one_pass), torch.compile(_backward_in_one_pass)
+        forward, backward = (
+            torch.compile(function, backend=_inductor) for function in (_forward_in_one_pass, _backward_in_one_pass)
+        )
         _compiled = _or_in_steps(forward, _forward_in_steps), _or_in_steps(backward, _backward_in_steps)
     return _compiled
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """torch.compile's default backend, without its note that online softmax is not used."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"\s*Online softmax is disabled on the fly")
+        return compile_fx(graph, inputs)
 
 
 def _or_in_steps(fast: Callable[..., Any], slow: Callable[..., Any]) -> Callable[..., Any]:

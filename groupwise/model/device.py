@@ -129,9 +129,10 @@ def usable_cpus() -> int:
 
 
 def set_threads() -> int:
-    """Lower torch's threads to `usable_cpus` where there are more; how many there are now.
+    """Lower torch's number of CPU threads to `usable_cpus` if it is higher, and return it.
 
-    The number is never raised: who set fewer, through OMP_NUM_THREADS or torch.set_num_threads, had a reason.
+    It is never raised above what OMP_NUM_THREADS or torch.set_num_threads chose. This changes the whole process: a
+    training run and the command line call it, loading a model does not.
     """
     if torch.get_num_threads() > (cpus := usable_cpus()):
         torch.set_num_threads(cpus)

@@ -24,6 +24,7 @@ from groupwise.model.attention import IMPLEMENTATION, LAYOUT, Call, PackedLayout
 from groupwise.model.flash import FLASH_DTYPES
 from groupwise.model.small_batch_linear import few_rows_product
 
+RECOMPILE_LIMIT = 64  # compiled versions of a layer
 OF_WRONG = 0.07  # of the difference that a wrong pass makes, may be rounding
 
 
@@ -118,11 +119,7 @@ class CompiledLayers:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        # Training, prefilling and decoding, with and without gradients, each make their own version.
-        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-        # Said while tracing, about tensors that nobody asked for.
-        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        self.calls = [(layer, torch.compile(layer._call_impl, dynamic=True)) for layer in layers]
+        self.calls = [(layer, _compile(layer._call_impl)) for layer in layers]
         self.stay = False
 
     def run(self, function: Callable[[], Tensor], model: PreTrainedModel) -> Tensor:
@@ -146,6 +143,22 @@ class CompiledLayers:
     def _install(self, calls: Sequence[Any]) -> None:
         for (layer, _), call in zip(self.calls, calls, strict=True):
             layer._compiled_call_impl = call
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compile ``function`` for any number of tokens.
+
+    Training, prefill and decoding, with and without gradients, each need a version, more than dynamo's default limit
+    allows. The limit is raised during a call only, also for the backward pass of gradient checkpointing.
+    """
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
+        with torch._dynamo.config.patch(recompile_limit=limit):
+            return compiled(*args, **kwargs)
+
+    return call
 
 
 def prepare(

@@ -20,7 +20,7 @@ from torch import nn
 
 from groupwise.errors import CheckpointError, InputError, check_choice
 from groupwise.model import tiny
-from groupwise.model.device import resolve_device, resolve_dtype, set_threads
+from groupwise.model.device import resolve_device, resolve_dtype
 from groupwise.model.lora import Adapted, LoraSettings, add_lora, load_adapter, tensor_names
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, find, first_line, is_adapter
@@ -53,7 +53,7 @@ def load_model(
 
     ``dtype`` is what the model computes in; "auto" is bfloat16 where the device has it in hardware, else float32.
     ``lora`` adds an adapter, with first values from ``seed``, and freezes the rest.
-    On a CPU torch gets no more threads than this process has cores (`set_threads`).
+    The number of CPU threads is left alone; see `set_threads`.
     """
     return _load(source, dtype, device, lora, trust_remote_code, revision, seed)[0]
 
@@ -104,8 +104,6 @@ def _load(
 ) -> tuple[PreTrainedModel | Adapted, PreTrainedTokenizerBase | None]:
     """The model, and its tokenizer if that came with it."""
     target = resolve_device(device)
-    if target.type == "cpu":
-        set_threads()
     chosen = resolve_dtype(dtype, target)
     found = find(source, trust_remote_code=trust_remote_code, revision=revision, seed=seed)
     if found.place is not None and is_adapter(found.place):

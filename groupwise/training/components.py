@@ -16,7 +16,7 @@ from groupwise.errors import ConfigError, check_choice
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
 from groupwise.grouping.embed import check_embedder
-from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare
+from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare, set_threads
 from groupwise.model.handle import ModelHandle
 from groupwise.model.precision import MasterWeights
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
@@ -114,6 +114,7 @@ def load_components(
         how = settings.lora
         targets = how.targets if isinstance(how.targets, str) else tuple(how.targets)
         lora = LoraSettings(how.rank, how.alpha, how.dropout, targets, how.rslora)
+    set_threads()
     model, tokenizer = load_model_and_tokenizer(
         settings.source,
         dtype=settings.dtype,
