@@ -7,25 +7,26 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 Say = Callable[[str], None]
-"""Takes one sentence for the user; a display, or something that collects them."""
+"""Takes one message for the user, such as a display's method or ``list.append``."""
 
-_MARKDOWN = re.compile(r"([\\`*_\[\]<>|~&$#])")
+# An underscore between two letters or digits is not markup; without a backslash it reads better in a terminal.
+_MARKDOWN = re.compile(r"([\\`*\[\]<>|~&$#]|(?<![^\W_])_|_(?![^\W_]))")
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space as one blank, and without characters that cannot be printed."""
+    """The text on one line: runs of white space become one space, and non-printable characters are removed."""
     return " ".join("".join(letter for letter in text if letter.isprintable() or letter.isspace()).split())
 
 
 def escape_markdown(text: str) -> str:
-    """The text as a cell of a Markdown table shows it: nothing in it is markup, and nothing ends the cell."""
+    """The text on one line with its Markdown escaped, so that it can stand in a cell of a table."""
     return _MARKDOWN.sub(r"\\\1", one_line(text))
 
 
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left: Iterable[int] = (0,)) -> str:
-    """A table whose columns ``left`` are aligned to the left (words) and the others to the right (numbers)."""
-    words = set(left)
-    rule = [":--" if column in words else "--:" for column in range(len(header))]
+    """A Markdown table. The columns ``left`` are aligned to the left, the others to the right."""
+    left = set(left)
+    rule = [":--" if column in left else "--:" for column in range(len(header))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, rule, *rows))
 
 
@@ -38,7 +39,7 @@ def format_duration(seconds: float) -> str:
 
 
 def error_reason(error: BaseException) -> str:
-    """Why something was refused: the system's words, or the first line of the error's own message."""
+    """A short reason for a message: the operating system's words, or the first line of the error's own message."""
     if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
         path = Path(error.filename)
         blocking = next((place for place in (path, *path.parents) if place.is_file()), path)
