@@ -19,7 +19,6 @@ from groupwise.config import (
     make_recipe,
     parse_override,
     resolve_scheduled,
-    samples_answers,
     scheduled_names,
     setting_names,
 )
@@ -324,7 +323,6 @@ def test_whole_numbers_do_where_a_number_is_expected():
         ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so no answer has a sibling"),
         ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalises over what top_k, top_p and min_p leave, "
                                              "but none of them is set"),
-        ({"train": {"mini_batches": 17}}, "train.mini_batches 17 is more than the 16 prompts of a step"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_go_together(table, message):
@@ -339,7 +337,6 @@ def test_settings_that_do_not_go_together(table, message):
         {"masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 5}},
         {"masks": {"keep_sampling_mask": True}, "sampling": {"top_p": 0.9}},
         {"masks": {"keep_sampling_mask": True}, "sampling": {"min_p": 0.1}},
-        {"train": {"mini_batches": 16}},
         {"train": {"epochs": None, "steps": 3}},
         {"loss": {"name": "mine:loss"}},
         *({"loss": {"name": name}} for name in LOSSES),
@@ -363,7 +360,7 @@ def test_the_choices_written_out_are_the_cores(name):
 def test_every_choice_that_the_core_knows_is_held_to_it():
     """A new Literal is either in CHOICES, or one that is not the core's."""
     own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
-    assert own == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.decay", "train.on_non_finite",
+    assert own == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule", "train.on_non_finite",
                    "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
                    "usmle.bad_rows", "grouping.method", "grouping.dtype", "preference.pairs",
                    "preference.on_too_long"}  # fmt: skip
@@ -372,17 +369,17 @@ def test_every_choice_that_the_core_knows_is_held_to_it():
 def test_the_other_choices_are_those_of_the_code_they_go_to():
     from groupwise.data.prompts import TOO_LONG
     from groupwise.grouping.cluster import METHODS
-    from groupwise.rewards.contract import ON_ERROR
+    from groupwise.rewards.scorer import ON_ERROR
     from groupwise.training.rollout.difficulty import WEIGHTS
-    from groupwise.training.schedule.schedule import DECAYS
-    from groupwise.training.update.exact_kl import FACTOR_OF
+    from groupwise.training.schedule.learning_rate import DECAYS
+    from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
 
     assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
-    assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *FACTOR_OF}
+    assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *EXACT_KL_FACTORS}
     assert choices_of(NAMES["grouping.method"]) == METHODS
     assert set(choices_of(NAMES["data.on_too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
-    assert set(choices_of(NAMES["optimizer.decay"])) == set(DECAYS)
+    assert set(choices_of(NAMES["optimizer.lr_schedule"])) == set(DECAYS)
 
 
 def test_every_setting_has_its_sentence():
@@ -551,8 +548,8 @@ def test_no_setting_is_literal_outside_its_words():
     """`choices_of` finds what the annotation says, also behind `| None`."""
     assert choices_of(NAMES["masks.off_policy"]) == ("v3.2", "reference_drift")
     assert choices_of(NAMES["loss.name"]) == ()
-    assert get_origin(NAMES["optimizer.decay"].annotation) is Literal
-    assert get_args(NAMES["optimizer.decay"].annotation) == choices_of(NAMES["optimizer.decay"])
+    assert get_origin(NAMES["optimizer.lr_schedule"].annotation) is Literal
+    assert get_args(NAMES["optimizer.lr_schedule"].annotation) == choices_of(NAMES["optimizer.lr_schedule"])
 
 
 BESIDE = """
@@ -600,22 +597,3 @@ def test_a_fault_where_a_file_may_be_named(tmp_path, text):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"recipe\.toml: "):
         load_recipe(tmp_path / "recipe.toml")
-
-
-def test_who_samples_answers():
-    dpo = make_recipe({"algorithm": "dpo"})
-    assert not samples_answers(dpo)
-    for name in ("loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"):
-        assert samples_answers(dpo.with_settings({name: 0.1}))
-        assert samples_answers(dpo, [name])  # a schedule may set it later
-    assert samples_answers(dpo.with_settings({"preference.pairs": "both"}))
-    assert not samples_answers(dpo, ["preference.weight"])
-    assert samples_answers(make_recipe({"algorithm": "pg_grpo"}))
-
-
-def test_a_run_of_pairs_alone_is_held_to_its_pairs_and_not_to_its_answers():
-    dpo = {"algorithm": "dpo", "sampling": {"samples_per_prompt": 1}, "preference": {"batch_size": 32}}
-    assert make_recipe({**dpo, "train": {"mini_batches": 32}}).train.mini_batches == 32
-    assert refused({**dpo, "train": {"mini_batches": 33}}) == (
-        "the recipe: train.mini_batches 33 is more than the 32 pairs of a step (preference.batch_size)"
-    )

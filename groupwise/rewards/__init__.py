@@ -1,6 +1,6 @@
-"""Rewards: the contract that a function of the user's keeps, how it is loaded and called, and some to start with."""
+"""Rewards: the contract of a reward function, loading and calling one, and the built-in rewards."""
 
-from groupwise.rewards.contract import Failure, RewardFunction, Scorer, Scores, named, weighted_total
+from groupwise.rewards.contract import RewardFunction, RowFailure, Scores, named, weighted_total
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
 from groupwise.rewards.maths import (
@@ -15,13 +15,14 @@ from groupwise.rewards.maths import (
 )
 from groupwise.rewards.registry import BUILTIN, make_reward
 from groupwise.rewards.reward_model import reward_model
+from groupwise.rewards.scorer import Scorer
 from groupwise.rewards.text import format_reward, overlong_penalty, text_of
 from groupwise.rewards.writing import distinct_n, keywords, length_band, repetition, words_of
 
 __all__ = [
     "BUILTIN",
-    "Failure",
     "RewardFunction",
+    "RowFailure",
     "Scorer",
     "Scores",
     "correct_number",

@@ -1,51 +1,43 @@
-"""The scoring contract: what a reward function is given, what it may return, and what happens if it breaks that.
+"""The reward contract: what a reward function receives, what it may return, and how its result is checked.
 
 A reward is ``def reward(prompts, completions, **columns) -> list[float | None]``, plain or async: one number per
-completion, None where it does not apply. Functions written for TRL 1.16 work unchanged: they are called with the same
-keywords. What deviates is on purpose: a function without ``**kwargs`` gets only what it names, NaN is refused (None
-says it), and a fault is either an error that names its row or a row that is left out and counted, never a 0.
+completion, None where it does not apply. Functions written for TRL 1.16 work unchanged. Three differences are
+deliberate: a function without ``**kwargs`` gets only the arguments it names, NaN is refused (return None instead), and
+a failed row is an error or is dropped and counted; it never becomes a reward of 0.
 """
 
 from __future__ import annotations
 
 import difflib
+import functools
+import importlib
+import inspect
 import math
-import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from inspect import Parameter
+from itertools import islice
 from numbers import Real
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from groupwise.errors import InputError, RewardError, check_choice
-from groupwise.rewards.calls import Call, Outcome, bind, innermost, is_async, run_async, run_sync
-from groupwise.rewards.rows import (
-    LISTS,
-    SERVICES,
-    Batch,
-    BatchFailure,
-    Log,
-    RowFailure,
-    RowReward,
-    cell_of,
-    cells_of,
-    joined,
-    make_batch,
-    reason_of,
-    seen_columns,
-)
+from groupwise.errors import DataError, InputError, RewardError
+from groupwise.rewards.options import is_finite_number
 from groupwise.rewards.text import excerpt
 
-ON_ERROR = ("stop", "drop")
-LOST_BATCHES = 3  # as many batches in a row without one scored row stop the run, whatever on_error says
+LISTS = ("prompts", "completions", "completion_ids")
+HELPERS = ("trainer_state", "log_extra", "log_metric")
+HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")  # as in TRL: the lists hold them already
+CALLING_FILES = ("contract.py", "load.py", "registry.py", "scorer.py")  # not the user's code in a traceback
 
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """A reward with its name and the weight that its numbers get in the sum."""
+    """A reward function with its name and its weight in the sum."""
 
     name: str
     function: Callable[..., Any]
@@ -56,23 +48,71 @@ class RewardFunction:
             raise InputError(f"a reward's name must be a text, got {self.name!r}")
         if not callable(self.function):
             raise InputError(f"reward {self.name!r} must be a function, got {excerpt(self.function)}")
-        if not _is_number(self.weight):
+        if not is_finite_number(self.weight):
             raise InputError(f"the weight of reward {self.name!r} must be a finite number, got {self.weight!r}")
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call returns a coroutine: an ``async def``, also as a method, in a partial or as ``__call__``."""
+        function = _without_partial(self.function)
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+    def choose_arguments(self, available: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The names of the positional and of the keyword arguments to pass, or a `RewardError` if one is missing.
+
+        A function with ``**kwargs`` gets everything, another one what its signature names. The first two
+        positional-only parameters are the prompts and the completions, whatever their names are. These two also go to
+        a function with only ``*args`` and to a builtin without a signature.
+        """
+        try:
+            parameters = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError):
+            return ["prompts", "completions"], []
+        kinds = [parameter.kind for parameter in parameters]
+        if kinds == [Parameter.VAR_POSITIONAL]:
+            return ["prompts", "completions"], []
+        names = {parameter.name for parameter in parameters}
+        positional: list[str] = []
+        keywords: list[str] = []
+        for place, parameter in enumerate(parameters):
+            name, chosen = parameter.name, keywords
+            if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is Parameter.POSITIONAL_ONLY:
+                chosen = positional
+                if name not in available and place < 2 and LISTS[place] not in names:
+                    name = LISTS[place]
+            if name in available and (chosen is keywords or len(positional) == place):  # without a gap before it
+                chosen.append(name)
+            elif parameter.default is Parameter.empty:
+                nearest = difflib.get_close_matches(name, available, n=1)
+                raise RewardError(
+                    f"reward {self.name!r} needs the argument {name!r}, which does not exist"
+                    f"{f'; did you mean {nearest[0]!r}?' if nearest else ''} (columns of the data and other arguments: "
+                    f"{', '.join(map(repr, available))})"
+                )
+        if Parameter.VAR_KEYWORD in kinds:
+            keywords = [name for name in available if name not in positional]
+        return positional, keywords
 
 
 def named(function: Callable[..., Any], weight: float = 1.0, name: str | None = None) -> RewardFunction:
-    """A reward that is called what its function is called, unless ``name`` says otherwise."""
-    if name is None:
-        inner = innermost(function)
-        name = getattr(inner, "__name__", type(inner).__name__)
-    return RewardFunction(name, function, weight)
+    """The function as a `RewardFunction`; its name is the function's unless ``name`` is given."""
+    inner = _without_partial(function)
+    return RewardFunction(getattr(inner, "__name__", type(inner).__name__) if name is None else name, function, weight)
+
+
+def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
 
 
 @dataclass(frozen=True)
-class Failure:
+class RowFailure:
     """A row that a function could not score.
 
-    Without a row: the function failed on the batch, but on none of its rows alone, so all of them were kept.
+    ``row`` is None if the function failed on the batch but on none of its rows alone; then all rows are kept.
     """
 
     function: str
@@ -80,219 +120,103 @@ class Failure:
     reason: str
 
 
+RowReward = float | None | RowFailure
+
+
+class BatchFailure(Exception):
+    """A function's result cannot be assigned to rows: it is not a list, or has the wrong length."""
+
+
+class RewardTimeout(BatchFailure):
+    """A function did not return in time."""
+
+
 @dataclass(frozen=True)
 class Scores:
-    """What the K functions said of B completions."""
+    """The results of K functions on B completions."""
 
     rewards: Tensor  # (B, K) float64 on the CPU; NaN where a function returned None, and in dropped rows
-    dropped: Tensor  # (B,) bool: a function failed here, so the row counts nowhere
-    failures: tuple[Failure, ...]
-    extra: dict[str, list[Any]]  # from log_extra: a column of B values
-    metrics: dict[str, float]  # from log_metric: the mean of what was logged
+    dropped: Tensor  # (B,) bool: a function failed on this row
+    failures: tuple[RowFailure, ...]
+    extra: dict[str, list[Any]]  # from log_extra: columns of B values
+    metrics: dict[str, float]  # from log_metric: the mean of the logged values
     seconds: dict[str, float]  # per function
 
 
-class Scorer:
-    """Scores batches with some reward functions, in their order.
-
-    ``timeout`` is the time in seconds that a function has for one batch; functions then run in threads of their own.
-    With None there is no limit, and plain functions run in the caller's thread. ``on_error`` says what happens to a
-    row that a function cannot score: ``"stop"`` raises a `RewardError`, ``"drop"`` leaves the row out.
-    """
-
-    def __init__(
-        self,
-        functions: Iterable[RewardFunction | Callable[..., Any]],
-        *,
-        timeout: float | None = 60.0,
-        on_error: str = "stop",
-    ) -> None:
-        self.functions = tuple(each if isinstance(each, RewardFunction) else named(each) for each in functions)
-        if not self.functions:
-            raise InputError("there is no reward function to score with; give at least one")
-        names = [each.name for each in self.functions]
-        for name in names:
-            if names.count(name) > 1:
-                raise InputError(
-                    f"{names.count(name)} reward functions have the name {name!r}; give each a name of its own: "
-                    "named(function, name='…')"
-                )
-        if timeout is not None and not (_is_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
-            raise InputError(f"timeout must be a number of seconds above 0, or None for no limit, got {timeout!r}")
-        check_choice("on_error", on_error, ON_ERROR)
-        self.timeout = timeout
-        self.on_error = on_error
-        self._lost = 0
-
-    def check_arguments(self, columns: Iterable[str]) -> None:
-        """Raise a `RewardError` unless every function gets what it asks for from data that has these columns."""
-        self._check_names([*LISTS, *SERVICES, *seen_columns(columns)])
-
-    def score(
-        self,
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        completion_ids: Sequence[Any] | None = None,
-        trainer_state: Any = None,
-    ) -> Scores:
-        """Call every function on the batch: the plain ones one after the other, then the async ones all at once."""
-        batch = make_batch(prompts, completions, columns, completion_ids, trainer_state)
-        scored: dict[str, _Column] = {}
-        if len(batch):
-            self._check_names(batch.names)
-            plain = [each for each in self.functions if not is_async(each.function)]
-            for each in plain:
-                scored[each.name] = self._judge(each, batch, self._call(each, batch, self.timeout))
-            at_once = [each for each in self.functions if is_async(each.function)]
-            ended = self._call_async([(each, batch) for each in at_once])
-            for each, end in zip(at_once, ended, strict=True):
-                scored[each.name] = self._judge(each, batch, end)
-        return self._scores([scored.get(each.name, _Column(each.name, [])) for each in self.functions], batch)
-
-    def _check_names(self, names: Sequence[str]) -> None:
-        for each in self.functions:
-            missing = bind(each.function, names).missing
-            if missing:
-                columns = [name for name in names if name not in LISTS and name not in SERVICES]
-                nearest = difflib.get_close_matches(missing[0], names, n=1)
-                raise RewardError(
-                    f"reward {each.name!r} needs the argument {missing[0]!r}, which there is not"
-                    f"{f'; did you mean {nearest[0]!r}?' if nearest else ''} (columns of the data: "
-                    f"{', '.join(map(repr, columns)) or 'none'}; besides these: "
-                    f"{', '.join(map(repr, (name for name in names if name not in columns)))})"
-                )
-
-    def _call(self, each: RewardFunction, batch: Batch, timeout: float | None) -> _End:
-        log = Log()
-        return _End(run_sync(_ready(each, batch, log), timeout), log)
-
-    def _call_async(self, calls: Sequence[tuple[RewardFunction, Batch]]) -> list[_End]:
-        logs = [Log() for _ in calls]
-        ready = [_ready(each, batch, log) for (each, batch), log in zip(calls, logs, strict=True)]
-        outcomes = run_async(ready, self.timeout) if ready else []
-        return [_End(outcome, log) for outcome, log in zip(outcomes, logs, strict=True)]
-
-    def _judge(self, each: RewardFunction, batch: Batch, end: _End) -> _Column:
-        """A function's column from its call on the batch, and where that failed from calls row by row."""
-        outcome, stop = end.outcome, self.on_error == "stop"
-        if outcome.late is not None:
-            if stop:
-                self._refuse(each, batch, outcome.late)
-            return _Column(each.name, [RowFailure(outcome.late)] * len(batch), seconds=outcome.seconds)
-        if outcome.error is None:
-            column = _Column(each.name, outcome.value, end.log, outcome.seconds)
-        elif stop and isinstance(outcome.error, BatchFailure):
-            self._refuse(each, batch, str(outcome.error))
-        else:
-            column = self._row_by_row(each, batch, outcome.seconds)
-            if not column.failures:
-                reason = f"{reason_of(outcome.error)}; each of its rows by itself can be scored"
-                if stop:
-                    self._refuse(each, batch, reason, outcome.error)
-                column.failures.append(Failure(each.name, None, reason))
-        if stop and column.failures:
-            self._refuse_rows(each, batch, column)
-        return column
-
-    def _row_by_row(self, each: RewardFunction, batch: Batch, seconds: float) -> _Column:
-        """Which rows of a failed batch can be scored alone. Together they get as much time as the batch had."""
-        rows = [batch.row(number) for number in range(len(batch))]
-        start = time.perf_counter()
-        if is_async(each.function):
-            ends = self._call_async([(each, row) for row in rows])
-        else:
-            ends = []
-            for row in rows:
-                left = None if self.timeout is None else self.timeout - (time.perf_counter() - start)
-                if left is None or left > 0:
-                    ends.append(self._call(each, row, left))
-                else:
-                    ends.append(_End(Outcome(late=f"not tried: the rows before it took the {self.timeout:g} s"), Log()))
-        cells = [cell_of(end.outcome) for end in ends]
-        log = joined([None if isinstance(cell, RowFailure) else end.log for cell, end in zip(cells, ends, strict=True)])
-        return _Column(each.name, cells, log, seconds + time.perf_counter() - start)
-
-    def _refuse(self, each: RewardFunction, batch: Batch, reason: str, error: BaseException | None = None) -> NoReturn:
-        raise RewardError(
-            f"reward {each.name!r} failed on a batch of {len(batch)} (first completion {batch.excerpt(0)}): {reason}"
-        ) from error
-
-    def _refuse_rows(self, each: RewardFunction, batch: Batch, column: _Column) -> NoReturn:
-        first = column.failures[0]
-        cell = column.cells[first.row or 0]
-        raise RewardError(
-            f"reward {each.name!r} failed on row {first.row} (completion {batch.excerpt(first.row or 0)}): "
-            f"{first.reason}; it fails on {len(column.failures)} of {len(batch)} rows "
-            "(on_error='drop' would leave them out)"
-        ) from (cell.error if isinstance(cell, RowFailure) else None)
-
-    def _scores(self, columns: Sequence[_Column], batch: Batch) -> Scores:
-        failures = tuple(failure for column in columns for failure in column.failures)
-        rewards = torch.full((len(batch), len(columns)), torch.nan, dtype=torch.float64)
-        dropped = torch.zeros(len(batch), dtype=torch.bool)
-        extra: dict[str, list[Any]] = {}
-        metrics: dict[str, list[float]] = {}
-        for number, column in enumerate(columns):
-            if column.cells:
-                numbers = [math.nan if cell is None or isinstance(cell, RowFailure) else cell for cell in column.cells]
-                rewards[:, number] = torch.tensor(numbers, dtype=torch.float64)
-                dropped |= torch.tensor([isinstance(cell, RowFailure) for cell in column.cells])
-            for name, values in column.log.extra.items():  # a column that an earlier function has is not mixed with it
-                extra[name if name not in extra else f"{column.name}/{name}"] = values
-            for name, logged in column.log.metrics.items():
-                metrics.setdefault(name, []).extend(logged)
-        rewards[dropped] = torch.nan
-        if len(batch):
-            self._lost = self._lost + 1 if bool(dropped.all()) else 0
-        if self._lost >= LOST_BATCHES:
-            raise RewardError(
-                f"no row of the last {self._lost} batches could be scored; reward {failures[0].function!r} "
-                f"(completion {batch.excerpt(failures[0].row or 0)}): {failures[0].reason}"
-            )
-        return Scores(
-            rewards=rewards,
-            dropped=dropped,
-            failures=failures,
-            extra=extra,
-            metrics={name: sum(numbers) / len(numbers) for name, numbers in metrics.items()},
-            seconds={column.name: column.seconds for column in columns},
-        )
-
-
-@dataclass(frozen=True)
-class _End:
-    """How a call ended, and what was logged in it."""
-
-    outcome: Outcome
-    log: Log
-
-
-@dataclass
-class _Column:
-    """A function's cells of a batch."""
-
-    name: str
-    cells: list[RowReward]
-    log: Log = field(default_factory=Log)
-    seconds: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.failures = [
-            Failure(self.name, row, cell.reason) for row, cell in enumerate(self.cells) if isinstance(cell, RowFailure)
-        ]
-
-
 def weighted_total(rewards: Tensor, weights: Sequence[float]) -> Tensor:
-    """One reward per sample ``(B,)`` from ``(B, K)``: the weighted sum of what was scored, NaN where nothing was."""
+    """One reward per sample ``(B,)`` from ``(B, K)``: the weighted sum of its rewards, NaN if it has none."""
     factors = rewards.new_tensor(list(weights))
     return torch.where(rewards.isnan().all(1), math.nan, (rewards * factors).nansum(1))
 
 
-def _is_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+def visible_columns(columns: Iterable[str]) -> list[str]:
+    """The data's columns that rewards receive, or a `DataError` if one has the name of another argument."""
+    visible = [name for name in columns if name not in HIDDEN_COLUMNS]
+    for name in visible:
+        if not isinstance(name, str):
+            raise DataError(f"the data has a column {name!r}; rewards get columns by name, so it must be a text")
+        if name in LISTS or name in HELPERS:
+            raise DataError(f"the data has a column {name!r}, which is an argument of every reward; rename it")
+    return visible
 
 
-def _ready(each: RewardFunction, batch: Batch, log: Log) -> Call:
-    return Call(batch.call(each.function, log), lambda result: cells_of(result, len(batch), log))
+def check_rewards(function: str, result: Any, rows: int) -> list[RowReward]:
+    """The rewards in a function's result, or a `BatchFailure` if they cannot be assigned to rows."""
+    kind = type(result).__name__
+    if hasattr(result, "shape") and hasattr(result, "tolist"):  # a tensor, an array, a column of a table
+        if tuple(result.shape) != (rows,):
+            raise BatchFailure(
+                f"returned a {kind} of shape {tuple(result.shape)}; expected ({rows},), one per completion"
+            )
+        values = list(result.tolist())
+    elif not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping, Set)):
+        hint = "; is a return missing?" if result is None else ""
+        raise BatchFailure(f"returned {excerpt(result)} ({kind}), not a list with one number per completion{hint}")
+    else:
+        sized = hasattr(result, "__len__")
+        values = list(result if sized else islice(result, rows + 1))  # a generator may be endless
+        if len(values) != rows:
+            number = count(len(values), "value") if sized or len(values) < rows else f"more than {count(rows, 'value')}"
+            raise BatchFailure(f"returned {number} for {count(rows, 'row')}; one per completion is needed")
+    return [_check_reward(function, row, value) for row, value in enumerate(values)]
+
+
+def _check_reward(function: str, row: int, value: Any) -> RowReward:
+    if value is None:
+        return None
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a single number of torch or NumPy
+        value = value.item()
+    if isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
+    reason = f"returned {excerpt(value)}{kind}; a reward is a finite number, or None where it does not apply"
+    return RowFailure(function, row, reason)
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def reward_error_reason(error: BaseException) -> str:
+    """Why a user's function failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
+    if isinstance(error, BatchFailure):
+        return str(error)
+    text = str(error)
+    reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
+    skipped = {importlib.__file__, *(str(Path(__file__).with_name(name)) for name in CALLING_FILES)}
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in skipped and not frame.filename.startswith("<frozen importlib")
+    ]
+    if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
+        line = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        reason += f" ({Path(line.filename).name}, line {line.lineno})"
+    if "only works in main thread" in text:
+        reason += "; to run it in the caller's thread, set the time limit to None"
+    return reason

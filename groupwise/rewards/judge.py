@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice
-from groupwise.rewards.contract import LOST_BATCHES
+from groupwise.rewards.scorer import LOST_BATCHES
 from groupwise.rewards.text import excerpt
 from groupwise.rewards.verdict import DEFAULT_RUBRIC, parse_score, question
 from groupwise.rewards.writing import THINKING_ENDS, answer_of, check_mark, prompt_text

@@ -1,4 +1,4 @@
-"""A function of the user's, from ``module:function`` or ``path/file.py:function``."""
+"""A user's function from ``module:function`` or ``path/file.py:function``."""
 
 from __future__ import annotations
 
@@ -15,40 +15,35 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.rows import reason_of
+from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.text import excerpt
 
-_helpers: dict[str, Path] = {}  # modules that loaded files brought along, and the folder of each
+_helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
 
 
 def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
-    """The function that ``spec`` names; after the colon it may be dotted, as in ``file.py:Class.method``.
+    """The function that ``spec`` names; it may be dotted after the colon, as in ``file.py:Class.method``.
 
-    A relative path starts at the current directory. A file is imported under a name of its own, and
-    again only when it has changed; a module is searched for in the current directory too. Either can import what lies
-    in that folder while it is imported itself, but not later: such imports belong at the top of a file.
+    A relative path starts at the current directory, and so does the search for a module. A file is imported under a
+    name of its own, and again only after a change. It can import modules of its folder at the top of the file, but not
+    later, inside functions.
     """
     origin, colon, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not colon or not origin or not all(part.isidentifier() for part in attribute.split(".")):
         raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}")
     where = f"{what} {spec!r}"
-    if origin.endswith(".py") or "/" in origin or "\\" in origin:
-        module = _from_file(Path(origin).expanduser(), where)
-    else:
-        module = _from_path(origin, where)
-    found: Any = module
+    is_file = origin.endswith(".py") or "/" in origin or "\\" in origin
+    function: Any = _import_file(Path(origin).expanduser(), where) if is_file else _import_module(origin, where)
     for name in attribute.split("."):
-        try:
-            found = getattr(found, name)
-        except AttributeError:
-            raise ConfigError(f"{where}: there is no {name!r} in {_describe(found, name, origin)}") from None
-    if not callable(found):
-        raise ConfigError(f"{where}: {attribute} is not a function but {excerpt(found)} ({type(found).__name__})")
-    function: Callable[..., Any] = found
-    return function
+        if not hasattr(function, name):
+            raise ConfigError(f"{where}: there is no {name!r} in {_describe(function, name, origin)}")
+        function = getattr(function, name)
+    if not callable(function):
+        raise ConfigError(f"{where}: {attribute} is not a function but {excerpt(function)} ({type(function).__name__})")
+    return function  # type: ignore[no-any-return]
 
 
-def _from_file(path: Path, where: str) -> ModuleType:
+def _import_file(path: Path, where: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"{where}: {path} is a folder, not a file" if path.is_dir() else f"{where}: no file {path}")
@@ -60,10 +55,9 @@ def _from_file(path: Path, where: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {path} is not a Python file; its name has to end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with _importable(path.parent), _explained(where):
+        with _importable(path.parent, where):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -71,13 +65,13 @@ def _from_file(path: Path, where: str) -> ModuleType:
     return module
 
 
-def _from_path(name: str, where: str) -> ModuleType:
-    with _importable(Path.cwd()), _explained(where):
+def _import_module(name: str, where: str) -> ModuleType:
+    with _importable(Path.cwd(), where):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # it is there, but something it imports is not
+                raise  # the module exists, but something that it imports does not
             raise ConfigError(
                 f"{where}: there is no module {error.name!r} in {Path.cwd()} or on Python's path; "
                 "a file is given as path/file.py:function"
@@ -85,18 +79,17 @@ def _from_path(name: str, where: str) -> ModuleType:
 
 
 @contextmanager
-def _importable(folder: Path) -> Iterator[None]:
-    """Put the folder on Python's path for a while.
+def _importable(folder: Path, where: str) -> Iterator[None]:
+    """Put the folder on Python's path during an import, and turn whatever goes wrong into a `ConfigError`.
 
-    Two folders may each have a ``helpers.py``. One that came with a file of another folder is therefore hidden
-    meanwhile: otherwise the second file would silently get the first one's.
+    Two folders may each have a ``helpers.py``: modules that came with files of another folder are hidden meanwhile.
     """
-    twice = {
-        name
-        for name, home in _helpers.items()
-        if home != folder and ((folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists())
-    }
-    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in twice}
+
+    def has(name: str) -> bool:
+        return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+
+    clashing = {name for name, home in _helpers.items() if home != folder and has(name)}
+    hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in clashing}
     for name in hidden:
         del sys.modules[name]
     before = set(sys.modules)
@@ -104,6 +97,13 @@ def _importable(folder: Path) -> Iterator[None]:
     importlib.invalidate_caches()
     try:
         yield
+    except ConfigError:
+        raise
+    except SyntaxError as error:
+        line = f", line {error.lineno}" if error.lineno else ""
+        raise ConfigError(f"{where}: {error.filename or 'its source'}{line}: {error.msg}") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{where}: its import {reward_error_reason(error)}") from error
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))
@@ -114,22 +114,8 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.modules.update(hidden)
 
 
-@contextmanager
-def _explained(where: str) -> Iterator[None]:
-    """Whatever goes wrong in an import is a `ConfigError` in one sentence."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except SyntaxError as error:
-        line = f", line {error.lineno}" if error.lineno else ""
-        raise ConfigError(f"{where}: {error.filename or 'its source'}{line}: {error.msg}") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: its import {reason_of(error)}") from error
-
-
 def _describe(holder: Any, name: str, origin: str) -> str:
-    names = [each for each in dir(holder) if not each.startswith("_") and callable(getattr(holder, each, None))]
+    names = [entry for entry in dir(holder) if not entry.startswith("_") and callable(getattr(holder, entry, None))]
     nearest = difflib.get_close_matches(name, names, n=1)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     place = origin if isinstance(holder, ModuleType) else getattr(holder, "__name__", type(holder).__name__)

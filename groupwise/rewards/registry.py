@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from groupwise.errors import ConfigError, GroupwiseError, InputError, check_choice
+from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
 from groupwise.rewards.reward_model import reward_model
-from groupwise.rewards.rows import reason_of
 from groupwise.rewards.text import excerpt
 from groupwise.rewards.writing import keywords, length_band, repetition
 
@@ -48,8 +48,7 @@ def _made(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) ->
     except GroupwiseError:
         raise
     except Exception as error:
-        inside = error.__traceback__.tb_next if error.__traceback__ is not None else None
-        raise ConfigError(f"reward {name!r}: making it {reason_of(error.with_traceback(inside))}") from error
+        raise ConfigError(f"reward {name!r}: making it {reward_error_reason(error)}") from error
     if not callable(reward):
         raise ConfigError(
             f"reward {name!r} has options, so it is called with them and has to return the function that scores; it "

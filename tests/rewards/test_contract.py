@@ -1,4 +1,4 @@
-"""The scoring contract: what a function is given, what it may return, and how each fault is named."""
+"""The reward contract: the arguments of a function, what it may return, and the message for each mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import DataError, InputError, RewardError
-from groupwise.rewards import Failure, RewardFunction, Scorer, named
+from groupwise.rewards import RewardFunction, RowFailure, Scorer, named
 
 PROMPTS = ["p0", "p1", "p2", "p3"]
 COMPLETIONS = ["a", "bb", "ccc", "dddd"]
@@ -73,7 +73,7 @@ def test_a_weight_may_be_negative_or_of_numpy():
     assert RewardFunction("f", lengths, np.float32(0.5)).weight == 0.5
 
 
-def test_what_is_no_reward_function():
+def test_not_a_reward_function():
     with pytest.raises(InputError, match="reward 'f' must be a function, got 'maths:score'"):
         RewardFunction("f", "maths:score")
     for name in ("", None):
@@ -81,10 +81,10 @@ def test_what_is_no_reward_function():
             RewardFunction(name, lengths)
 
 
-def test_a_scorer_of_two_functions_with_one_name():
+def test_two_functions_with_the_same_name():
     with pytest.raises(InputError, match=r"2 reward functions have the name 'lengths'; .*named\(function, name='…'\)"):
         Scorer([lengths, Judge(), lengths])
-    assert [each.name for each in Scorer([lengths, named(lengths, name="again")]).functions] == ["lengths", "again"]
+    assert [reward.name for reward in Scorer([lengths, named(lengths, name="again")]).functions] == ["lengths", "again"]
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_scorer_of_two_functions_with_one_name():
         ({"on_error": "stopp"}, "unknown on_error 'stopp'; did you mean 'stop'"),
     ],
 )
-def test_impossible_scorers(arguments, message):
+def test_invalid_scorer_arguments(arguments, message):
     with pytest.raises(InputError, match=message):
         Scorer(**{"functions": [lengths], **arguments})
 
@@ -108,7 +108,7 @@ def test_impossible_scorers(arguments, message):
 
 
 @pytest.mark.parametrize("timeout", [60.0, None])
-def test_the_call_of_trl(timeout):
+def test_the_arguments_are_those_of_trl(timeout):
     seen = {}
 
     def reward(prompts, completions, completion_ids, **kwargs):
@@ -182,7 +182,7 @@ class Model:
         (Model().score, 1.0),
         (Model(), 2.0),
         (Model.of_class, 5.0),
-        (functools.partial(map, lambda prompt, completion: 9), 9.0),  # a builtin that does not tell its signature
+        (functools.partial(map, lambda prompt, completion: 9), 9.0),  # a builtin without a signature
         (lambda completions: [4.0] * 4, 4.0),
         (lambda: [6.0] * 4, 6.0),
     ],
@@ -196,19 +196,16 @@ def missing_one(prompts, completions, anser):
     return [0.0] * len(prompts)
 
 
-def test_an_argument_that_there_is_not():
+def test_a_missing_argument():
     scorer = Scorer([lengths, missing_one])
-    message = re.escape(
-        "reward 'missing_one' needs the argument 'anser', which there is not; did you mean 'answer'? (columns of the "
-        "data: 'answer', 'level'; besides these: 'prompts', 'completions', 'completion_ids', 'trainer_state', "
-        "'log_extra', 'log_metric')"
-    )
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(
+        RewardError, match=r"'missing_one' needs the argument 'anser', .*did you mean 'answer'\?"
+    ) as error:
         scorer.check_arguments(["prompt", "answer", "level"])
+    names = ("prompts", "completions", "completion_ids", "answer", "level", "trainer_state", "log_extra", "log_metric")
+    assert ", ".join(map(repr, names)) in str(error.value)
     with pytest.raises(RewardError, match="needs the argument 'anser'"):
         scorer.score(PROMPTS, COMPLETIONS, {"answer": ANSWERS})
-    with pytest.raises(RewardError, match="columns of the data: none"):
-        scorer.check_arguments([])
     scorer.check_arguments(["anser"])
 
 
@@ -222,12 +219,12 @@ def test_an_argument_that_there_is_not():
         (Model.score, "self"),
     ],
 )
-def test_more_arguments_that_there_are_not(function, argument):
+def test_more_missing_arguments(function, argument):
     with pytest.raises(RewardError, match=f"reward 'f' needs the argument '{argument}'"):
         Scorer([named(function, name="f")]).check_arguments(["prompt", "answer"])
 
 
-def test_token_ids_are_there_only_if_given():
+def test_completion_ids_are_optional():
     def reward(completion_ids):
         return [len(ids) for ids in completion_ids]
 
@@ -246,7 +243,7 @@ def test_a_column_with_the_name_of_an_argument(column):
 
 
 def test_a_column_without_a_name():
-    with pytest.raises(DataError, match="the data has a column 0; a reward gets columns by name"):
+    with pytest.raises(DataError, match="the data has a column 0; rewards get columns by name"):
         Scorer([lengths]).check_arguments([0])
 
 
@@ -265,10 +262,10 @@ def test_lists_of_different_lengths():
 
 
 @pytest.mark.parametrize("timeout", [60.0, None])
-def test_the_callers_lists_are_not_touched(timeout):
+def test_the_callers_lists_are_not_changed(timeout):
     def vandal(prompts, completions, answer, completion_ids):
-        for each in (prompts, completions, answer, completion_ids):
-            each.clear()
+        for values in (prompts, completions, answer, completion_ids):
+            values.clear()
         return [0.0] * 4
 
     prompts, completions, columns, ids = list(PROMPTS), list(COMPLETIONS), {"answer": list(ANSWERS)}, [[1]] * 4
@@ -300,7 +297,7 @@ def test_the_callers_lists_are_not_touched(timeout):
     ],
 )
 @pytest.mark.parametrize("on_error", ["stop", "drop"])
-def test_what_may_come_back(result, expected, on_error):
+def test_valid_results(result, expected, on_error):
     scores = score(returning(result), on_error)
     assert scores.rewards.dtype == torch.float64
     assert scores.rewards.shape == (4, 1)
@@ -336,7 +333,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("result", "message"), BROKEN)
-def test_what_cannot_be_told_apart_by_rows(result, message):
+def test_results_that_cannot_be_assigned_to_rows(result, message):
     with pytest.raises(RewardError, match=re.escape(message)) as error:
         score(returning(result))
     assert "reward 'f' failed on a batch of 4 (first completion 'a'): " in str(error.value)
@@ -359,7 +356,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("value", "message"), BAD)
-def test_what_is_no_reward(value, message):
+def test_values_that_are_not_rewards(value, message):
     with pytest.raises(RewardError, match=re.escape(message)) as error:
         score(returning([1.0, 2.0, value, value]))
     assert "reward 'f' failed on row 2 (completion 'ccc'): " in str(error.value)
@@ -367,7 +364,7 @@ def test_what_is_no_reward(value, message):
     scores = score(returning([1.0, 2.0, value, None]), "drop")
     assert values(scores) == [1, 2, None, None]
     assert scores.dropped.tolist() == [False, False, True, False]
-    assert [(each.function, each.row) for each in scores.failures] == [("f", 2)]
+    assert [(failure.function, failure.row) for failure in scores.failures] == [("f", 2)]
     assert message in scores.failures[0].reason
 
 
@@ -379,13 +376,13 @@ def test_nan_of_an_array_is_refused():
 
 
 @given(st.lists(st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(), min_size=1, max_size=8))
-def test_every_cell_is_its_number_or_a_failure(cells):
-    scorer = Scorer([named(lambda completions: cells, name="f")], on_error="drop", timeout=None)
-    scores = scorer.score([""] * len(cells), [""] * len(cells), {})
-    for row, (cell, reward) in enumerate(zip(cells, scores.rewards[:, 0].tolist(), strict=True)):
-        bad = isinstance(cell, float) and not math.isfinite(cell)
+def test_every_value_is_a_reward_or_a_failure(results):
+    scorer = Scorer([named(lambda completions: results, name="f")], on_error="drop", timeout=None)
+    scores = scorer.score([""] * len(results), [""] * len(results), {})
+    for row, (result, reward) in enumerate(zip(results, scores.rewards[:, 0].tolist(), strict=True)):
+        bad = isinstance(result, float) and not math.isfinite(result)
         assert bool(scores.dropped[row]) == bad == any(failure.row == row for failure in scores.failures)
-        assert math.isnan(reward) if bad or cell is None else reward == float(cell)
+        assert math.isnan(reward) if bad or result is None else reward == float(result)
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -404,7 +401,7 @@ def whole_batch(completions):
 
 
 @pytest.mark.parametrize("timeout", [60.0, None])
-def test_an_exception_is_pinned_to_its_rows(timeout):
+def test_an_exception_names_its_rows(timeout):
     with pytest.raises(RewardError) as error:
         score(fragile, timeout=timeout)
     line = fragile.__code__.co_firstlineno + 2
@@ -416,14 +413,14 @@ def test_an_exception_is_pinned_to_its_rows(timeout):
     scores = score(fragile, "drop", timeout)
     assert values(scores) == [1, None, 3, None]
     assert scores.dropped.tolist() == [False, True, False, True]
-    assert [each.row for each in scores.failures] == [1, 3]
+    assert [failure.row for failure in scores.failures] == [1, 3]
 
 
 def test_columns_need_not_be_lists():
     def reward(completions, answer):
-        return [float(each) for each in answer]
+        return [float(text) for text in answer]
 
-    answers = dict(enumerate(["1", "x", "3", "4"])).values()  # can be counted and walked through, but not indexed
+    answers = dict(enumerate(["1", "x", "3", "4"])).values()  # has a length and can be iterated, but not indexed
     scores = Scorer([reward], on_error="drop").score(tuple(PROMPTS), np.array(COMPLETIONS), {"answer": answers})
     assert values(scores) == [1, None, 3, 4]
 
@@ -442,7 +439,7 @@ def test_an_exception_of_the_batch_alone():
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), StopIteration(), GeneratorExit(), AssertionError(), MemoryError("m")])
-def test_whatever_is_raised_is_named(error):
+def test_every_kind_of_exception_is_reported(error):
     def reward(completions):
         raise error
 
@@ -459,7 +456,7 @@ def test_an_exception_while_listing():
         score(lazy)
 
 
-def test_long_messages_are_cut():
+def test_long_messages_are_shortened():
     def reward(completions):
         raise ValueError("x" * 10_000)
 
@@ -480,7 +477,7 @@ def test_a_completion_of_messages_is_quoted():
         scorer.score([[]], [42], {})
 
 
-def test_the_line_is_the_functions_own():
+def test_the_line_is_in_the_users_file():
     def reward(completions):
         import json
 
@@ -516,29 +513,33 @@ def test_wrong_lengths_are_tried_row_by_row():
 
     scores = score(deduplicating, "drop")
     assert values(scores) == [1, None, 1, 1]
-    assert scores.failures == (Failure("f", 1, "returned 0 values for 1 row; one per completion is needed"),)
+    assert scores.failures == (RowFailure("f", 1, "returned 0 values for 1 row; one per completion is needed"),)
     assert scores.extra == {"text": ["a", None, "ccc", "dddd"]}
-    assert scores.metrics == {"kept": 1.0}  # of the rows that count; the failed call on the batch left no trace
+    assert scores.metrics == {"kept": 1.0}  # of the scored rows; the log of the failed batch is dropped
 
 
-@pytest.mark.parametrize(("result", "message"), [each for each in BROKEN if not hasattr(each[0], "__next__")])
-def test_what_fails_in_every_row_drops_every_row(result, message):
+@pytest.mark.parametrize(("result", "message"), [case for case in BROKEN if not hasattr(case[0], "__next__")])
+def test_a_failure_in_every_row_drops_every_row(result, message):
     scores = score(returning(result), "drop")
     assert scores.dropped.all()
     assert scores.rewards.isnan().all()
-    assert [each.row for each in scores.failures] == [0, 1, 2, 3]
+    assert [failure.row for failure in scores.failures] == [0, 1, 2, 3]
 
 
-def test_a_dropped_row_counts_nowhere():
+def test_a_dropped_row_has_no_reward_at_all():
     scorer = Scorer([lengths, fragile, named(returning([1, math.nan, 1, None]), name="g")], on_error="drop")
     scores = scorer.score(PROMPTS, COMPLETIONS, {})
     assert scores.dropped.tolist() == [False, True, False, True]
     assert scores.rewards[[1, 3]].isnan().all()
     assert scores.rewards[[0, 2]].tolist() == [[1, 1, 1], [3, 3, 1]]
-    assert [(each.function, each.row) for each in scores.failures] == [("fragile", 1), ("fragile", 3), ("g", 1)]
+    assert [(failure.function, failure.row) for failure in scores.failures] == [
+        ("fragile", 1),
+        ("fragile", 3),
+        ("g", 1),
+    ]
 
 
-def test_three_lost_batches_in_a_row_are_too_many():
+def test_three_batches_without_a_scored_row_stop_the_run():
     broken = [True]
     scorer = Scorer([named(lambda completions: 1 / 0 if broken[0] else [1.0] * 4, name="f")], on_error="drop")
 
@@ -552,7 +553,7 @@ def test_three_lost_batches_in_a_row_are_too_many():
     broken[0] = True
     run()
     run()
-    scorer.score([], [], {})  # an empty batch says nothing either way
+    scorer.score([], [], {})  # an empty batch does not count
     with pytest.raises(
         RewardError, match=r"no row of the last 3 batches could be scored; reward 'f' \(completion 'a'\): raised ZeroD"
     ):
@@ -588,7 +589,7 @@ def test_logging():
     scores = Scorer([one, two]).score(PROMPTS, COMPLETIONS, {})
     assert scores.extra == {"upper": ["A", "BB", "CCC", "DDDD"], "size": [1, 2, 3, 4], "two/size": [5] * 4}
     assert scores.metrics == {"m": 3.0, "n": 0.5}
-    assert all(0 <= scores.seconds[name] < 1 for name in ("one", "two"))
+    assert all(scores.seconds[name] >= 0 for name in ("one", "two"))
 
 
 @pytest.mark.parametrize(
@@ -600,7 +601,7 @@ def test_logging():
         ((3, [1, 2, 3, 4]), "log_extra needs"),
     ],
 )
-def test_what_cannot_be_logged(arguments, message):
+def test_invalid_arguments_of_log_extra(arguments, message):
     def reward(completions, log_extra):
         log_extra(*arguments)
         return [0.0] * len(completions)

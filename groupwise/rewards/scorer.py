@@ -1,0 +1,365 @@
+"""Calling reward functions: threads, an event loop, time limits, and what happens when a call fails.
+
+With a time limit, a plain function runs in a thread. Async functions run on an event loop in a background thread. The
+threads are daemons, so a function that hangs does not keep the process alive. No signals are used, so the limit also
+works off the main thread. A single C call that holds the interpreter lock cannot be interrupted, for example a regular
+expression with catastrophic backtracking.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
+
+import torch
+
+from groupwise.errors import InputError, RewardError, check_choice
+from groupwise.rewards.contract import (
+    HELPERS,
+    LISTS,
+    BatchFailure,
+    RewardFunction,
+    RewardTimeout,
+    RowFailure,
+    RowReward,
+    Scores,
+    check_rewards,
+    count,
+    named,
+    reward_error_reason,
+    visible_columns,
+)
+from groupwise.rewards.options import is_finite_number
+from groupwise.rewards.text import excerpt, text_of
+
+ON_ERROR = ("stop", "drop")
+LOST_BATCHES = 3  # this many batches in a row without a scored row stop the run, even with on_error="drop"
+GRACE = 2.0  # seconds for cancelled coroutines to clean up
+
+
+class Scorer:
+    """Scores batches with reward functions.
+
+    ``timeout`` is each function's time limit for one batch, in seconds. With None there is no limit, and plain
+    functions run in the caller's thread. ``on_error`` says what happens to a row that a function cannot score:
+    ``"stop"`` raises a `RewardError`, ``"drop"`` leaves the row out.
+    """
+
+    def __init__(
+        self,
+        functions: Iterable[RewardFunction | Callable[..., Any]],
+        *,
+        timeout: float | None = 60.0,
+        on_error: str = "stop",
+    ) -> None:
+        self.functions = tuple(reward if isinstance(reward, RewardFunction) else named(reward) for reward in functions)
+        if not self.functions:
+            raise InputError("there is no reward function to score with; give at least one")
+        names = [reward.name for reward in self.functions]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(
+                    f"{names.count(name)} reward functions have the name {name!r}; give each a name of its own: "
+                    "named(function, name='…')"
+                )
+        if timeout is not None and not (is_finite_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
+            raise InputError(f"timeout must be a number of seconds above 0, or None for no limit, got {timeout!r}")
+        check_choice("on_error", on_error, ON_ERROR)
+        self.timeout = timeout
+        self.on_error = on_error
+        self._lost_batches = 0
+
+    def check_arguments(self, columns: Iterable[str]) -> None:
+        """Raise a `RewardError` unless data with these columns has every argument that the functions require."""
+        available = [*LISTS, *visible_columns(columns), *HELPERS]
+        for reward in self.functions:
+            reward.choose_arguments(available)
+
+    def score(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[Any] | None = None,
+        trainer_state: Any = None,
+    ) -> Scores:
+        """Call every function on the batch: the plain ones one after the other, then the async ones concurrently."""
+        lists: dict[str, Any] = {"prompts": prompts, "completions": completions}
+        if completion_ids is not None:
+            lists["completion_ids"] = completion_ids
+        lists |= {name: columns[name] for name in visible_columns(columns)}
+        for name, values in lists.items():
+            if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+                raise InputError(f"{name} must be a list with one entry per completion, got {excerpt(values)}")
+            if len(values) != len(completions):
+                raise InputError(f"{name} has {len(values)} entries for {len(completions)} completions")
+        lists = {name: list(values) for name, values in lists.items()}
+        calls = {reward.name: RewardCall(reward, lists, trainer_state) for reward in self.functions}
+        if len(completions):
+            for reward in self.functions:
+                reward.choose_arguments([*lists, *HELPERS])
+            for reward in self.functions:
+                if not reward.is_async:
+                    calls[reward.name] = self._handle_failure(calls[reward.name].run(self.timeout))
+            concurrent = [call for call in calls.values() if call.reward.is_async]
+            for call in run_concurrently(concurrent, self.timeout):
+                calls[call.reward.name] = self._handle_failure(call)
+        return self._combine(list(calls.values()))
+
+    def _handle_failure(self, call: RewardCall) -> RewardCall:
+        """Retry a failed batch row by row; with on_error="stop", raise an error if anything failed."""
+        error, stop = call.error, self.on_error == "stop"
+        if isinstance(error, BatchFailure) and stop:
+            call.fail(None, str(error))
+        if isinstance(error, RewardTimeout):
+            call.rewards = [RowFailure(call.reward.name, row, str(error)) for row in range(len(call))]
+        elif error is not None:
+            call = self._score_rows(call)
+            if not call.failures:
+                reason = f"{reward_error_reason(error)}; each of its rows by itself can be scored"
+                if stop:
+                    call.fail(None, reason, error)
+                call.batch_failure = RowFailure(call.reward.name, None, reason)
+        if stop and call.failures:
+            share = f"it fails on {len(call.failures)} of {len(call)} rows (on_error='drop' would leave them out)"
+            call.fail(call.failures[0].row, f"{call.failures[0].reason}; {share}", error)
+        return call
+
+    def _score_rows(self, batch: RewardCall) -> RewardCall:
+        """Call the function on each row alone. All rows together have the time limit of one batch."""
+        start = time.perf_counter()
+        rows = [batch.copy({name: [values[row]] for name, values in batch.lists.items()}) for row in range(len(batch))]
+        if batch.reward.is_async:
+            rows = run_concurrently(rows, self.timeout)
+        else:
+            for row, call in enumerate(rows):
+                left = None if self.timeout is None else self.timeout - (time.perf_counter() - start)
+                if left is None or left > 0:
+                    rows[row] = call.run(left)
+                else:
+                    call.error = RewardTimeout(f"not tried: the rows before it took the {self.timeout:g} s")
+        result = batch.copy()
+        for row, call in enumerate(rows):
+            if call.error is not None:
+                result.rewards.append(RowFailure(call.reward.name, row, reward_error_reason(call.error)))
+            elif isinstance(call.rewards[0], RowFailure):
+                result.rewards.append(replace(call.rewards[0], row=row))
+            else:
+                result.rewards.append(call.rewards[0])
+                for column, values in call.extra.items():  # None for rows that did not log this column
+                    result.extra.setdefault(column, [None] * len(batch))[row] = values[0]
+                for name, numbers in call.metrics.items():
+                    result.metrics.setdefault(name, []).extend(numbers)
+        result.seconds = batch.seconds + time.perf_counter() - start
+        return result
+
+    def _combine(self, calls: Sequence[RewardCall]) -> Scores:
+        rows = len(calls[0])
+        rewards = torch.full((rows, len(calls)), torch.nan, dtype=torch.float64)
+        dropped = torch.zeros(rows, dtype=torch.bool)
+        failures: list[RowFailure] = []
+        extra: dict[str, list[Any]] = {}
+        metrics: dict[str, list[float]] = {}
+        for column, call in enumerate(calls):
+            failures += call.failures if call.batch_failure is None else [call.batch_failure]
+            for row, reward in enumerate(call.rewards):
+                if isinstance(reward, RowFailure):
+                    dropped[row] = True
+                elif reward is not None:
+                    rewards[row, column] = reward
+            for name, values in call.extra.items():  # the second function that logs a column gets a prefix
+                extra[name if name not in extra else f"{call.reward.name}/{name}"] = values
+            for name, logged in call.metrics.items():
+                metrics.setdefault(name, []).extend(logged)
+        rewards[dropped] = math.nan
+        if rows:
+            self._lost_batches = self._lost_batches + 1 if bool(dropped.all()) else 0
+        if self._lost_batches >= LOST_BATCHES:
+            raise RewardError(
+                f"no row of the last {self._lost_batches} batches could be scored; reward {failures[0].function!r} "
+                f"(completion {calls[0].excerpt(failures[0].row or 0)}): {failures[0].reason}"
+            )
+        means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
+        seconds = {call.reward.name: call.seconds for call in calls}
+        return Scores(rewards, dropped, tuple(failures), extra, means, seconds)
+
+
+@dataclass
+class RewardCall:
+    """One call of a reward function, on a batch or on a single row, and its result."""
+
+    reward: RewardFunction
+    lists: dict[str, list[Any]]
+    trainer_state: Any
+    rewards: list[RowReward] = field(default_factory=list)
+    error: BaseException | None = None
+    batch_failure: RowFailure | None = None  # the batch failed, but none of its rows
+    seconds: float = 0.0
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    awaitable: Any = None  # what a plain function returned, if it has to be awaited
+
+    def __len__(self) -> int:
+        return len(self.lists["completions"])
+
+    @property
+    def failures(self) -> list[RowFailure]:
+        return [reward for reward in self.rewards if isinstance(reward, RowFailure)]
+
+    def copy(self, lists: dict[str, list[Any]] | None = None) -> RewardCall:
+        """The same call without a result, on these lists."""
+        return RewardCall(self.reward, self.lists if lists is None else lists, self.trainer_state)
+
+    def excerpt(self, row: int) -> str:
+        completion = self.lists["completions"][row]
+        try:
+            return excerpt(text_of(completion))
+        except InputError:
+            return excerpt(completion)
+
+    def fail(self, row: int | None, reason: str, cause: BaseException | None = None) -> NoReturn:
+        if row is None:
+            place = f"a batch of {len(self)} (first completion {self.excerpt(0)})"
+        else:
+            place = f"row {row} (completion {self.excerpt(row)})"
+        raise RewardError(f"reward {self.reward.name!r} failed on {place}: {reason}") from cause
+
+    def run(self, timeout: float | None) -> RewardCall:
+        """Call a plain function, in a thread if there is a limit. If it returns an awaitable, that is awaited."""
+        if timeout is None:
+            self._run()
+        else:
+            context = contextvars.copy_context()
+            thread = threading.Thread(target=context.run, args=(self._run,), name="groupwise-reward", daemon=True)
+            thread.start()
+            thread.join(timeout)
+            if thread.is_alive():
+                return self.timed_out(timeout, "; its thread is left behind and may go on until the process ends")
+        if self.awaitable is not None:
+            return run_concurrently([self], timeout)[0]
+        return _check_interrupt(self)
+
+    def _run(self) -> None:
+        with self._recording():
+            result = self._start()
+            if inspect.isawaitable(result):
+                self.awaitable = result
+            else:
+                self._finish(result)
+
+    async def run_async(self, timeout: float | None) -> RewardCall:
+        """Await the function, and cancel it at the limit."""
+        with self._recording():
+            async with asyncio.timeout(timeout) as limit:
+                self._finish(await (self._start() if self.awaitable is None else self.awaitable))
+        return self.timed_out(timeout or 0.0, "; it was cancelled") if limit.expired() else self
+
+    def timed_out(self, timeout: float, outcome: str) -> RewardCall:
+        """The result of a call that took too long; a function that is still running keeps the old object."""
+        call = self.copy()
+        call.error, call.seconds = RewardTimeout(f"did not return within {timeout:g} s{outcome}"), timeout
+        return call
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Record the time and any exception, even SystemExit, which would end the event loop."""
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self.error = error
+        self.seconds = time.perf_counter() - start
+
+    def _start(self) -> Any:
+        """Call the function with copies of the lists, which it may change."""
+        arguments: dict[str, Any] = {name: list(values) for name, values in self.lists.items()}
+        arguments |= {"trainer_state": self.trainer_state, "log_extra": self._log_extra, "log_metric": self._log_metric}
+        positional, keywords = self.reward.choose_arguments(list(arguments))
+        return self.reward.function(
+            *(arguments[name] for name in positional), **{name: arguments[name] for name in keywords}
+        )
+
+    def _finish(self, result: Any) -> None:
+        rewards = check_rewards(self.reward.name, result, len(self))
+        for column, logged in self.extra.items():
+            if len(logged) != len(self):
+                raise BatchFailure(f"logged {count(len(logged), 'value')} as {column!r} for {count(len(self), 'row')}")
+        self.rewards = rewards
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        if not isinstance(column, str) or isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+            raise InputError(f"log_extra needs a column's name and a list of values, got {column!r}, {excerpt(values)}")
+        self.extra.setdefault(column, []).extend(values.tolist() if hasattr(values, "tolist") else values)
+
+    def _log_metric(self, name: str, value: float) -> None:
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"log_metric({name!r}, …) needs a number, got {excerpt(value)}") from error
+        self.metrics.setdefault(str(name), []).append(number)
+
+
+def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list[RewardCall]:
+    """Run async calls at the same time on the background loop."""
+    if not calls:
+        return []
+    thread = _running_loop()
+    futures: list[Future[RewardCall]] = []
+    try:
+        futures += (asyncio.run_coroutine_threadsafe(call.run_async(timeout), thread.loop) for call in calls)
+        ended, running = wait(futures, None if timeout is None else timeout + GRACE)
+    except BaseException:  # Ctrl-C
+        for future in futures:
+            future.cancel()
+        raise
+    if running:  # not even the cancellation came through, so the next call gets a new loop
+        thread.blocked = True
+    stuck = (
+        " and cannot be cancelled: it or another async reward blocks the event loop, or ignores that it is cancelled; "
+        "the loop is left behind (await what takes long, or write a plain function)"
+    )
+    return [
+        _check_interrupt(future.result()) if future in ended else call.timed_out(timeout or 0.0, stuck)
+        for call, future in zip(calls, futures, strict=True)
+    ]
+
+
+def _check_interrupt(call: RewardCall) -> RewardCall:
+    if isinstance(call.error, KeyboardInterrupt):
+        raise call.error
+    return call
+
+
+class _LoopThread(threading.Thread):
+    """The event loop of async rewards: one per process, because clients are bound to the loop they were used in."""
+
+    def __init__(self) -> None:
+        super().__init__(name="groupwise-async-rewards", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self.blocked = False
+        self.start()
+
+    def run(self) -> None:
+        self.loop.run_forever()
+
+
+_loop_thread: _LoopThread | None = None
+_loop_lock = threading.Lock()
+
+
+def _running_loop() -> _LoopThread:
+    global _loop_thread
+    with _loop_lock:
+        if _loop_thread is None or _loop_thread.blocked or not _loop_thread.is_alive():  # not alive after a fork
+            _loop_thread = _LoopThread()
+        return _loop_thread
