@@ -1,1 +1,1 @@
-"""groupwise inside other frameworks. Each is imported inside the functions that need it; nobody imports these."""
+"""groupwise inside other frameworks, which are imported only inside functions."""

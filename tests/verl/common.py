@@ -1,4 +1,4 @@
-"""What several tests of verl need."""
+"""Helpers of the verl tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIMILARITY = [
 
 
 def compose(*overrides):
-    """verl's own configuration, by Hydra, with these on top of similarity groups."""
+    """verl's configuration with similarity groups and these overrides."""
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -26,7 +26,7 @@ def compose(*overrides):
 
 
 def in_fresh_process(code, **environment):
-    """What a program prints in its last line, as JSON, and what it says on the way."""
+    """The last line of a program's output, as JSON, and its stderr."""
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}, check=False
     )

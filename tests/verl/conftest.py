@@ -1,6 +1,6 @@
-"""Tests with the real verl: `make test-verl`, in an environment of its own, since verl pins an older transformers.
+"""Tests with the real verl: `make test-verl`, in a separate environment, since verl pins an older transformers.
 
-Without verl nothing here is collected, so `make test` passes it by.
+Without verl nothing here is collected.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ import pytest
 HAS_VERL = importlib.util.find_spec("verl") is not None
 collect_ignore_glob = [] if HAS_VERL else ["*.py"]
 
-# A Ray that is started here reports nothing to its makers, and its password is kept in no file.
+# No usage statistics, and a random auth token.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def pytest_configure(config):
-    if HAS_VERL:  # verl warns of every engine that is not installed; only groupwise's own warnings are errors
+    if HAS_VERL:  # verl warns about engines that are not installed; only warnings of groupwise are errors
         config.addinivalue_line("filterwarnings", "ignore")
         config.addinivalue_line("filterwarnings", "error:::groupwise")
 
 
 @pytest.fixture(scope="session")
 def ray_cluster():
-    """A real Ray with two GPUs in its books, which this machine need not have."""
+    """A Ray with two (pretended) GPUs."""
     import ray
 
     ray.init(num_cpus=16, num_gpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)

@@ -1,7 +1,6 @@
-"""A machine without GPUs, as a platform of verl's: its own registries let a run be whole on a CPU.
+"""A CPU platform for verl, in place of CUDA and vLLM.
 
-Every process of a run imports this (VERL_USE_EXTERNAL_MODULES), and VERL_PLATFORM=cpu chooses it. What is registered
-here stands in for CUDA and for vLLM; everything else of the run is verl's.
+Every process of a run imports this (VERL_USE_EXTERNAL_MODULES); VERL_PLATFORM=cpu selects it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 
 class CpuModule(ModuleType):
-    """torch.cpu, with an answer for what only torch.cuda has."""
+    """torch.cpu, with stubs for the functions of torch.cuda."""
 
     def mem_get_info(self, *_):
         return 1, 1
@@ -95,7 +94,7 @@ def _replica():
 
 
 def _one_gloo(backend=None, init=torch.distributed.init_process_group, **others):
-    """verl names a backend for the CPU and one for the device, which are the same here; torch wants it once."""
+    """verl names a backend for the CPU and for the device, which are the same here; torch accepts it only once."""
     return init(backend="gloo" if backend == "cpu:gloo,cpu:gloo" else backend, **others)
 
 

@@ -1,4 +1,4 @@
-"""Sampling by transformers in a Ray actor, where verl has vLLM: it gets the trained weights before every step."""
+"""Sampling by transformers in a Ray actor, in place of vLLM; it gets the trained weights before every step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class CpuServer:
         ids = torch.tensor([list(prompt_ids)])
         asked = (self.steps, *prompt_ids)
         self.asked[asked] += 1
-        torch.manual_seed(hash((*asked, self.asked[asked])))  # whichever session asks first
+        torch.manual_seed(hash((*asked, self.asked[asked])))  # independent of the order of sessions
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -62,6 +62,6 @@ class CpuRollout(BaseRollout):
     async def release(self): ...
 
     async def update_weights(self, weights, global_steps=None, **_):
-        whole = {name: getattr(weight, "full_tensor", lambda it=weight: it)() for name, weight in weights}
-        state = {name: weight.detach().float().cpu() for name, weight in whole.items()}
+        full = {name: getattr(weight, "full_tensor", lambda it=weight: it)() for name, weight in weights}
+        state = {name: weight.detach().float().cpu() for name, weight in full.items()}
         await ray.get_actor(NAME).load.remote(state, global_steps)

@@ -16,31 +16,31 @@ from groupwise.model.tiny import tiny_tokenizer
 from tests.weights import wordllama
 
 
-def test_the_last_output_stands_for_a_session_and_filling_is_no_answer():
+def test_sessions_use_their_last_output_and_skip_padding():
     keys = ["u_1_0", "u_0_2", "pad_0_0", "v_x_0_0", "u_0_10", "u_0_0"]
     tags = [{}, {}, {"is_padding": True}, {"is_padding": False}, {}, {}]
-    found = read_sessions(keys, tags)
-    assert found.uids == ["u", "u", "pad", "v_x"]
-    assert found.last == [0, 4, 2, 3]
-    assert found.session == [0, 1, 2, 3, 1, 1]
-    assert found.answers == {"u": [1, 0], "v_x": [3]}
+    sessions = read_sessions(keys, tags)
+    assert sessions.uids == ["u", "u", "pad", "v_x"]
+    assert sessions.last == [0, 4, 2, 3]
+    assert sessions.session == [0, 1, 2, 3, 1, 1]
+    assert sessions.answers == {"u": [1, 0], "v_x": [3]}
 
 
 @given(st.permutations(["u_0_0", "u_1_0", "u_2_0", "v_0_0", "v_0_1", "v_1_0"]))
-def test_the_order_of_a_batch_changes_nothing(keys):
-    found = read_sessions(keys, [{}] * len(keys))
-    named = {uid: [keys[found.last[place]] for place in places] for uid, places in found.answers.items()}
+def test_order_of_the_batch_does_not_matter(keys):
+    sessions = read_sessions(keys, [{}] * len(keys))
+    named = {uid: [keys[sessions.last[place]] for place in places] for uid, places in sessions.answers.items()}
     assert named == {"u": ["u_0_0", "u_1_0", "u_2_0"], "v": ["v_0_1", "v_1_0"]}
-    assert [found.uids[place] for place in found.session] == [key[0] for key in keys]
+    assert [sessions.uids[place] for place in sessions.session] == [key[0] for key in keys]
 
 
 @pytest.mark.parametrize("key", ["u", "u_0", "_0_0", "u_0_x"])
-def test_a_key_of_another_form_is_named(key):
+def test_invalid_key(key):
     with pytest.raises(InputError, match=f"the key '{key}' of verl's batch is not of the form uid_session_number"):
         read_sessions([key], [{}])
 
 
-def test_only_what_the_model_wrote_is_read():
+def test_only_text_of_the_model_is_decoded():
     tokenizer = tiny_tokenizer()
     ids = torch.tensor(tokenizer.encode("héllo[tool says]bye<|end|><|pad|>"))
     mask = torch.ones_like(ids)
@@ -51,7 +51,7 @@ def test_only_what_the_model_wrote_is_read():
     ]
 
 
-def test_a_mark_that_a_tokenizer_calls_special_stays():
+def test_mark_is_kept_even_if_special():
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"extra_special_tokens": ["</think>"]})
     ids = torch.tensor(tokenizer.encode("hm</think>yes<|end|>"))
@@ -67,27 +67,27 @@ TEXTS = {
 }
 
 
-def test_prompts_with_unequal_numbers_of_answers_are_grouped_as_each_would_be_alone():
-    how = GroupingSection(embedder=str(wordllama()), workers=0)
+def test_prompts_with_different_numbers_of_answers():
+    settings = GroupingSection(embedder=str(wordllama()), workers=0)
     keys = [f"{uid}_{number}_0" for number in range(5) for uid in TEXTS if number < len(TEXTS[uid])]
     sessions = read_sessions([*keys, "pad_0_0"], [*([{}] * len(keys)), {"is_padding": True}])
     texts = {place: TEXTS[key[0]][int(key[2])] for place, key in enumerate(keys)}
-    found, metrics = find_groups(sessions, texts, LocalGrouper(how))
+    groups, metrics = find_groups(sessions, texts, LocalGrouper(settings))
 
-    embedder = load_embedder(how.embedder)
-    alone = {uid: group_texts(embedder, [texts], how) for uid, texts in TEXTS.items()}
+    embedder = load_embedder(settings.embedder)
+    alone = {uid: group_texts(embedder, [texts], settings) for uid, texts in TEXTS.items()}
     expected = [f"{key[0]}_{alone[key[0]].labels[0, int(key[2]), 0]}" for key in keys]
-    assert list(found.labels) == [*expected, "pad_0"]
+    assert list(groups.labels) == [*expected, "pad_0"]
     assert len({label for label in expected if label[0] == "u"}) == 2
     sizes = [int(alone[uid].labels.max()) + 1 for uid in TEXTS]
     assert metrics["similarity_groups/avg_groups_per_prompt"] == pytest.approx(sum(sizes) / 3)
     assert metrics["similarity_groups/n_prompts_split_into_1_groups"] == sizes.count(1)
     assert metrics["similarity_groups/n_single_member_groups"] == sum(expected.count(label) == 1 for label in expected)
-    mean = sum(float(each.scores[0]) for each in alone.values()) / 3
+    mean = sum(float(result.scores[0]) for result in alone.values()) / 3
     assert metrics["similarity_groups/avg_silhouette_score"] == pytest.approx(mean)
 
 
-def test_a_batch_that_is_all_filling_has_nothing_to_log():
-    how = GroupingSection(embedder=str(wordllama()), workers=0)
-    found, metrics = find_groups(read_sessions(["pad_0_0"], [{"is_padding": True}]), {}, LocalGrouper(how))
-    assert (list(found.labels), metrics) == (["pad_0"], {})
+def test_batch_of_padding_has_no_metrics():
+    settings = GroupingSection(embedder=str(wordllama()), workers=0)
+    groups, metrics = find_groups(read_sessions(["pad_0_0"], [{"is_padding": True}]), {}, LocalGrouper(settings))
+    assert (list(groups.labels), metrics) == (["pad_0"], {})

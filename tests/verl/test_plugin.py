@@ -1,4 +1,4 @@
-"""verl's own loader finds the plugin through the entry point, in a process that has never heard of groupwise."""
+"""verl finds the plugin through its entry point, in a process that does not import groupwise."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ print(json.dumps({
     "left": [type(finder).__name__ for finder in sys.meta_path if "groupwise" in type(finder).__module__],
 }))
 """
-OWN = ["colocate_async", "separate_async", "sync"]
-MODES = sorted([*OWN, *(f"similarity_{name}" for name in OWN)])
+VERL_MODES = ["colocate_async", "separate_async", "sync"]
+MODES = sorted([*VERL_MODES, *(f"similarity_{name}" for name in VERL_MODES)])
 
 
-def test_the_entry_point_registers_an_estimator_and_a_mode_for_each_of_verls():
-    found, _ = in_fresh_process(NAMES)
-    assert found == {"loaded": True, "early": [], "estimator": True, "modes": MODES, "left": []}
+def test_entry_point_registers_estimator_and_modes():
+    result, _ = in_fresh_process(NAMES)
+    assert result == {"loaded": True, "early": [], "estimator": True, "modes": MODES, "left": []}
 
 
-def test_without_plugins_verl_has_only_its_own():
-    found, _ = in_fresh_process(NAMES, VERL_USE_EXTERNAL_PLUGINS="none")
-    assert found == {"loaded": False, "early": [], "estimator": False, "modes": OWN, "left": []}
+def test_disabled_plugins():
+    result, _ = in_fresh_process(NAMES, VERL_USE_EXTERNAL_PLUGINS="none")
+    assert result == {"loaded": False, "early": [], "estimator": False, "modes": VERL_MODES, "left": []}
 
 
-def test_the_plugin_can_be_named_where_there_is_no_entry_point():
-    found, _ = in_fresh_process(
+def test_plugin_as_external_module():
+    result, _ = in_fresh_process(
         NAMES, VERL_USE_EXTERNAL_PLUGINS="none", VERL_USE_EXTERNAL_MODULES="groupwise.integrations.verl.plugin"
     )
-    assert found["modes"] == MODES
+    assert result["modes"] == MODES
 
 
-def test_a_broken_plugin_is_a_warning_and_leaves_verl_whole():
+def test_broken_plugin_is_only_a_warning():
     broken = "import sys\nsys.modules['groupwise.integrations.verl.trainer'] = None\n" + NAMES
-    found, said = in_fresh_process(broken)
-    assert found["modes"] == OWN
-    assert found["estimator"]
-    assert "groupwise could not add itself to verl (ModuleNotFoundError" in said
-    assert "python -m groupwise.integrations.verl says more" in said
+    result, said = in_fresh_process(broken)
+    assert result["modes"] == VERL_MODES
+    assert result["estimator"]
+    assert "groupwise could not register in verl (ModuleNotFoundError" in said
+    assert "run python -m groupwise.integrations.verl" in said
 
 
-def test_registering_twice_is_registering_once():
+def test_registering_twice():
     from verl.trainer.ppo.v1 import get_trainer_cls
 
     from groupwise.integrations.verl.plugin import register_estimator, register_trainers

@@ -1,7 +1,6 @@
-"""A whole training run by ``python -m verl.trainer.main_ppo`` on a CPU: two steps, each looked at afterwards.
+"""A training run of two steps by ``python -m verl.trainer.main_ppo`` on a CPU.
 
-The run is verl's: its task runner, agent loop, reward loop, replay buffer, queue, FSDP workers and metrics, all on
-Ray. Two things stand in for a GPU: a platform (cpu_platform.py) and a server that samples (cpu_rollout.py).
+Everything is verl's, except a platform (cpu_platform.py) and a sampling server (cpu_rollout.py) in place of a GPU.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ def overrides(folder):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """The metrics of each step, the answers of each step, and what was said."""
+    """The metrics and the answers of each step, and the output."""
     wordllama()
     folder = tmp_path_factory.mktemp("run")
     tiny_model().save_pretrained(folder / "model")
@@ -90,7 +89,7 @@ def run(tmp_path_factory):
         "PYTHONPATH": str(ROOT),
         "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform",
         "VERL_PLATFORM": "cpu",
-        "VERL_ENGINE_DEVICE": "cuda",  # the engine for GPUs is the one that is to run
+        "VERL_ENGINE_DEVICE": "cuda",  # run the engine for GPUs
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
     }
     done = subprocess.run(
@@ -112,18 +111,20 @@ def run(tmp_path_factory):
 
 
 def expected(answers):
-    """Advantages of a step's answers, and its metrics, by functions that verl has no part in."""
+    """Advantages, labels and silhouette of a step's answers, computed without verl."""
     prompts = {}
     for row in answers:
         prompts.setdefault(row["uid"].rsplit("_", 2)[0], []).append(row)
-    how = GroupingSection(embedder="wordllama")
-    found = group_texts(load_embedder("wordllama"), [[row["output"] for row in rows] for rows in prompts.values()], how)
-    labels = [(uid, int(label)) for uid, row in zip(prompts, found.labels[..., 0], strict=True) for label in row]
+    settings = GroupingSection(embedder="wordllama")
+    result = group_texts(
+        load_embedder("wordllama"), [[row["output"] for row in rows] for rows in prompts.values()], settings
+    )
+    labels = [(uid, int(label)) for uid, row in zip(prompts, result.labels[..., 0], strict=True) for label in row]
     rewards = torch.tensor([row["score"] for rows in prompts.values() for row in rows])
-    return group_advantages(rewards, labels, eps=1e-6), labels, float(found.scores.mean())
+    return group_advantages(rewards, labels, eps=1e-6), labels, float(result.scores.mean())
 
 
-def test_verl_trains_on_similarity_groups_from_the_command_line(run):
+def test_metrics_and_advantages_of_a_run(run):
     metrics, answers, said = run
     assert len(metrics) == STEPS
     assert "creating 1 similarity grouper worker: loading wordllama" in said
@@ -139,8 +140,8 @@ def test_verl_trains_on_similarity_groups_from_the_command_line(run):
     assert max(logged["actor/grad_norm"] for logged in metrics) > 0
 
 
-def test_the_answers_were_compared_within_their_groups_and_not_with_all_others(run):
-    """Plain GRPO on the same rewards has other extremes, so the test above could fail."""
+def test_plain_grpo_would_differ(run):
+    """So the test above can fail."""
     metrics, answers, _ = run
     uids = [row["uid"].rsplit("_", 2)[0] for row in answers[0]]
     plain = group_advantages(torch.tensor([row["score"] for row in answers[0]]), uids, eps=1e-6)

@@ -1,4 +1,4 @@
-"""The trainer on verl's real data: TransferQueue on Ray, verl's own configuration, constructor and advantages."""
+"""The trainer with verl's TransferQueue on Ray, configuration, constructor and advantages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from groupwise.model.tiny import tiny_tokenizer
 from tests.verl.common import compose
 from tests.weights import wordllama
 
-HOW = GroupingSection(embedder="wordllama")
+SETTINGS = GroupingSection(embedder="wordllama")
 ANSWERS = {  # of two prompts with unequal numbers of answers
     "u": ["a dog barks at the cat", "the dog barked at a cat", "quarterly interest rates rose", "hm</think>rates rose"],
     "v": ["one egg and some flour", "an egg with flour", "seven violins"],
@@ -31,7 +31,7 @@ REWARDS = {"u": [1.0, 0.0, 3.0, 5.0], "v": [0.25, 0.75, 9.0]}
 
 @pytest.fixture
 def trainer(queue):
-    """A trainer by verl's constructor, with what verl's start-up would add: a tokenizer and a pool of no GPUs."""
+    """A trainer with the tokenizer and the (empty) GPU pool that verl's start-up would add."""
     wordllama()
     config = compose("actor_rollout_ref.rollout.n=4", "data.train_batch_size=2")
     made = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
@@ -42,7 +42,7 @@ def trainer(queue):
 
 @pytest.fixture
 def batch(queue):
-    """The answers as verl's agent loop leaves them, one of them in two outputs, filled up to a multiple of 6."""
+    """Answers as verl's agent loop stores them, one of them in two outputs, padded to a multiple of 6."""
     tokenizer = tiny_tokenizer()
     rows = [(uid, number, 0, text) for uid, texts in ANSWERS.items() for number, text in enumerate(texts)]
     rows.insert(1, ("u", 0, 1, rows[0][3]))
@@ -75,48 +75,48 @@ def batch(queue):
     meta = upsample_batch_to_divisible_size(meta, 6, tokenizer.eos_token_id)
     lengths = [len(row["responses"]) for row in fields] + [1] * (len(meta) - len(rows))
     old = torch.nested.as_nested_tensor([torch.full((length,), -1.0) for length in lengths], layout=torch.jagged)
-    fields = TensorDict({"old_log_probs": old}, batch_size=len(meta))  # verl adds them after it has filled a batch up
+    fields = TensorDict({"old_log_probs": old}, batch_size=len(meta))  # verl adds them after padding
     queue.kv_batch_put(keys=meta.keys, partition_id="train", fields=fields)
-    meta.reorder([5, 0, 7, 9, 2, 11, 1, 4, 8, 3, 10, 6])  # verl does so, to balance its GPUs
+    meta.reorder([5, 0, 7, 9, 2, 11, 1, 4, 8, 3, 10, 6])  # as verl does to balance its GPUs
     yield meta
     queue.kv_clear(keys=meta.keys, partition_id="train")
 
 
 def expected_groups():
-    """Labels, rewards and silhouettes by the functions that verl has no part in."""
+    """Labels, rewards and silhouettes, computed without verl."""
     embedder = load_embedder("wordllama")
     labels, rewards, scores = {}, {}, []
     for uid, texts in ANSWERS.items():
-        found = group_texts(embedder, [texts], HOW)
-        scores.append(float(found.scores[0]))
+        result = group_texts(embedder, [texts], SETTINGS)
+        scores.append(float(result.scores[0]))
         for number in range(len(texts)):
-            labels[f"{uid}_{number}"] = f"{uid}_{found.labels[0, number, 0]}"
+            labels[f"{uid}_{number}"] = f"{uid}_{result.labels[0, number, 0]}"
             rewards[f"{uid}_{number}"] = REWARDS[uid][number]
     return labels, rewards, scores
 
 
-def test_a_batch_in_verls_queue_gets_labels_metrics_and_advantages(trainer, batch, queue):
+def test_labels_metrics_and_advantages_of_a_batch(trainer, batch, queue):
     metrics = {}
     keys = list(batch.keys)
     out = trainer._compute_advantage(batch, metrics)
     labels, rewards, scores = expected_groups()
-    each = group_advantages(torch.tensor(list(rewards.values())), list(labels.values()), eps=1e-6)
-    advantage = dict(zip(rewards, each.tolist(), strict=True))
-    assert sum(value == 0 for value in advantage.values()) == 1  # the violins, with the best reward of all
+    expected = group_advantages(torch.tensor(list(rewards.values())), list(labels.values()), eps=1e-6)
+    advantage = dict(zip(rewards, expected.tolist(), strict=True))
+    assert sum(value == 0 for value in advantage.values()) == 1  # the violins, despite the best reward
     assert sorted(out.keys) == sorted(keys)
 
     fields = ["uid", "similarity_group_labels", "advantages", "returns", "response_mask"]
     data = queue.kv_batch_get(keys=keys, partition_id="train", select_fields=fields)
-    given = list(data["similarity_group_labels"])
+    stored_labels = list(data["similarity_group_labels"])
     for row, key in enumerate(keys):
-        mask, found = data["response_mask"][row].float(), data["advantages"][row]
+        mask, advantages = data["response_mask"][row].float(), data["advantages"][row]
         if key.startswith("pad"):
-            assert not found.any()
+            assert not advantages.any()
             continue
         assert data["uid"][row] == key[0]
-        assert given[row] == labels[key[:3]]
-        torch.testing.assert_close(found, mask * advantage[key[:3]], atol=1e-5, rtol=0)
-        torch.testing.assert_close(data["returns"][row], found, atol=0, rtol=0)
+        assert stored_labels[row] == labels[key[:3]]
+        torch.testing.assert_close(advantages, mask * advantage[key[:3]], atol=1e-5, rtol=0)
+        torch.testing.assert_close(data["returns"][row], advantages, atol=0, rtol=0)
     assert metrics["similarity_groups/avg_silhouette_score"] == pytest.approx(sum(scores) / 2)
     assert metrics["similarity_groups/n_prompts_split_into_2_groups"] == 2
     assert metrics["similarity_groups/avg_groups_per_prompt"] == 2
@@ -124,15 +124,15 @@ def test_a_batch_in_verls_queue_gets_labels_metrics_and_advantages(trainer, batc
     assert metrics["similarity_groups/seconds"] > 0
 
 
-def test_the_metrics_survive_verls_own_aggregation(trainer, batch):
+def test_metrics_pass_verls_aggregation(trainer, batch):
     from verl.trainer.ppo.v1.utils import MetricsAggregator
 
     metrics, both = {}, MetricsAggregator()
     trainer._compute_advantage(batch, metrics)
     both.add_step_metrics(metrics, sample_count=7)
     both.add_step_metrics(metrics, sample_count=7)
-    found = both.get_aggregated_metrics()
-    assert {name: found[name] for name in metrics if name.startswith("similarity_groups/")} == pytest.approx(
+    aggregated = both.get_aggregated_metrics()
+    assert {name: aggregated[name] for name in metrics if name.startswith("similarity_groups/")} == pytest.approx(
         {name: value for name, value in metrics.items() if name.startswith("similarity_groups/")}
     )
 
@@ -146,23 +146,23 @@ SEPARATE = [
 ]
 
 
-@pytest.mark.parametrize("own", ["sync", "colocate_async", "separate_async"])
-def test_but_for_the_advantage_a_mode_is_verls_own(own):
-    """verl asks for the mode by its name; a name that it does not know would get the wrong buffer."""
-    overrides = SEPARATE if own == "separate_async" else []
-    ours = compose(*overrides, f"trainer.v1.trainer_mode=similarity_{own}")
-    theirs = compose(*overrides, f"trainer.v1.trainer_mode={own}")
+@pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
+def test_modes_extend_those_of_verl(mode):
+    """verl chooses the replay buffer by the mode's name, so the trainer keeps verl's name."""
+    overrides = SEPARATE if mode == "separate_async" else []
+    ours = compose(*overrides, f"trainer.v1.trainer_mode=similarity_{mode}")
+    theirs = compose(*overrides, f"trainer.v1.trainer_mode={mode}")
     made = get_trainer_cls(ours.trainer.v1.trainer_mode)(ours)
-    reference = get_trainer_cls(own)(theirs)
+    reference = get_trainer_cls(mode)(theirs)
     assert isinstance(made, type(reference))
-    assert made.trainer_mode == own
+    assert made.trainer_mode == mode
     assert type(made.replay_buffer) is type(reference.replay_buffer)
     assert made.replay_buffer.trainer_config == reference.replay_buffer.trainer_config
     assert made.parameter_sync_step == reference.parameter_sync_step
     assert made.config == theirs
 
 
-def test_an_embedder_that_cannot_be_had_is_refused_before_any_model_is_loaded():
+def test_unknown_embedder_fails_before_models_are_loaded():
     config = compose("algorithm.similarity.embedder=minlm")
     with pytest.raises(ConfigError, match="did you mean 'minilm'"):
         get_trainer_cls("similarity_sync")(config)
@@ -170,7 +170,7 @@ def test_an_embedder_that_cannot_be_had_is_refused_before_any_model_is_loaded():
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster):
-    """verl's own reservation of both GPUs, as its trainer makes it."""
+    """verl's reservation of both GPUs, as its trainer makes it."""
     manager = ResourcePoolManager({"global_pool": [2]}, {})
     manager.create_resource_pool()
     groups = manager.resource_pool_dict["global_pool"].get_placement_groups()
@@ -179,34 +179,34 @@ def pool(ray_cluster):
         ray_cluster.util.remove_placement_group(group)
 
 
-def test_workers_find_room_on_gpus_that_verl_has_reserved_as_a_whole(pool, ray_cluster):
+def test_workers_share_reserved_gpus(pool, ray_cluster):
     assert ray_cluster.available_resources().get("GPU", 0) == 0
     said = []
     texts = [ANSWERS["u"], ANSWERS["u"][::-1], ANSWERS["u"][1:] + ANSWERS["u"][:1]]
-    grouper = verl_grouper(HOW, pool, said.append)
+    grouper = verl_grouper(SETTINGS, pool, said.append)
     try:
         assert isinstance(grouper, BundleGrouper)
         assert len(set(grouper.pids)) == 2
         assert said == ["creating 2 similarity grouper workers: loading wordllama"]
-        found = grouper.group(texts)
+        result = grouper.group(texts)
     finally:
         grouper.close()
-    here = group_texts(load_embedder("wordllama"), texts, HOW)
-    assert torch.equal(found.labels, here.labels)
-    torch.testing.assert_close(found.scores, here.scores)
+    expected = group_texts(load_embedder("wordllama"), texts, SETTINGS)
+    assert torch.equal(result.labels, expected.labels)
+    torch.testing.assert_close(result.scores, expected.scores)
 
 
 def test_more_workers_than_gpus_share_them(pool):
-    grouper = verl_grouper(HOW.model_copy(update={"workers": 3}), pool, lambda _: None)
+    grouper = verl_grouper(SETTINGS.model_copy(update={"workers": 3}), pool, lambda _: None)
     try:
         assert len(set(grouper.pids)) == 3
     finally:
         grouper.close()
 
 
-def test_without_gpus_or_by_wish_answers_are_grouped_in_the_trainers_process(pool):
+def test_grouping_in_the_trainers_process(pool):
     empty = ResourcePoolManager({}, {})
     assert gpu_bundles(empty) == []
-    for how, manager in [(HOW, empty), (HOW.model_copy(update={"device": "cpu"}), pool)]:
-        assert isinstance(verl_grouper(how, manager, lambda _: None), LocalGrouper)
-    assert isinstance(verl_grouper(HOW.model_copy(update={"workers": 0}), pool, lambda _: None), LocalGrouper)
+    for settings, manager in [(SETTINGS, empty), (SETTINGS.model_copy(update={"device": "cpu"}), pool)]:
+        assert isinstance(verl_grouper(settings, manager, lambda _: None), LocalGrouper)
+    assert isinstance(verl_grouper(SETTINGS.model_copy(update={"workers": 0}), pool, lambda _: None), LocalGrouper)

@@ -1,23 +1,23 @@
-"""``python -m groupwise.integrations.verl``: does it work here?"""
+"""``python -m groupwise.integrations.verl``: check the installation."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from groupwise.integrations.verl.check import max_logp_mismatch
+from groupwise.integrations.verl.check import check_installation
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Say every finding; 1 where one is bad."""
+    """Print all findings; return 1 if one is bad."""
     parser = argparse.ArgumentParser(
         prog="python -m groupwise.integrations.verl",
-        description="Say whether similarity-group GRPO works in the verl that is installed here.",
+        description="Check whether similarity-group GRPO works in the installed verl.",
     )
-    parser.add_argument("--embedder", help="the one that a run will use; by default that of the defaults")
-    findings = max_logp_mismatch(parser.parse_args(arguments).embedder)
+    parser.add_argument("--embedder", help="the embedder of the run; default: that of [grouping]")
+    findings = check_installation(parser.parse_args(arguments).embedder)
     bad = sum(not finding.good for finding in findings)
-    end = f"{bad} of {len(findings)} findings are bad." if bad else "All is as it should be."
+    end = f"{bad} of {len(findings)} findings are bad." if bad else "All checks passed."
     sys.stdout.write("\n".join([*map(str, findings), end]) + "\n")
     return int(bool(bad))
 

@@ -1,7 +1,7 @@
-"""From verl's batch to similarity groups: which rows are answers, what their texts are, and who is like whom.
+"""From verl's batch to similarity groups: sessions, their texts and their groups.
 
-verl keeps a batch as keys ``{uid}_{session}_{number}`` with a tag each, and the tensors elsewhere. A prompt may have
-any number of answers: some sessions fail, and a dataset may ask for more samples of hard prompts.
+A verl batch is a list of keys ``{uid}_{session}_{number}`` with tags; its tensors are stored elsewhere. Prompts may
+have different numbers of answers: sessions may fail, and a dataset may ask for more samples of hard prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.errors import InputError
 from groupwise.grouping.labels import compute_group_distribution_per_prompt, similarity_group_labels
 from groupwise.grouping.workers import SimilarityGrouper
-from groupwise.integrations.verl.estimator import Compared
+from groupwise.integrations.verl.estimator import RowGroups
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,12 @@ class Sessions:
 
     uids: list[str]  # (N,) the prompt of each
     last: list[int]  # (N,) the row of its last output
-    session: list[int]  # (B,) of each row
-    answers: dict[str, list[int]]  # the sessions of each prompt; rows that only fill a batch up have no prompt here
+    session: list[int]  # (B,) the session of each row
+    answers: dict[str, list[int]]  # the sessions of each prompt, without padding
 
 
 def read_sessions(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Sessions:
-    """The sessions of a batch; the answers to a prompt are in the order of their keys.
-
-    So neither they nor a tie in clustering depend on how verl orders a batch among its GPUs.
-    """
+    """The sessions of a batch; a prompt's answers are in the order of their keys, whatever the order of the batch."""
     numbers: dict[str, int] = {}
     uids: list[str] = []
     last: list[int] = []
@@ -62,9 +59,9 @@ def read_sessions(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Ses
 
 
 def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor], after: str | None) -> list[str]:
-    """The text that the model itself wrote in each answer: without what tools said, and without special tokens.
+    """The text that the model wrote in each answer, without tool outputs and special tokens.
 
-    A mark that ends the thinking stays also where a tokenizer calls it special.
+    The mark ``after`` is kept even if it is a special token.
     """
     hidden = torch.tensor(
         [token for token in tokenizer.all_special_ids if after is None or tokenizer.decode([token]).strip() != after],
@@ -79,23 +76,23 @@ def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor
 
 def find_groups(
     sessions: Sessions, texts: Mapping[int, str], grouper: SimilarityGrouper
-) -> tuple[Compared, dict[str, float]]:
-    """Who is compared with whom, and what to log; ``texts`` has the answer of each session that is one."""
+) -> tuple[RowGroups, dict[str, float]]:
+    """The groups of a batch and their metrics; ``texts`` are the answers by session, without padding."""
     labels = [f"{uid}_0" for uid in sessions.uids]
     scores: list[float] = []
     by_size: dict[int, list[str]] = defaultdict(list)
     for uid, members in sessions.answers.items():
         by_size[len(members)].append(uid)
     for _, uids in sorted(by_size.items()):
-        found = grouper.group([[texts[place] for place in sessions.answers[uid]] for uid in uids])
+        result = grouper.group([[texts[place] for place in sessions.answers[uid]] for uid in uids])
         places = [place for uid in uids for place in sessions.answers[uid]]
-        for place, label in zip(places, similarity_group_labels(uids, found.labels), strict=True):
+        for place, label in zip(places, similarity_group_labels(uids, result.labels), strict=True):
             labels[place] = label
-        scores += found.scores.tolist()
+        scores += result.scores.tolist()
     metrics = {}
     if sessions.answers:
         places = [place for members in sessions.answers.values() for place in members]
         metrics = compute_group_distribution_per_prompt(
             [labels[place] for place in places], [sessions.uids[place] for place in places], scores
         )
-    return Compared([labels[place] for place in sessions.session], sessions.last, sessions.session), metrics
+    return RowGroups([labels[place] for place in sessions.session], sessions.last, sessions.session), metrics

@@ -1,6 +1,7 @@
-"""The advantage estimator, as verl calls it: by keyword, with rewards, a mask, the prompt of each row and its settings.
+"""The advantage estimator for verl.
 
-verl hands an estimator nothing else of the batch, so the trainer says beside the call who is compared with whom.
+verl passes it rewards, a mask, each row's prompt and settings, but no other fields of the batch. So the trainer passes
+the groups in a context variable.
 """
 
 from __future__ import annotations
@@ -19,61 +20,62 @@ from groupwise.errors import ConfigError, InputError
 from groupwise.grouping.labels import compute_similarity_group_grpo_outcome_advantage
 from groupwise.integrations.verl import ESTIMATOR, MODES
 
-_COMBINED = re.compile(r".*_\d+", re.DOTALL)
+_LABEL = re.compile(r".*_\d+", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Who is compared with whom in a batch of B rows.
+class RowGroups:
+    """The similarity groups of a batch of B rows.
 
-    An agent may leave several rows in one session, all with the session's reward. As in verl's own GRPO only the last
-    of them is compared, and the others get what it got.
+    An agent's session may have several rows, all with the session's reward. As in verl's GRPO, only the last one is
+    compared, and the others get its advantage.
     """
 
-    labels: Sequence[str]  # (B,) "{uid}_{sim_group}"
-    last: Sequence[int]  # (N,) the row that stands for each of N sessions
+    labels: Sequence[str]  # (B,) "{uid}_{cluster}"
+    last: Sequence[int]  # (N,) the last row of each of N sessions
     session: Sequence[int]  # (B,) the session of each row, 0..N-1
 
 
-_compared: ContextVar[Compared | None] = ContextVar("compared", default=None)
+_row_groups: ContextVar[RowGroups | None] = ContextVar("row_groups", default=None)
 
 
 @contextmanager
-def compared(how: Compared) -> Iterator[None]:
-    """Inside, the estimator compares rows as ``how`` says, whatever prompts it is given."""
-    token = _compared.set(how)
+def use_groups(groups: RowGroups) -> Iterator[None]:
+    """Inside, the estimator uses these groups instead of its argument ``index``."""
+    token = _row_groups.set(groups)
     try:
         yield
     finally:
-        _compared.reset(token)
+        _row_groups.reset(token)
 
 
 def similarity_group_grpo(
     token_level_rewards: Tensor, response_mask: Tensor, index: Any = None, config: Any = None, **unused: Any
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns ``(B, T)`` of B rows, each compared with those of its similarity group.
+    """Advantages and returns ``(B, T)`` within similarity groups.
 
-    Without a trainer that says who is compared, ``index`` must hold combined labels, ``"{uid}_{sim_group}"``. Bare
-    uids are refused: the answers would be compared with all others to their prompt, which is not what was asked for.
+    Outside `use_groups`, ``index`` must hold labels ``"{uid}_{cluster}"``. Bare uids are an error: they would compare
+    all answers to a prompt, as plain GRPO does.
     """
-    how = _compared.get()
-    if how is None:
+    groups = _row_groups.get()
+    if groups is None:
         names = [str(name) for name in ([] if index is None else list(index))]
-        if not names or not all(map(_COMBINED.fullmatch, names)):
+        if not names or not all(map(_LABEL.fullmatch, names)):
             raise ConfigError(
-                f"algorithm.adv_estimator is {ESTIMATOR}, but nobody has put the answers into similarity groups; set "
+                f"algorithm.adv_estimator is {ESTIMATOR}, but the answers are not in similarity groups; set "
                 f"trainer.v1.trainer_mode to one of {', '.join(MODES)} (and leave trainer.use_v1 true)"
             )
         return compute_similarity_group_grpo_outcome_advantage(
             token_level_rewards=token_level_rewards, response_mask=response_mask, index=names, config=config
         )
-    if len(how.labels) != len(token_level_rewards):
-        raise InputError(f"{len(how.labels)} rows were put into groups, and {len(token_level_rewards)} have rewards")
-    rows = torch.tensor(how.last, dtype=torch.long, device=token_level_rewards.device)
-    labels = [how.labels[row] for row in how.last]
+    if len(groups.labels) != len(token_level_rewards):
+        raise InputError(f"{len(groups.labels)} rows have a group, but {len(token_level_rewards)} have rewards")
+    rows = torch.tensor(groups.last, dtype=torch.long, device=token_level_rewards.device)
+    labels = [groups.labels[row] for row in groups.last]
     rewards = token_level_rewards[rows]
-    each, _ = compute_similarity_group_grpo_outcome_advantage(
+    session_advantages, _ = compute_similarity_group_grpo_outcome_advantage(
         token_level_rewards=rewards, response_mask=torch.ones_like(rewards), index=labels, config=config
     )
-    advantages = each[:, :1][torch.tensor(how.session, dtype=torch.long, device=each.device)] * response_mask
+    session = torch.tensor(groups.session, dtype=torch.long, device=session_advantages.device)
+    advantages = session_advantages[:, :1][session] * response_mask
     return advantages, advantages.clone()

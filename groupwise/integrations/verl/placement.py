@@ -1,7 +1,7 @@
-"""Where answers are grouped in a verl run: in Ray workers that share the GPUs which verl has reserved.
+"""Grouping in Ray workers that share the GPUs reserved by verl.
 
-verl reserves every GPU of its pool as a whole, one bundle each, and leaves a part of each bundle unused. A worker that
-asks Ray for a GPU anywhere else would wait for ever, so these ask for a small part of a bundle of verl's.
+verl reserves all GPUs of its pool, one bundle each, and uses only part of each bundle. Workers must therefore ask for a
+share of such a bundle; a request for another GPU would wait forever.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from groupwise.grouping.workers import MAX_DEFAULT_WORKERS, GroupingActor, RayGr
 from groupwise.text import Say
 
 POOL = "global_pool"  # verl's name for the GPUs that train
-SHARE = 0.1  # of a GPU, in Ray's books; verl's own processes take a third each, two at most
+SHARE = 0.1  # of a GPU in Ray's accounting; verl has at most two processes per GPU, a third each
 
 
 def gpu_bundles(manager: Any) -> list[tuple[Any, int]]:
-    """The placement group and the number of each bundle with a GPU that verl has reserved for training."""
+    """Placement group and index of each GPU bundle that verl reserved for training."""
     pool = manager.resource_pool_dict.get(POOL)
     groups = (pool.pgs or []) if pool is not None and pool.use_gpu else []
     return [
@@ -32,7 +32,7 @@ def gpu_bundles(manager: Any) -> list[tuple[Any, int]]:
 
 
 def verl_grouper(settings: GroupingSection, manager: Any, say: Say) -> SimilarityGrouper:
-    """One worker for each GPU of verl's, up to 8, unless ``settings`` names another number or the CPU."""
+    """One worker per GPU of verl, at most 8, unless ``settings`` has another number or the CPU."""
     bundles = gpu_bundles(manager)
     if not bundles or settings.device == "cpu" or settings.workers == 0:
         return make_grouper(settings, say)
@@ -40,7 +40,7 @@ def verl_grouper(settings: GroupingSection, manager: Any, say: Say) -> Similarit
 
 
 class BundleGrouper(RayGrouper):
-    """Groups in Ray actors that lie in the bundles of placement groups, one after the other."""
+    """Groups in Ray actors that are placed in these bundles, in turn."""
 
     def __init__(self, settings: GroupingSection, workers: int, bundles: Sequence[tuple[Any, int]], say: Say) -> None:
         self._bundles = bundles
@@ -51,9 +51,8 @@ class BundleGrouper(RayGrouper):
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         part = SHARE / math.ceil(workers / len(self._bundles))
-        device = (
-            "cuda" if self.settings.device.startswith("cuda") else self.settings.device
-        )  # a worker sees only its own
+        # A worker sees only its own device.
+        device = "cuda" if self.settings.device.startswith("cuda") else self.settings.device
         settings = self.settings.model_copy(update={"device": device})
         options = {"num_cpus": 0, "num_gpus": math.ceil(part * 1e4) / 1e4, "max_restarts": 0, "max_task_retries": 0}
         actor, places = ray.remote(GroupingActor), itertools.cycle(self._bundles)

@@ -1,8 +1,8 @@
-"""What verl loads through its entry point ``verl.plugins``.
+"""The entry point ``verl.plugins``.
 
-Every process of a run loads this, in the middle of verl's own import, so it does next to nothing: it waits until verl
-itself imports the module that holds a registry, and adds to it then. Whatever goes wrong must not take verl down with
-it for those who have groupwise installed and do not use it; it is a warning, and the name is missing from the registry.
+Every process of a run loads this module while it imports verl. It registers the estimator and the trainer modes once
+verl has imported its registries. An error must not break verl for users who do not use groupwise: it is logged as a
+warning.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def register_trainers() -> None:
 
     from groupwise.integrations.verl.trainer import similarity_trainer
 
-    for mode, own in MODES.items():
+    for mode, base_mode in MODES.items():
         if mode not in TRAINER_REGISTRY:
-            register_trainer(mode)(similarity_trainer(TRAINER_REGISTRY[own], own))
+            register_trainer(mode)(similarity_trainer(TRAINER_REGISTRY[base_mode], base_mode))
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function when a module has been imported. It looks for the module once and is gone."""
+    """Calls a function once a module has been imported, then removes itself."""
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
         self._module = module
@@ -82,7 +82,7 @@ def _try(function: Callable[[], None]) -> None:
         function()
     except Exception as error:
         log.warning(
-            "groupwise could not add itself to verl (%s: %s); python -m groupwise.integrations.verl says more",
+            "groupwise could not register in verl (%s: %s); run python -m groupwise.integrations.verl for details",
             type(error).__name__,
             error,
         )

@@ -1,7 +1,7 @@
-"""A run's grouping section, from verl's configuration.
+"""The grouping section, from verl's configuration.
 
-verl's configuration is closed, but Hydra adds to it with a plus: ``+algorithm.similarity.embedder=minilm``. The keys
-are those of the section [grouping] in a recipe.
+Hydra adds keys to it with a plus: ``+algorithm.similarity.embedder=minilm``. The keys are those of [grouping] in a
+recipe.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from groupwise.errors import ConfigError
 from groupwise.integrations.verl import ESTIMATOR, SETTINGS
 
 WHERE = f"algorithm.{SETTINGS}"
-NOT_HERE = {
-    "skip_single_members": "verl computes rewards while answers are sampled, before they can be put into groups",
-    "log_diversity": "this trainer mode always puts answers into groups",
-    "ray_address": "verl's own Ray is used",
-    "ray_host": "verl's own Ray is used",
+UNSUPPORTED = {
+    "skip_single_members": "verl computes rewards during sampling, before the answers are grouped",
+    "log_diversity": "this trainer mode always groups answers",
+    "ray_address": "verl's Ray is used",
+    "ray_host": "verl's Ray is used",
 }
 
 
 def read_settings(config: Any) -> GroupingSection:
-    """The grouping section that ``algorithm.similarity`` holds, or the default one."""
+    """The grouping section in ``algorithm.similarity``, or the default one."""
     from omegaconf import OmegaConf
 
     if config.algorithm.adv_estimator != ESTIMATOR:
         raise ConfigError(
-            f"the trainer mode {config.trainer.v1.trainer_mode} puts answers into similarity groups, but "
+            f"the trainer mode {config.trainer.v1.trainer_mode} groups answers by similarity, but "
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which does not use them; set it to "
-            f"{ESTIMATOR}, or use verl's own trainer modes"
+            f"{ESTIMATOR}, or use verl's trainer modes"
         )
-    given = config.algorithm.get(SETTINGS)
-    table = OmegaConf.to_container(given, resolve=True) if OmegaConf.is_config(given) else given
+    section = config.algorithm.get(SETTINGS)
+    table = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     if table is None:
         return GroupingSection()
     if not isinstance(table, Mapping):
         raise ConfigError(f"{WHERE} is {table!r}; set its keys, as in +{WHERE}.embedder=minilm")
-    for key, reason in NOT_HERE.items():
+    for key, reason in UNSUPPORTED.items():
         if key in table:
-            raise ConfigError(f"{WHERE}.{key} means nothing here: {reason}; leave it out")
+            raise ConfigError(f"{WHERE}.{key} is not supported in verl: {reason}; remove it")
     return make_recipe({"grouping": dict(table)}, where=WHERE).grouping

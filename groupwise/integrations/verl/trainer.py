@@ -1,4 +1,4 @@
-"""verl's trainers, but for who is compared with whom."""
+"""verl's trainers with similarity groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.grouping.embed import check_embedder
 from groupwise.grouping.workers import SimilarityGrouper
 from groupwise.integrations.verl import LABELS
 from groupwise.integrations.verl.batch import decode_answers, find_groups, read_sessions
-from groupwise.integrations.verl.estimator import Compared, compared
+from groupwise.integrations.verl.estimator import RowGroups, use_groups
 from groupwise.integrations.verl.placement import verl_grouper
 from groupwise.integrations.verl.settings import read_settings
 
@@ -19,7 +19,7 @@ log = logging.getLogger("groupwise")
 if TYPE_CHECKING:
 
     class _Trainer:
-        """What is used of verl's trainer."""
+        """The part of verl's trainer that is used."""
 
         config: Any
         tokenizer: Any
@@ -35,25 +35,25 @@ else:
 
 
 class SimilarityGrouping(_Trainer):
-    """Puts the answers of a batch into similarity groups before verl computes their advantages."""
+    """Groups the answers of a batch by similarity before verl computes their advantages."""
 
-    own_mode = ""  # of verl's, given to each class that is made of this one
+    base_mode = ""  # verl's name of the base class
 
     def __init__(self, config: Any) -> None:
-        self._how = read_settings(config)
-        check_embedder(self._how.embedder)  # before the models are loaded, which takes minutes
+        self._settings = read_settings(config)
+        check_embedder(self._settings.embedder)  # before verl loads its models
         self._grouper: SimilarityGrouper | None = None
-        # verl asks for the mode by name in many places: which buffer to sample from, which settings are a mode's own.
-        config.trainer.v1.trainer_mode = self.own_mode
+        # verl compares the mode by name in many places.
+        config.trainer.v1.trainer_mode = self.base_mode
         super().__init__(config)
 
     def init(self) -> None:
-        """Start everything, the similarity workers last: they share GPUs that verl must have reserved by then."""
+        """Start verl, then the similarity workers, which share its reserved GPUs."""
         super().init()
         self._ready_grouper()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train, and give the similarity workers back at the end, whatever it is."""
+        """Train, and always stop the similarity workers."""
         try:
             super().fit(agent_loop_manager)
         finally:
@@ -62,18 +62,18 @@ class SimilarityGrouping(_Trainer):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         start = time.perf_counter()
-        how, found = self._find_groups(batch)
-        metrics.update(found)
+        groups, group_metrics = self._find_groups(batch)
+        metrics.update(group_metrics)
         metrics["similarity_groups/seconds"] = time.perf_counter() - start
-        with compared(how):
+        with use_groups(groups):
             return super()._compute_advantage(batch, metrics)
 
     def _ready_grouper(self) -> SimilarityGrouper:
         if self._grouper is None:
-            self._grouper = verl_grouper(self._how, self.resource_pool_manager, log.warning)
+            self._grouper = verl_grouper(self._settings, self.resource_pool_manager, log.warning)
         return self._grouper
 
-    def _find_groups(self, batch: Any) -> tuple[Compared, dict[str, float]]:
+    def _find_groups(self, batch: Any) -> tuple[RowGroups, dict[str, float]]:
         import transfer_queue
         from verl.utils.tensordict_utils import get_tensordict
 
@@ -87,18 +87,18 @@ class SimilarityGrouping(_Trainer):
                 select_fields=["responses", "response_mask"],
             )
             answers = decode_answers(
-                self.tokenizer, data["responses"].unbind(), data["response_mask"].unbind(), self._how.text_after
+                self.tokenizer, data["responses"].unbind(), data["response_mask"].unbind(), self._settings.text_after
             )
             texts = dict(zip(places, answers, strict=True))
-        how, metrics = find_groups(sessions, texts, self._ready_grouper())
+        groups, metrics = find_groups(sessions, texts, self._ready_grouper())
         transfer_queue.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=get_tensordict({LABELS: list(how.labels)})
+            keys=batch.keys, partition_id=batch.partition_id, fields=get_tensordict({LABELS: list(groups.labels)})
         )
-        return how, metrics
+        return groups, metrics
 
 
-def similarity_trainer(base: type[Any], own_mode: str) -> type[Any]:
-    """A trainer of verl's with similarity groups; ``own_mode`` is the name that verl knows ``base`` by."""
+def similarity_trainer(base: type[Any], base_mode: str) -> type[Any]:
+    """A subclass of a verl trainer, with similarity groups; ``base_mode`` is the mode of ``base`` in verl."""
     return type(
-        f"Similarity{base.__name__}", (SimilarityGrouping, base), {"own_mode": own_mode, "__module__": __name__}
+        f"Similarity{base.__name__}", (SimilarityGrouping, base), {"base_mode": base_mode, "__module__": __name__}
     )
