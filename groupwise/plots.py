@@ -1,4 +1,4 @@
-"""Learning curves with intervals, as picture files. Needs matplotlib (the extra ``plot``); no display is used."""
+"""Learning curves with intervals, as image files. Needs matplotlib (the extra ``plot``), but no display."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from groupwise.errors import InputError, MissingExtraError
 from groupwise.rundir.files import write_bytes
 from groupwise.stats import Statistic, bootstrap_interval
 
-# Okabe and Ito's palette, told apart with any colour vision, without its yellow, which is too faint for a line.
+# Okabe and Ito's colour-blind safe palette, without its yellow, which is too faint for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", "--", "-.", ":")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Several runs of one thing: ``values`` (runs, points) at ``x`` (points)."""
+    """Several runs of one configuration: ``values`` (runs, points) at ``x`` (points)."""
 
     x: ArrayLike
     values: ArrayLike
@@ -42,14 +42,14 @@ def plot_curves(
 ) -> None:
     """Draw each curve's mean (or other statistic) over its runs, with a band for its bootstrap interval.
 
-    A single run is drawn without a band. ``goal`` draws a level to reach. The picture's kind follows the file's
-    ending: png, svg or pdf.
+    A single run is drawn without a band. ``goal`` draws a horizontal line. The suffix of ``path`` sets the format: png,
+    svg or pdf.
     """
     path = Path(path)
     if not curves:
         raise InputError("there is no curve to draw")
     if path.suffix not in (".png", ".svg", ".pdf"):
-        raise InputError(f"a picture's name must end in .png, .svg or .pdf, got {path.name!r}")
+        raise InputError(f"a plot's name must end in .png, .svg or .pdf, got {path.name!r}")
     figure = new_figure()
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
@@ -69,7 +69,7 @@ def plot_curves(
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> Any:
-    """An empty figure, outside pyplot's global state."""
+    """An empty figure, independent of pyplot's global state."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -78,7 +78,7 @@ def new_figure(width: float = 7.0, height: float = 4.2) -> Any:
 
 
 def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure in the house style, whole or not at all."""
+    """Style a figure and write it, atomically."""
     path = Path(path)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)

@@ -1,7 +1,6 @@
-"""The few statistics that a comparison of runs needs: intervals, paired tests, the interquartile mean, pass@k.
+"""Statistics for comparing runs: confidence intervals, paired tests, the interquartile mean, pass@k.
 
-Resampling with a fixed seed, so that a figure in a report can be computed again. Few seeds are few: five runs give an
-honest but wide interval, and nothing here makes them more.
+Resampling uses a fixed seed, so that every number in a report can be computed again.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class PairedTest:
-    """Does ``a`` differ from ``b``, pair by pair? The mean difference a − b with its interval, and the p-value."""
+    """The mean difference a − b over pairs with its interval, and the two-sided p-value."""
 
     difference: Interval
     p_value: float
@@ -46,7 +45,7 @@ class PairedTest:
 
 
 def interquartile_mean(values: ArrayLike, axis: int | None = None) -> Any:
-    """The mean of the middle half: a quarter of the values (rounded down) is cut off at each end (rliable's IQM)."""
+    """The mean of the middle half (rliable's IQM): a quarter of the values, rounded down, is cut off at each end."""
     array = np.asarray(values, dtype=np.float64)
     if axis is None:
         array, axis = array.reshape(-1), 0
@@ -66,10 +65,9 @@ def bootstrap_interval(
     resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """The statistic of runs along the first axis, ``(runs, …)``, with its percentile bootstrap interval.
+    """A statistic over the first axis of ``values``, ``(runs, …)``, with its percentile bootstrap interval.
 
-    Runs are drawn with replacement and kept whole, so a learning curve ``(runs, points)`` gives an interval at each
-    point.
+    Complete runs are drawn with replacement, so learning curves ``(runs, points)`` give an interval at each point.
     """
     array = _finite("values", values)
     _check_level(level)
@@ -84,9 +82,9 @@ def bootstrap_interval(
 
 
 def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
-    """The median with its percentile bootstrap interval, where values may be ``inf``: what never happened.
+    """The median with its percentile bootstrap interval. Values may be ``inf``, for events that never happened.
 
-    The bounds are drawn medians; between two of which one is infinite there is nothing to interpolate.
+    The bounds are two of the drawn medians, without interpolation, which infinite values would not allow.
     """
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not array.size or np.isnan(array).any() or np.isneginf(array).any():
@@ -100,7 +98,7 @@ def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 
 
 
 def proportion_interval(successes: int, number: int, *, level: float = 0.95) -> Interval:
-    """A share such as an accuracy with its Wilson interval, which also behaves near 0 and 1."""
+    """A proportion, such as an accuracy, with its Wilson interval, which is also valid near 0 and 1."""
     if not 0 <= successes <= number or number < 1:
         raise InputError(f"need 0 ≤ successes ≤ number and number ≥ 1, got {successes} of {number}")
     _check_level(level)
@@ -112,8 +110,10 @@ def proportion_interval(successes: int, number: int, *, level: float = 0.95) -> 
 
 
 def mean_interval(values: ArrayLike) -> Interval:
-    """The mean of numbers with its interval: Wilson's where each is 0 or 1, else by resampling, which would say of 0 of
-    20 that it is certain."""
+    """The mean with its interval: Wilson's if every value is 0 or 1, else the bootstrap interval.
+
+    For 0 of 20 the bootstrap would give an interval of width 0.
+    """
     array = _finite("values", values)
     if np.isin(array, (0.0, 1.0)).all():
         return proportion_interval(int(array.sum()), len(array))
@@ -123,10 +123,10 @@ def mean_interval(values: ArrayLike) -> Interval:
 def paired_test(
     a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> PairedTest:
-    """A two-sided permutation test on pairs: the same seeds under two algorithms, the same questions before and after.
+    """A two-sided sign-flip permutation test on pairs, such as the same seeds under two algorithms.
 
-    If ``a`` and ``b`` did not differ, each difference would be as likely with the other sign. Up to 13 pairs that
-    differ, all sign patterns are tried; beyond that ``resamples`` random ones.
+    If ``a`` and ``b`` do not differ, each difference has either sign with equal probability. With up to 13 pairs that
+    differ, all sign patterns are tried; with more, ``resamples`` random ones.
     """
     first, second = _finite("a", a), _finite("b", b)
     if first.shape != second.shape or first.ndim != 1:
@@ -150,9 +150,9 @@ def paired_test(
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The exact two-sided p-value of McNemar's test: of the pairs that changed, as many would change either way.
+    """The exact two-sided p-value of McNemar's test: do as many pairs change one way as the other?
 
-    The sum is one of whole numbers, so thousands of pairs are no trouble.
+    The sum is over integers, so it is also exact for thousands of pairs.
     """
     if gained < 0 or lost < 0:
         raise InputError(f"gained and lost are counts, got {gained} and {lost}")
@@ -165,9 +165,9 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def pass_at_k(number: int, right: int, k: int) -> float:
-    """How likely one of ``k`` answers at least is right, drawn from ``number`` of which ``right`` are, none twice.
+    """The probability that at least one of ``k`` answers, drawn without replacement from ``number``, is right.
 
-    Averaged over many samplings this is the chance that one of k fresh answers is right: it is unbiased.
+    This is the unbiased estimate of pass@k from ``number`` samples of which ``right`` are right.
     """
     if not 0 <= right <= number or not 1 <= k <= number:
         raise InputError(f"need 0 ≤ right ≤ number and 1 ≤ k ≤ number, got right {right}, number {number} and k {k}")
@@ -177,7 +177,7 @@ def pass_at_k(number: int, right: int, k: int) -> float:
 def probability_of_improvement(
     a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval:
-    """How likely a run of ``a`` is to beat a run of ``b``, ties counting half, with a bootstrap interval."""
+    """The probability that a run of ``a`` beats a run of ``b``, ties counting half, with a bootstrap interval."""
     first, second = _finite("a", a), _finite("b", b)
     _check_level(level)
     wins = (np.sign(first[:, None] - second[None, :]) + 1) / 2  # (runs of a, runs of b)

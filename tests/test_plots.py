@@ -1,4 +1,4 @@
-"""Pictures: what is drawn, that files are whole, and what is refused. How they look is for eyes: docs/core.md."""
+"""Plots: what is drawn, the files, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def curves():
 
 
 @pytest.mark.parametrize(("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
-def test_writes_the_kind_asked_for(tmp_path, ending, start):
+def test_writes_the_format_of_the_suffix(tmp_path, ending, start):
     path = tmp_path / f"curve.{ending}"
     plot_curves(path, curves(), title="a title", goal=15.0)
     assert path.read_bytes().startswith(start)
@@ -48,7 +48,7 @@ def test_draws_the_mean_and_its_interval(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "message"),
+    ("name", "drawn", "message"),
     [
         ("x.png", {}, "no curve to draw"),
         ("x.gif", {"a": Curve([0], [0])}, r"must end in .png, .svg or .pdf, got 'x.gif'"),
@@ -56,9 +56,9 @@ def test_draws_the_mean_and_its_interval(tmp_path, monkeypatch):
         ("x.png", {"a": Curve([0, 1], [[1, np.nan]])}, "NaN or infinite"),
     ],
 )
-def test_refused(tmp_path, name, given, message):
+def test_refused(tmp_path, name, drawn, message):
     with pytest.raises(InputError, match=message):
-        plot_curves(tmp_path / name, given)
+        plot_curves(tmp_path / name, drawn)
     assert not list(tmp_path.iterdir())
 
 

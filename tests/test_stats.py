@@ -1,4 +1,4 @@
-"""Statistics against scipy, by hand, and by what they promise: coverage and the size of a test."""
+"""Statistics against scipy, by hand, and by their coverage and error rates."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_bootstrap_is_scipys():
     assert ours.high == pytest.approx(theirs.confidence_interval.high, abs=0.01)
 
 
-def test_bootstrap_covers_the_truth():
+@pytest.mark.slow
+def test_bootstrap_covers_the_true_mean():
     """95% intervals of 30 normal values hold the true mean about 94% of the time."""
     rng = np.random.default_rng(0)
     intervals = [bootstrap_interval(rng.normal(size=30), resamples=400, seed=seed) for seed in range(300)]
@@ -53,14 +54,14 @@ def test_bootstrap_covers_the_truth():
     assert 0.89 < covered < 0.98
 
 
-def test_bootstrap_of_curves_keeps_runs_whole():
+def test_bootstrap_of_curves_draws_complete_runs():
     curves = np.random.default_rng(2).normal(size=(6, 4))
-    whole = bootstrap_interval(curves)
-    assert whole.estimate.shape == whole.low.shape == whole.high.shape == (4,)
+    together = bootstrap_interval(curves)
+    assert together.estimate.shape == together.low.shape == together.high.shape == (4,)
     for point in range(4):
         alone = bootstrap_interval(curves[:, point])
-        assert whole.low[point] == pytest.approx(alone.low)
-        assert whole.high[point] == pytest.approx(alone.high)
+        assert together.low[point] == pytest.approx(alone.low)
+        assert together.high[point] == pytest.approx(alone.high)
 
 
 def test_bootstrap_is_repeatable():
@@ -109,24 +110,23 @@ def test_paired_test_in_blocks_is_the_same(monkeypatch, rows):
     assert p_value == ((sums >= abs((a - b).sum())).sum() + 1) / 102
 
 
-def test_median_interval_is_the_bootstraps_where_all_is_finite():
-    """The bounds are two of the drawn medians, where the other interpolates: with few values these are the same."""
+def test_median_interval_of_finite_values_is_the_bootstrap_interval():
+    """One takes drawn medians as bounds, the other interpolates between them: with few values these are the same."""
     values = np.random.default_rng(1).normal(size=15)
     for level in (0.5, 0.6, 0.7, 0.8, 0.9, 0.95):
         assert median_interval(values, level=level) == bootstrap_interval(values, statistic=np.median, level=level)
     assert median_interval(values, seed=1, resamples=50) != median_interval(values, resamples=50)
 
 
-@given(known=st.lists(st.integers(0, 100), max_size=9), unknown=st.integers(0, 9))
-def test_an_infinite_median_is_one_beyond_all_bounds(known, unknown):
-    """Infinity behaves as a number that is larger than any other, and as nothing else."""
-    if not known and not unknown:
+@given(finite=st.lists(st.integers(0, 100), max_size=9), infinite=st.integers(0, 9))
+def test_infinity_counts_as_larger_than_any_number(finite, infinite):
+    if not finite and not infinite:
         return
-    infinite = median_interval([*known, *[np.inf] * unknown], resamples=100)
-    huge = median_interval([*known, *[1e6] * unknown], resamples=100)
+    interval = median_interval([*finite, *[np.inf] * infinite], resamples=100)
+    huge = median_interval([*finite, *[1e6] * infinite], resamples=100)
     for name in ("estimate", "low", "high"):
         bound = getattr(huge, name)
-        assert getattr(infinite, name) == (np.inf if bound > 1e5 else bound)
+        assert getattr(interval, name) == (np.inf if bound > 1e5 else bound)
 
 
 @given(number=st.integers(1, 2000), share=st.floats(0, 1), level=st.sampled_from([0.8, 0.95, 0.99]))
@@ -152,8 +152,7 @@ def test_paired_test_is_scipys_exact_one(pairs):
     assert ours.difference.estimate == pytest.approx((a - b).mean())
 
 
-def test_paired_test_on_answers_is_mcnemars():
-    """Right or wrong before and after: the exact test of the questions that changed."""
+def test_paired_test_of_zeros_and_ones_is_mcnemars():
     before = np.array([1] * 5 + [0] * 20 + [1] * 100)
     after = np.array([0] * 5 + [1] * 20 + [1] * 100)
     ours = paired_test(after, before, resamples=100_000)
@@ -162,17 +161,18 @@ def test_paired_test_on_answers_is_mcnemars():
     assert ours.difference.low > 0
 
 
-def test_paired_test_of_nothing_is_no_evidence():
+def test_paired_test_of_equal_values():
     same = paired_test([1.0, 2.0], [1.0, 2.0])
     assert same.p_value == 1
     assert same.difference.estimate == 0
 
 
-def test_paired_test_has_its_size():
-    """Without a difference, p falls below 0.05 in at most about 5% of cases."""
+@pytest.mark.slow
+def test_paired_test_has_its_error_rate():
+    """Without a difference, p is below 0.05 in about 5% of cases."""
     rng = np.random.default_rng(0)
-    found = [paired_test(rng.normal(size=20), rng.normal(size=20), resamples=500).p_value for _ in range(300)]
-    assert 0.01 < np.mean(np.array(found) < 0.05) < 0.09
+    p_values = [paired_test(rng.normal(size=20), rng.normal(size=20), resamples=500).p_value for _ in range(300)]
+    assert 0.01 < np.mean(np.array(p_values) < 0.05) < 0.09
 
 
 def test_probability_of_improvement():

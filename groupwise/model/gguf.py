@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
-from groupwise.rundir.files import atomic_folder, reason_of
+from groupwise.rundir.files import atomic_folder
+from groupwise.text import error_reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -78,7 +79,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Pre
     except (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} is a GGUF file of the architecture {metadata['general.architecture']!r}, which transformers could "
-            f"not load: {reason_of(error)}"
+            f"not load: {error_reason(error)}"
         ) from error
     model, report = loaded
     absent = sorted(set(report["missing_keys"]))
@@ -136,7 +137,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
                 metadata, tensors, start = header.read()
                 size = len(data)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
     if not isinstance(metadata.get("general.architecture"), str):
         raise CheckpointError(f"{path} is damaged: its metadata names no architecture")
     for name, elements, kind, offset in tensors:

@@ -1,4 +1,4 @@
-"""What every training loop needs of a run folder: one owner, files that are whole or absent, and metrics that last."""
+"""A run folder: a lock, atomic files with manifests, metrics, and signals."""
 
 from groupwise.rundir.files import (
     atomic_folder,

@@ -1,8 +1,8 @@
-"""Files that are either whole or not there.
+"""Files that are either complete or absent.
 
-A file is written under another name, flushed to the disk and renamed into place; a folder likewise, with a manifest of
-its files' hashes written last. Whoever reads therefore sees the old content or the new, never a part of it, also after
-a crash or on a full disk. `verify_manifest` finds what was damaged afterwards.
+A file is written under a temporary name, flushed to the disk and renamed into place. A folder is written the same way,
+with a manifest of its files' hashes written last. So a reader sees the old content or the new, never a part of it, even
+after a crash or on a full disk. `verify_manifest` detects later damage.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
+from groupwise.text import error_reason
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,14 +31,14 @@ UNFINISHED = ".unfinished-"
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
-    """Put ``data`` into the file at ``path``, all of it or none."""
+    """Write ``data`` to the file at ``path``, atomically."""
     path = Path(path)
     with _replacing(path) as unfinished, open(unfinished, "wb") as file:
         file.write(data)
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON. NaN and infinities are refused: they are no JSON, and other readers choke on them."""
+    """Write ``value`` as JSON. NaN and infinities are refused: they are not valid JSON."""
     try:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -46,17 +47,17 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def read_json(path: str | Path) -> Any:
-    """The value in a JSON file; an error that names the file where it is missing or damaged."""
+    """The value in a JSON file; a CheckpointError names the file if it is missing or damaged."""
     try:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """A column for every name, in the order in which they appear; what a row has not, or is None, is an empty cell."""
+    """Write rows as CSV, with a column for every name in order of appearance; missing and None are empty cells."""
     rows = list(rows)
     text = io.StringIO()
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
@@ -68,13 +69,13 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def write_safetensors(
     path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write named tensors in the safetensors format, which anyone can load without running code."""
+    """Write named tensors in the safetensors format."""
     from safetensors.torch import save_file
 
     path = Path(path)
-    whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     with _replacing(path) as unfinished:
-        save_file(whole, unfinished, metadata=dict(metadata or {"format": "pt"}))
+        save_file(contiguous, unfinished, metadata=dict(metadata or {"format": "pt"}))
 
 
 def write_manifest(folder: str | Path) -> dict[str, Any]:
@@ -91,9 +92,9 @@ def write_manifest(folder: str | Path) -> dict[str, Any]:
 
 
 def verify_manifest(folder: str | Path) -> dict[str, Any]:
-    """The manifest of ``folder``, once every file in it is there with the right size and hash.
+    """Check that every file in the manifest of ``folder`` exists with the right size and hash; return the manifest.
 
-    Anything else is a CheckpointError that lists what is missing or damaged.
+    Otherwise a CheckpointError lists what is missing or damaged.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
@@ -115,19 +116,19 @@ def verify_manifest(folder: str | Path) -> dict[str, Any]:
         elif _sha256(path) != facts["sha256"]:
             problems.append(f"{name} has been changed (its SHA-256 differs)")
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}. Use an earlier checkpoint or write it anew")
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}. Use an earlier checkpoint")
     return manifest
 
 
 @contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """A folder to fill: at the end it appears at ``path`` with its manifest; after an error nothing is left of it."""
+    """A folder to fill. At the end it appears at ``path`` with its manifest; after an error nothing is left of it."""
     path = Path(path)
     if path.exists():
-        raise RunDirError(f"{path} exists already; a finished folder is never written over")
+        raise RunDirError(f"{path} exists already; a finished folder is never overwritten")
     unfinished = _unfinished(path)
     try:
-        with _reported(path):
+        with _report_disk_errors(path):
             unfinished.mkdir(parents=True)
             yield unfinished
             write_manifest(unfinished)
@@ -142,7 +143,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: str | Path) -> list[str]:
-    """Delete what a killed process left half-written below ``folder``; its names. Only its owner may call this."""
+    """Delete unfinished files and folders of a killed process below ``folder``, and return their names.
+
+    Only the process that holds the lock may call this.
+    """
     leftovers = [path for path in Path(folder).rglob(f"{UNFINISHED}*") if path.exists()]
     for path in leftovers:
         if path.is_dir():
@@ -152,20 +156,11 @@ def remove_leftovers(folder: str | Path) -> list[str]:
     return sorted(path.name for path in leftovers)
 
 
-def reason_of(error: Exception) -> str:
-    """Why the system refused, in words."""
-    if isinstance(error, (FileExistsError, NotADirectoryError)):
-        path = Path(error.filename)
-        in_the_way = next((place for place in (path, *path.parents) if place.is_file()), path)
-        return f"{in_the_way} is a file, not a folder"
-    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-
-
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     unfinished = _unfinished(path)
     try:
-        with _reported(path):
+        with _report_disk_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             yield unfinished
             _flush(unfinished)
@@ -178,16 +173,16 @@ def _replacing(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def _reported(path: Path) -> Iterator[None]:
-    """Say in plain words which file could not be written, and that nothing was lost."""
+def _report_disk_errors(path: Path) -> Iterator[None]:
+    """Turn an error of the disk into a CheckpointError that names ``path``."""
     from safetensors import SafetensorError
 
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path} could not be written: {reason_of(error)}. What was there before is untouched; make room or choose "
-            "another folder, then go on"
+            f"{path} could not be written: {error_reason(error)}. The previous content is untouched; make room or "
+            "choose another folder"
         ) from error
 
 
@@ -201,9 +196,9 @@ def _sha256(path: Path) -> str:
 
 
 def _flush(path: Path) -> None:
-    """Wait until a file, or the names in a folder, are on the disk."""
+    """Wait until a file, or a folder's list of names, is on the disk."""
     if os.name == "nt" and path.is_dir():
-        return  # Windows cannot open folders; it writes names through
+        return  # Windows cannot open folders; it writes names at once
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

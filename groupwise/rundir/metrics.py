@@ -1,7 +1,7 @@
-"""Metrics as lines of JSON, one object a row, each written out at once.
+"""Metrics as JSON lines, one object per row, each written at once.
 
-A killed process loses nothing that was recorded; a line it was in the middle of is dropped on the next start. JSON has
-no NaN, so NaN and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and come back as floats.
+A killed process loses no recorded row; an unfinished last line is dropped on the next start. JSON has no NaN, so NaN
+and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and are read back as floats.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from types import TracebackType
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import reason_of, write_bytes
+from groupwise.rundir.files import write_bytes
+from groupwise.text import error_reason
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsRecorder:
-    """Appends rows to a metrics file. Steps may repeat (training and evaluation of one step) but not go back."""
+    """Appends rows to a metrics file. Steps may repeat (training and evaluation of one step) but not decrease."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -35,14 +36,14 @@ class MetricsRecorder:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
         except OSError as error:
-            raise RunDirError(f"{self.path} cannot be opened: {reason_of(error)}") from error
+            raise RunDirError(f"{self.path} cannot be opened: {error_reason(error)}") from error
 
     def record(self, step: int, values: Mapping[str, Any]) -> None:
-        """Add one row. Values are numbers (also tensors and arrays of one number), booleans, strings or None."""
+        """Add one row. Values are numbers (or tensors and arrays of one number), booleans, strings or None."""
         if self.last_step is not None and step < self.last_step:
             raise InputError(f"step {step} comes after step {self.last_step} in {self.path}; rewind it first")
         if "step" in values:
-            raise InputError("'step' is the row's own column; give the metric another name")
+            raise InputError("'step' is reserved for the step number; give the metric another name")
         row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
         self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
         self.last_step = int(step)
@@ -53,13 +54,13 @@ class MetricsRecorder:
             written = self._file.write(line)
             reason = "the disk is full" if written != len(line) else ""
         except OSError as error:
-            reason = reason_of(error)
+            reason = error_reason(error)
         if reason:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
 
     def rewind(self, step: int) -> int:
-        """Forget the rows after ``step``, as a run does that resumes from there; how many there were."""
+        """Delete the rows after ``step``, to resume from there, and return how many there were."""
         rows, _ = _parse(self.path)
         kept = [line for line, row in zip(_lines(self.path), rows, strict=False) if row["step"] <= step]
         self._file.close()
@@ -81,7 +82,7 @@ class MetricsRecorder:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file. A last line that is not finished yet is left out; other damage is an error."""
+    """The rows of a metrics file. An unfinished last line is ignored; other damage is an error."""
     if not Path(path).exists():
         raise RunDirError(f"{path} does not exist")
     return _parse(Path(path))[0]
@@ -89,12 +90,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[Any]]:
     """The steps at which a metric was recorded, and its values."""
-    found = [(row["step"], row[name]) for row in rows if name in row]
-    return [step for step, _ in found], [value for _, value in found]
+    rows = [row for row in rows if name in row]
+    return [row["step"] for row in rows], [row[name] for row in rows]
 
 
 def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many bytes of the file they fill."""
+    """The rows, and how many bytes of the file they take."""
     rows, length = [], 0
     for number, line in enumerate(_lines(path), start=1):
         if not line.endswith(b"\n"):
@@ -103,7 +104,7 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
             row = json.loads(line)
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
-            raise RunDirError(f"{path}, line {number} is damaged: {error}. Mend or remove that line") from error
+            raise RunDirError(f"{path}, line {number} is damaged: {error}. Repair or remove that line") from error
         rows.append(
             {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
         )

@@ -1,6 +1,6 @@
-"""A run folder: one process writes to it at a time, and nothing in it is written over by accident.
+"""A run folder: one process writes to it at a time, and nothing is overwritten by accident.
 
-Use it so::
+Example::
 
     with RunDir.create("runs/quiz") as run:
         run.write_json("config.json", config)
@@ -8,7 +8,7 @@ Use it so::
         with run.folder("checkpoint-1") as folder:
             write_safetensors(folder / "model.safetensors", weights)
 
-The lock belongs to the process, so a killed one leaves no lock behind.
+The operating system releases the lock of a killed process.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.rundir.files import (
     atomic_folder,
     read_json,
-    reason_of,
     remove_leftovers,
     verify_manifest,
     write_json,
 )
 from groupwise.rundir.metrics import MetricsRecorder
+from groupwise.text import error_reason
 
 MARKER = "run.json"
 FORMAT = 1
@@ -48,7 +48,7 @@ METRICS = "metrics.jsonl"
 
 
 def new_run_path(root: str | Path, name: str) -> Path:
-    """A folder below ``root`` that does not exist yet: date, time and ``name``, with a number if that is taken."""
+    """A new path below ``root``: date, time and ``name``, with a number if that exists already."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise InputError(f"a run's name may hold letters, digits, '.', '_' and '-', got {name!r}")
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
@@ -60,7 +60,7 @@ def new_run_path(root: str | Path, name: str) -> Path:
 
 
 class RunDir:
-    """An open run folder, locked until `close`. Make one with `create`, or go on with one by `resume`."""
+    """An open run folder, locked until `close`. Open one with `create` or `resume`."""
 
     def __init__(self, path: Path, lock: FileLock) -> None:
         self.path = path
@@ -69,16 +69,16 @@ class RunDir:
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
-        """Start a run in a folder that is new or empty; with ``overwrite`` a run that is there is deleted first."""
+        """Start a run in a new or empty folder; with ``overwrite`` an existing run is deleted first."""
         path = Path(path)
         if overwrite and (path / MARKER).exists():
-            cls.resume(path).close()  # refused while another process has it
+            cls.resume(path).close()  # an error while another process has the lock
             shutil.rmtree(path)
         if path.exists() and not path.is_dir():
-            raise RunDirError(f"{path} is a file, not a folder; choose another place for the run")
+            raise RunDirError(f"{path} is a file, not a folder; choose another folder for the run")
         if (path / MARKER).exists():
             raise RunDirError(
-                f"{path} already holds a run: go on with it (--resume), write over it (--overwrite), or choose another "
+                f"{path} already holds a run: continue it (--resume), replace it (--overwrite), or choose another "
                 "folder"
             )
         if path.exists() and any(entry.name not in (LOCK, HOLDER) for entry in path.iterdir()):
@@ -86,10 +86,10 @@ class RunDir:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise RunDirError(f"{path} cannot be made: {reason_of(error)}") from error
+            raise RunDirError(f"{path} cannot be created: {error_reason(error)}") from error
         lock = _acquire(path)
         try:
-            write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _now()})
+            write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _timestamp()})
             return cls(path, lock)
         except BaseException:
             lock.release()
@@ -97,7 +97,7 @@ class RunDir:
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDir:
-        """Go on in a folder that holds a run; what a killed process left half-written is removed."""
+        """Open the folder of an existing run; unfinished files of a killed process are removed."""
         path = Path(path)
         if not (path / MARKER).exists():
             raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
@@ -105,7 +105,7 @@ class RunDir:
         try:
             marker = read_json(path / MARKER)
             if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-                raise RunDirError(f"{path / MARKER} is not of format {FORMAT}, the one this groupwise writes")
+                raise RunDirError(f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs")
             remove_leftovers(path)
             return cls(path, lock)
         except BaseException:
@@ -117,20 +117,20 @@ class RunDir:
 
     @contextmanager
     def folder(self, name: str) -> Iterator[Path]:
-        """A folder of this run that appears, with its manifest, when it is filled. See `atomic_folder`."""
+        """A folder of this run that appears, with its manifest, once it is complete. See `atomic_folder`."""
         with atomic_folder(self.path / name) as unfinished:
             yield unfinished
 
     def finished(self, pattern: str = "checkpoint-*") -> list[Path]:
-        """The folders that match ``pattern`` and are whole, oldest step first; damaged ones are left out."""
-        whole = []
+        """The undamaged folders that match ``pattern``, oldest step first."""
+        folders = []
         for path in self.path.glob(pattern):
             try:
                 verify_manifest(path)
             except CheckpointError:
                 continue
-            whole.append(path)
-        return sorted(whole, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+            folders.append(path)
+        return sorted(folders, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
 
     def close(self) -> None:
         self.metrics.close()
@@ -155,29 +155,29 @@ def _acquire(path: Path) -> FileLock:
             f"{path} is in use by {_holder(path)}: wait for it, stop it, or choose another folder"
         ) from None
     except OSError as error:
-        raise RunDirError(f"{path} cannot be locked: {reason_of(error)}") from error
-    write_json(path / HOLDER, {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()})
+        raise RunDirError(f"{path} cannot be locked: {error_reason(error)}") from error
+    write_json(path / HOLDER, {"pid": os.getpid(), "host": socket.gethostname(), "since": _timestamp()})
     return lock
 
 
 def _holder(path: Path) -> str:
     try:
-        facts = read_json(path / HOLDER)
-        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
+        holder = read_json(path / HOLDER)
+        return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (CheckpointError, KeyError, TypeError):
         return "another process"
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of groupwise, Python and the packages that are installed, and the kind of machine."""
-    found = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
+    """The versions of groupwise, Python and those of ``packages`` that are installed, and the kind of machine."""
+    versions = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for package in packages:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
-def _now() -> str:
+def _timestamp() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")

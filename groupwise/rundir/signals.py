@@ -1,20 +1,22 @@
-"""Ctrl-C and SIGTERM: the first asks a run to finish its step and save; a second Ctrl-C ends it at once."""
+"""Ctrl-C and SIGTERM ask a run to finish its step and save; a second Ctrl-C ends it at once."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import parent_process
 from types import FrameType
+
+from groupwise.text import Say
 
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """``signal`` is the one that asked for the end, None while nobody did."""
+    """``signal`` is the signal that asked to stop, or None."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -24,26 +26,26 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """130 for Ctrl-C and 143 for SIGTERM, as shells have it; 0 if nobody asked."""
+        """130 for Ctrl-C, 143 for SIGTERM, as in shells; 0 without a request."""
         return 0 if self.signal is None else 128 + self.signal
 
 
 @contextmanager
-def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Within this block the two signals only make a request. Off the main thread nothing can be caught, or is."""
+def stop_on_signals(say: Say) -> Iterator[StopRequest]:
+    """Within this block the two signals only set the request. Outside the main thread this does nothing."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
 
-    def asked(number: int, frame: FrameType | None) -> None:
+    def handle(number: int, frame: FrameType | None) -> None:
         if request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         request.signal = signal.Signals(number)
-        with suppress(RuntimeError):  # Python refuses to write from here in the middle of another write to that stream
-            say(f"{request.signal.name}: finishing this step and saving; Ctrl-C once more ends at once, without saving")
+        with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
+            say(f"{request.signal.name}: finishing this step and saving; Ctrl-C again stops at once, without saving")
 
-    before = {number: signal.signal(number, asked) for number in STOPPING}
+    before = {number: signal.signal(number, handle) for number in STOPPING}
     try:
         yield request
     finally:
@@ -53,7 +55,7 @@ def stop_on_signals(say: Callable[[str], None]) -> Iterator[StopRequest]:
 
 @contextmanager
 def interrupts_ignored() -> Iterator[None]:
-    """Processes that start within this block leave Ctrl-C, which reaches a terminal's every process, to this one."""
+    """Processes that are started within this block ignore Ctrl-C, which a terminal sends to all of them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -65,7 +67,7 @@ def interrupts_ignored() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Once the process that started this one is gone, be told to stop: a worker would wait for work for ever."""
+    """Send this process SIGTERM once its parent has ended: a worker would otherwise wait for work for ever."""
     parent = parent_process()
 
     def watch() -> None:

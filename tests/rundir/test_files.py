@@ -1,4 +1,4 @@
-"""Files that are whole or absent, and manifests that find damage."""
+"""Atomic files and folders, and manifests that detect damage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_json_goes_there_and_back(tmp_path):
+def test_json_round_trip(tmp_path):
     value = {"learning_rate": 1e-6, "name": "größer", "steps": [1, 2], "none": None}
     write_json(tmp_path / "deep" / "config.json", value)
     assert read_json(tmp_path / "deep" / "config.json") == value
@@ -39,7 +39,7 @@ def test_json_goes_there_and_back(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, {"a": {1, 2}}, object()])
-def test_what_is_no_json_leaves_the_old_file(tmp_path, value):
+def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path, value):
     write_json(tmp_path / "x.json", "old")
     with pytest.raises(CheckpointError, match=r"x.json cannot be written as JSON"):
         write_json(tmp_path / "x.json", value)
@@ -47,7 +47,7 @@ def test_what_is_no_json_leaves_the_old_file(tmp_path, value):
     assert names(tmp_path) == ["x.json"]
 
 
-def test_reading_json_that_is_not_there_or_damaged(tmp_path):
+def test_reading_missing_or_damaged_json(tmp_path):
     with pytest.raises(CheckpointError, match=r"x.json cannot be read: No such file"):
         read_json(tmp_path / "x.json")
     (tmp_path / "x.json").write_text('{"a": ')
@@ -72,7 +72,7 @@ def test_safetensors(tmp_path):
     assert names(tmp_path) == ["model.safetensors"]
 
 
-def test_writing_where_one_cannot(tmp_path):
+def test_writing_to_an_impossible_path(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match=r"could not be written: .*file is a file, not a folder.*untouched"):
         write_bytes(tmp_path / "file" / "below.json", b"1")
@@ -82,7 +82,7 @@ def test_writing_where_one_cannot(tmp_path):
     assert names(tmp_path) == ["file", "folder"]
 
 
-def test_a_folder_appears_whole_with_its_manifest(tmp_path):
+def test_a_folder_appears_complete_with_its_manifest(tmp_path):
     with atomic_folder(tmp_path / "checkpoint-1") as folder:
         write_json(folder / "state.json", {"step": 1})
         (folder / "deep").mkdir()
@@ -111,13 +111,13 @@ def fill_a_full_disk(path):
         full.write(b"x")
 
 
-def test_a_full_disk_while_filling_a_folder_is_said_plainly(tmp_path):
+def test_a_full_disk_while_filling_a_folder(tmp_path):
     with pytest.raises(CheckpointError, match=r"No space left on device.*untouched"):
         fill_a_full_disk(tmp_path / "c")
     assert names(tmp_path) == []
 
 
-def test_a_finished_folder_is_never_written_over(tmp_path):
+def test_a_finished_folder_is_never_overwritten(tmp_path):
     with atomic_folder(tmp_path / "c") as folder:
         write_json(folder / "x.json", 1)
     with pytest.raises(RunDirError, match="exists already"), atomic_folder(tmp_path / "c"):
@@ -125,43 +125,43 @@ def test_a_finished_folder_is_never_written_over(tmp_path):
     assert read_json(tmp_path / "c" / "x.json") == 1
 
 
-def damaged(folder, how):
+def damage(folder, kind):
     path = folder / "state.json"
-    if how == "missing":
+    if kind == "missing":
         path.unlink()
-    elif how == "shorter":
+    elif kind == "shorter":
         path.write_bytes(path.read_bytes()[:-1])
-    elif how == "changed":
+    elif kind == "changed":
         data = bytearray(path.read_bytes())
         data[3] ^= 1
         path.write_bytes(data)
-    elif how == "no manifest":
+    elif kind == "no manifest":
         (folder / "manifest.json").unlink()
-    elif how == "manifest cut":
+    elif kind == "manifest cut":
         (folder / "manifest.json").write_text('{"version": 1, "fi')
-    elif how == "manifest empty":
+    elif kind == "manifest empty":
         (folder / "manifest.json").write_text("[]")
-    elif how == "manifest newer":
+    elif kind == "manifest newer":
         (folder / "manifest.json").write_text(json.dumps({"version": 99, "files": {}}))
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("kind", "message"),
     [
         ("missing", "state.json is missing"),
         ("shorter", r"state.json has \d+ bytes instead of \d+"),
         ("changed", "state.json has been changed"),
         ("no manifest", "not a finished checkpoint"),
-        ("manifest cut", "no valid JSON"),
+        ("manifest cut", "valid JSON"),
         ("manifest empty", "lists no files"),
         ("manifest newer", "has version 99; this groupwise reads 1"),
     ],
 )
-def test_damage_is_found_and_named(tmp_path, how, message):
+def test_damage_is_detected_and_named(tmp_path, kind, message):
     write_json(tmp_path / "state.json", {"step": 12345})
     write_manifest(tmp_path)
     verify_manifest(tmp_path)
-    damaged(tmp_path, how)
+    damage(tmp_path, kind)
     with pytest.raises(CheckpointError, match=message):
         verify_manifest(tmp_path)
 
@@ -175,8 +175,8 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     assert names(tmp_path) == ["kept.json"]
 
 
-def test_permissions_are_the_users_own(tmp_path):
-    """A renamed temporary file must not end up readable by its owner alone, as tempfile's are."""
+def test_files_have_the_default_permissions(tmp_path):
+    """Not readable by the owner alone, as files of ``tempfile`` are."""
     before = os.umask(0o022)
     try:
         write_json(tmp_path / "x.json", 1)

@@ -1,4 +1,4 @@
-"""The metrics recorder: what goes in comes out, also after a crash and after going back."""
+"""The metrics recorder: rows are read back as they were recorded, also after a crash and after a rewind."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from groupwise.errors import InputError, RunDirError
 from groupwise.rundir import MetricsRecorder, metric_column, read_metrics
 
 
-def test_rows_go_there_and_back(tmp_path):
+def test_rows_round_trip(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     with MetricsRecorder(path) as metrics:
         metrics.record(1, {"reward": torch.tensor(0.5), "n": np.int64(3), "ok": True, "note": "a\nb", "none": None})
         metrics.record(1, {"eval/accuracy": np.float32(0.25)})
         metrics.record(2, {"loss": math.nan, "high": math.inf, "low": torch.tensor(-math.inf)})
-        rows = read_metrics(path)  # each row is there at once
+        rows = read_metrics(path)  # each row is on the disk at once
     assert rows[:2] == [
         {"step": 1, "reward": 0.5, "n": 3, "ok": True, "note": "a\nb", "none": None},
         {"step": 1, "eval/accuracy": 0.25},
@@ -28,10 +28,10 @@ def test_rows_go_there_and_back(tmp_path):
     assert (rows[2]["high"], rows[2]["low"]) == (math.inf, -math.inf)
     assert metric_column(rows, "reward") == ([1], [0.5])
     for line in path.read_text().splitlines():
-        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
-def test_goes_on_where_it_stopped(tmp_path):
+def test_continues_an_existing_file(tmp_path):
     path = tmp_path / "m.jsonl"
     with MetricsRecorder(path) as metrics:
         metrics.record(1, {"x": 1})
@@ -41,7 +41,7 @@ def test_goes_on_where_it_stopped(tmp_path):
     assert metric_column(read_metrics(path), "x") == ([1, 2], [1, 2])
 
 
-def test_a_torn_line_is_dropped(tmp_path):
+def test_an_unfinished_last_line_is_dropped(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "x": 1}\n{"step": 2, "x"')
     assert read_metrics(path) == [{"step": 1, "x": 1}]
@@ -50,7 +50,7 @@ def test_a_torn_line_is_dropped(tmp_path):
     assert read_metrics(path) == [{"step": 1, "x": 1}, {"step": 2, "x": 5}]
 
 
-def test_damage_in_the_middle_is_an_error_with_its_line(tmp_path):
+def test_damage_in_the_middle_is_an_error_with_its_line_number(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(RunDirError, match="line 2 is damaged"):
@@ -97,12 +97,12 @@ def test_refused(tmp_path, values, message):
     assert read_metrics(tmp_path / "m.jsonl") == [{"step": 1, "x": 1}]
 
 
-def test_reading_what_is_not_there(tmp_path):
+def test_reading_a_missing_file(tmp_path):
     with pytest.raises(RunDirError, match="does not exist"):
         read_metrics(tmp_path / "m.jsonl")
 
 
-def test_where_no_file_can_be(tmp_path):
+def test_an_impossible_path(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunDirError, match=r"m.jsonl cannot be opened: .*file is a file, not a folder"):
         MetricsRecorder(tmp_path / "file" / "m.jsonl")
