@@ -1,26 +1,61 @@
-"""What can go wrong in the middle of a step: memory runs out, or a number is none."""
+"""Errors in the middle of a step: out of memory, and losses or gradients that are NaN or infinite."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from groupwise.errors import GroupwiseError
 
-SMALLEST_BUDGET = 64  # tokens of a pack; with fewer no memory is won
-# What a CPU says, and a GPU whose memory others have taken before its libraries could set up.
-SAID_INSTEAD = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+SMALLEST_BUDGET = 64  # tokens of a pack; smaller packs save no memory
+# Messages of a CPU, and of a GPU whose memory was taken before its libraries were initialised.
+MEMORY_MESSAGES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+_Result = TypeVar("_Result")
 
 
 class NotFiniteError(GroupwiseError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the weights have not moved."""
+    """A loss or gradient is NaN or infinite; the weights have not changed."""
 
 
 class OutOfMemoryError(GroupwiseError, RuntimeError):
-    """Not even one sample fits, or what the optimizer remembers does not."""
+    """A single sample, or the optimizer's state, does not fit in memory."""
 
 
-def out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch's means that memory ran out."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error from torch means that memory ran out."""
     if isinstance(error, GroupwiseError):
         return False
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in SAID_INSTEAD)
+    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in MEMORY_MESSAGES)
+
+
+def retry_with_less_memory(
+    compute: Callable[[], _Result],
+    *,
+    can_shrink: Callable[[], bool] = lambda: False,
+    shrink: Callable[[], None] = lambda: None,
+    too_large: Callable[[], str] | None = None,
+) -> _Result:
+    """``compute()``; if memory runs out, again after each ``shrink()``, for as long as ``can_shrink()`` is true.
+
+    After that an `OutOfMemoryError` with the message ``too_large()`` is raised, or without one the original error.
+    """
+    while True:
+        try:
+            return compute()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if not can_shrink():
+                if too_large is None:
+                    raise
+                raise OutOfMemoryError(too_large()) from error
+        # Outside the except block: the error's traceback keeps the memory of the failed pass.
+        shrink()
+
+
+def halve_budget(token_budget: int) -> int:
+    """The next smaller token budget."""
+    return max(SMALLEST_BUDGET, token_budget // 2)

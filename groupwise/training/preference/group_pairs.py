@@ -1,7 +1,7 @@
-"""Pairs out of a group of sampled answers: the best against the worst, by reward.
+"""Preference pairs out of a group of samples: the best against the worst, by reward.
 
-CompletionBatch to different prompts are never paired. What is refused is counted by its reason: equal rewards say nothing about
-which answer is better, a small difference may be noise, and the same answer twice has no better half.
+Only completions of the same prompt are paired. Pairs that are not made are counted by reason: equal rewards, a margin
+that is too small, the same completion twice, or a sample that is alone in its group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ REASONS = ("tie", "margin", "same_answer", "alone")
 
 @dataclass(frozen=True)
 class GroupPairs:
-    """Pairs of samples of a batch, by their numbers, and why others that were asked for are not there."""
+    """Pairs of samples of a batch, by index, and how many were refused for each reason."""
 
     chosen: Tensor  # (n,)
     rejected: Tensor  # (n,)
@@ -27,57 +27,57 @@ class GroupPairs:
         return len(self.chosen)
 
     def members(self, samples: int) -> Tensor:
-        """Which of so many samples are in a pair, bool."""
-        found = torch.zeros(samples, dtype=torch.bool)
-        found[self.chosen] = True
-        found[self.rejected] = True
-        return found
+        """Which of ``samples`` samples are in a pair, bool."""
+        members = torch.zeros(samples, dtype=torch.bool)
+        members[self.chosen] = True
+        members[self.rejected] = True
+        return members
 
     def roles(self, samples: int) -> list[str | None]:
-        """What each sample is in its pair; None for the others."""
-        found: list[str | None] = [None] * samples
-        for name, members in (("chosen", self.chosen), ("rejected", self.rejected)):
+        """For each sample "chosen", "rejected", or None if it is in no pair."""
+        roles: list[str | None] = [None] * samples
+        for role, members in (("chosen", self.chosen), ("rejected", self.rejected)):
             for sample in members.tolist():
-                found[sample] = name
-        return found
+                roles[sample] = role
+        return roles
 
 
 def build_group_pairs(
     rewards: Tensor,
     groups: Tensor,
     prompts: Tensor,
-    answers: Sequence[Tensor],
+    completions: Sequence[Tensor],
     allowed: Tensor,
     *,
     per_group: int = 1,
     min_margin: float = 0.0,
 ) -> GroupPairs:
-    """The best answer of each group and prompt against its worst, the second best against the second worst, and so on.
+    """The best completion of each group and prompt against its worst, the second best against the second worst, ...
 
-    rewards ``(B,)``: NaN has no place in the order. allowed ``(B,)``: a sample that may not teach is in no pair.
-    Among equal rewards the answer that was sampled first counts as the better one.
+    Samples whose reward ``(B,)`` is NaN or that are not ``allowed`` ``(B,)`` are in no pair. Among equal rewards the
+    completion that was sampled first ranks higher.
     """
     chosen: list[int] = []
     rejected: list[int] = []
     refused = dict.fromkeys(REASONS, 0)
     values = rewards.tolist()
     usable = (allowed & ~rewards.isnan()).tolist()
-    members: dict[tuple[int, int], list[int]] = {}
-    for sample, place in enumerate(zip(prompts.tolist(), groups.tolist(), strict=True)):
-        own = members.setdefault(place, [])
+    members_of: dict[tuple[int, int], list[int]] = {}
+    for sample, group in enumerate(zip(prompts.tolist(), groups.tolist(), strict=True)):
+        members = members_of.setdefault(group, [])
         if usable[sample]:
-            own.append(sample)
-    for own in members.values():
-        if len(own) < 2:
+            members.append(sample)
+    for members in members_of.values():
+        if len(members) < 2:
             refused["alone"] += 1
-        order = sorted(own, key=lambda sample: -values[sample])
-        for better, worse in zip(order[: min(per_group, len(order) // 2)], reversed(order), strict=False):
+        ranked = sorted(members, key=lambda sample: -values[sample])
+        for better, worse in zip(ranked[: min(per_group, len(ranked) // 2)], reversed(ranked), strict=False):
             margin = values[better] - values[worse]
             if margin == 0:
                 refused["tie"] += 1
             elif margin <= min_margin:
                 refused["margin"] += 1
-            elif torch.equal(answers[better], answers[worse]):
+            elif torch.equal(completions[better], completions[worse]):
                 refused["same_answer"] += 1
             else:
                 chosen.append(better)

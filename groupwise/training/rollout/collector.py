@@ -1,85 +1,86 @@
-"""Sampling for a step: rows to prompts, prompts to answers, answers to clusters of similar ones and to rewards.
+"""The rollout of a step: rows to prompts, completions, clusters of similar completions, and rewards.
 
-A batch may be refilled: where none of a prompt's answers contributes, as when all have the same reward, a fresh prompt is
-sampled in its place, for a limited number of rounds; what the extra rounds cost and brought is counted.
+With train.resample_rounds, prompts whose completions have no learning signal (such as equal rewards) are replaced by
+fresh prompts, for a limited number of rounds.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.data import Order, Prompt, columns_of, completion_for_reward
+from groupwise.data import (
+    DecodedCompletions,
+    Order,
+    Prompt,
+    columns_of,
+    completion_for_reward,
+    decode_completions,
+)
 from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
-from groupwise.grouping.grouper import Grouper
+from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.rewards import RewardFunction, Scorer, Scores
-from groupwise.tasks.base import Row
-from groupwise.training.rollout.advantages import OVERLONG, with_overlong_penalty
+from groupwise.tasks.base import TaskRow
+from groupwise.text import Say
+from groupwise.training.errors import retry_with_less_memory
+from groupwise.training.rollout.advantages import OVERLONG, add_overlong_penalty
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
+from groupwise.training.seeds import derive_seed
 
 Timer = Callable[[str], AbstractContextManager[None]]
 
 
 @dataclass
 class RolloutResult:
-    """A batch and what it took."""
+    """A batch and what it cost."""
 
     batch: Batch
     tokens: int = 0  # sampled, in all rounds
     prompts: int = 0  # sampled, in all rounds
-    rounds: int = 0  # of refilling
-    replaced: int = 0  # prompts that taught nothing and gave way to others
+    rounds: int = 0  # of resampling
+    replaced: int = 0  # prompts without a learning signal that were replaced
     failures: list[str] = field(default_factory=list)  # rewards that failed and were dropped
-    metrics: dict[str, float] = field(default_factory=dict)  # what rewards wanted logged
-    skipped: int = 0  # answers whose rewards were not computed, because nobody is like them
-    left_out: list[Batch] = field(default_factory=list)  # prompts that were sampled and gave way, or came for nothing
-
-
-class DecodedCompletions(NamedTuple):
-    """RolloutResult answers, prompt after prompt."""
-
-    ids: list[list[int]]
-    texts: list[str]
-    lengths: list[int]  # in tokens
+    metrics: dict[str, float] = field(default_factory=dict)  # logged by rewards
+    skipped: int = 0  # completions that were not scored, because they are alone in their cluster
+    left_out: list[Batch] = field(default_factory=list)  # prompts that were sampled but are not in the batch
 
 
 class RolloutCollector:
-    """Draws rows in their order and samples answers to them."""
+    """Draws rows in their order, samples completions and scores them."""
 
     def __init__(
         self,
         generator: Generator,
         tokenizer: Any,
-        rows: Sequence[Row],
+        rows: Sequence[TaskRow],
         prompts: Sequence[Prompt],
         scorer: Scorer | None,
         order: Order,
-        compare: Callable[[Batch, Recipe], GroupAdvantages],
+        compute_advantages: Callable[[Batch, Recipe], GroupAdvantages],
         *,
         prompt_column: str,
         seed: int,
         stop: Stop | None = None,
         overlong: bool = False,
-        grouper: Grouper | None = None,
-        say: Callable[[str], None] = lambda text: None,
+        grouper: SimilarityGrouper | None = None,
+        say: Say = lambda text: None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
-        self.rows, self.prompts, self.compare = rows, prompts, compare
+        self.rows, self.prompts, self.compute_advantages = rows, prompts, compute_advantages
         self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
         self.grouper = grouper
 
     @property
     def names(self) -> list[str]:
-        """The reward functions' names, the soft penalty's among them."""
+        """The names of the rewards, the overlong penalty included."""
         return [function.name for function in self._functions] + ([OVERLONG] if self.overlong else [])
 
     @property
@@ -90,82 +91,90 @@ class RolloutCollector:
     def _functions(self) -> tuple[RewardFunction, ...]:
         return () if self.scorer is None else self.scorer.functions
 
-    def sample(self, step: int, now: Recipe, state: Any, timer: Timer) -> RolloutResult:
-        """The batch of a step: batch_size × accumulation prompts, refilled where that is asked for."""
-        wanted = now.train.batch_size * now.train.accumulation
-        found = self._round(step, 0, wanted, now, state, timer)
-        for number in range(1, now.train.resample_rounds + 1):
-            dull = self._dull_prompts(found.batch, now)
-            if not dull:
-                break
-            fresh = self._round(step, number, len(dull), now, state, timer)
-            no_better = set(self._dull_prompts(fresh.batch, now))
-            better = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in no_better]
-            gone = set(dull[: len(better)])
-            kept = [prompt for prompt in range(len(found.batch.prompts)) if prompt not in gone]
-            left_out = [
-                own.take(sorted(prompts)) for own, prompts in ((found.batch, gone), (fresh.batch, no_better)) if prompts
-            ]
-            found = RolloutResult(
-                batch=join([found.batch.take(kept), fresh.batch.take(better)]) if better else found.batch,
-                tokens=found.tokens + fresh.tokens,
-                prompts=found.prompts + fresh.prompts,
-                rounds=number,
-                replaced=found.replaced + len(better),
-                failures=found.failures + fresh.failures,
-                metrics=_pooled(found, fresh),
-                skipped=found.skipped + fresh.skipped,
-                left_out=[*found.left_out, *left_out],
-            )
-        return found
+    def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
+        """The batch of a step: batch_size × accumulation prompts, some of them resampled if that is set.
 
-    def _round(self, step: int, number: int, wanted: int, now: Recipe, state: Any, timer: Timer) -> RolloutResult:
-        rows = self.order.take(wanted)
+        ``trainer_state`` is passed on to the rewards.
+        """
+        train = step_recipe.train
+        result = self._round(step, 0, train.batch_size * train.accumulation, step_recipe, trainer_state, timer)
+        for number in range(1, train.resample_rounds + 1):
+            no_signal = self._prompts_without_signal(result.batch, step_recipe)
+            if not no_signal:
+                break
+            fresh = self._round(step, number, len(no_signal), step_recipe, trainer_state, timer)
+            useless = set(self._prompts_without_signal(fresh.batch, step_recipe))
+            useful = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in useless]
+            replaced = set(no_signal[: len(useful)])
+            kept = [prompt for prompt in range(len(result.batch.prompts)) if prompt not in replaced]
+            left_out = [
+                batch.take(sorted(prompts))
+                for batch, prompts in ((result.batch, replaced), (fresh.batch, useless))
+                if prompts
+            ]
+            result = RolloutResult(
+                batch=join([result.batch.take(kept), fresh.batch.take(useful)]) if useful else result.batch,
+                tokens=result.tokens + fresh.tokens,
+                prompts=result.prompts + fresh.prompts,
+                rounds=number,
+                replaced=result.replaced + len(useful),
+                failures=result.failures + fresh.failures,
+                metrics=_pool_metrics(result, fresh),
+                skipped=result.skipped + fresh.skipped,
+                left_out=[*result.left_out, *left_out],
+            )
+        return result
+
+    def _round(
+        self, step: int, number: int, prompt_count: int, step_recipe: Recipe, trainer_state: Any, timer: Timer
+    ) -> RolloutResult:
+        rows = self.order.take(prompt_count)
         prompts = [self.prompts[row] for row in rows]
-        how = now.sampling
+        settings, samples = step_recipe.sampling, step_recipe.sampling.samples_per_prompt
         sampling = Sampling(
-            max_new_tokens=how.max_new_tokens,
-            min_new_tokens=how.min_new_tokens,
-            temperature=how.temperature,
-            top_k=how.top_k or None,
-            top_p=how.top_p,
-            min_p=how.min_p or None,
+            max_new_tokens=settings.max_new_tokens,
+            min_new_tokens=settings.min_new_tokens,
+            temperature=settings.temperature,
+            top_k=settings.top_k or None,
+            top_p=settings.top_p,
+            min_p=settings.min_p or None,
             seed=derive_seed(self.seed, step, number),
-            keep_sets=now.masks.keep_sampling_mask,
+            keep_sets=step_recipe.masks.keep_sampling_mask,
         )
         with timer("generate"):
-            rollout = self._generate(prompts, how.samples_per_prompt, sampling)
-            answers = self._answers(rollout)
-        similarity, labels, skipped = None, {}, [False] * len(answers.ids)
+            rollout = self._generate(prompts, samples, sampling)
+            completions = decode_completions(self.tokenizer, rollout)
+        similarity, labels, skipped = None, {}, [False] * len(completions.ids)
         if self.grouper is not None:
             with timer("group"):
-                similarity = self.grouper.group(_per_prompt(answers.texts, how.samples_per_prompt))
+                texts = completions.texts
+                similarity = self.grouper.group([texts[i : i + samples] for i in range(0, len(texts), samples)])
             uids = [f"{step + 1}.{number}.{place}" for place in range(len(prompts))]
             labels = {LABELS: similarity_group_labels(uids, similarity.labels)}
-            if now.grouping.skip_single_members and now.advantages.grouping == "similarity":
+            if step_recipe.grouping.skip_single_members and step_recipe.advantages.grouping == "similarity":
                 skipped = compute_single_member_mask(labels[LABELS]).tolist()
         with timer("reward"):
-            scores = self._scores(rows, answers, skipped, now, state)
+            scores = self._score(rows, completions, skipped, step_recipe, trainer_state)
         logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
         batch = Batch(
             rows=[self.rows[row] for row in rows],
             row_numbers=rows,
             prompts=prompts,
-            samples=how.samples_per_prompt,
-            ids=list(torch.split(rollout.ids[rollout.mask], answers.lengths)),
-            texts=answers.texts,
+            samples=samples,
+            ids=list(torch.split(rollout.ids[rollout.mask], completions.lengths)),
+            texts=completions.texts,
             stop_reasons=list(rollout.stop_reasons),
-            sampler_logps=list(torch.split(logps[rollout.mask], answers.lengths)),
+            sampler_logps=list(torch.split(logps[rollout.mask], completions.lengths)),
             kept=rollout.kept,
             rewards=scores.rewards,
             dropped=scores.dropped,
             extra={**{name: list(values) for name, values in scores.extra.items()}, **labels},
-            cut_away=_cut_away(rollout) if rollout.kept is not None else None,
+            filtered_probability=_filtered_probability(rollout) if rollout.kept is not None else None,
             similarity=similarity,
         )
         return RolloutResult(
             batch,
-            tokens=sum(answers.lengths),
+            tokens=sum(completions.lengths),
             prompts=len(prompts),
             failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
             metrics=dict(scores.metrics),
@@ -173,85 +182,78 @@ class RolloutCollector:
         )
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
-        """Sample; where memory runs out, with half as many answers at once. Each answer's chance stays the same."""
-        while True:
-            try:
-                return self.generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop)
-            except torch.OutOfMemoryError:
-                rows = getattr(self.generator, "max_num_seqs", 1)
-                if rows <= samples:
-                    raise
-                self.generator.max_num_seqs = rows // 2  # type: ignore[attr-defined]
-                self.generator.release()  # type: ignore[attr-defined]
-                torch.cuda.empty_cache()
-                self.say(f"memory ran out while sampling: done again with {rows // 2} answers at once")
+        """Sample; if memory runs out, with half as many completions at once, which does not change them."""
+        generator: Any = self.generator
 
-    def _answers(self, rollout: Rollout) -> DecodedCompletions:
-        lengths = rollout.lengths.tolist()
-        ids = [row[:length] for row, length in zip(rollout.ids.tolist(), lengths, strict=True)]
-        return DecodedCompletions(ids, self.tokenizer.batch_decode(ids, skip_special_tokens=True), lengths)
+        def shrink() -> None:
+            generator.max_num_seqs //= 2
+            generator.release()
+            torch.cuda.empty_cache()
+            self.say(f"memory ran out while sampling: repeated with {generator.max_num_seqs} completions at once")
 
-    def _scores(
-        self, rows: list[int], answers: DecodedCompletions, skipped: list[bool], now: Recipe, state: Any
+        return retry_with_less_memory(
+            lambda: self.generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop),
+            can_shrink=lambda: getattr(generator, "max_num_seqs", 1) > samples,
+            shrink=shrink,
+        )
+
+    def _score(
+        self,
+        rows: list[int],
+        completions: DecodedCompletions,
+        skipped: list[bool],
+        step_recipe: Recipe,
+        trainer_state: Any,
     ) -> Scores:
-        """The rewards of all answers, but for those that are skipped: these are as if no function had scored them."""
+        """The rewards of all completions; skipped ones get none."""
         if self.scorer is None:
-            raise ConfigError("answers were sampled, but there is no reward to score them with; add [[rewards]]")
-        count = now.sampling.samples_per_prompt
-        asked = [place for place, skip in enumerate(skipped) if not skip]
-        data = [self.rows[rows[place // count]] for place in asked]
+            raise ConfigError("completions were sampled, but there is no reward to score them with; add [[rewards]]")
+        samples = step_recipe.sampling.samples_per_prompt
+        scored = [place for place, skip in enumerate(skipped) if not skip]
+        data = [self.rows[rows[place // samples]] for place in scored]
         prompts = [row[self.prompt_column] for row in data]
+        texts = [completions.texts[place] for place in scored]
         scores = self.scorer.score(
             prompts,
-            [completion_for_reward(prompt, answers.texts[place]) for prompt, place in zip(prompts, asked, strict=True)],
+            [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
             columns_of(data, without=self.prompt_column),
-            completion_ids=[answers.ids[place] for place in asked],
-            trainer_state=state,
+            completion_ids=[completions.ids[place] for place in scored],
+            trainer_state=trainer_state,
         )
         if self.overlong:
-            lengths = [answers.lengths[place] for place in asked]
-            scores = replace(scores, rewards=with_overlong_penalty(scores.rewards, lengths, now))
-        return scores if len(asked) == len(skipped) else _among(scores, asked, len(skipped))
+            lengths = [completions.lengths[place] for place in scored]
+            scores = replace(scores, rewards=add_overlong_penalty(scores.rewards, lengths, step_recipe))
+        return scores if len(scored) == len(skipped) else _with_unscored(scores, scored, len(skipped))
 
-    def _dull_prompts(self, batch: Batch, now: Recipe) -> list[int]:
-        """The prompts of whose samples none contributes."""
-        contributes = self.compare(batch, now).contributes.view(-1, batch.samples).any(1)
-        return [prompt for prompt, some in enumerate(contributes.tolist()) if not some]
-
-
-def _per_prompt(texts: Sequence[str], samples: int) -> list[list[str]]:
-    return [list(texts[start : start + samples]) for start in range(0, len(texts), samples)]
+    def _prompts_without_signal(self, batch: Batch, step_recipe: Recipe) -> list[int]:
+        """The prompts without a sample that contributes."""
+        contributes = self.compute_advantages(batch, step_recipe).contributes.view(-1, batch.samples).any(1)
+        return (~contributes).nonzero().flatten().tolist()
 
 
-def _among(scores: Scores, asked: Sequence[int], number: int) -> Scores:
-    """The scores of the answers that functions were asked about, among all: the others are not scored."""
+def _with_unscored(scores: Scores, scored: Sequence[int], number: int) -> Scores:
+    """The scores of the completions ``scored`` among ``number`` completions; the others have no reward."""
     rewards = torch.full((number, scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
-    rewards[asked] = scores.rewards
+    rewards[scored] = scores.rewards
     dropped = torch.zeros(number, dtype=torch.bool)
-    dropped[asked] = scores.dropped
+    dropped[scored] = scores.dropped
     extra: dict[str, list[Any]] = {}
     for name, values in scores.extra.items():
-        known = dict(zip(asked, values, strict=True))
-        extra[name] = [known.get(place) for place in range(number)]
+        by_place = dict(zip(scored, values, strict=True))
+        extra[name] = [by_place.get(place) for place in range(number)]
     return replace(scores, rewards=rewards, dropped=dropped, extra=extra)
 
 
-def _cut_away(rollout: Rollout) -> Tensor:
-    """The probability that the filters took from each token, summed over an answer, ``(B,)``."""
+def _filtered_probability(rollout: Rollout) -> Tensor:
+    """The probability that the sampling filters removed, summed over the tokens of each completion, ``(B,)``."""
     left = (rollout.logps.double() - rollout.filtered_logps.double()).exp()
     return torch.where(rollout.mask, 1 - left, 0.0).clamp(min=0.0).sum(1)
 
 
-def _pooled(found: RolloutResult, fresh: RolloutResult) -> dict[str, float]:
-    """What rewards wanted logged in all rounds: means, in which each round weighs as much as it had prompts."""
-    pooled = {**found.metrics, **fresh.metrics}
-    for name in found.metrics.keys() & fresh.metrics.keys():
-        total = found.metrics[name] * found.prompts + fresh.metrics[name] * fresh.prompts
-        pooled[name] = total / (found.prompts + fresh.prompts)
+def _pool_metrics(result: RolloutResult, fresh: RolloutResult) -> dict[str, float]:
+    """The metrics logged by rewards in all rounds: means weighted by each round's number of prompts."""
+    pooled = {**result.metrics, **fresh.metrics}
+    for name in result.metrics.keys() & fresh.metrics.keys():
+        total = result.metrics[name] * result.prompts + fresh.metrics[name] * fresh.prompts
+        pooled[name] = total / (result.prompts + fresh.prompts)
     return pooled
-
-
-def derive_seed(*numbers: int) -> int:
-    """One seed from several numbers, the same on every machine."""
-    text = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:6], "big")

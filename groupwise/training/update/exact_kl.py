@@ -1,9 +1,9 @@
-"""The KL to the reference over the whole vocabulary, pack by pack beside the policy's log-probs.
+"""The exact KL to the reference over the full vocabulary, computed pack by pack beside the policy's log-probs.
 
-An estimator needs one log-prob of a token; the exact KL needs both distributions. So the reference's states of a pack
-are computed right behind the policy's and live as long as the pack does; distributions are made of them a chunk at a
-time (`core.full_kl_from_hidden`). They are those of the sampling temperature, and whole: what top-k, top-p and min-p
-cut away counts here, also where masks.keep_sampling_mask renormalises the log-probs.
+An estimator needs one log-prob per token, the exact KL both distributions. So the reference's hidden states of a pack
+are computed right after the policy's and live as long as the pack; the distributions are computed in chunks
+(`core.full_kl_from_hidden`). They use the sampling temperature and the full vocabulary: tokens removed by top-k, top-p
+and min-p count here, even if masks.keep_sampling_mask renormalises the log-probs.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from groupwise.core import full_kl, full_kl_from_hidden
-from groupwise.model.handle import ModelHandle, without_dropout
-from groupwise.model.logprobs import Ids, each_states, in_rows
+from groupwise.model.handle import ModelHandle, eval_mode
+from groupwise.model.logprobs import Ids, flat_to_rows, iter_pack_states
 from groupwise.training.update.reference import Reference
 
-FACTOR_OF = {"full": "none", "full_ratio_weighted": "mean_ratio"}
-"""The forms of ``loss.kl`` that need whole distributions, and what `core.full_kl` multiplies each by."""
+EXACT_KL_FACTORS = {"full": "none", "full_ratio_weighted": "mean_ratio"}
+"""The values of ``loss.kl`` that need full distributions, and the factor that `core.full_kl` applies for each."""
 
 
 class ExactKLTerm(NamedTuple):
-    """The exact KL of a pack's tokens ``(b, T)``: what is penalised, with its gradient, and the KL itself."""
+    """The exact KL of a pack's tokens ``(b, T)``: the penalty, with gradient, and the KL itself."""
 
-    penalised: Tensor
+    penalty: Tensor
     kl: Tensor
 
 
 class ExactKL:
-    """The exact KL of the samples of `each_pack`, asked for one pack after another, in its order."""
+    """The exact KL of the samples of `iter_packs`; call `next` for its packs in order."""
 
     def __init__(
         self,
@@ -47,35 +47,35 @@ class ExactKL:
         dropout: bool = False,
     ) -> None:
         self.handle, self.reference, self.dropout = handle, reference, dropout
-        self.factor, self.temperature = FACTOR_OF[form], temperature
-        self._states: Iterator[Tensor] = each_states(handle, prompts, completions, token_budget=token_budget)
+        self.factor, self.temperature = EXACT_KL_FACTORS[form], temperature
+        self._states: Iterator[Tensor] = iter_pack_states(handle, prompts, completions, token_budget=token_budget)
 
     def next(self, states: Tensor, mask: Tensor) -> ExactKLTerm:
-        """KL(π_θ ‖ π_ref) of the next pack's tokens, from the policy's states ``(tokens, …)``."""
+        """KL(π_θ ‖ π_ref) of the next pack's tokens; ``states`` ``(tokens, …)`` are the policy's."""
         model = self.handle.model
-        with torch.no_grad(), self.reference.in_place(), without_dropout(model) if self.dropout else nullcontext():
-            theirs = next(self._states)
-        penalised = self._kl(states, theirs, self.factor)
+        with torch.no_grad(), self.reference.in_place(), eval_mode(model) if self.dropout else nullcontext():
+            ref_states = next(self._states)
+        penalty = self._kl(states, ref_states, self.factor)
         with torch.no_grad():
-            plain = penalised.detach() if self.factor == "none" else self._kl(states, theirs, "none")
-        return ExactKLTerm(in_rows(penalised, mask), in_rows(plain, mask))
+            plain = penalty.detach() if self.factor == "none" else self._kl(states, ref_states, "none")
+        return ExactKLTerm(flat_to_rows(penalty, mask), flat_to_rows(plain, mask))
 
-    def _kl(self, states: Tensor, theirs: Tensor, factor: str) -> Tensor:
+    def _kl(self, states: Tensor, ref_states: Tensor, factor: str) -> Tensor:
         head = self.handle.head
-        if head is None:  # on the plain path the states are logits
-            return full_kl(self._tempered(states), self._tempered(theirs), factor=factor)
+        if head is None:  # the states are logits
+            return full_kl(self._scaled(states), self._scaled(ref_states), factor=factor)
         return full_kl_from_hidden(
             states,
             head.weight,
-            theirs,
-            self.reference.own(head.weight).detach(),
+            ref_states,
+            self.reference.weight_of(head.weight).detach(),
             bias=head.bias,
-            ref_bias=None if head.bias is None else self.reference.own(head.bias).detach(),
+            ref_bias=None if head.bias is None else self.reference.weight_of(head.bias).detach(),
             softcap=head.softcap,
             scale=head.scale,
             temperature=self.temperature,
             factor=factor,
         )
 
-    def _tempered(self, logits: Tensor) -> Tensor:
+    def _scaled(self, logits: Tensor) -> Tensor:
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

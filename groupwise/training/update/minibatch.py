@@ -1,4 +1,4 @@
-"""What an update works on: the samples of a mini-batch that have to be computed, and what is known about them."""
+"""What one update works on: the samples of a mini-batch that have to be computed, and its preference pairs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
-from groupwise.model.logprobs import in_rows
+from groupwise.model.logprobs import flat_to_rows
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
-from groupwise.training.update.objective import Totals
+from groupwise.training.update.objective import Totals, active_terms
 
 
 class CompletionBatch(NamedTuple):
-    """What log-probs are computed of: prompts, the answers to each, and the sets that sampling had left."""
+    """Completions to compute log-probs of: prompts, the completions of each, and the token sets kept at sampling."""
 
     prompts: list[tuple[int, ...]]
     completions: list[list[Tensor]]
@@ -26,28 +26,28 @@ class CompletionBatch(NamedTuple):
 
 
 class DatasetPairs(NamedTuple):
-    """Pairs of a data set, and the reference's summed log-probs of them ``(n, 2)`` where they are known already."""
+    """Pairs of a data set, and if known the reference's summed log-probs ``(n, 2)``."""
 
     pairs: Sequence[TokenPair] = ()
     reference: Tensor | None = None
 
-    def part(self, number: int, components: int) -> DatasetPairs:
-        """One of so many parts, as equal as can be."""
-        own = slice(len(self.pairs) * number // components, len(self.pairs) * (number + 1) // components)
-        return DatasetPairs(self.pairs[own], None if self.reference is None else self.reference[own])
+    def split(self, index: int, count: int) -> DatasetPairs:
+        """Split number ``index`` of ``count`` splits of nearly equal size."""
+        members = slice(len(self.pairs) * index // count, len(self.pairs) * (index + 1) // count)
+        return DatasetPairs(self.pairs[members], None if self.reference is None else self.reference[members])
 
 
 @dataclass
 class MiniBatchPairs:
-    """The pairs of a mini-batch: those among its samples, by their rows, and those of a data set."""
+    """The pairs of a mini-batch: pairs of its samples, by their rows, and pairs of a data set."""
 
-    chosen: Tensor  # (g,) rows of the work
+    chosen: Tensor  # (g,) rows of the mini-batch
     rejected: Tensor  # (g,)
-    fixed: DatasetPairs
-    reference: Tensor | None = None  # (g + f, 2): summed log-probs under the reference, the samples' pairs first
+    dataset: DatasetPairs
+    reference: Tensor | None = None  # (g + d, 2): summed log-probs under the reference, the samples' pairs first
 
     def __len__(self) -> int:
-        return len(self.chosen) + len(self.fixed.pairs)
+        return len(self.chosen) + len(self.dataset.pairs)
 
     @property
     def rows(self) -> Tensor:
@@ -55,17 +55,17 @@ class MiniBatchPairs:
         return torch.stack([self.chosen, self.rejected], 1)
 
     @property
-    def fixed_answers(self) -> CompletionBatch:
-        """The data set's pairs as what log-probs are computed of: the chosen and the rejected answer in turn."""
-        pairs = self.fixed.pairs
+    def dataset_completions(self) -> CompletionBatch:
+        """The completions of the data set's pairs, chosen and rejected in turn."""
+        pairs = self.dataset.pairs
         return CompletionBatch([pair.prompt for pair in pairs], [[pair.chosen, pair.rejected] for pair in pairs], None)
 
 
 @dataclass
 class MiniBatch:
-    """The samples of a mini-batch that have to be computed, and what is known about them. Rows follow ``samples``."""
+    """The samples of a mini-batch that have to be computed; row i is sample ``samples[i]`` of the batch."""
 
-    samples: list[int]  # which samples of the batch
+    samples: list[int]
     prompts: list[tuple[int, ...]]  # of the prompts they belong to
     completions: list[list[Tensor]]  # by prompt
     kept: KeptSets | None
@@ -76,7 +76,7 @@ class MiniBatch:
     totals: Totals
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
-    weights: Tensor | None = None  # (n, T) the importance correction
+    weights: Tensor | None = None  # (n, T) importance weights of the tokens
     pairs: MiniBatchPairs | None = None
 
     def __len__(self) -> int:
@@ -84,11 +84,11 @@ class MiniBatch:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute, so that no update is due."""
+        """Whether there is nothing to learn from, so that no update is made."""
         return not self.samples and self.pairs is None
 
-    def answers_of(self, chosen: Tensor) -> CompletionBatch:
-        """The answers of some samples, ``(n,)`` bool, with their prompts."""
+    def select(self, chosen: Tensor) -> CompletionBatch:
+        """The completions of the rows ``chosen`` ``(n,)`` bool, with their prompts."""
         rows, numbers = chosen.tolist(), iter(range(len(self)))
         groups = [[ids for ids in members if rows[next(numbers)]] for members in self.completions]
         kept = self.kept
@@ -102,36 +102,31 @@ def build_minibatch(
     batch: Batch,
     group_advantages: GroupAdvantages,
     prompts: Sequence[int],
-    now: Recipe,
-    fixed: DatasetPairs | None = None,
+    step_recipe: Recipe,
+    dataset_pairs: DatasetPairs | None = None,
 ) -> MiniBatch:
-    """What a mini-batch of these prompts needs computed: what contributes, or everything where a term asks for it.
-
-    ``fixed`` are pairs of a data set that are learned from beside them.
-    """
+    """The mini-batch of these prompts, with the samples that contribute, or all samples if a term needs them."""
     members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
-    everything = bool(now.loss.kl_coef or now.loss.entropy_coef) or not now.train.skip_equal_rewards
-    if now.loss.denominator == "policy_mask" and now.masks.off_policy == "reference_drift":
-        everything = True  # this mask may silence any sample, and so be felt in the denominator
     contributes, allowed = group_advantages.contributes.tolist(), group_advantages.allowed.tolist()
-    chosen = [i for i in members if everything or contributes[i]]
+    compute_all = _needs_all_samples(step_recipe)
+    computed = [i for i in members if compute_all or contributes[i]]
     by_prompt: dict[int, list[int]] = {}
-    for sample in chosen:
+    for sample in computed:
         by_prompt.setdefault(sample // batch.samples, []).append(sample)
     divided_by = members
-    if now.loss.denominator == "policy_mask":
+    if step_recipe.loss.denominator == "policy_mask":
         divided_by = [i for i in members if allowed[i]]
     lengths = batch.lengths
-    mask = _mask(lengths[chosen])
-    pairs = _pairs(group_advantages, chosen, fixed or DatasetPairs())
+    mask = _mask(lengths[computed])
+    pairs = _pairs(group_advantages, computed, dataset_pairs or DatasetPairs())
     return MiniBatch(
-        samples=chosen,
+        samples=computed,
         prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
-        completions=[[batch.ids[i] for i in own] for own in by_prompt.values()],
-        kept=None if batch.kept is None else batch.kept.select(batch.places(chosen)),
-        advantages=group_advantages.advantages[chosen],
-        allowed=group_advantages.allowed[chosen],
-        sampler_logps=_padded([batch.sampler_logps[i] for i in chosen], mask),
+        completions=[[batch.ids[i] for i in samples] for samples in by_prompt.values()],
+        kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
+        advantages=group_advantages.advantages[computed],
+        allowed=group_advantages.allowed[computed],
+        sampler_logps=_pad([batch.sampler_logps[i] for i in computed], mask),
         mask=mask,
         totals=Totals(
             tokens=int(lengths[members].sum()),
@@ -139,41 +134,52 @@ def build_minibatch(
             policy_tokens=int(lengths[divided_by].sum()),
             policy_sequences=len(divided_by),
             computed_tokens=int(mask.sum()),
-            computed_sequences=len(chosen),
+            computed_sequences=len(computed),
             pairs=0 if pairs is None else len(pairs),
         ),
         pairs=pairs,
     )
 
 
-def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], fixed: DatasetPairs) -> MiniBatchPairs | None:
-    """The pairs among these samples of a batch, and those of a data set; None if there are neither."""
-    rows = {sample: row for row, sample in enumerate(samples)}
-    known = group_advantages.pairs
-    own = [] if known is None else list(zip(known.chosen.tolist(), known.rejected.tolist(), strict=True))
-    own = [pair for pair in own if pair[0] in rows]  # both or neither: a mini-batch has whole prompts
-    if not own and not fixed.pairs:
-        return None
-    chosen, rejected = (torch.tensor([rows[pair[side]] for pair in own], dtype=torch.long) for side in (0, 1))
-    return MiniBatchPairs(chosen, rejected, fixed)
-
-
-def longest(minibatch: MiniBatch | CompletionBatch) -> int:
-    """Tokens of the longest answer to be computed, its prompt included; a pair's too."""
-    own = max(
+def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
+    """Tokens of the longest completion to be computed, with its prompt; a data set's pairs included."""
+    sampled = max(
         (
             len(prompt) + max(ids.shape[0] for ids in members)
-            for prompt, members in zip(minibatch.prompts, minibatch.completions, strict=True)
+            for prompt, members in zip(batch.prompts, batch.completions, strict=True)
         ),
         default=0,
     )
-    pairs = minibatch.pairs.fixed.pairs if isinstance(minibatch, MiniBatch) and minibatch.pairs is not None else ()
-    return max([own, *(pair.longest for pair in pairs)])
+    pairs = batch.pairs.dataset.pairs if isinstance(batch, MiniBatch) and batch.pairs is not None else ()
+    return max([sampled, *(pair.longest for pair in pairs)])
+
+
+def _needs_all_samples(step_recipe: Recipe) -> bool:
+    # The reference_drift mask may mask any sample, which changes this denominator.
+    masked_denominator = (
+        step_recipe.loss.denominator == "policy_mask" and step_recipe.masks.off_policy == "reference_drift"
+    )
+    needed = any(term.needs_all_samples for term in active_terms(step_recipe))
+    return needed or masked_denominator or not step_recipe.train.skip_equal_rewards
+
+
+def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], dataset: DatasetPairs) -> MiniBatchPairs | None:
+    """The pairs of these samples and those of the data set; None if there are neither."""
+    rows = {sample: row for row, sample in enumerate(samples)}
+    group_pairs, sampled = group_advantages.pairs, []
+    if group_pairs is not None:
+        # A mini-batch has all samples of its prompts, so it has both samples of a pair or neither.
+        numbers = zip(group_pairs.chosen.tolist(), group_pairs.rejected.tolist(), strict=True)
+        sampled = [pair for pair in numbers if pair[0] in rows]
+    if not sampled and not dataset.pairs:
+        return None
+    chosen, rejected = (torch.tensor([rows[pair[side]] for pair in sampled], dtype=torch.long) for side in (0, 1))
+    return MiniBatchPairs(chosen, rejected, dataset)
 
 
 def _mask(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
 
 
-def _padded(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    return in_rows(torch.cat(list(rows)), mask) if rows else torch.zeros(mask.shape)
+def _pad(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
+    return flat_to_rows(torch.cat(list(rows)), mask) if rows else torch.zeros(mask.shape)

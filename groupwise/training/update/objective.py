@@ -1,13 +1,13 @@
-"""What a step minimises: named terms over some samples, summed.
+"""The objective that a step minimises: a sum of named terms, each in `TERMS`.
 
-Each term looks at the same `Tokens`-like record of one pack and gives its share of the whole mini-batch's value: the
-weights come from the mini-batch's totals, so that the shares of all packs add up whatever the packs are. A term that
-has nothing to do is left out rather than computed as zero.
+A term computes its share of the mini-batch's value from one micro-batch. Denominators come from the mini-batch's
+`Totals`, so the shares add up to the same value however the samples are packed. To add a term, put an `ObjectiveTerm`
+into `TERMS` before the run is created.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,234 +18,289 @@ from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.rewards import load_function
-from groupwise.training.update.exact_kl import ExactKLTerm
+from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKLTerm
 
 
 @dataclass(frozen=True)
 class Totals:
-    """What means are divided by, whatever the packs are."""
+    """The denominators of a mini-batch, the same for all of its micro-batches."""
 
-    tokens: int  # of all answers of the mini-batch, computed or not
+    tokens: int  # of all completions of the mini-batch, computed or not
     sequences: int
-    policy_tokens: int  # what the policy's term is divided by: the same, or what the masks leave ("policy_mask")
+    policy_tokens: int  # the policy term's denominator: the same, or what the masks leave ("policy_mask")
     policy_sequences: int
-    computed_tokens: int  # of the answers that are computed: a mean ratio or entropy knows only these
+    computed_tokens: int  # of the completions that are computed: only these have a ratio and an entropy
     computed_sequences: int
-    pairs: int = 0  # of answers, by which a preference is learned
+    pairs: int = 0  # preference pairs
 
 
 @dataclass(frozen=True)
 class PackedPairs:
-    """Pairs of which both answers are in a part: their rows in it, and their summed log-probs under the reference."""
+    """Pairs with both completions in a micro-batch: their rows, and their summed log-probs under the reference."""
 
     chosen: Tensor  # (n,)
     rejected: Tensor  # (n,)
-    reference: Tensor  # (n, 2), the chosen first
+    reference: Tensor  # (n, 2), chosen first
 
 
 @dataclass(frozen=True)
 class PairGradients:
-    """Pairs that are spread over parts, or a loss that looks across them: it is known already, and by how much it grows
-    with the log-prob of each answer of this part. Value and statistics come with one part alone."""
+    """The gradient of a pair loss that was computed beforehand, because pairs are split over micro-batches or the loss
+    couples them. Value and statistics are given to one micro-batch of the mini-batch only."""
 
-    slopes: Tensor  # (b,)
+    grads: Tensor  # (b,) with respect to each row's summed log-prob
     value: float = 0.0
     statistics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a mini-batch, ``(b, T)`` each but the advantages ``(b,)``; all on the model's device.
+    """Some samples of a mini-batch on the model's device, ``(b, T)`` unless noted.
 
-    Pairs of a data set have nothing but log-probs, a mask and pairs.
+    Pairs of a data set have only log-probs, a mask and pairs.
     """
 
-    logps: Tensor  # of the policy, with its gradient
+    logps: Tensor  # of the policy, with gradient
     mask: Tensor
     advantages: Tensor | None = None  # (b,)
-    policy_mask: Tensor | None = None  # what may teach, and how loudly
+    policy_mask: Tensor | None = None  # bool, or importance weights
     old_logps: Tensor | None = None  # None: the batch is used once
     ref_logps: Tensor | None = None
     entropy: Tensor | None = None
-    exact_kl: ExactKLTerm | None = None  # over the whole vocabulary, where loss.kl asks for that
+    exact_kl: ExactKLTerm | None = None  # over the full vocabulary, if loss.kl asks for it
     pairs: PackedPairs | PairGradients | None = None
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A step's settings and totals, ready to be applied to parts."""
+    """The settings and denominators of one update."""
 
-    now: Recipe
+    recipe: Recipe
     loss: Loss
     totals: Totals
 
-    def terms(self, part: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The share of each term that this part has, by name, and statistics (detached) that add up likewise."""
+    def terms(self, micro_batch: MicroBatch) -> tuple[dict[str, Tensor], Statistics]:
+        """The micro-batch's share of each term, by name, and detached statistics that add up in the same way."""
         values: dict[str, Tensor] = {}
-        statistics: dict[str, Tensor] = {}
+        statistics: Statistics = {}
         for name, term in TERMS.items():
-            found = term(self, part)
-            if found is not None:
-                values[name], more = found
-                statistics |= more
+            if micro_batch.advantages is None and not term.from_pairs:
+                continue  # pairs of a data set
+            share = term.compute(self, micro_batch, term.weight_in(self.recipe))
+            if share is not None:
+                values[name], term_statistics = share
+                statistics |= term_statistics
         return values, statistics
 
-    def weights(self, part: MicroBatch, how: str | None = None) -> Tensor:
-        """How much each token of a part weighs ``(b, T)``: as in the policy's loss, or a plain mean over tokens."""
+    def token_weights(self, micro_batch: MicroBatch, aggregation: str | None = None) -> Tensor:
+        """The weight of each token ``(b, T)`` in a mean over the mini-batch, by default the policy loss's mean."""
         return aggregation_weights(
-            part.mask,
-            how or self.loss.aggregation,
-            max_length=self.now.sampling.max_new_tokens,
+            micro_batch.mask,
+            aggregation or self.loss.aggregation,
+            max_length=self.recipe.sampling.max_new_tokens,
             total_tokens=self.totals.tokens,
             total_sequences=self.totals.sequences,
-            dtype=part.logps.dtype,
+            dtype=micro_batch.logps.dtype,
         )
 
 
 Statistics = dict[str, Tensor]
-Found = tuple[Tensor, Statistics] | None
-Term = Callable[[Objective, MicroBatch], Found]
+TermShare = tuple[Tensor, Statistics] | None
+TermFunction = Callable[[Objective, MicroBatch, float], TermShare]
+"""A micro-batch's share of a term, times the weight, and detached statistics; None if there is nothing to add.
+
+It is also called with weight 0, so that a term can report statistics without being trained on."""
 
 
-def policy_term(objective: Objective, part: MicroBatch) -> Found:
-    """The policy's loss: `core.policy_loss` with the run's settings, times its weight."""
-    how = objective.now.loss
-    if part.advantages is None or not how.policy_coef:
+@dataclass(frozen=True)
+class ObjectiveTerm:
+    """A term of the objective and what it needs. A term whose weight is 0 needs nothing."""
+
+    name: str
+    compute: TermFunction
+    weight: str | float  # a dotted setting, or a constant
+    needs_reference: bool = False  # fills `MicroBatch.ref_logps`, or the reference of the pairs
+    needs_old_logps: bool = False  # fills `MicroBatch.old_logps` if the batch is used more than once
+    needs_all_samples: bool = False  # else samples without a learning signal are not computed
+    from_pairs: bool = False  # a function of preference pairs, which may come from a data set without any sampling
+    tag: str | None = None  # in the model card
+
+    def weight_in(self, recipe: Recipe) -> float:
+        return float(recipe.get(self.weight)) if isinstance(self.weight, str) else self.weight
+
+    def is_active(self, recipe: Recipe, driven: Collection[str] = ()) -> bool:
+        """Whether the weight is not 0, now or when a schedule changes one of the ``driven`` settings."""
+        return bool(self.weight_in(recipe)) or self.weight in driven
+
+
+def active_terms(recipe: Recipe, driven: Collection[str] = ()) -> list[ObjectiveTerm]:
+    """The terms with a weight: of a step, or with the ``driven`` settings of its schedule, of a run."""
+    return [term for term in TERMS.values() if term.is_active(recipe, driven)]
+
+
+def samples_completions(recipe: Recipe, driven: Collection[str] = ()) -> bool:
+    """Whether a step (or run) samples completions: unless it only learns from the pairs of a data set."""
+    return any(not term.from_pairs or recipe.preference.pairs != "data" for term in active_terms(recipe, driven))
+
+
+def needs_reference(recipe: Recipe, driven: Collection[str] = ()) -> bool:
+    """Whether a step (or run) needs a reference policy for its update."""
+    terms = active_terms(recipe, driven)
+    return any(term.needs_reference for term in terms) or recipe.masks.off_policy == "reference_drift"
+
+
+def needs_ref_logps(recipe: Recipe) -> bool:
+    """Whether a step needs the reference's log-prob of each sampled token; the exact KL does not use it."""
+    names = {term.name for term in active_terms(recipe) if term.needs_reference and not term.from_pairs}
+    if recipe.loss.kl in EXACT_KL_FACTORS:
+        names.discard("kl")
+    return bool(names) or recipe.masks.off_policy == "reference_drift"
+
+
+def policy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
+    """weight · `core.policy_loss` with the run's settings."""
+    if micro_batch.advantages is None or not weight:
         return None
+    settings, totals = objective.recipe.loss, objective.totals
     value, statistics = policy_loss(
-        part.logps,
-        part.old_logps,
-        part.advantages,
-        part.mask,
+        micro_batch.logps,
+        micro_batch.old_logps,
+        micro_batch.advantages,
+        micro_batch.mask,
         loss=objective.loss,
-        ratio=how.ratio,
-        clip_low=how.clip_low,
-        clip_high=how.clip_high,
-        dual_clip=how.dual_clip,
-        max_length=objective.now.sampling.max_new_tokens,
-        total_tokens=objective.totals.policy_tokens,
-        total_sequences=objective.totals.policy_sequences,
-        policy_mask=part.policy_mask,
-        denominator=how.denominator,
+        ratio=settings.ratio,
+        clip_low=settings.clip_low,
+        clip_high=settings.clip_high,
+        dual_clip=settings.dual_clip,
+        max_length=objective.recipe.sampling.max_new_tokens,
+        total_tokens=totals.policy_tokens,
+        total_sequences=totals.policy_sequences,
+        policy_mask=micro_batch.policy_mask,
+        denominator=settings.denominator,
     )
-    return how.policy_coef * value, _shares(objective, part, statistics)
+    return weight * value, _rescale(objective, micro_batch, statistics)
 
 
-def _shares(objective: Objective, part: MicroBatch, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`policy_loss`'s statistics, so that those of all parts add up to a mean over what they are known for.
+def _rescale(objective: Objective, micro_batch: MicroBatch, statistics: Statistics) -> Statistics:
+    """`policy_loss`'s statistics with other denominators, so that those of all micro-batches add up to a mean.
 
-    What is not computed has nothing that could be clipped, but its ratio is not known: it counts in the clip fractions
-    alone.
+    Clip fractions are shares of all tokens (or sequences), the others means over those that are computed.
     """
-    how, totals = objective.now.loss, objective.totals
-    if (how.ratio or objective.loss.ratios[0]) == "token":
+    settings, totals = objective.recipe.loss, objective.totals
+    if (settings.ratio or objective.loss.ratios[0]) == "token":
         divided_by, everything, computed = totals.policy_tokens, totals.tokens, totals.computed_tokens
     else:
         divided_by, everything, computed = totals.policy_sequences, totals.sequences, totals.computed_sequences
-        if how.denominator == "policy_mask":  # then it is a mean over the part
-            divided_by = len(part.mask)
+        if settings.denominator == "policy_mask":  # `policy_loss` then returns a mean over the micro-batch
+            divided_by = len(micro_batch.mask)
     return {
         name: value * (max(divided_by, 1) / (everything if name.startswith("clip_fraction") else computed))
         for name, value in statistics.items()
     }
 
 
-def kl_term(objective: Objective, part: MicroBatch) -> Found:
-    """β · KL(π_θ ‖ π_ref), aggregated as the policy's loss is. Masks that silence the policy do not touch it."""
-    how = objective.now.loss
-    known = None
-    if part.exact_kl is not None:
-        per_token, known = part.exact_kl
-    elif part.ref_logps is not None:
-        per_token = kl_estimate(part.logps, part.ref_logps, estimator=how.kl, old_logps=part.old_logps, mask=part.mask)
+def kl_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
+    """weight · KL(π_θ ‖ π_ref), aggregated like the policy loss. Policy masks do not apply to it."""
+    if not weight:
+        return None
+    if micro_batch.exact_kl is not None:
+        per_token, kl = micro_batch.exact_kl
+    elif micro_batch.ref_logps is not None:
+        per_token = kl_estimate(
+            micro_batch.logps,
+            micro_batch.ref_logps,
+            estimator=objective.recipe.loss.kl,
+            old_logps=micro_batch.old_logps,
+            mask=micro_batch.mask,
+        )
+        kl = per_token.detach()
     else:
         return None
-    mean = ((per_token.detach() if known is None else known) * objective.weights(part, "token_mean")).sum()
-    return how.kl_coef * (per_token * objective.weights(part)).sum(), {"kl": mean}
+    mean = (kl * objective.token_weights(micro_batch, "token_mean")).sum()
+    return weight * (per_token * objective.token_weights(micro_batch)).sum(), {"kl": mean}
 
 
-def entropy_term(objective: Objective, part: MicroBatch) -> Found:
-    """−coefficient · mean entropy of the policy over tokens."""
-    if part.entropy is None:
+def entropy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
+    """−weight · the policy's mean entropy over tokens. The entropy is reported even if the weight is 0."""
+    if micro_batch.entropy is None:
         return None
-    total = torch.where(part.mask, part.entropy, 0.0).sum()
-    coefficient = objective.now.loss.entropy_coef
-    value = -coefficient * total / objective.totals.tokens if coefficient else total.detach() * 0.0
+    total = torch.where(micro_batch.mask, micro_batch.entropy, 0.0).sum()
+    value = -weight * total / objective.totals.tokens if weight else total.detach() * 0.0
     return value, {"entropy": total.detach() / objective.totals.computed_tokens}
 
 
-def preference_term(objective: Objective, part: MicroBatch) -> Found:
-    """w₂ · the loss of the pairs: `core.preference_loss` with the run's settings, a mean over the mini-batch's pairs.
-
-    It knows an answer by its log-prob, summed over tokens; the kinds that want a mean divide by its length.
-    """
-    if part.pairs is None:
+def preference_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
+    """weight · `core.preference_loss` with the run's settings, a mean over the mini-batch's pairs."""
+    pairs = micro_batch.pairs
+    if pairs is None:
         return None
-    # In float64: a float32 sum over a long answer would lose what a small step of the policy changes.
-    weight, sums = objective.now.preference.weight, part.logps.double().sum(1)
-    if isinstance(part.pairs, PairGradients):
-        linear = (part.pairs.slopes * sums).sum()
-        value = linear - linear.detach() + part.pairs.value
-        known = {name: linear.new_tensor(number) for name, number in part.pairs.statistics.items()}
-        return (weight * value).to(part.logps.dtype), known
-    chosen, rejected = part.pairs.chosen, part.pairs.rejected
-    value, statistics = pairs_loss(
-        objective.now,
-        torch.stack([sums[chosen], sums[rejected]], 1),
-        part.pairs.reference,
-        torch.stack([part.mask[chosen].sum(1), part.mask[rejected].sum(1)], 1),
-        objective.totals.pairs,
-    )
-    return (weight * value).to(part.logps.dtype), statistics
+    # In float64: a float32 sum over a long completion would lose the effect of a small update.
+    sums = micro_batch.logps.double().sum(1)
+    if isinstance(pairs, PairGradients):
+        linear = (pairs.grads * sums).sum()
+        value = linear - linear.detach() + pairs.value
+        statistics = {name: linear.new_tensor(number) for name, number in pairs.statistics.items()}
+    else:
+        chosen, rejected = pairs.chosen, pairs.rejected
+        value, statistics = pairs_loss(
+            objective.recipe,
+            torch.stack([sums[chosen], sums[rejected]], 1),
+            pairs.reference,
+            torch.stack([micro_batch.mask[chosen].sum(1), micro_batch.mask[rejected].sum(1)], 1),
+            objective.totals.pairs,
+        )
+    return (weight * value).to(micro_batch.logps.dtype), statistics
 
 
-def pairs_loss(now: Recipe, logps: Tensor, reference: Tensor, lengths: Tensor, total: int) -> tuple[Tensor, Statistics]:
-    """The loss of some of ``total`` pairs, without its weight, and statistics; tensors ``(n, 2)``, the chosen first."""
-    how = now.preference
-    value, found = preference_loss(
+def pairs_loss(
+    recipe: Recipe, logps: Tensor, reference: Tensor, lengths: Tensor, total: int
+) -> tuple[Tensor, Statistics]:
+    """The unweighted loss of some of ``total`` pairs, and statistics; tensors are ``(n, 2)``, chosen first."""
+    settings = recipe.preference
+    value, loss_statistics = preference_loss(
         *logps.unbind(1),
         *reference.unbind(1),
-        beta=how.beta,
-        kind=how.kind,
-        weights=how.kind_weights,
-        label_smoothing=how.label_smoothing,
-        discopop_tau=how.discopop_tau,
+        beta=settings.beta,
+        kind=settings.kind,
+        weights=settings.kind_weights,
+        label_smoothing=settings.label_smoothing,
+        discopop_tau=settings.discopop_tau,
         chosen_lengths=lengths[:, 0],
         rejected_lengths=lengths[:, 1],
         total_pairs=total,
     )
     chosen, rejected = (logps.detach().sum(0) / total).unbind()
-    named = {"loss": value.detach(), **found, "chosen_logp": chosen, "rejected_logp": rejected}
-    return value, {f"preference/{name}": number for name, number in named.items()}
+    statistics = {"loss": value.detach(), **loss_statistics, "chosen_logp": chosen, "rejected_logp": rejected}
+    return value, {f"preference/{name}": number for name, number in statistics.items()}
 
 
-# A new term is a function like these, named here.
-TERMS: dict[str, Term] = {
-    "policy": policy_term,
-    "kl": kl_term,
-    "entropy": entropy_term,
-    "preference": preference_term,
-}
+_BUILT_IN = (
+    ObjectiveTerm("policy", policy_term, "loss.policy_coef", needs_old_logps=True, tag="grpo"),
+    ObjectiveTerm("kl", kl_term, "loss.kl_coef", needs_reference=True, needs_old_logps=True, needs_all_samples=True),
+    ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True),
+    ObjectiveTerm("preference", preference_term, "preference.weight", needs_reference=True, from_pairs=True, tag="dpo"),
+)
+TERMS: dict[str, ObjectiveTerm] = {term.name: term for term in _BUILT_IN}
 
 
 def find_loss(name: str) -> Loss:
-    """The record of a loss: a registered one (`core.LOSSES`), or ``module:function``.
+    """A policy loss: one of `core.LOSSES`, or ``module:function``.
 
-    A function of one's own takes `core.Tokens` and `core.LossSettings` and returns the loss per token ``(b, T)``, or a
-    `core.TokenTerm`; all tokens weigh the same. For another aggregation, register a `core.Loss` under a name.
+    A custom function takes `core.Tokens` and `core.LossSettings` and returns the loss per token ``(b, T)``, or a
+    `core.TokenTerm`. It is averaged over tokens; for another aggregation, register a `core.Loss` in `core.LOSSES`.
     """
     if name in LOSSES:
         return LOSSES[name]
-    own = load_function(name, what="loss")
+    function = load_function(name, what="loss")
 
     def token_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-        found = own(tokens, settings)
-        values = found.values if isinstance(found, TokenTerm) else found
+        result = function(tokens, settings)
+        values = result.values if isinstance(result, TokenTerm) else result
         if not isinstance(values, Tensor) or values.shape != tokens.advantages.shape:
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(found).__name__
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(result).__name__
             raise ConfigError(
                 f"the loss {name} returned {shape}; expected one number per token, {tuple(tokens.advantages.shape)}"
             )
-        return found if isinstance(found, TokenTerm) else TokenTerm(values)
+        return result if isinstance(result, TokenTerm) else TokenTerm(values)
 
     return Loss(token_loss, "token_mean")

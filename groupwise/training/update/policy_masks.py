@@ -1,4 +1,4 @@
-"""Which tokens may teach in an update: by the batch's own masks, and by those that need the policy's log-probs now."""
+"""The policy mask of an update: the batch's masks, and those that need the policy's current log-probs."""
 
 from __future__ import annotations
 
@@ -16,57 +16,68 @@ from groupwise.training.update.objective import Totals
 from groupwise.training.update.result import UpdateResult
 
 
-class LogpsOf(Protocol):
-    """Log-probs under the policy as it is, without a gradient."""
+class ComputeLogps(Protocol):
+    """Computes log-probs under the current policy, without gradient."""
 
     def __call__(
-        self, minibatch: MiniBatch | CompletionBatch, now: Recipe, *, with_entropy: bool = False
+        self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, *, with_entropy: bool = False
     ) -> TokenLogps: ...
 
 
 def build_policy_mask(
-    minibatch: MiniBatch, now: Recipe, found: UpdateResult, logps_of: LogpsOf
+    minibatch: MiniBatch, step_recipe: Recipe, result: UpdateResult, compute_logps: ComputeLogps
 ) -> tuple[Tensor | None, Totals]:
-    """What may teach, ``(n, T)``: the batch's own masks, and those that need the policy's log-probs now."""
-    masks, totals = now.masks, minibatch.totals
-    if not len(minibatch) or not now.loss.policy_coef:
+    """The tokens ``(n, T)`` that the policy term learns from, or their weights; None: all of them.
+
+    Also the totals, if the masks change the denominator. Masked samples are noted in ``result``.
+    """
+    masks, totals = step_recipe.masks, minibatch.totals
+    if not len(minibatch) or not step_recipe.loss.policy_coef:
         return None, totals
-    teaching = minibatch.allowed[:, None] & minibatch.mask
+    masked_denominator = step_recipe.loss.denominator == "policy_mask"
+    policy_mask = minibatch.allowed[:, None] & minibatch.mask
     if masks.off_policy is not None or masks.high_entropy is not None:
-        logps, entropy = _current(minibatch, now, logps_of)
+        logps, entropy = _current_logps(minibatch, step_recipe, compute_logps)
         if masks.off_policy is not None:
-            close = near(minibatch, now, logps)
-            gone = minibatch.allowed & ~close
-            found.masked_out["off_policy"] = [minibatch.samples[row] for row in gone.nonzero().flatten().tolist()]
-            if now.loss.denominator == "policy_mask":
+            kept = on_policy_samples(minibatch, step_recipe, logps)
+            gone = minibatch.allowed & ~kept
+            result.masked_out["off_policy"] = [minibatch.samples[row] for row in gone.nonzero().flatten().tolist()]
+            if masked_denominator:
                 totals = replace(
                     totals,
                     policy_tokens=totals.policy_tokens - int(minibatch.mask[gone].sum()),
                     policy_sequences=totals.policy_sequences - int(gone.sum()),
                 )
-            teaching = teaching & close[:, None]
+            policy_mask = policy_mask & kept[:, None]
         if masks.high_entropy is not None:
-            # Chosen among tokens that could teach, so that skipping the others changes nothing.
-            could = teaching & (minibatch.advantages != 0)[:, None]
-            teaching = high_entropy_mask(entropy, could, top_fraction=masks.high_entropy)
-            if now.loss.denominator == "policy_mask":
+            # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
+            candidates = policy_mask & (minibatch.advantages != 0)[:, None]
+            policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
+            if masked_denominator:
                 totals = replace(
                     totals,
-                    policy_tokens=int(teaching.sum()),
-                    policy_sequences=int(teaching.any(1).sum()),
+                    policy_tokens=int(policy_mask.sum()),
+                    policy_sequences=int(policy_mask.any(1).sum()),
                 )
     if minibatch.weights is not None:
-        return teaching * minibatch.weights, totals
-    return (None if bool((teaching == minibatch.mask).all()) else teaching), totals
+        return policy_mask * minibatch.weights, totals
+    return (None if bool((policy_mask == minibatch.mask).all()) else policy_mask), totals
 
 
-def _current(minibatch: MiniBatch, now: Recipe, logps_of: LogpsOf) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy under the policy as it is now ``(n, T)``, of the samples that a mask may take.
+def on_policy_samples(minibatch: MiniBatch, step_recipe: Recipe, logps: Tensor) -> Tensor:
+    """Which samples the off-policy mask keeps ``(n,)``."""
+    rule, threshold = step_recipe.masks.off_policy or "v3.2", step_recipe.masks.off_policy_threshold
+    other = minibatch.sampler_logps if rule == "v3.2" or minibatch.ref_logps is None else minibatch.ref_logps
+    return off_policy_sequence_mask(logps, other, minibatch.advantages, minibatch.mask, threshold=threshold, rule=rule)
 
-    V3.2's looks at what did worse than its group alone, and entropy counts where something contributes; the others keep
-    the sampler's log-probs, which no mask takes.
+
+def _current_logps(minibatch: MiniBatch, step_recipe: Recipe, compute_logps: ComputeLogps) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropy under the current policy ``(n, T)``, computed for the samples that a mask may drop.
+
+    The mask of DeepSeek-V3.2 only drops samples with a negative advantage, and the entropy mask only ranks tokens with
+    an advantage. The other samples keep the sampler's log-probs, which no mask drops.
     """
-    masks = now.masks
+    masks = step_recipe.masks
     chosen = minibatch.allowed & (
         minibatch.advantages < 0 if masks.off_policy == "v3.2" else masks.off_policy is not None
     )
@@ -74,19 +85,11 @@ def _current(minibatch: MiniBatch, now: Recipe, logps_of: LogpsOf) -> tuple[Tens
         chosen = chosen | (minibatch.allowed & (minibatch.advantages != 0))
     logps, entropy = minibatch.sampler_logps.clone(), torch.zeros(minibatch.mask.shape)
     if bool(chosen.any()):
-        answers = minibatch.answers_of(chosen)
-        found = logps_of(answers, now, with_entropy=masks.high_entropy is not None)
-        at = (chosen.nonzero(), torch.arange(found.logps.shape[1]))
-        logps = logps.to(found.logps.dtype)
-        logps[at] = found.logps.cpu()
-        if found.entropy is not None:
-            entropy = entropy.to(found.entropy.dtype)
-            entropy[at] = found.entropy.cpu()
+        current = compute_logps(minibatch.select(chosen), step_recipe, with_entropy=masks.high_entropy is not None)
+        at = (chosen.nonzero(), torch.arange(current.logps.shape[1]))
+        logps = logps.to(current.logps.dtype)
+        logps[at] = current.logps.cpu()
+        if current.entropy is not None:
+            entropy = entropy.to(current.entropy.dtype)
+            entropy[at] = current.entropy.cpu()
     return logps, entropy
-
-
-def near(minibatch: MiniBatch, now: Recipe, logps: Tensor) -> Tensor:
-    """Which samples the off-policy mask keeps ``(n,)``."""
-    rule, threshold = now.masks.off_policy or "v3.2", now.masks.off_policy_threshold
-    other = minibatch.sampler_logps if rule == "v3.2" or minibatch.ref_logps is None else minibatch.ref_logps
-    return off_policy_sequence_mask(logps, other, minibatch.advantages, minibatch.mask, threshold=threshold, rule=rule)

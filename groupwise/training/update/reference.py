@@ -1,8 +1,8 @@
-"""The reference policy of a KL term: a second set of the trainable weights, not a second model.
+"""The reference policy: a second set of the trainable weights, not a second model.
 
-For its log-probs the reference's tensors are put in the place of the policy's for the length of a block. So one model,
-one compilation and one cache serve both; with LoRA the second set is a frozen adapter of a few megabytes. A refresh
-copies the policy into the reference in place, or moves it a part of the way.
+To compute its log-probs, the reference's tensors replace the policy's for the duration of a block. So one model, one
+compilation and one cache serve both; with LoRA the second set is a frozen adapter of a few megabytes. A refresh copies
+the policy into the reference in place, or moves it part of the way.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from groupwise.model.precision import MasterWeights
 
 
 class Reference:
-    """Made from the policy as it is now. ``refreshes`` counts how often it has been moved since.
+    """A copy of the current policy. ``refreshes`` counts its updates since.
 
-    ``mixes``: it will be moved in parts, so its exact values are kept in the masters' precision; small moves would
-    be rounded away in bfloat16.
+    ``mixes``: it will be moved part of the way, so its values are kept in the masters' precision; bfloat16 would round
+    small moves away.
     """
 
     def __init__(self, masters: MasterWeights, *, mixes: bool = False) -> None:
@@ -35,18 +35,18 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this block the model is the reference. No gradient may be taken through it."""
-        own = {name: parameter.data for name, parameter in self._parameters.items()}
+        """Within this block the model is the reference. Do not take gradients through it."""
+        policy = {name: parameter.data for name, parameter in self._parameters.items()}
         try:
             for name, parameter in self._parameters.items():
                 parameter.data = self._weights[name]
             yield
         finally:
             for name, parameter in self._parameters.items():
-                parameter.data = own[name]
+                parameter.data = policy[name]
 
-    def own(self, parameter: Tensor) -> Tensor:
-        """The reference's values of one of the model's parameters; the parameter itself where it is not trained."""
+    def weight_of(self, parameter: Tensor) -> Tensor:
+        """The reference's values of one of the model's parameters; the parameter itself if it is not trained."""
         names = (name for name, trained in self._parameters.items() if trained is parameter)
         return self._weights.get(next(names, ""), parameter)
 
@@ -54,7 +54,7 @@ class Reference:
     def refresh(self, mix: float = 1.0) -> None:
         """Move the reference to the policy, or ``mix`` of the way there."""
         if mix != 1.0 and self._exact is None:
-            raise InputError(f"a reference that is to move {mix:g} of the way must be made with mixes=True")
+            raise InputError(f"to move the reference {mix:g} of the way, create it with mixes=True")
         policy = self.masters.state_dict()
         if self._exact is not None:
             for name, value in self._exact.items():
@@ -69,13 +69,13 @@ class Reference:
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], refreshes: int) -> None:
-        """Take the reference from a checkpoint, bit for bit."""
-        own = self.state_dict()
-        for name in sorted(weights.keys() | own.keys()):
-            here, there = own.get(name), weights.get(name)
-            if here is None or there is None or here.dtype != there.dtype or here.shape != there.shape:
+        """Restore the reference from a checkpoint."""
+        current = self.state_dict()
+        for name in sorted(weights.keys() | current.keys()):
+            here, saved = current.get(name), weights.get(name)
+            if here is None or saved is None or here.dtype != saved.dtype or here.shape != saved.shape:
                 raise CheckpointError(f"the reference in the checkpoint does not fit the model: {name} differs")
-        for name, value in own.items():
+        for name, value in current.items():
             value.copy_(weights[name])
             self._weights[name].copy_(value)
         self.refreshes = refreshes

@@ -1,4 +1,4 @@
-"""What comes of one update: the values of its terms, what the policy's masks took, how far it is from the sampler."""
+"""The result of one update: objective terms, statistics, masked samples, and the mismatch with the sampler."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PREFERENCE = "preference"  # the name of its term
+from groupwise.training.update.objective import TERMS
 
 
 @dataclass
 class LogProbMismatch:
-    """How far the trainer's log-probs are from the sampler's."""
+    """Absolute differences between the trainer's log-probs and the sampler's."""
 
     tokens: int = 0
     total: float = 0.0
@@ -33,42 +33,42 @@ class LogProbMismatch:
 
 @dataclass
 class UpdateResult:
-    """What came of one update."""
+    """What `Updater.update` returns."""
 
     values: dict[str, Any] = field(default_factory=dict)  # objective terms
     statistics: dict[str, Any] = field(default_factory=dict)
     grad_norm: float = 0.0
-    skipped: bool = False  # not finite, and told to go on
-    masked_out: dict[str, list[int]] = field(
-        default_factory=dict
-    )  # which samples a mask of the policy's log-probs took
+    skipped: bool = False  # NaN or inf, and train.on_non_finite is "skip"
+    masked_out: dict[str, list[int]] = field(default_factory=dict)  # samples dropped by masks of current log-probs
     mismatch: LogProbMismatch | None = None
-    terms: dict[str, float] = field(default_factory=dict)  # gradient norms and cosines, on request
+    term_gradients: dict[str, float] = field(default_factory=dict)  # norms and cosines, on request
 
 
 def gradient_statistics(gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
     """The norm of each term's gradient, and the cosine between each two.
 
-    Beside a preference term, ``grpo`` is all the others together: do the two pull the same way?
+    If there is a preference term, ``grpo`` is the sum of the other terms, to see whether the two agree.
     """
     names = list(gradients)
-    found = {f"grad_norm/{name}": _norm(gradients[name]) for name in names}
-    for number, one in enumerate(names):
-        for other in names[number + 1 :]:
-            found[f"grad_cosine/{one}_{other}"] = _cosine(gradients[one], gradients[other])
-    others = [gradients[name] for name in names if name != PREFERENCE]
-    if PREFERENCE in gradients and others:
-        whole = [torch.stack(shares).sum(0) for shares in zip(*others, strict=True)]
-        found["grad_norm/grpo"] = _norm(whole)
-        found[f"grad_cosine/grpo_{PREFERENCE}"] = _cosine(whole, gradients[PREFERENCE])
-    return found
+    statistics = {f"grad_norm/{name}": _norm(gradients[name]) for name in names}
+    for number, first in enumerate(names):
+        for second in names[number + 1 :]:
+            statistics[f"grad_cosine/{first}_{second}"] = _cosine(gradients[first], gradients[second])
+    from_pairs = [name for name in names if TERMS[name].from_pairs]
+    others = [gradients[name] for name in names if name not in from_pairs]
+    if from_pairs and others:
+        total = [torch.stack(shares).sum(0) for shares in zip(*others, strict=True)]
+        statistics["grad_norm/grpo"] = _norm(total)
+        for name in from_pairs:
+            statistics[f"grad_cosine/grpo_{name}"] = _cosine(total, gradients[name])
+    return statistics
 
 
 def _norm(gradient: Sequence[Tensor]) -> float:
     return float(torch.nn.utils.get_total_norm(list(gradient)))
 
 
-def _cosine(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    product = sum(float((a * b).sum()) for a, b in zip(one, other, strict=True))
-    scale = _norm(one) * _norm(other)
+def _cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+    product = sum(float((a * b).sum()) for a, b in zip(first, second, strict=True))
+    scale = _norm(first) * _norm(second)
     return product / scale if scale else 0.0

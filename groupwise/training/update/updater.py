@@ -1,7 +1,7 @@
-"""One update: forward and backward over packs of samples, checks, clipping, AdamW.
+"""One update: forward and backward over packs of samples, a finite check, gradient clipping, the optimizer step.
 
-Nothing that contributes nothing is computed. The gradient does not depend on how samples are packed; where memory runs
-out, the packs are made half as large and the update is done again. Weights move only once everything is known to be
+Samples without a learning signal are not computed. The gradient does not depend on how samples are packed: if memory
+runs out, the packs are halved and the update is repeated. The weights change only after all values are known to be
 finite.
 """
 
@@ -11,29 +11,47 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
-from groupwise.model.handle import ModelHandle, without_dropout
-from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack
+from groupwise.model.handle import ModelHandle, eval_mode
+from groupwise.model.logprobs import TokenLogps, completion_logps, iter_packs
 from groupwise.model.precision import MasterWeights
-from groupwise.training.errors import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError, out_of_memory
+from groupwise.text import Say
+from groupwise.training.errors import (
+    SMALLEST_BUDGET,
+    NotFiniteError,
+    OutOfMemoryError,
+    halve_budget,
+    retry_with_less_memory,
+)
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
 from groupwise.training.preference.reference_cache import pair_logps
-from groupwise.training.update.exact_kl import FACTOR_OF, ExactKL
-from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, MiniBatchPairs, longest
-from groupwise.training.update.objective import MicroBatch, Objective, PackedPairs, PairGradients
+from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
+from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, MiniBatchPairs, longest_sequence
+from groupwise.training.update.objective import (
+    MicroBatch,
+    Objective,
+    ObjectiveTerm,
+    PackedPairs,
+    PairGradients,
+    active_terms,
+    needs_ref_logps,
+)
 from groupwise.training.update.policy_masks import build_policy_mask
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import LogProbMismatch, UpdateResult, gradient_statistics
 
+_Result = TypeVar("_Result")
+
 
 class Updater:
-    """Moves the weights. ``token_budget`` is what one forward and backward pass may hold; it is lowered for good
-    where memory runs out."""
+    """Updates the weights. ``token_budget`` limits one forward and backward pass; it is lowered permanently if memory
+    runs out."""
 
     def __init__(
         self,
@@ -46,121 +64,279 @@ class Updater:
         *,
         dropout: bool = False,
         release: Callable[[], None] = lambda: None,
-        say: Callable[[str], None] = lambda text: None,
+        say: Say = lambda text: None,
     ) -> None:
         self.handle, self.masters, self.optimizer, self.reference = handle, masters, optimizer, reference
         self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
         self.release, self.say = release, say
 
-    def precompute_logps(self, minibatch: MiniBatch, now: Recipe, *, old: bool) -> None:
-        """Add what must be known before the first update of a batch: old log-probs (if it is used more than once), the
-        reference's, and the importance correction."""
-        if len(minibatch):
-            self._precompute_sample_logps(minibatch, now, old)
-        if minibatch.pairs is not None and self.reference is not None:
-            minibatch.pairs.reference = self._reference_of_pairs(minibatch, minibatch.pairs, now, self.reference)
+    # --- before the first update of a batch --------------------------------------------------------------------------
 
-    def _precompute_sample_logps(self, minibatch: MiniBatch, now: Recipe, old: bool) -> None:
-        old = old and bool(now.loss.policy_coef or now.loss.kl_coef)
-        if old or now.loss.importance_cap is not None:
-            minibatch.old_logps = self._logps(minibatch, now).logps.cpu()
-        if now.loss.importance_cap is not None and minibatch.old_logps is not None:
+    def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
+        """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
+        more than once, the reference's, and importance weights."""
+        if len(minibatch):
+            self._precompute_sample_logps(minibatch, step_recipe, old)
+        if minibatch.pairs is not None and self.reference is not None:
+            minibatch.pairs.reference = self._pair_reference(minibatch, minibatch.pairs, step_recipe, self.reference)
+
+    def _precompute_sample_logps(self, minibatch: MiniBatch, step_recipe: Recipe, old: bool) -> None:
+        old = old and any(term.needs_old_logps for term in active_terms(step_recipe))
+        cap = step_recipe.loss.importance_cap
+        if old or cap is not None:
+            minibatch.old_logps = self._logps(minibatch, step_recipe).logps.cpu()
+        if cap is not None and minibatch.old_logps is not None:
             ratio = torch.where(minibatch.mask, minibatch.old_logps - minibatch.sampler_logps, 0.0).exp()
-            minibatch.weights = ratio.clamp(max=now.loss.importance_cap)
+            minibatch.weights = ratio.clamp(max=cap)
             if not old:
                 minibatch.old_logps = None
-        estimated = now.loss.kl_coef and now.loss.kl not in FACTOR_OF
-        if self.reference is not None and (estimated or now.masks.off_policy == "reference_drift"):
+        if self.reference is not None and needs_ref_logps(step_recipe):
             with self._as_reference(self.reference):
-                minibatch.ref_logps = self._logps(minibatch, now).logps.cpu()
+                minibatch.ref_logps = self._logps(minibatch, step_recipe).logps.cpu()
 
-    @contextmanager
-    def _as_reference(self, reference: Reference) -> Iterator[None]:
-        with reference.in_place(), without_dropout(self.handle.model) if self.dropout else nullcontext():
-            yield
-
-    def _reference_of_pairs(
-        self, minibatch: MiniBatch, pairs: MiniBatchPairs, now: Recipe, reference: Reference
+    def _pair_reference(
+        self, minibatch: MiniBatch, pairs: MiniBatchPairs, step_recipe: Recipe, reference: Reference
     ) -> Tensor:
-        """The reference's summed log-probs ``(n, 2)`` of all pairs; what is known of them is not computed again."""
+        """The reference's summed log-probs ``(n, 2)`` of all pairs; those already computed are reused."""
         with self._as_reference(reference):
             if minibatch.ref_logps is not None:
                 sampled = minibatch.ref_logps.double().sum(1)[pairs.rows].view(-1, 2)
             else:
-                sampled = self._sums_of_samples(minibatch, pairs, now)
-            fixed = self._sums_of_fixed(pairs) if pairs.fixed.reference is None else pairs.fixed.reference
-        return torch.cat([sampled, fixed])
+                sampled = self._sampled_pair_logps(minibatch, pairs, step_recipe)
+            dataset = pairs.dataset.reference
+            if dataset is None:
+                dataset = self._dataset_pair_logps(pairs)
+        return torch.cat([sampled, dataset])
 
-    def _sums_of_samples(self, minibatch: MiniBatch, pairs: MiniBatchPairs, now: Recipe) -> Tensor:
-        """Summed log-probs ``(g, 2)`` of the samples that are in pairs, under the model as it is; no gradient."""
+    @contextmanager
+    def _as_reference(self, reference: Reference) -> Iterator[None]:
+        with reference.in_place(), eval_mode(self.handle.model) if self.dropout else nullcontext():
+            yield
+
+    def _all_pair_logps(self, minibatch: MiniBatch, step_recipe: Recipe) -> Tensor:
+        """Summed log-probs ``(n, 2)`` of all pairs under the model in place, without gradient."""
+        if minibatch.pairs is None:
+            return torch.zeros(0, 2, dtype=torch.float64)
+        sampled = self._sampled_pair_logps(minibatch, minibatch.pairs, step_recipe)
+        return torch.cat([sampled, self._dataset_pair_logps(minibatch.pairs)])
+
+    def _sampled_pair_logps(self, minibatch: MiniBatch, pairs: MiniBatchPairs, step_recipe: Recipe) -> Tensor:
         members = torch.zeros(len(minibatch), dtype=torch.bool)
         members[pairs.rows.flatten()] = True
         sums = torch.zeros(len(minibatch), dtype=torch.float64)
         if bool(members.any()):
-            sums[members] = self._logps(minibatch.answers_of(members), now).logps.double().sum(1).cpu()
+            sums[members] = self._logps(minibatch.select(members), step_recipe).logps.double().sum(1).cpu()
         return sums[pairs.rows].view(-1, 2)
 
-    def _sums_of_pairs(self, minibatch: MiniBatch, now: Recipe) -> Tensor:
-        """The same ``(n, 2)`` of all pairs of a mini-batch."""
-        if minibatch.pairs is None:
-            return torch.zeros(0, 2, dtype=torch.float64)
-        return torch.cat([self._sums_of_samples(minibatch, minibatch.pairs, now), self._sums_of_fixed(minibatch.pairs)])
+    def _dataset_pair_logps(self, pairs: MiniBatchPairs) -> Tensor:
+        return pair_logps(self.handle, pairs.dataset.pairs, token_budget=self.token_budget)
 
-    def _sums_of_fixed(self, pairs: MiniBatchPairs) -> Tensor:
-        """The same ``(f, 2)`` of a data set's pairs."""
-        return pair_logps(self.handle, pairs.fixed.pairs, token_budget=self.token_budget)
+    @torch.no_grad()
+    def _logps(
+        self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, *, with_entropy: bool = False
+    ) -> TokenLogps:
+        return self._retry_with_smaller_packs(
+            lambda: completion_logps(
+                self.handle,
+                batch.prompts,
+                batch.completions,
+                temperature=step_recipe.sampling.temperature,
+                kept=batch.kept,
+                with_entropy=with_entropy,
+                token_budget=self._budget(batch),
+            ),
+            batch,
+        )
+
+    # --- one update --------------------------------------------------------------------------------------------------
 
     def update(
-        self, minibatch: MiniBatch, now: Recipe, *, check: bool = False, compare_terms: bool = False
+        self, minibatch: MiniBatch, step_recipe: Recipe, *, check: bool = False, log_term_gradients: bool = False
     ) -> UpdateResult:
-        """Forward, backward, one move of the optimizer. ``check`` compares with the sampler's log-probs."""
-        while True:
-            try:
-                found = self._gradient(minibatch, now, check, compare_terms)
-                found.values = {name: float(value) for name, value in found.values.items()}
-                found.statistics = {name: float(value) for name, value in found.statistics.items()}
-                break
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                self._make_room(error, minibatch)
-        norm = self._norm(now)
-        if not (math.isfinite(norm) and all(math.isfinite(value) for value in found.values.values())):
+        """Forward, backward, one optimizer step.
+
+        check: measure the mismatch with the sampler's log-probs.
+        log_term_gradients: compute each term's gradient separately, to report norms and cosines.
+        """
+
+        def compute() -> UpdateResult:
+            result = self._gradient(minibatch, step_recipe, check, log_term_gradients)
+            result.values = {name: float(value) for name, value in result.values.items()}
+            result.statistics = {name: float(value) for name, value in result.statistics.items()}
+            return result
+
+        result = self._retry_with_smaller_packs(compute, minibatch)
+        norm = self._clip_gradient(step_recipe)
+        if not (math.isfinite(norm) and all(math.isfinite(value) for value in result.values.values())):
             self.optimizer.zero_grad(set_to_none=True)
-            if now.train.on_non_finite == "stop":
-                named = ", ".join(f"{name} {value:g}" for name, value in found.values.items())
+            if step_recipe.train.on_non_finite == "stop":
+                terms = ", ".join(f"{name} {value:g}" for name, value in result.values.items())
                 raise NotFiniteError(
-                    f"the gradient's norm is {norm:g} (terms: {named}); the weights have not moved. Lower "
+                    f"the gradient's norm is {norm:g} (terms: {terms}); the weights have not changed. Lower "
                     "optimizer.learning_rate, look at the rewards of this step, or skip such updates with "
                     "train.on_non_finite = 'skip'"
                 )
-            found.skipped = True
-            return found
-        found.grad_norm = norm
-        self._move()
+            result.skipped = True
+            return result
+        result.grad_norm = norm
+        self._optimizer_step()
         self.masters.sync_to_model()
         self.optimizer.zero_grad(set_to_none=True)
-        return found
+        return result
 
-    def _move(self) -> None:
-        """One step of the optimizer, group by group: one that has moved must not move again where the next has no room.
+    def _gradient(
+        self, minibatch: MiniBatch, step_recipe: Recipe, check: bool, log_term_gradients: bool
+    ) -> UpdateResult:
+        self.optimizer.zero_grad(set_to_none=True)
+        result = UpdateResult(mismatch=LogProbMismatch() if check else None)
+        policy_mask, totals = build_policy_mask(minibatch, step_recipe, result, self._logps)
+        objective = Objective(step_recipe, self.loss, totals)
+        layout = plan_pair_layout(
+            self.handle,
+            minibatch,
+            step_recipe,
+            self._budget(minibatch),
+            lambda: self._all_pair_logps(minibatch, step_recipe),
+        )
+        if not log_term_gradients:
+            self._backward(minibatch, objective, policy_mask, layout, result)
+            return result
+        # Each term's gradient needs a pass over all packs; their sum is the gradient of the objective.
+        gradients: dict[str, list[Tensor]] = {}
+        for term in active_terms(step_recipe):
+            if term.from_pairs and minibatch.pairs is None:
+                continue
+            self._backward(minibatch, objective, policy_mask, layout, result, only=term, record=not gradients)
+            gradients[term.name] = [
+                torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
+            ]
+            self.optimizer.zero_grad(set_to_none=True)
+        result.term_gradients = gradient_statistics(gradients)
+        for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
+            master.grad = torch.stack(shares).sum(0)
+        return result
 
-        The first step asks for two more numbers per weight: where they do not fit, what generation holds is given back.
-        """
+    def _backward(
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        policy_mask: Tensor | None,
+        layout: PairLayout | None,
+        result: UpdateResult,
+        *,
+        only: ObjectiveTerm | None = None,
+        record: bool = True,
+    ) -> None:
+        """One pass over all packs, of all terms or of one. ``record``: also record statistics, once per update."""
+        with_dataset = record or (only is not None and only.from_pairs)
+        for micro_batch, rows in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
+            values, statistics = objective.terms(micro_batch)
+            if only is not None:
+                values = {name: value for name, value in values.items() if name == only.name}
+            trained = [value for value in values.values() if value.requires_grad]
+            if trained:
+                torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
+            # Sums stay on the device: reading a number here would make the CPU wait for the GPU.
+            for sums, shares in ((result.values, values), (result.statistics, statistics if record else {})):
+                for name, value in shares.items():
+                    sums[name] = sums.get(name, 0.0) + value.detach()
+            if result.mismatch is not None and record and rows is not None:
+                sampler_logps = _rows(minibatch.sampler_logps, rows, micro_batch.logps)
+                result.mismatch.add(micro_batch.logps, sampler_logps, micro_batch.mask)
+
+    def _micro_batches(
+        self,
+        minibatch: MiniBatch,
+        step_recipe: Recipe,
+        policy_mask: Tensor | None,
+        layout: PairLayout | None,
+        with_dataset: bool,
+    ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
+        """Pack after pack: the samples, with their rows in the mini-batch, then the pairs of a data set."""
+        if len(minibatch):
+            sampled = None if layout is None else layout.sampled
+            yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, sampled)
+        if with_dataset and minibatch.pairs is not None and layout is not None and layout.dataset is not None:
+            prompts, completions, _ = minibatch.pairs.dataset_completions
+            for rows, pack in iter_packs(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
+                pairs = _to_device(layout.dataset.for_pack(rows), pack.logps)
+                yield MicroBatch(pack.logps, pack.mask, pairs=pairs), None
+
+    def _sample_micro_batches(
+        self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex | None
+    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        exact_kl = self._exact_kl(minibatch, step_recipe)
+        packs = iter_packs(
+            self.handle,
+            minibatch.prompts,
+            minibatch.completions,
+            temperature=step_recipe.sampling.temperature,
+            kept=minibatch.kept,
+            with_entropy=True,
+            with_states=exact_kl is not None,
+            token_budget=self._budget(minibatch),
+        )
+        for rows, pack in packs:
+            states = pack.states
+            yield (
+                MicroBatch(
+                    logps=pack.logps,
+                    mask=pack.mask,
+                    advantages=minibatch.advantages[rows].to(pack.logps.device),
+                    policy_mask=_optional_rows(policy_mask, rows, pack.logps),
+                    old_logps=_optional_rows(minibatch.old_logps, rows, pack.logps),
+                    ref_logps=_optional_rows(minibatch.ref_logps, rows, pack.logps),
+                    entropy=pack.entropy,
+                    exact_kl=None if exact_kl is None or states is None else exact_kl.next(states, pack.mask),
+                    pairs=None if pairs is None else _to_device(pairs.for_pack(rows), pack.logps),
+                ),
+                rows,
+            )
+
+    def _exact_kl(self, minibatch: MiniBatch, step_recipe: Recipe) -> ExactKL | None:
+        loss = step_recipe.loss
+        if self.reference is None or not loss.kl_coef or loss.kl not in EXACT_KL_FACTORS:
+            return None
+        return ExactKL(
+            self.handle,
+            self.reference,
+            minibatch.prompts,
+            minibatch.completions,
+            form=loss.kl,
+            temperature=step_recipe.sampling.temperature,
+            token_budget=self._budget(minibatch),
+            dropout=self.dropout,
+        )
+
+    def _clip_gradient(self, step_recipe: Recipe) -> float:
+        """Clip the gradient to optimizer.max_grad_norm; returns the norm before."""
+        gradients = [master.grad for master in self.masters.parameters() if master.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        max_norm = step_recipe.optimizer.max_grad_norm
+        if max_norm is not None and bool(norm.isfinite()):
+            torch.nn.utils.clip_grads_with_norm_(list(self.masters.parameters()), max_norm, norm)
+        return float(norm)
+
+    def _optimizer_step(self) -> None:
+        """Step each parameter group on its own: a group that was stepped must not be stepped again if a later one runs
+        out of memory."""
         groups = self.optimizer.param_groups
         try:
             for group in groups:
                 self.optimizer.param_groups = [group]
-                self._move_group()
+                self._step_group()
         finally:
             self.optimizer.param_groups = groups
 
-    def _move_group(self) -> None:
+    def _step_group(self) -> None:
+        """The first step allocates two numbers per weight: if they do not fit, generation's memory is released."""
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError:
-            for weight, known in list(self.optimizer.state.items()):
-                if "exp_avg_sq" not in known:
-                    del self.optimizer.state[weight]  # begun, and not finished
-            self._release()
+            for weight, state in list(self.optimizer.state.items()):
+                if "exp_avg_sq" not in state:
+                    del self.optimizer.state[weight]  # half initialised
+            self._release_memory()
             try:
                 self.optimizer.step()
             except torch.OutOfMemoryError as error:
@@ -169,184 +345,56 @@ class Updater:
                     "model or [model.lora], or give the GPU to this run alone"
                 ) from error
 
-    def _gradient(self, minibatch: MiniBatch, now: Recipe, check: bool, compare_terms: bool) -> UpdateResult:
-        self.optimizer.zero_grad(set_to_none=True)
-        found = UpdateResult(mismatch=LogProbMismatch() if check else None)
-        policy_mask, totals = build_policy_mask(minibatch, now, found, self._logps)
-        objective = Objective(now, self.loss, totals)
-        plan = plan_pair_layout(
-            self.handle, minibatch, now, self._budget(minibatch), lambda: self._sums_of_pairs(minibatch, now)
-        )
-        if not compare_terms:
-            self._backward(minibatch, now, objective, policy_mask, plan, found)
-            return found
-        gradients: dict[str, list[Tensor]] = {}
-        for name in [name for name, active in _active_terms(now, minibatch).items() if active]:
-            self._backward(minibatch, now, objective, policy_mask, plan, found, only=name, watch=not gradients)
-            gradients[name] = [
-                torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
-            ]
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _budget(self, batch: MiniBatch | CompletionBatch) -> int:
+        """The token budget, or the longest sequence if that is more."""
+        return max(self.token_budget, longest_sequence(batch))
+
+    def _retry_with_smaller_packs(self, compute: Callable[[], _Result], batch: MiniBatch | CompletionBatch) -> _Result:
+        """``compute()``, repeated with half the token budget whenever memory runs out."""
+
+        def can_shrink() -> bool:
+            return self.token_budget > max(SMALLEST_BUDGET, longest_sequence(batch))
+
+        def shrink() -> None:
             self.optimizer.zero_grad(set_to_none=True)
-        found.terms = gradient_statistics(gradients)
-        for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
-            master.grad = torch.stack(shares).sum(0)
-        return found
+            self._release_memory()
+            self.token_budget = halve_budget(self.token_budget)
+            self.say(f"memory ran out: the step is repeated with a token budget of {self.token_budget:,}; same result")
 
-    def _backward(
-        self,
-        minibatch: MiniBatch,
-        now: Recipe,
-        objective: Objective,
-        policy_mask: Tensor | None,
-        plan: PairLayout | None,
-        found: UpdateResult,
-        *,
-        only: str | None = None,
-        watch: bool = True,
-    ) -> None:
-        """One pass over all packs, of all terms or of one; ``watch`` also takes the statistics, once per update."""
-        for part, rows in self._parts(minibatch, now, policy_mask, plan, fixed=watch or only == "preference"):
-            values, statistics = objective.terms(part)
-            if only is not None:
-                values = {name: value for name, value in values.items() if name == only}
-            learned = [value for value in values.values() if value.requires_grad]  # entropy may be only watched
-            if learned:
-                torch.stack(learned).sum().backward()  # type: ignore[no-untyped-call]
-            self._note(found, values, statistics if watch else {})
-            if found.mismatch is not None and watch and rows is not None:
-                found.mismatch.add(part.logps, _rows(minibatch.sampler_logps, rows, part.logps), part.mask)
-
-    def _parts(
-        self, minibatch: MiniBatch, now: Recipe, policy_mask: Tensor | None, plan: PairLayout | None, *, fixed: bool
-    ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
-        """Pack after pack: of the samples with the rows that they are, then of a data set's pairs."""
-        if len(minibatch):
-            yield from self._sampled_parts(minibatch, now, policy_mask, None if plan is None else plan.sampled)
-        if fixed and minibatch.pairs is not None and plan is not None and plan.fixed is not None:
-            prompts, completions, _ = minibatch.pairs.fixed_answers
-            for rows, found in each_pack(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
-                yield MicroBatch(found.logps, found.mask, pairs=_on(plan.fixed.part(rows), found.logps)), None
-
-    def _sampled_parts(
-        self, minibatch: MiniBatch, now: Recipe, policy_mask: Tensor | None, pairs: PairIndex | None
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
-        exact = self._exact_kl(minibatch, now)
-        packs = each_pack(
-            self.handle,
-            minibatch.prompts,
-            minibatch.completions,
-            temperature=now.sampling.temperature,
-            kept=minibatch.kept,
-            with_entropy=True,
-            with_states=exact is not None,
-            token_budget=self._budget(minibatch),
-        )
-        for rows, found in packs:
-            states = found.states
-            yield (
-                MicroBatch(
-                    logps=found.logps,
-                    mask=found.mask,
-                    advantages=minibatch.advantages[rows].to(found.logps.device),
-                    policy_mask=_optional_rows(policy_mask, rows, found.logps),
-                    old_logps=_optional_rows(minibatch.old_logps, rows, found.logps),
-                    ref_logps=_optional_rows(minibatch.ref_logps, rows, found.logps) if now.loss.kl_coef else None,
-                    entropy=found.entropy,
-                    exact_kl=None if exact is None or states is None else exact.next(states, found.mask),
-                    pairs=None if pairs is None else _on(pairs.part(rows), found.logps),
-                ),
-                rows,
+        def too_large() -> str:
+            return (
+                f"memory ran out with a single sample of {longest_sequence(batch)} tokens; use a smaller model, "
+                "model.gradient_checkpointing = true, [model.lora], or shorter completions (sampling.max_new_tokens)"
             )
 
-    def _exact_kl(self, minibatch: MiniBatch, now: Recipe) -> ExactKL | None:
-        if self.reference is None or not now.loss.kl_coef or now.loss.kl not in FACTOR_OF:
-            return None
-        return ExactKL(
-            self.handle,
-            self.reference,
-            minibatch.prompts,
-            minibatch.completions,
-            form=now.loss.kl,
-            temperature=now.sampling.temperature,
-            token_budget=self._budget(minibatch),
-            dropout=self.dropout,
-        )
+        try:
+            return retry_with_less_memory(compute, can_shrink=can_shrink, shrink=shrink, too_large=too_large)
+        except OutOfMemoryError:
+            self.optimizer.zero_grad(set_to_none=True)
+            raise
 
-    @torch.no_grad()
-    def _logps(self, minibatch: MiniBatch | CompletionBatch, now: Recipe, *, with_entropy: bool = False) -> TokenLogps:
-        while True:
-            try:
-                return completion_logps(
-                    self.handle,
-                    minibatch.prompts,
-                    minibatch.completions,
-                    temperature=now.sampling.temperature,
-                    kept=minibatch.kept,
-                    with_entropy=with_entropy,
-                    token_budget=self._budget(minibatch),
-                )
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                self._make_room(error, minibatch)
-
-    def _budget(self, minibatch: MiniBatch | CompletionBatch) -> int:
-        """The token budget, or the longest sample where that is more."""
-        return max(self.token_budget, longest(minibatch))
-
-    def _make_room(self, error: Exception, minibatch: MiniBatch | CompletionBatch) -> None:
-        """After running out of memory: give back what generation holds and halve the packs; else raise again."""
-        if not out_of_memory(error):
-            raise error
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.token_budget <= max(SMALLEST_BUDGET, longest(minibatch)):
-            raise OutOfMemoryError(
-                f"memory ran out with a single sample of {longest(minibatch)} tokens; use a smaller model, "
-                "model.gradient_checkpointing = true, [model.lora], or shorter answers (sampling.max_new_tokens)"
-            ) from error
-        self._release()
-        self.token_budget = max(SMALLEST_BUDGET, self.token_budget // 2)
-        self.say(f"memory ran out: the step is done again with a token budget of {self.token_budget:,}; same result")
-
-    def _release(self) -> None:
-        """Give back what generation holds, and what the allocator keeps."""
+    def _release_memory(self) -> None:
+        """Release what generation holds, and the allocator's cache."""
         self.release()
         if self.handle.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _norm(self, now: Recipe) -> float:
-        gradients = [master.grad for master in self.masters.parameters() if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        if now.optimizer.max_grad_norm is not None and bool(norm.isfinite()):
-            torch.nn.utils.clip_grads_with_norm_(list(self.masters.parameters()), now.optimizer.max_grad_norm, norm)
-        return float(norm)
-
-    @staticmethod
-    def _note(found: UpdateResult, values: dict[str, Tensor], statistics: dict[str, Tensor]) -> None:
-        """Add a part's shares, still on the device: a number asked for now would make the GPU wait."""
-        for sums, more in ((found.values, values), (found.statistics, statistics)):
-            for name, value in more.items():
-                sums[name] = sums.get(name, 0.0) + value.detach()
-
-
-def _active_terms(now: Recipe, minibatch: MiniBatch) -> dict[str, bool]:
-    how = now.loss
-    weights = {"policy": how.policy_coef, "kl": how.kl_coef, "entropy": how.entropy_coef}
-    return {**{name: bool(weight) for name, weight in weights.items()}, "preference": minibatch.pairs is not None}
-
 
 def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
-    """These rows of ``(n, T)``, cut to the width of a part and on its device."""
+    """These rows of ``(n, T)``, cut to the width of ``like`` and on its device."""
     return values[rows][:, : like.shape[1]].to(like.device)
-
-
-def _on(pairs: PackedPairs | PairGradients | None, like: Tensor) -> PackedPairs | PairGradients | None:
-    """A part's pairs on its device."""
-    if isinstance(pairs, PairGradients):
-        return replace(pairs, slopes=pairs.slopes.to(like.device))
-    if pairs is None:
-        return None
-    device = like.device
-    return PackedPairs(pairs.chosen.to(device), pairs.rejected.to(device), pairs.reference.to(device))
 
 
 def _optional_rows(values: Tensor | None, rows: Tensor, like: Tensor) -> Tensor | None:
     return None if values is None else _rows(values, rows, like)
+
+
+def _to_device(pairs: PackedPairs | PairGradients | None, like: Tensor) -> PackedPairs | PairGradients | None:
+    device = like.device
+    if isinstance(pairs, PairGradients):
+        return replace(pairs, grads=pairs.grads.to(device))
+    if pairs is None:
+        return None
+    return PackedPairs(pairs.chosen.to(device), pairs.rejected.to(device), pairs.reference.to(device))
