@@ -1,4 +1,5 @@
-"""Imports point one way, as docs/design.md says, and importing groupwise costs nothing until it is used."""
+"""The structure that docs/design.md describes: imports point down and have no cycles, importing groupwise is cheap, a
+class name means one thing, and only the trainer, its callbacks and the command line know the trainer."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import ast
 import importlib
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,9 +17,11 @@ import pytest
 import groupwise
 
 PACKAGE = Path(groupwise.__file__).parent
-BASE = {"errors", "text", "core", "rundir", "stats", "plots"}
+FILES = sorted(PACKAGE.rglob("*.py"))
 
-# What each part may import of the others. A part that is not built yet is listed all the same: the line waits for it.
+# The floors: a part may import those above its own line, and what its line adds.
+BASE = {"errors", "text", "core", "rundir", "stats", "plots"}
+LIBRARY = BASE | {"algorithms", "config", "plugins", "data", "model", "generate", "rewards", "grouping"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
@@ -27,32 +32,35 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": BASE,
     "algorithms": BASE,
     "config": BASE | {"algorithms"},
+    "plugins": BASE,
     "model": BASE | {"algorithms", "config"},
     "generate": BASE | {"algorithms", "config", "model"},
     "rewards": BASE | {"algorithms", "config"},
     "grouping": BASE | {"algorithms", "config", "model"},
-    "tasks": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping"},
-    "evaluate": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping", "tasks"},
-    "train": BASE | {"data", "algorithms", "config", "model", "generate", "rewards", "grouping", "tasks", "evaluate"},
-    "comparison": BASE,
-    "control": BASE | {"comparison"},
+    "tasks": LIBRARY,
+    "evaluate": LIBRARY | {"tasks"},
+    "training": LIBRARY | {"tasks", "evaluate"},
+    "usmle": LIBRARY | {"tasks", "evaluate", "training"},
+    "control": BASE,
 }
 EVERYTHING = set(MAY_IMPORT)
-MAY_IMPORT["integrations"] = EVERYTHING
-MAY_IMPORT["cli"] = EVERYTHING
+MAY_IMPORT["integrations"] = EVERYTHING - {"usmle", "control"}
+MAY_IMPORT["cli"] = EVERYTHING - {"usmle"}
+MAY_IMPORT["usmle"] |= {"cli"}  # it brings a command, which is made like the others
 MAY_IMPORT["__main__"] = {"cli"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
-    "PIL", "datasets", "gymnasium", "imageio", "matplotlib", "openai", "peft", "ray", "sentence_transformers",
-    "sklearn", "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
+    "PIL", "datasets", "gymnasium", "imageio", "math_verify", "matplotlib", "openai", "peft", "ray",
+    "sentence_transformers", "sklearn", "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
 }  # fmt: skip
 
 
 class Import(NamedTuple):
     part: str  # the part of groupwise that imports
     module: str  # what it imports, dotted
-    at_top: bool
+    names: tuple[str, ...]  # what it imports from there
+    in_function: bool
     where: str
 
     @property
@@ -66,7 +74,7 @@ class Import(NamedTuple):
 
 
 def imports_of(source: str, path: Path) -> list[Import]:
-    """Every import in a file of the package, wherever it stands, type-checking blocks included."""
+    """Every import in a file of the package, wherever it is, type-checking blocks included."""
     relative = path.relative_to(PACKAGE)
     part = relative.parts[0].removesuffix(".py")
     tree = ast.parse(source, str(path))
@@ -76,21 +84,23 @@ def imports_of(source: str, path: Path) -> list[Import]:
         if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
         for node in ast.walk(function)
     }
-    found = []
+    imports = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
+            modules = [(alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = node.module or ""
             if node.level:
                 package = ["groupwise", *relative.parent.parts]
                 base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            names = tuple(alias.name for alias in node.names)
             # `from groupwise import core` imports a part; `from groupwise.core import gae` imports from one.
-            modules = [f"groupwise.{a.name}" for a in node.names] if base == "groupwise" else [base]
+            modules = [(f"groupwise.{name}", ()) for name in names] if base == "groupwise" else [(base, names)]
         else:
             continue
-        found += [Import(part, module, node not in inside, f"{relative}:{node.lineno}") for module in modules]
-    return found
+        where = f"{relative}:{node.lineno}"
+        imports += [Import(part, module, names, node in inside, where) for module, names in modules]
+    return imports
 
 
 def violations(imports: list[Import]) -> list[str]:
@@ -101,24 +111,102 @@ def violations(imports: list[Import]) -> list[str]:
             problems.append(f"{entry.where}: {entry.part} may not import {target}")
         if entry.part == "core" and entry.package not in {"groupwise", "torch"} | set(sys.stdlib_module_names):
             problems.append(f"{entry.where}: core imports {entry.package}, but torch is all it may")
-        if entry.at_top and entry.package in ONLY_INSIDE_FUNCTIONS:
+        if not entry.in_function and entry.package in ONLY_INSIDE_FUNCTIONS:
             problems.append(f"{entry.where}: import {entry.package} inside the function that needs it")
     return problems
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-
-def test_direction():
-    assert len(FILES) > 15
-    found = [entry for path in FILES for entry in imports_of(path.read_text(), path)]
-    assert len(found) > 50
-    assert violations(found) == []
+def test_imports_point_down():
+    imports = [entry for path in FILES for entry in imports_of(path.read_text(), path)]
+    assert len(imports) > 50
+    assert violations(imports) == []
 
 
 def test_every_part_has_its_place():
     parts = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in FILES} - {"__init__"}
-    assert parts <= set(MAY_IMPORT)
+    assert parts == set(MAY_IMPORT)
+
+
+def module_of(path: Path) -> str:
+    parts = ("groupwise", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(sources: dict[str, list[Import]]) -> dict[str, set[str]]:
+    """Which file imports which, imports in type-checking blocks included.
+
+    A package's ``__init__`` re-exports its files, and importing one of them runs it first. So an edge from a file to
+    its own packages says nothing; and imports inside functions, which a package may use to load its names lazily, are
+    left out of ``__init__`` files.
+    """
+    graph: dict[str, set[str]] = {}
+    packages = {module for module in sources if any(other.startswith(f"{module}.") for other in sources)}
+    for module, imports in sources.items():
+        targets = set()
+        for entry in imports:
+            if module in packages and entry.in_function:
+                continue
+            submodules = {f"{entry.module}.{name}" for name in entry.names} & sources.keys()
+            targets |= submodules or {entry.module} & sources.keys()
+        graph[module] = {target for target in targets if target != module and not module.startswith(f"{target}.")}
+    return graph
+
+
+def find_cycle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_cycle_between_files():
+    sources = {module_of(path): imports_of(path.read_text(), path) for path in FILES}
+    graph = import_graph(sources)
+    assert sum(map(len, graph.values())) > 200
+    assert find_cycle(graph) == []
+
+
+def test_a_cycle_would_be_found():
+    def imports(module: str) -> Import:
+        return Import("a", module, (), False, "")
+
+    sources = {"a": [imports("a.x")], "a.x": [imports("a.y")], "a.y": [imports("a")]}
+    assert find_cycle(import_graph(sources)) == []  # a file and its own package
+    sources["a.y"].append(imports("a.x"))
+    assert set(find_cycle(import_graph(sources))) == {"a.x", "a.y"}
+
+
+def functions_that_take_a_trainer(source: str) -> list[str]:
+    return [
+        node.name
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and any(
+            argument.arg == "trainer" or "Trainer" in ast.unparse(argument.annotation or ast.Constant(None))
+            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        )
+    ]
+
+
+def test_only_callbacks_and_the_command_line_take_a_trainer():
+    assert functions_that_take_a_trainer("def f(a, *, trainer): ...\ndef g(run: Trainer | None): ...") == ["f", "g"]
+    takers = {
+        str(path.relative_to(PACKAGE)): names
+        for path in FILES
+        if (names := functions_that_take_a_trainer(path.read_text()))
+        and path.relative_to(PACKAGE).parts[0] not in ("cli", "integrations")  # verl has a trainer of its own
+    }
+    assert set(takers) <= {"training/trainer.py"}
+
+
+def test_a_class_name_means_one_thing():
+    names: Counter[str] = Counter()
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                names[node.name] += 1
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 @pytest.mark.parametrize(
@@ -128,17 +216,17 @@ def test_every_part_has_its_place():
         ("core/kl.py", "def f():\n    from transformers import x", "core imports transformers"),
         ("core/kl.py", "from groupwise.rundir import RunDir", "core may not import rundir"),
         ("stats.py", "from groupwise import plots", "stats may not import plots"),
-        ("rundir/run.py", "from ..train import loop", "rundir may not import train"),
+        ("rundir/run.py", "from ..training import trainer", "rundir may not import training"),
         ("control/main.py", "from groupwise.model.load import load", "control may not import model"),
-        ("train/trainer.py", "import groupwise.cli", "train may not import cli"),
-        ("evaluate.py", "def f():\n    import groupwise.integrations.trl", "evaluate may not import integrations"),
+        ("training/trainer.py", "import groupwise.cli", "training may not import cli"),
+        ("training/evaluation.py", "import groupwise.usmle.exam", "training may not import usmle"),
+        ("evaluate/answers.py", "def f():\n    import groupwise.integrations.trl", "evaluate may not import integrat"),
         ("plots.py", "import matplotlib.pyplot", "import matplotlib inside the function"),
     ],
 )
 def test_a_wrong_import_would_be_found(file, source, problem):
-    found = violations(imports_of(source, PACKAGE / file))
-    assert len(found) == 1
-    assert problem in found[0]
+    (violation,) = violations(imports_of(source, PACKAGE / file))
+    assert problem in violation
 
 
 @pytest.mark.parametrize(
@@ -151,7 +239,7 @@ def test_a_wrong_import_would_be_found(file, source, problem):
         ("rundir/run.py", "from groupwise import __version__"),
     ],
 )
-def test_a_right_import_is_not(file, source):
+def test_a_right_import_is_accepted(file, source):
     assert violations(imports_of(source, PACKAGE / file)) == []
 
 
@@ -175,7 +263,7 @@ def test_importing_the_core_loads_torch_alone():
     assert not loaded & HEAVY
 
 
-def test_importing_the_rest_waits_for_matplotlib():
+def test_importing_plots_does_not_load_matplotlib():
     loaded = loaded_by("import groupwise; groupwise.plots, groupwise.stats, groupwise.rundir")
     assert not loaded & HEAVY
 
@@ -187,6 +275,6 @@ def test_an_unknown_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("package", ["groupwise", *(f"groupwise.{name}" for name in groupwise._SUBMODULES)])
 def test_what_a_package_promises_is_there(package):
-    """Names that are loaded when they are asked for, too."""
+    """Names that are loaded lazily, too."""
     module = importlib.import_module(package)
     assert [name for name in getattr(module, "__all__", ()) if not hasattr(module, name)] == []

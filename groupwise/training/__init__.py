@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.training.callbacks import Callback, RunResult, StepReport
+    from groupwise.training.results import RunResult, StepReport
     from groupwise.training.store.rollout_files import read_rollouts
-    from groupwise.training.trainer import Trainer
+    from groupwise.training.trainer import Callback, Trainer
 
 _HOMES = {
-    "Callback": "callbacks",
-    "StepReport": "callbacks",
-    "RunResult": "callbacks",
+    "Callback": "trainer",
+    "StepReport": "results",
+    "RunResult": "results",
     "Trainer": "trainer",
     "read_rollouts": "store.rollout_files",
 }

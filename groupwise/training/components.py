@@ -1,40 +1,42 @@
-"""What a run is made of, from its recipe: task, model, prompts, rewards. Everything that can be wrong is found here,
-before a single token is sampled."""
+"""What a run is made of, loaded from its recipe: task, rewards, model, prompts, preference pairs.
+
+Everything that can be wrong with a recipe is found here, before a single token is sampled.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from groupwise.config import Recipe, resolve_scheduled, samples_answers, scheduled_names
+from groupwise.config import Recipe, resolve_scheduled, scheduled_names
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError, check_choice
+from groupwise.evaluate import REWARD
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
 from groupwise.grouping.embed import check_embedder
 from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare, set_threads
 from groupwise.model.handle import ModelHandle
-from groupwise.model.precision import MasterWeights
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, load_task
-from groupwise.tasks.base import Row
+from groupwise.tasks.base import TaskRow
+from groupwise.text import Say
+from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
-from groupwise.training.schedule.schedule import Schedule, warmup_decay
-from groupwise.training.update.objective import find_loss
-
-Say = Callable[[str], None]
+from groupwise.training.schedule.schedule import Schedule
+from groupwise.training.update.objective import find_loss, needs_reference, samples_completions
 
 
 @dataclass(frozen=True)
 class PromptSet:
     """Rows and their prompts, side by side."""
 
-    rows: list[Row]
+    rows: list[TaskRow]
     prompts: list[Prompt]
 
     def __len__(self) -> int:
@@ -42,12 +44,13 @@ class PromptSet:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest prompt."""
         return max((len(prompt.ids) for prompt in self.prompts), default=0)
 
 
 @dataclass(frozen=True)
 class RunComponents:
-    """All that a run is made of."""
+    """The loaded parts of a run. They do not change while it goes on; `TrainState` does."""
 
     recipe: Recipe
     task: Task
@@ -57,38 +60,68 @@ class RunComponents:
     train: PromptSet
     held_out: PromptSet
     builder: PromptBuilder
-    scorer: Scorer | None  # None where no answer is ever scored
+    scorer: Scorer | None  # None if no completion is ever scored
     stop: Stop | None
     loss: Loss
     pairs: PairSplits
-    driven: tuple[str, ...]  # the settings that a schedule moves
-
-    def ever(self, name: str) -> bool:
-        """Whether a number is not 0 at some time: to begin with, or because a schedule moves it."""
-        return bool(self.recipe.get(name)) or name in self.driven
+    driven: tuple[str, ...]  # the settings that a schedule changes
 
     @property
     def samples(self) -> bool:
-        """Whether answers are sampled at some time; else there are pairs of a data set alone."""
-        return samples_answers(self.recipe, self.driven)
+        """Whether completions are sampled at some time; otherwise the run only learns from pairs of a data set."""
+        return samples_completions(self.recipe, self.driven)
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the run is supervised fine-tuning alone (train.steps = 0)."""
+        return self.recipe.train.steps == 0
 
     @property
     def learns_from_pairs(self) -> bool:
         """Whether there is a preference term at some time."""
-        return self.ever("preference.weight")
+        return self._is_ever_set("preference.weight")
 
     @property
     def uses_reference(self) -> bool:
-        """Whether a reference is needed: for a KL, for pairs, or for a mask that looks at it."""
-        if self.recipe.train.steps == 0:
-            return bool(self.pairs.held_out)
-        needs = self.ever("loss.kl_coef") or self.recipe.masks.off_policy == "reference_drift"
-        return needs or self.learns_from_pairs or bool(self.pairs.held_out)
+        """Whether a reference policy is needed: for the update, or to evaluate held-out pairs."""
+        return bool(self.pairs.held_out) or (not self.supervised and needs_reference(self.recipe, self.driven))
 
     @property
-    def keeps_reference(self) -> bool:
-        """Whether the reference's log-probs of a data set's pairs are found once: they are kept, and it never moves."""
-        return self.recipe.preference.cache and not self.ever("reference.refresh_every")
+    def has_fixed_reference(self) -> bool:
+        """Whether the reference's log-probs of a data set's pairs are computed once and kept."""
+        return self.recipe.preference.cache_ref_logps and not self._is_ever_set("reference.refresh_every")
+
+    @property
+    def metric(self) -> str | None:
+        """The metric that selects the best checkpoint; None if nothing is held out."""
+        measured = self.measured_metrics
+        if not measured:
+            return None
+        chosen = self.recipe.evaluate.metric or (self.task.metric if len(self.held_out) else None) or measured[0]
+        if chosen not in measured:
+            raise ConfigError(
+                f"evaluate.metric {chosen!r} is not measured by this task (there are: {', '.join(measured)})"
+            )
+        return chosen
+
+    @property
+    def measured_metrics(self) -> list[str]:
+        """The metrics of an evaluation that can select a checkpoint: grades or the reward, and the pairs' accuracy."""
+        names = (list(self.task.grades) or [REWARD]) if len(self.held_out) else []
+        return [*names, PREFERENCE_ACCURACY] if self.pairs.held_out else names
+
+    @property
+    def goal(self) -> float | None:
+        """The task's goal for its metric; None for a metric of pairs."""
+        return None if self.metric == PREFERENCE_ACCURACY else self.task.goal
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether the same tokens get other log-probs in each forward pass of training."""
+        return self.recipe.model.has_dropout
+
+    def _is_ever_set(self, name: str) -> bool:
+        return bool(self.recipe.get(name)) or name in self.driven
 
 
 def load_components(
@@ -98,22 +131,62 @@ def load_components(
     rewards: Sequence[Any] = (),
     say: Say = lambda text: None,
 ) -> RunComponents:
-    """Load and check everything."""
+    """Load and check everything. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
-    samples = samples_answers(recipe, driven)
+    samples = samples_completions(recipe, driven)
     task = task or (load_task(recipe) if samples or names_rows(recipe) else Task("pairs", []))
     for note in task.notes:
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
     loss = find_loss(recipe.loss.name)
-    check_objective(recipe, driven, scorer)
+    _check_objective(recipe, driven, scorer)
+    _check_batches(recipe, samples)
     _check_sft(recipe, task)
-    settings = recipe.model
-    lora = None
+    model, tokenizer = _load_model(recipe)
+    builder = PromptBuilder(
+        tokenizer,
+        system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
+        chat=recipe.data.chat,
+        chat_template_kwargs=recipe.data.chat_template_kwargs,
+        max_prompt_length=recipe.data.max_prompt_length,
+        on_too_long=recipe.data.on_too_long,
+    )
+    train = _build_prompts(builder, task.train, recipe.data.prompt, "training", say)
+    held_out = _build_prompts(builder, task.held_out, recipe.data.prompt, "held-out", say)
+    if scorer is not None and (len(train) or len(held_out)):
+        scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
+    handle = prepare(model, compile=recipe.model.compile, notice=say)
+    _check_window(recipe, handle, train, held_out)
+    stop_strings = [*recipe.sampling.stop, *task.stop]
+    learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in driven
+    return RunComponents(
+        recipe=recipe,
+        task=task,
+        model=model,
+        tokenizer=tokenizer,
+        handle=handle,
+        train=train,
+        held_out=held_out,
+        builder=builder,
+        scorer=scorer,
+        stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
+        loss=loss,
+        pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
+        driven=driven,
+    )
+
+
+def _load_model(recipe: Recipe) -> tuple[Any, Any]:
+    settings, lora = recipe.model, None
     if settings.lora is not None:
-        how = settings.lora
-        targets = how.targets if isinstance(how.targets, str) else tuple(how.targets)
-        lora = LoraSettings(how.rank, how.alpha, how.dropout, targets, how.rslora)
+        targets = settings.lora.targets
+        lora = LoraSettings(
+            settings.lora.rank,
+            settings.lora.alpha,
+            settings.lora.dropout,
+            targets if isinstance(targets, str) else tuple(targets),
+            settings.lora.rslora,
+        )
     set_threads()
     model, tokenizer = load_model_and_tokenizer(
         settings.source,
@@ -126,80 +199,33 @@ def load_components(
     )
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    builder = PromptBuilder(
-        tokenizer,
-        system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
-        chat=recipe.data.chat,
-        chat_template_kwargs=recipe.data.chat_template_kwargs,
-        max_prompt_length=recipe.data.max_prompt_length,
-        on_too_long=recipe.data.on_too_long,
-    )
-    train = _questions(builder, task.train, recipe.data.prompt, "training", say)
-    held_out = _questions(builder, task.held_out, recipe.data.prompt, "held-out", say)
-    if scorer is not None and (len(train) or len(held_out)):
-        scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
-    handle = prepare(model, compile=settings.compile, notice=say)
-    _check_window(recipe, handle, train, held_out)
-    strings = [*recipe.sampling.stop, *task.stop]
-    return RunComponents(
-        recipe=recipe,
-        task=task,
-        model=model,
-        tokenizer=tokenizer,
-        handle=handle,
-        train=train,
-        held_out=held_out,
-        builder=builder,
-        scorer=scorer,
-        stop=StopStrings(tokenizer, strings) if strings else None,
-        loss=loss,
-        pairs=load_pairs(
-            recipe,
-            builder,
-            handle.window,
-            learns=bool(recipe.preference.weight) or "preference.weight" in driven,
-            say=say,
-        ),
-        driven=driven,
-    )
+    return model, tokenizer
 
 
 def names_rows(recipe: Recipe) -> bool:
-    """Whether a recipe has questions, to train on or to evaluate by; pairs alone need none."""
+    """Whether a recipe has rows to sample from or to evaluate on; pairs alone need none."""
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
 def check_rows(components: RunComponents) -> None:
-    """Raise an error where answers are to be sampled, but there is nothing to ask."""
+    """Raise an error if completions are to be sampled but there is no row to train on."""
     if components.samples and not len(components.train):
         raise ConfigError(f"the task {components.task.name!r} has no rows to train on; set data.train")
 
 
-def check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:
-    """Raise an error where nothing would be learned, or where group pairs are ordered by a reward that is not there."""
-    weights = ("loss.policy_coef", "preference.weight")
-    if not any(recipe.get(name) or name in driven for name in weights) and recipe.train.steps != 0:
-        raise ConfigError(
-            "loss.policy_coef and preference.weight are both 0, so nothing would be learned; set one of them"
-        )
-    names = [] if scorer is None else [function.name for function in scorer.functions]
-    if recipe.preference.reward is not None:
-        check_choice("preference.reward:", recipe.preference.reward, names, ConfigError)
+def groups_by_similarity(recipe: Recipe) -> bool:
+    """Whether a run clusters similar completions, for the advantages or only to log their diversity."""
+    return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.log_diversity)
 
 
-def compares_texts(recipe: Recipe) -> bool:
-    """Whether a run looks at which answers are alike, to compare these alone or only to measure it."""
-    return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.measure)
-
-
-def check_embedder_of(recipe: Recipe) -> None:
-    """Raise an error if a run needs an embedder that cannot be had. An evaluation needs none."""
-    if compares_texts(recipe):
+def check_run_embedder(recipe: Recipe) -> None:
+    """Raise an error if a training run needs an embedder that is not available."""
+    if groups_by_similarity(recipe):
         check_embedder(recipe.grouping.embedder)
 
 
 def count_steps(components: RunComponents) -> int:
-    """How many steps a run has: train.steps, or as many as its epochs take; without answers, epochs of its pairs."""
+    """The number of steps: train.steps, or as many as the epochs over the rows (or the pairs) take."""
     train = components.recipe.train
     if train.steps is not None:
         return train.steps
@@ -210,11 +236,11 @@ def count_steps(components: RunComponents) -> int:
 
 
 def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
-    """The task's rewards, those of the recipe, and those given in Python; ``needed``: answers will be scored."""
+    """The rewards of the task, of the recipe, and those given in Python. ``needed``: completions will be scored."""
     functions = list(task.rewards)
     for entry in recipe.rewards:
         functions.append(named(make_reward(entry.function, entry.options), entry.weight, entry.name))
-    functions += [given if isinstance(given, RewardFunction) else named(given) for given in rewards]
+    functions += [reward if isinstance(reward, RewardFunction) else named(reward) for reward in rewards]
     if functions:
         return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
     if needed:
@@ -233,91 +259,64 @@ def make_schedule(recipe: Recipe) -> Schedule:
 
     phases, ramps = parse_phases(recipe.phases, resolve), parse_ramps(recipe.ramps, resolve)
     for phase in phases:
-        _try(recipe, dict(phase.set), f"phase {phase.name!r}")
+        _check_scheduled(recipe, dict(phase.set), f"phase {phase.name!r}")
     for ramp in ramps:
         for _, value in ramp.points:
-            whole = isinstance(recipe.get(ramp.setting), int)
-            _try(recipe, {ramp.setting: round(value) if whole else float(value)}, f"the ramp of {ramp.setting}")
+            integer = isinstance(recipe.get(ramp.setting), int)
+            point = {ramp.setting: round(value) if integer else float(value)}
+            _check_scheduled(recipe, point, f"the ramp of {ramp.setting}")
     return Schedule(scheduled_names(recipe), phases=phases, ramps=ramps, rules=parse_rules(recipe.rules, resolve))
 
 
-def _try(recipe: Recipe, values: dict[str, Any], where: str) -> None:
-    """A value that a schedule will set later is refused now, not after hours."""
+def _check_scheduled(recipe: Recipe, values: dict[str, Any], where: str) -> None:
+    """A value that the schedule will set later is refused when the run starts, not after hours."""
     try:
-        recipe.with_settings(
+        step_recipe = recipe.with_settings(
             {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()}
         )
+        _check_batches(step_recipe, samples_completions(step_recipe))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def make_optimizer(
-    recipe: Recipe, model: Any, masters: MasterWeights, say: Say = lambda text: None
-) -> torch.optim.AdamW:
-    """AdamW on the masters: input embeddings may have a learning rate of their own, and only matrices decay.
-
-    The head never has that rate. Where it is the same matrix as the embeddings, the plain rate holds for both, unless
-    optimizer.tied_embedding_rate says otherwise; what is not applied is said.
-    """
-    names = _embeddings(recipe, model)
-    trained = {name for name, _ in masters.named_parameters()}
-    own = recipe.optimizer.embedding_learning_rate
-    if own not in (None, recipe.optimizer.learning_rate) and not names & trained:
-        why = "are also the head (optimizer.tied_embedding_rate = true applies it)" if not names else "are not trained"
-        say(f"optimizer.embedding_learning_rate {own:g} is not applied: the embeddings {why}")
-    groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
-    for name, master in masters.named_parameters():
-        groups.setdefault((name in names, master.dim() > 1), []).append(master)
-    how = recipe.optimizer
-    return torch.optim.AdamW(
-        [
-            {"params": members, "embedding": is_embedding, "decays": decays}
-            for (is_embedding, decays), members in sorted(groups.items())
-        ],
-        lr=how.learning_rate,
-        betas=(how.beta1, how.beta2),
-        eps=how.eps,
-        weight_decay=0.0,
-        fused=next(masters.parameters()).is_cuda,
-    )
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, now: Recipe, step: int, total_steps: int) -> None:
-    """Give each group of `make_optimizer` what the recipe of a step (from 0) says."""
-    how = now.optimizer
-    factor = warmup_decay(
-        step, warmup_steps=how.warmup_steps, total_steps=total_steps, shape=how.decay, final=how.final
-    )
-    for group in optimizer.param_groups:
-        own = how.embedding_learning_rate if group["embedding"] else None
-        group["lr"] = factor * (how.learning_rate if own is None else own)
-        group["weight_decay"] = how.weight_decay if group["decays"] else 0.0
-
-
-def _embeddings(recipe: Recipe, model: Any) -> set[str]:
-    """The names of the weights that have the embeddings' learning rate."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = outputs is not None and outputs.weight is inputs.weight
-    if tied and not recipe.optimizer.tied_embedding_rate:
-        return set()
-    return {name for name, parameter in model.named_parameters() if parameter is inputs.weight}
-
-
-def _check_sft(recipe: Recipe, task: Task) -> None:
-    name, wanted = next(
-        ((name, value) for name in ("epochs", "steps") if (value := recipe.get(f"sft.{name}"))), ("steps", None)
-    )
-    if wanted is not None and not task.examples:
-        off = "leave it out" if name == "epochs" else "set it to 0"
-        raise ConfigError(f"sft.{name} is {wanted:g}, but the task {task.name!r} has no examples; {off}")
-    if recipe.train.steps == 0 and wanted is None:
+def _check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:
+    """Raise an error if nothing would be learned, or if group pairs are ordered by a reward that does not exist."""
+    weights = ("loss.policy_coef", "preference.weight")
+    if not any(recipe.get(name) or name in driven for name in weights) and recipe.train.steps != 0:
         raise ConfigError(
-            "train.steps is 0 and there is no supervised warm-up, so nothing would be trained; set train.steps, or "
-            "sft.steps or sft.epochs for a supervised run"
+            "loss.policy_coef and preference.weight are both 0, so nothing would be learned; set one of them"
+        )
+    names = [] if scorer is None else [function.name for function in scorer.functions]
+    if recipe.preference.reward is not None:
+        check_choice("preference.reward:", recipe.preference.reward, names, ConfigError)
+
+
+def _check_batches(recipe: Recipe, samples: bool) -> None:
+    """Raise an error if there are more mini-batches than prompts or pairs in a step."""
+    if samples:
+        count, what = recipe.train.batch_size * recipe.train.accumulation, "prompts"
+        settings = "train.batch_size × train.accumulation"
+    else:
+        count, what, settings = recipe.preference.batch_size, "pairs", "preference.batch_size"
+    if recipe.train.mini_batches > count:
+        raise ConfigError(
+            f"train.mini_batches {recipe.train.mini_batches} is more than the {count} {what} of a step ({settings})"
         )
 
 
-def _questions(builder: PromptBuilder, rows: Sequence[Row], column: str, which: str, say: Say) -> PromptSet:
+def _check_sft(recipe: Recipe, task: Task) -> None:
+    setting = next((name for name in ("sft.epochs", "sft.steps") if recipe.get(name)), None)
+    if setting is not None and not task.examples:
+        off = "leave it out" if setting == "sft.epochs" else "set it to 0"
+        raise ConfigError(f"{setting} is {recipe.get(setting):g}, but the task {task.name!r} has no examples; {off}")
+    if recipe.train.steps == 0 and setting is None:
+        raise ConfigError(
+            "train.steps is 0 and there is no SFT, so nothing would be trained; set train.steps, or sft.steps or "
+            "sft.epochs for a supervised run"
+        )
+
+
+def _build_prompts(builder: PromptBuilder, rows: Sequence[TaskRow], column: str, which: str, say: Say) -> PromptSet:
     if not rows:
         return PromptSet([], [])
     prompts = builder.build(rows, column)
@@ -330,14 +329,14 @@ def _questions(builder: PromptBuilder, rows: Sequence[Row], column: str, which: 
 
 
 def _check_window(recipe: Recipe, handle: ModelHandle, train: PromptSet, held_out: PromptSet) -> None:
-    if handle.window is None:
+    if handle.context_length is None:
         return
     sampled, evaluated = recipe.sampling.max_new_tokens, recipe.evaluate.max_new_tokens
     cases = [("training", train, "sampling", sampled)]
     cases.append(("held-out", held_out, *(("sampling", sampled) if evaluated is None else ("evaluate", evaluated))))
-    for which, questions, section, tokens in cases:
-        if len(questions) and questions.longest + tokens > handle.window:
+    for which, prompts, section, tokens in cases:
+        if len(prompts) and prompts.longest + tokens > handle.context_length:
             raise ConfigError(
-                f"the longest {which} prompt has {questions.longest} tokens; with {section}.max_new_tokens {tokens} "
-                f"that is more than the model's window of {handle.window}; lower one of them (data.max_prompt_length)"
+                f"the longest {which} prompt has {prompts.longest} tokens; with {section}.max_new_tokens {tokens} "
+                f"that is more than the model's window of {handle.context_length}; lower one of them (data.max_prompt_length)"
             )

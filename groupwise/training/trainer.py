@@ -1,8 +1,9 @@
-"""The loop: sample, score, compare, learn, record; resumable to the bit.
+"""The training loop: sample, score, compare, update, record; resumable to the bit.
 
-`Trainer` is built from a recipe and read from top to bottom: `steps` is the run, `_step` is one step of GRPO. What
-each line of it does in detail stands in the module of that name beside this one. Every random choice of a step comes
-from (seed, step), so a run that stops after step k and goes on is the run that never stopped.
+`Trainer` is built from a recipe and read from top to bottom: `steps` is the run, `_step` is one step of GRPO. The
+details of each line are in the folders beside this file, in the order of the step: rollout/, update/, store/. Every
+random choice of a step comes from (seed, step), so a run that stops after step k and is resumed equals the run that
+never stopped.
 """
 
 from __future__ import annotations
@@ -16,56 +17,74 @@ from typing import Any
 import torch
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config import Recipe, make_recipe, samples_answers
+from groupwise.config import Recipe, make_recipe
 from groupwise.data import Order
 from groupwise.errors import ConfigError
-from groupwise.evaluate import REWARD, Evaluation
+from groupwise.evaluate import Evaluation
 from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.logprobs import default_token_budget
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.signals import StopRequest, stop_on_signals
-from groupwise.tasks.base import Row, Task
-from groupwise.training.callbacks import Callback, RunResult, StepReport
+from groupwise.tasks.base import Task, TaskRow
 from groupwise.training.components import (
     RunComponents,
-    check_embedder_of,
     check_rows,
-    compares_texts,
+    check_run_embedder,
     count_steps,
+    groups_by_similarity,
     load_components,
-    make_optimizer,
     make_schedule,
-    set_learning_rate,
+    names_rows,
 )
-from groupwise.training.display.base import Display, LineDisplay, RunFacts
-from groupwise.training.evaluation import evaluate_run, metric_of
+from groupwise.training.display import Display, LineDisplay, RunFacts
+from groupwise.training.display.curves import draw_curves
+from groupwise.training.evaluation import evaluate_policy
 from groupwise.training.monitor.health_checks import HealthChecks
-from groupwise.training.monitor.log_prob_mismatch import has_dropout, mismatch_warning
+from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
-from groupwise.training.rollout.advantages import compare, find_advantage, find_grouping
+from groupwise.training.results import RunResult, StepReport
+from groupwise.training.rollout.advantages import compute_group_advantages, find_advantage, find_grouping
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
-from groupwise.training.rollout.collector import RolloutCollector, RolloutResult, derive_seed
-from groupwise.training.sft import SupervisedFineTuning, run_sft
-from groupwise.training.store import checkpoint
-from groupwise.training.store.export import finish_run, open_run, write_recipe
-from groupwise.training.store.recorder import PREFERRED, Recorder, rewind
-from groupwise.training.store.run_state import resume_run, save_run
+from groupwise.training.rollout.collector import RolloutCollector, RolloutResult
+from groupwise.training.seeds import derive_seed
+from groupwise.training.sft import SupervisedFineTuning
+from groupwise.training.state import TrainState
+from groupwise.training.store.checkpoint import checkpoint_name
+from groupwise.training.store.checkpointer import Checkpointer
+from groupwise.training.store.export import export_policy, push_to_hub
+from groupwise.training.store.model_card import model_card
+from groupwise.training.store.recorder import Recorder
+from groupwise.training.store.run_folder import open_run, write_recipe
+from groupwise.training.summary import run_summary
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
+from groupwise.training.update.objective import samples_completions
+from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
 
 
-class Trainer:
-    """A run of GRPO. ``run()`` does it all; ``for report in trainer.steps()`` leaves the loop to you.
+class Callback:
+    """Derive from this class and override what you need; the trainer may be inspected freely."""
 
-    task: in place of the one that the recipe names. rewards: functions beside the task's and the recipe's.
-    folder, resume, overwrite: where the run is kept, and whether to go on with one or to begin it anew.
+    def on_start(self, trainer: Trainer) -> None: ...
+    def on_rollout(self, trainer: Trainer, batch: Batch, group_advantages: GroupAdvantages) -> None: ...
+    def on_step(self, trainer: Trainer, report: StepReport) -> None: ...
+    def on_evaluation(self, trainer: Trainer, evaluation: Evaluation) -> None: ...
+    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None: ...
+    def on_end(self, trainer: Trainer, result: RunResult) -> None: ...
+
+
+class Trainer:
+    """A run of GRPO. ``run()`` does everything; with ``for report in trainer.steps()`` the loop is yours.
+
+    task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
+    folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
     """
 
     def __init__(
@@ -80,47 +99,29 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        self.recipe, self.callbacks = recipe, list(callbacks)
+        self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
         self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
-        check_embedder_of(recipe)
+        check_run_embedder(recipe)
         self.components: RunComponents = load_components(recipe, task=task, rewards=rewards, say=self.say)
-        self.samples = self.components.samples  # else there are pairs of a data set alone
         check_rows(self.components)
-        self.advantage = find_advantage(recipe.advantages.function)
-        self.grouping = find_grouping(recipe.advantages.grouping)
-        self.metric = metric_of(self.components)
-        self.aliases = find_algorithm(recipe.algorithm).metrics
+        self.advantage_function = find_advantage(recipe.advantages.function)
+        self.grouping_function = find_grouping(recipe.advantages.grouping)
+        self.metric = self.components.metric
+        self.metric_aliases = find_algorithm(recipe.algorithm).metrics
         self.sft = SupervisedFineTuning(self.components) if recipe.sft.steps or recipe.sft.epochs else None
-        self.supervised = recipe.train.steps == 0  # the warm-up is the run, and its steps are the run's
-        self.grouper = make_grouper(recipe.grouping, self.say) if compares_texts(recipe) else None
-        self.run_dir: RunDir = open_run(recipe, folder, resume=resume, overwrite=overwrite)
-        self.resuming = resume
+        self.total_steps = count_steps(self.components) or (self.sft.steps if self.sft is not None else 0)
+        self.grouper = make_grouper(recipe.grouping, self.say) if groups_by_similarity(recipe) else None
+        self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
 
-        handle = self.components.handle
-        self._prepare_model()
-        self.masters = MasterWeights(self.components.model)
-        self.optimizer = make_optimizer(recipe, self.components.model, self.masters, self.say)
-        self.schedule = make_schedule(recipe)
+        handle, model = self.components.handle, self.components.model
+        if recipe.model.gradient_checkpointing:
+            handle.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        handle.model.train(recipe.model.gradient_checkpointing or self.components.has_dropout)
+        self.masters = MasterWeights(model)
+        self.optimizer = make_optimizer(recipe, model, self.masters, self.say)
+        self.reference: Reference | None = None  # the policy after SFT, so not known yet
         self.engine = Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
-        self.order = Order(max(1, len(self.components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
-        self.pairs = PairSampler(self.components.pairs, recipe)
-        self.sampler = RolloutCollector(
-            self.engine,
-            self.components.tokenizer,
-            self.components.train.rows,
-            self.components.train.prompts,
-            self.components.scorer,
-            self.order,
-            self.compare,
-            prompt_column=recipe.data.prompt,
-            seed=recipe.train.seed,
-            stop=self.components.stop,
-            overlong=recipe.scoring.overlong_buffer > 0,
-            grouper=self.grouper,
-            say=self.say,
-        )
-        self.reference: Reference | None = None
         self.updater = Updater(
             handle,
             self.masters,
@@ -128,43 +129,70 @@ class Trainer:
             None,
             recipe.train.token_budget or default_token_budget(handle),
             self.components.loss,
-            dropout=has_dropout(recipe),
+            dropout=self.components.has_dropout,
             release=self.engine.release,
             say=self.say,
         )
+
+        self.state = TrainState()
+        self.schedule = make_schedule(recipe)
+        self.order = Order(max(1, len(self.components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        self.pairs = PairSampler(self.components.pairs, recipe)
+        self.health_checks = HealthChecks(self.components.task.metric, self.components.task.health_checks)
+        self.question_log = QuestionLog(self.components.train.rows, self.components.task.metric)
+        self.checkpointer = Checkpointer(
+            self.run_dir,
+            self.components,
+            self.state,
+            {
+                "order": self.order,
+                "pairs": self.pairs,
+                "schedule": self.schedule,
+                "health_checks": self.health_checks,
+                "questions": self.question_log,
+            },
+            self.question_log,
+            masters=self.masters,
+            optimizer=self.optimizer,
+            updater=self.updater,
+            engine=self.engine,
+            say=self.say,
+        )
+        self.collector = RolloutCollector(
+            self.engine,
+            self.components.tokenizer,
+            self.components.train.rows,
+            self.components.train.prompts,
+            self.components.scorer,
+            self.order,
+            self.compute_advantages,
+            prompt_column=recipe.data.prompt,
+            seed=recipe.train.seed,
+            stop=self.components.stop,
+            overlong=recipe.scoring.overlong_buffer > 0,
+            grouper=self.grouper,
+            say=self.say,
+        )
         self.timer = StepTimer(handle.device)
-        self.records: Recorder | None = None
+        self.recorder: Recorder | None = None
         self.stopping = StopRequest()
-        self.step = 0  # steps done
-        self.tokens = 0  # tokens sampled
-        self.best: dict[str, Any] | None = None  # {"step": …, "value": …, "metrics": {…}}
-        self.worse = 0  # evaluations since the best one
-        self.first: dict[str, float] = {}
-        self.last: dict[str, float] = {}
-        self.evaluated_at = -1
-        self.saved: tuple[int, dict[str, Any]] | None = None  # the last checkpoint's step and state
-        self.warned = False
-        self.checks = HealthChecks(self.components.task.metric)
-        self.questions = QuestionLog(self.components.train.rows, self.components.task.metric)
-        self.total_steps = count_steps(self.components)
-        if self.supervised and self.sft is not None:
-            self.total_steps = self.sft.steps
+        self._warned_of_mismatch = False
 
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[Row],
+        rows: Sequence[TaskRow],
         rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
         *,
         model: str = "tiny",
-        held_out: Sequence[Row] = (),
+        held_out: Sequence[TaskRow] = (),
         algorithm: str = "dapo",
         callbacks: Sequence[Callback] = (),
         folder: str | Path | None = None,
         resume: bool = False,
         **sections: Mapping[str, Any],
     ) -> Trainer:
-        """A trainer without a recipe file: rows with a ``prompt``, a reward or several, and any section as a keyword.
+        """A trainer without a recipe file: rows with a ``prompt``, one or more rewards, and any section as a keyword.
 
         ``Trainer.from_rows(rows, reward, model="smollm2-135m", train={"steps": 50}, loss={"kl_coef": 0.01})``
         """
@@ -179,10 +207,15 @@ class Trainer:
             resume=resume,
         )
 
+    @property
+    def step(self) -> int:
+        """The number of finished steps."""
+        return self.state.step
+
     # --- the run -----------------------------------------------------------------------------------------------------
 
     def run(self) -> RunResult:
-        """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and `RunResult` says so."""
+        """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and the result says so."""
         with self.display, stop_on_signals(self.say) as self.stopping:
             try:
                 for _ in self.steps():
@@ -192,24 +225,54 @@ class Trainer:
                 self.close()
 
     def steps(self) -> Iterator[StepReport]:
-        """One `StepReport` after another, up to the last step. Call `finish` behind the loop for the model, and `close`."""
-        self._begin()
-        while self.step < self.total_steps and not self.stopping and not self._out_of_patience():
+        """One `StepReport` per step. Call `finish` after the loop for the model, and `close`."""
+        self._start()
+        while self.state.step < self.total_steps and not self.stopping and not self._out_of_patience():
             report = self._step()
-            self._after(report)
+            self._after_step(report)
             yield report
 
     def finish(self) -> RunResult:
-        """Evaluate and save what has not been yet, and export the model, unless somebody asked for the end."""
-        if not self.stopping and self.evaluated_at != self.step:
+        """Evaluate and save if that is due, and export the model unless the run was stopped."""
+        if not self.stopping and self.state.evaluated_at != self.state.step:
             self.evaluate()
-        if self.step:
+        if self.state.step:
             self.save()
-        return finish_run(self)
+        model = None
+        if self.state.step and not self.stopping:
+            self.display.stage("exporting the model")
+            model = self._export()
+        picture = None
+        if self.recipe.run.plot:
+            picture = draw_curves(self.run_dir.path, metric=self.metric, goal=self.components.goal)
+        result = RunResult(
+            step=self.state.step,
+            first=self.state.first,
+            last=self.state.last,
+            best_step=None if self.state.best is None else int(self.state.best["step"]),
+            model=model,
+            folder=self.run_dir.path,
+            exit_status=self.stopping.exit_status,
+        )
+        if model is not None and self.recipe.run.push_to_hub is not None:
+            self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
+            push_to_hub(model, self.recipe.run.push_to_hub, self.say)
+        self.display.finish(
+            run_summary(
+                self.components,
+                self.state,
+                result,
+                self.question_log,
+                total_steps=self.total_steps,
+                picture=picture,
+            )
+        )
+        self._call("on_end", result)
+        return result
 
     def close(self) -> None:
-        if self.records is not None:
-            self.records.close()
+        if self.recorder is not None:
+            self.recorder.close()
         self.masters.close()
         self.engine.release()
         if self.grouper is not None:
@@ -227,134 +290,166 @@ class Trainer:
     # --- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> StepReport:
-        now = self.now()
-        if samples_answers(now):
-            sampled = self.sampler.sample(self.step, now, self.state_for_rewards(), self.timer)
+        state, step_recipe = self.state, self.step_recipe()
+        if samples_completions(step_recipe):
+            rollout = self.collector.collect(state.step, step_recipe, self.trainer_state(), self.timer)
         else:
-            sampled = RolloutResult(empty_batch(len(self.sampler.names)))
-        batch = sampled.batch
-        group_advantages = self.compare(batch, now)
+            rollout = RolloutResult(empty_batch(len(self.collector.names)))
+        batch = rollout.batch
+        group_advantages = self.compute_advantages(batch, step_recipe)
         if len(batch):
-            self.call("on_rollout", batch, group_advantages)
+            self._call("on_rollout", batch, group_advantages)
         with self.timer("train"):
-            minibatches, updates = self._learn(batch, group_advantages, now)
-        self.step += 1
-        self.tokens += sampled.tokens
-        if self.reference is not None and now.reference.refresh_every and self.step % now.reference.refresh_every == 0:
-            self.reference.refresh(now.reference.mix)
-        self.questions.observe(batch, group_advantages)
-        for others in sampled.left_out:
-            self.questions.observe(others, self.compare(others, now))
-        metrics = step_metrics(sampled, group_advantages, self.sampler.names, minibatches, updates, now)
+            minibatches, updates = self._update(batch, group_advantages, step_recipe)
+        state.step += 1
+        state.tokens += rollout.tokens
+        refresh = step_recipe.reference
+        if self.reference is not None and refresh.refresh_every and state.step % refresh.refresh_every == 0:
+            self.reference.refresh(refresh.mix)
+        self.question_log.observe(batch, group_advantages)
+        for replaced in rollout.left_out:
+            self.question_log.observe(replaced, self.compute_advantages(replaced, step_recipe))
+        metrics = step_metrics(rollout, group_advantages, self.collector.names, minibatches, updates, step_recipe)
         metrics |= {
             "learning_rate": self.optimizer.param_groups[0]["lr"],  # the embeddings' group, if any, is the last
-            "temperature": now.sampling.temperature,
-            "samples_per_prompt": now.sampling.samples_per_prompt,
-            "kl_coef": now.loss.kl_coef,
-            "num_tokens": self.tokens,
-            "epoch": self.order.epoch if self.samples else self.pairs.epoch,
+            "temperature": step_recipe.sampling.temperature,
+            "samples_per_prompt": step_recipe.sampling.samples_per_prompt,
+            "kl_coef": step_recipe.loss.kl_coef,
+            "num_tokens": state.tokens,
+            "epoch": self.order.epoch if self.components.samples else self.pairs.epoch,
             "token_budget": self.updater.token_budget,
         }
         if self.reference is not None:
             metrics["reference_refreshes"] = self.reference.refreshes
         timing = self.timer.take()
-        metrics |= {"tokens_per_second": sampled.tokens / timing["step_time"], **timing}
-        metrics = with_aliases(metrics, self.aliases)
-        self._warn_about(metrics, now, sampled)
-        return StepReport(self.step, metrics, batch, group_advantages)
+        metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
+        metrics = with_aliases(metrics, self.metric_aliases)
+        self._warn(metrics, step_recipe, rollout)
+        return StepReport(state.step, metrics, batch, group_advantages)
 
-    def compare(self, batch: Batch, now: Recipe) -> GroupAdvantages:
-        """Who is better than whom, and who may teach, by the recipe of this step."""
-        return compare(
+    def step_recipe(self) -> Recipe:
+        """The recipe of the next step: the run's, with the values of the schedule."""
+        values = self.schedule.values(self.state.step, self.state.tokens)
+        return self.recipe.with_settings(values) if values else self.recipe
+
+    def compute_advantages(self, batch: Batch, step_recipe: Recipe) -> GroupAdvantages:
+        """The advantage of each sample in its group, and whether a mask excludes it."""
+        ranking = step_recipe.preference.reward
+        return compute_group_advantages(
             batch,
-            now,
-            self.sampler.weights,
-            advantage=self.advantage,
-            grouping=self.grouping,
+            step_recipe,
+            self.collector.weights,
+            advantage=self.advantage_function,
+            grouping=self.grouping_function,
             grades=self.components.task.grades,
             metric=self.components.task.metric,
-            ranked_by=None if now.preference.reward is None else self.sampler.names.index(now.preference.reward),
+            ranked_by=None if ranking is None else self.collector.names.index(ranking),
         )
 
-    def _learn(
-        self, batch: Batch, group_advantages: GroupAdvantages, now: Recipe
+    def _update(
+        self, batch: Batch, group_advantages: GroupAdvantages, step_recipe: Recipe
     ) -> tuple[list[MiniBatch], list[UpdateResult]]:
-        """μ passes over the batch, each cut into mini-batches of whole prompts, and a data set's pairs beside them."""
-        prompts, components = len(batch.prompts), now.train.mini_batches
-        order = list(range(prompts)) if components == 1 else self._shuffled(prompts)
-        cuts = [order[prompts * part // components : prompts * (part + 1) // components] for part in range(components)]
-        fixed = self.pairs.take(now)
+        """μ passes over the batch, each in mini-batches of complete prompts, with a data set's pairs beside them."""
+        prompts, count = len(batch.prompts), step_recipe.train.mini_batches
+        order = list(range(prompts)) if count == 1 else self._shuffled(prompts)
+        cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
+        pairs = self.pairs.take(step_recipe)
         minibatches = [
-            build_minibatch(batch, group_advantages, cut, now, fixed.part(at, components))
-            for at, cut in enumerate(cuts)
+            build_minibatch(batch, group_advantages, cut, step_recipe, pairs.split(part, count))
+            for part, cut in enumerate(cuts)
         ]
-        used_again = now.train.iterations * components > 1
+        used_again = step_recipe.train.iterations * count > 1
         self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
         for minibatch in minibatches:
-            self.updater.precompute_logps(minibatch, now, old=used_again)
+            self.updater.precompute_logps(minibatch, step_recipe, old=used_again)
         updates: list[UpdateResult] = []
-        set_learning_rate(self.optimizer, now, self.step, self.total_steps)
+        set_learning_rate(self.optimizer, step_recipe, self.state.step, self.total_steps)
         every = self.recipe.train.log_term_gradients_every
-        for iteration in range(now.train.iterations):
+        for iteration in range(step_recipe.train.iterations):
             for minibatch in minibatches:
                 if minibatch.empty:
-                    continue  # nothing in it contributes: no update, and the weights stay
+                    continue  # no learning signal in it: no update
                 self._seed_dropout(len(updates), iteration)
                 updates.append(
                     self.updater.update(
-                        minibatch, now, check=not updates, compare_terms=bool(every) and self.step % every == 0
+                        minibatch,
+                        step_recipe,
+                        check=not updates,
+                        log_term_gradients=bool(every) and self.state.step % every == 0,
                     )
                 )
         return minibatches, updates
 
-    def _after(self, report: StepReport) -> None:
-        """Record the step, let the schedule see it, evaluate and save where it is time to."""
-        records = self._records()
+    def _seed_dropout(self, update: int, iteration: int) -> None:
+        if self.components.has_dropout:
+            torch.manual_seed(derive_seed(self.recipe.train.seed, 3, self.state.step, update, iteration))
+
+    def _shuffled(self, number: int) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed(self.recipe.train.seed, 4, self.state.step))
+        return torch.randperm(number, generator=generator).tolist()
+
+    def _warn(self, metrics: dict[str, float], step_recipe: Recipe, rollout: RolloutResult) -> None:
+        step = self.state.step
+        if rollout.failures:
+            self.say(f"step {step}: {len(rollout.failures)} rewards failed; the first: {rollout.failures[0]}")
+        warning = mismatch_warning(metrics, step_recipe, self.components.handle.dtype)
+        if warning is not None and not self._warned_of_mismatch:
+            self._warned_of_mismatch = True
+            self.say(f"step {step}: {warning}")
+        for check in self.health_checks.observe(step, metrics, step_recipe):
+            metrics[f"warnings/{check.name}"] = 1.0
+            self.say(f"step {step}: warning {check.name}: {check.message}")
+
+    def _after_step(self, report: StepReport) -> None:
+        """Record the step, let the schedule see it, and evaluate and save if that is due."""
+        recorder, step = self._open_recorder(), self.state.step
         if self.recipe.run.save_rollouts and len(report.batch):
             with self.timer("record"):
-                records.rollouts(
-                    self.step, rollout_table(self.step, report.batch, report.group_advantages, self.sampler.names)
-                )
-        records.step(self.step, report.metrics)
-        self.display.step(self.step, report.metrics)
-        self._tell_schedule(report.metrics)
-        self.call("on_step", report)
-        last = self.step >= self.total_steps
-        every = self.recipe.evaluate.every
-        if last or (every and self.step % every == 0):
+                table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
+                recorder.rollouts(step, table)
+        recorder.step(step, report.metrics)
+        self.display.step(step, report.metrics)
+        self._observe_schedule(report.metrics)
+        self._call("on_step", report)
+        last = step >= self.total_steps
+        evaluate_every, save_every = self.recipe.evaluate.every, self.recipe.run.checkpoint_every
+        if last or (evaluate_every and step % evaluate_every == 0):
             self.evaluate()
-        every = self.recipe.run.checkpoint_every
-        if last or self.stopping or (every and self.step % every == 0):
+        if last or self.stopping or (save_every and step % save_every == 0):
             self.save()
         self.timer.restart()
 
-    # --- beginning and going on --------------------------------------------------------------------------------------
+    # --- start and resume --------------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
-        if self.records is not None:
-            return  # somebody iterates for a second time: go on
-        found = checkpoint.newest(self.run_dir) if self.resuming else None
-        if found is None and self.resuming:
-            self.say("there is no finished checkpoint in this run: it begins anew")
-            rewind(self.run_dir, -1)
-        if found is None and not self.supervised:
-            run_sft(self)
+    def _start(self) -> None:
+        if self.recorder is not None:
+            return  # iterated a second time: continue
+        folder = self.checkpointer.newest() if self.resuming else None
+        if folder is None and not self.components.supervised:
+            self._run_sft()
         if self.components.uses_reference:
-            self.reference = Reference(
-                self.masters, mixes="reference.mix" in self.components.driven or self.recipe.reference.mix < 1
+            mixes = "reference.mix" in self.components.driven or self.recipe.reference.mix < 1
+            self.reference = self.updater.reference = Reference(self.masters, mixes=mixes)
+        if folder is not None:
+            self.checkpointer.resume(folder, self.reference, self.total_steps)
+        if self.reference is not None and self.components.has_fixed_reference:
+            load_reference_logps(
+                self.pairs,
+                self.components.handle,
+                self.reference,
+                learns_from_pairs=self.components.learns_from_pairs,
+                dropout=self.components.has_dropout,
+                progress=lambda done, total: self.display.stage(f"reference: {done:,} of {total:,} pairs"),
+                say=self.say,
             )
-            self.updater.reference = self.reference
-        if found is not None:
-            resume_run(self, found)
-        load_reference_logps(self)
-        write_recipe(self)
-        self.records = Recorder(
+        write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
+        self.recorder = Recorder(
             self.run_dir,
             rollouts=self.recipe.run.save_rollouts,
             tensorboard=self.recipe.run.tensorboard,
             wandb=self.recipe.run.wandb,
             settings=self.recipe.model_dump(),
-            resumed_at=self.step if self.resuming else None,
+            resumed_at=self.state.step if self.resuming else None,
             say=self.say,
         )
         self.display.start(
@@ -367,113 +462,119 @@ class Trainer:
                 steps=self.total_steps,
                 metric=self.metric,
                 folder=str(self.run_dir.path),
-                goal=self.goal,
+                goal=self.components.goal,
                 log_every=self.recipe.run.log_every,
             ),
-            first_step=self.step,
+            first_step=self.state.step,
             past=read_metrics(self.run_dir.path / "metrics.jsonl"),
         )
-        self.call("on_start")
-        if found is None and self.recipe.evaluate.before_training and not self.stopping:
+        self._call("on_start")
+        if folder is None and self.recipe.evaluate.before_training and not self.stopping:
             self.evaluate()
-        if found is None and self.supervised:
-            self.step = run_sft(self)
+        if folder is None and self.components.supervised:
+            self.state.step = self._run_sft()
         self.timer.restart()
 
+    def _run_sft(self) -> int:
+        """The supervised steps, if there are any; the number done, 0 if the run was stopped before the last one."""
+        sft = self.sft
+        if sft is None:
+            return 0
+
+        def progress(step: int, metrics: dict[str, float]) -> None:
+            self.display.stage(f"SFT {step} of {sft.steps}")
+            if self.components.supervised and self.recorder is not None:
+                self.recorder.step(step, metrics)
+
+        self.display.stage("SFT")
+        done = sft.run(self.masters, self.updater.token_budget, progress, lambda: bool(self.stopping))
+        if done < sft.steps:
+            self.say(f"stopped after {done} of {sft.steps} steps of SFT; they are not saved, and start over")
+            return 0
+        return done
+
     def save(self) -> Path:
-        """Write a checkpoint of the last finished step, unless that has been done and nothing has happened since."""
-        return save_run(self)
+        """Write a checkpoint of the last finished step, unless it exists and nothing has changed since."""
+        if self.checkpointer.is_saved:
+            return self.run_dir.path / checkpoint_name(self.state.step)
+        self.display.stage("saving")
+        folder = self.checkpointer.save(self.reference)
+        self._call("on_checkpoint", folder)
+        return folder
+
+    def _export(self) -> Path:
+        return export_policy(
+            self.run_dir,
+            self.state.step,
+            self.state.exported_step,
+            masters=self.masters,
+            tokenizer=self.components.tokenizer,
+            dtype=self.recipe.run.export_dtype or str(self.components.handle.dtype).removeprefix("torch."),
+            card=model_card(self.components, self.state),
+        )
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self) -> Evaluation | None:
-        """Measure the policy on the held-out rows; remember the best. None if there are no such rows."""
+        """Measure the policy on what is held out, and remember the best; None if nothing is held out."""
         if self.metric is None:
             return None
         self.display.stage("evaluating")
-        found = evaluate_run(self)
-        self.evaluated_at, self.last = self.step, found.metrics
-        self.first = self.first or found.metrics
-        value, better = found.metrics[self.metric or REWARD], False
-        if self.step:
-            self._tell_schedule({f"eval/{name}": number for name, number in found.metrics.items()})
-            better = self.best is None or value > self.best["value"]
-            if better:
-                self.best, self.worse = {"step": self.step, "value": value, "metrics": found.metrics}, 0
-            else:
-                self.worse += 1
-        self._records().evaluation(self.step, found.metrics)
-        self.display.evaluation(self.step, found.metrics)
-        self.call("on_evaluation", found)
-        if better:
-            self.save()  # after the record: a run that goes on from this checkpoint does not evaluate again
-        return found
+        evaluation = evaluate_policy(
+            self.components,
+            self.engine,
+            self.pairs,
+            self.reference,
+            self.step_recipe(),
+            progress=lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
+            trainer_state=self.trainer_state(),
+        )
+        metrics = evaluation.metrics
+        is_best = self.state.add_evaluation(metrics, self.metric)
+        if self.state.step:
+            self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
+        self._open_recorder().evaluation(self.state.step, metrics)
+        self.display.evaluation(self.state.step, metrics)
+        self._call("on_evaluation", evaluation)
+        if is_best:
+            self.save()  # after the record, so that a run that resumes from here does not evaluate again
+        return evaluation
 
     def _out_of_patience(self) -> bool:
-        patience = self.recipe.evaluate.patience
-        if patience is None or self.worse < patience or self.step >= self.total_steps:
+        patience, count = self.recipe.evaluate.patience, self.state.evaluations_since_best
+        if patience is None or count < patience or self.state.step >= self.total_steps:
             return False
-        self.say(f"stopped early: {self.worse} evaluations without a better {self.metric}")
+        self.say(f"stopped early: {count} evaluations without a better {self.metric}")
         return True
 
-    def _tell_schedule(self, metrics: dict[str, float]) -> None:
-        """Let the schedule's rules see what was measured after the last step."""
-        for sentence in self.schedule.observe(self.step - 1, metrics):
-            self.say(sentence)
+    # --- small helpers -----------------------------------------------------------------------------------------------
 
-    @property
-    def goal(self) -> float | None:
-        """The task's goal, which is none for pairs."""
-        return None if self.metric == PREFERRED else self.components.task.goal
-
-    @property
-    def best_name(self) -> str | None:
-        """The folder of the best checkpoint."""
-        return None if self.best is None else checkpoint.checkpoint_name(int(self.best["step"]))
-
-    # --- small things ------------------------------------------------------------------------------------------------
-
-    def now(self) -> Recipe:
-        """The recipe of the next step: the run's, with what the schedule says."""
-        values = self.schedule.values(self.step, self.tokens)
-        return self.recipe.with_settings(values) if values else self.recipe
-
-    def _prepare_model(self) -> None:
-        model = self.components.handle.model
-        if self.recipe.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train(self.recipe.model.gradient_checkpointing or has_dropout(self.recipe))
-
-    def _seed_dropout(self, update: int, iteration: int) -> None:
-        if has_dropout(self.recipe):
-            torch.manual_seed(derive_seed(self.recipe.train.seed, 3, self.step, update, iteration))
-
-    def _shuffled(self, number: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self.recipe.train.seed, 4, self.step))
-        return torch.randperm(number, generator=generator).tolist()
-
-    def state_for_rewards(self) -> SimpleNamespace:
-        """What a reward function written for TRL may look at as ``trainer_state``."""
+    def trainer_state(self) -> SimpleNamespace:
+        """The ``trainer_state`` that a reward function written for TRL may ask for."""
         return SimpleNamespace(
-            global_step=self.step, max_steps=self.total_steps, epoch=self.order.epoch, num_input_tokens_seen=self.tokens
+            global_step=self.state.step,
+            max_steps=self.total_steps,
+            epoch=self.order.epoch,
+            num_input_tokens_seen=self.state.tokens,
         )
 
-    def _records(self) -> Recorder:
-        if self.records is None:
-            raise ConfigError("the run has not begun yet: iterate over steps() first")
-        return self.records
+    def _observe_schedule(self, metrics: dict[str, float]) -> None:
+        """Let the schedule's rules see what was measured after the last step."""
+        for sentence in self.schedule.observe(self.state.step - 1, metrics):
+            self.say(sentence)
 
-    def _warn_about(self, metrics: dict[str, float], now: Recipe, sampled: RolloutResult) -> None:
-        if sampled.failures:
-            self.say(f"step {self.step}: {len(sampled.failures)} rewards failed; the first: {sampled.failures[0]}")
-        if not self.warned and (sentence := mismatch_warning(metrics, now, self.components)):
-            self.warned = True
-            self.say(f"step {self.step}: {sentence}")
-        for warning in self.checks.observe(self.step, metrics, now):
-            metrics[f"warnings/{warning.name}"] = 1.0
-            self.say(f"step {self.step}: warning {warning.name}: {warning.sentence}")
+    def _open_recorder(self) -> Recorder:
+        if self.recorder is None:
+            raise ConfigError("the run has not started yet: iterate over steps() first")
+        return self.recorder
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Tell the callbacks."""
+    def _call(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, *arguments)
+
+
+def _default_name(recipe: Recipe) -> str:
+    """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
+    if not names_rows(recipe) and not samples_completions(recipe):
+        return "pairs"
+    return recipe.task if ":" not in recipe.task else "run"

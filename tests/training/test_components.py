@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.model.precision import MasterWeights
 from groupwise.training.components import make_optimizer
-from tests.training.factories import made_recipe, made_trainer, small_llama
+from tests.training.factories import short_recipe, make_trainer, small_llama
 
 RATE = {"optimizer.embedding_learning_rate": 0.5, "optimizer.learning_rate": 0.1}
 
@@ -20,7 +20,7 @@ def tied_llama():
 def with_own_rate(model, settings):
     """The weights that have the embeddings' rate, and what was said."""
     masters, said = MasterWeights(model), []
-    optimizer = make_optimizer(made_recipe(settings), model, masters, said.append)
+    optimizer = make_optimizer(short_recipe(settings), model, masters, said.append)
     own = {id(weight) for group in optimizer.param_groups if group["embedding"] for weight in group["params"]}
     everything = [weight for group in optimizer.param_groups for weight in group["params"]]
     assert sorted(map(id, everything)) == sorted(map(id, masters.parameters()))
@@ -59,7 +59,7 @@ def test_embeddings_that_are_not_trained():
 def test_in_a_run_of_the_tiny_model(tmp_path, tied):
     """Its head is its embeddings: their rate moves them only where that is asked for."""
     settings = {"optimizer.embedding_learning_rate": 0.0, "optimizer.tied_embedding_rate": tied, "train.steps": 1}
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         before = trainer.masters.state_dict()["model.embed_tokens.weight"].clone()
         assert len(list(trainer.steps())) == 1
         moved = not before.equal(trainer.masters.state_dict()["model.embed_tokens.weight"])
@@ -70,6 +70,6 @@ def test_in_a_run_of_the_tiny_model(tmp_path, tied):
 
 def test_the_learning_rate_that_is_told_is_the_plain_one(tmp_path):
     settings = {**RATE, "optimizer.tied_embedding_rate": True, "optimizer.learning_rate": 1e-4, "train.steps": 1}
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         (report,) = trainer.steps()
     assert report.metrics["learning_rate"] == 1e-4

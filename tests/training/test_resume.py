@@ -58,7 +58,7 @@ def count_steps(rows):
 
 @pytest.mark.parametrize("at", [(1,), (3,), (1, 2)], ids=str)
 def test_plain(tmp_path, at):
-    rows, state = break_and_resume(tmp_path, {"optimizer": {"warmup_steps": 2, "decay": "cosine"}}, at)
+    rows, state = break_and_resume(tmp_path, {"optimizer": {"warmup_steps": 2, "lr_schedule": "cosine"}}, at)
     assert [row["step"] for row in count_steps(rows)] == [1, 2, 3, 4]
     assert sum(row["updates"] for row in count_steps(rows)) >= 3
     assert len(read_rollouts(tmp_path / "b")) == 4 * 12

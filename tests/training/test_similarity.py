@@ -11,15 +11,15 @@ import torch
 from groupwise.config import make_recipe
 from groupwise.core import group_advantages
 from groupwise.errors import ConfigError
-from groupwise.grouping.grouper import Grouped
+from groupwise.grouping.grouper import GroupingResult
 from groupwise.grouping.labels import LABELS, compute_single_member_mask
 from groupwise.training.components import load_components
 from groupwise.training.preflight import describe_run
-from groupwise.training.rollout.advantages import GROUPINGS, compare
+from groupwise.training.rollout.advantages import GROUPINGS, compute_group_advantages
 from groupwise.training.rollout.batch import join
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Trainer
-from tests.training.factories import made_batch, made_recipe
+from tests.training.factories import make_batch, short_recipe
 from tests.training.runs import TASK, check_same, even, go, merged, small_recipe, small_trainer
 from tests.weights import wordllama
 
@@ -83,7 +83,7 @@ def test_the_records_have_the_labels(tmp_path):
 
 def test_diversity_can_be_measured_while_all_are_compared_with_all(tmp_path):
     plain = merged(SIMILAR, {"algorithm": "dapo"})
-    measured = first_report(small_trainer(tmp_path / "a", plain, {"grouping": {"measure": True}}))
+    measured = first_report(small_trainer(tmp_path / "a", plain, {"grouping": {"log_diversity": True}}))
     assert measured.metrics["diversity/mean_distance"] > 0
     assert torch.equal(measured.group_advantages.groups, measured.batch.prompt_of)
     quiet = first_report(small_trainer(tmp_path / "b", plain))
@@ -127,7 +127,7 @@ def test_a_step_in_which_all_are_alone_asks_for_no_reward_and_changes_nothing(tm
             SIMILAR,
             {
                 "data": {"chat": False},
-                "run": {"tensorboard": False, "picture": False},
+                "run": {"tensorboard": False, "plot": False},
                 "grouping": {"method": "threshold", "threshold": 1.0, "skip_single_members": True},
                 "scoring": {"overlong_buffer": 2},
             },
@@ -183,9 +183,9 @@ LENGTHS = [[1, 2, 3, 4], [2, 2, 2, 2]]
 
 
 def similar_batch(levels: list[list[list[int]]], names: list[str]):
-    batch = made_batch(REWARDS, LENGTHS)
+    batch = make_batch(REWARDS, LENGTHS)
     labels = torch.tensor(levels)
-    object.__setattr__(batch, "similarity", Grouped(labels, torch.zeros(2), torch.zeros(2), torch.zeros(2, 3)))
+    object.__setattr__(batch, "similarity", GroupingResult(labels, torch.zeros(2), torch.zeros(2), torch.zeros(2, 3)))
     batch.extra[LABELS] = names
     return batch
 
@@ -195,8 +195,8 @@ def test_small_clusters_borrow_from_their_prompt():
         [[[0], [0], [1], [1]], [[0], [1], [1], [1]]],
         ["a_0", "a_0", "a_1", "a_1", "b_0", "b_1", "b_1", "b_1"],
     )
-    now = made_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
-    found = compare(batch, now, [1.0], grouping=GROUPINGS["similarity"])
+    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
+    found = compute_group_advantages(batch, now, [1.0], grouping=GROUPINGS["similarity"])
     expected = group_advantages(batch.scored, batch.extra[LABELS], within=[batch.prompt_of], shrinkage=2.0)
     torch.testing.assert_close(found.advantages, expected.float())
     assert found.advantages[4] > 0, "alone, and better than its prompt's mean"
@@ -206,8 +206,8 @@ def test_small_clusters_borrow_from_their_prompt():
 def test_clusters_in_clusters_borrow_from_the_clusters():
     names = ["a_0_0", "a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_0_1", "b_0_1", "b_0_1"]
     batch = similar_batch([[[0, 0], [0, 0], [0, 1], [1, 0]], [[0, 0], [0, 1], [0, 1], [0, 1]]], names)
-    now = made_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
-    found = compare(batch, now, [1.0], grouping=GROUPINGS["similarity"])
+    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
+    found = compute_group_advantages(batch, now, [1.0], grouping=GROUPINGS["similarity"])
     middle = [name.rpartition("_")[0] for name in names]
     expected = group_advantages(batch.scored, names, within=[batch.prompt_of, middle], shrinkage=2.0)
     torch.testing.assert_close(found.advantages, expected.float())
@@ -225,13 +225,13 @@ def test_batches_are_taken_apart_and_joined_with_their_clusters():
 
 def test_a_batch_without_clusters_is_refused():
     with pytest.raises(ConfigError, match="sampled without a grouper"):
-        compare(made_batch(), made_recipe(), [1.0], grouping=GROUPINGS["similarity"])
+        compute_group_advantages(make_batch(), short_recipe(), [1.0], grouping=GROUPINGS["similarity"])
 
 
 def test_a_grouping_across_prompts_has_no_prompt_to_borrow_from():
-    now = made_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 1.0})
+    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 1.0})
     with pytest.raises(ConfigError, match="compares answers to different prompts"):
-        compare(made_batch(), now, [1.0], grouping=lambda batch: [0] * len(batch))
+        compute_group_advantages(make_batch(), now, [1.0], grouping=lambda batch: [0] * len(batch))
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Checkpoints: a folder that is whole or absent, safetensors and JSON only, from which a run goes on bit for bit.
+"""Checkpoints: a folder that is complete or absent, safetensors and JSON only, from which a run resumes bit for bit.
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
-that the optimizer moves), ``optimizer.safetensors``, ``reference.safetensors`` where there is a reference, and
+that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
 ``state.json``: everything else that the next step depends on. The manifest, with a hash of every file, is written last;
-a folder without one is never chosen.
+a folder without one is never used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, wri
 from groupwise.rundir.files import UNFINISHED
 from groupwise.training.update.reference import Reference
 
-FORMAT = 1
+FORMAT = 2
 POLICY, STATE = "policy", "state.json"
 MASTERS, OPTIMIZER, REFERENCE = "masters.safetensors", "optimizer.safetensors", "reference.safetensors"
 BEST = "best.json"
@@ -36,10 +36,10 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    found = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    if found is None:
+    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+    if match is None:
         raise CheckpointError(f"{folder} is not named like a checkpoint (checkpoint-STEP)")
-    return int(found[1])
+    return int(match[1])
 
 
 def save_checkpoint(
@@ -54,9 +54,9 @@ def save_checkpoint(
     dtype: str | None,
     resumable: bool = True,
 ) -> Path:
-    """Write the checkpoint of a step; the folder. One that is there already is the same and stays.
+    """Write the checkpoint of a step; its folder. An intact checkpoint of that step is the same, and is kept.
 
-    Without ``resumable`` it holds the policy and ``state.json`` alone.
+    Without ``resumable`` it holds only the policy and ``state.json``.
     """
     folder = run.path / checkpoint_name(step)
     if folder.exists():
@@ -71,7 +71,8 @@ def save_checkpoint(
             write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
             if reference is not None:
                 write_safetensors(unfinished / REFERENCE, reference.state_dict())
-        write_json(unfinished / STATE, {"format": FORMAT, "step": step, **state})
+        refreshes = 0 if reference is None else reference.refreshes
+        write_json(unfinished / STATE, {"format": FORMAT, "step": step, "refreshes": refreshes, **state})
         export_model(
             masters.model,
             unfinished / POLICY,
@@ -86,39 +87,42 @@ def save_checkpoint(
 def load_checkpoint(
     folder: Path, *, masters: MasterWeights, optimizer: torch.optim.Optimizer, reference: Reference | None
 ) -> dict[str, Any]:
-    """Put a checkpoint's weights and optimizer state in place, bit for bit; its ``state.json``."""
+    """Restore weights and optimizer state, bit for bit; the content of ``state.json``."""
     from safetensors.torch import load_file
 
     verify_manifest(folder)
     state = read_state(folder)
     if not (folder / MASTERS).exists():
         raise CheckpointError(
-            f"{folder} holds the policy alone (run.resumable was false), so the run cannot go on; start a new one from "
-            f"--model.source {folder / POLICY}"
+            f"{folder} holds only the policy (run.resumable was false), so the run cannot be resumed; start a new one "
+            f"from --model.source {folder / POLICY}"
         )
     masters.load_state_dict(load_file(folder / MASTERS))
     _load_optimizer(optimizer, masters, load_file(folder / OPTIMIZER))
     if reference is not None:
         if not (folder / REFERENCE).exists():
             raise CheckpointError(
-                f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start "
-                "anew"
+                f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a "
+                "new run"
             )
         reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
     return state
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's ``state.json`` says."""
+    """The content of a checkpoint's ``state.json``."""
     state = read_json(folder / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{folder / STATE} is not of format {FORMAT}, the one that this groupwise reads")
+        raise CheckpointError(
+            f"{folder / STATE} is not of format {FORMAT}: it was written by another version of groupwise, which cannot "
+            f"be resumed with this one. Start a new run from --model.source {folder / POLICY}"
+        )
     return state
 
 
 def newest(run: RunDir) -> Path | None:
-    """The newest checkpoint that is whole; None if the run has none yet. Where all are damaged, that is an error: to
-    begin anew would throw away the run's records."""
+    """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
+    would delete the run's records."""
     problems = []
     for folder in reversed(_folders(run)):
         try:
@@ -128,23 +132,23 @@ def newest(run: RunDir) -> Path | None:
             problems.append(str(error))
     if problems:
         raise CheckpointError(
-            f"no checkpoint in {run.path} is whole: {'; '.join(problems)}. Restore one from a copy, or begin anew in "
+            f"no checkpoint in {run.path} is intact: {'; '.join(problems)}. Restore one from a copy, or start again in "
             "another folder"
         )
     return None
 
 
 def rewind(run: RunDir, step: int, best: str | None) -> list[str]:
-    """Forget the checkpoints after ``step``, which were damaged if the run goes on from there; their names.
+    """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names.
 
-    They would count among the last ones that are kept. A ``best.json`` that names another one than ``best`` goes too.
+    They would count among those that are kept. A ``best.json`` that names another one than ``best`` is deleted too.
     """
-    gone = [folder for folder in _folders(run) if step_of(folder) > step]
-    for folder in gone:
+    later = [folder for folder in _folders(run) if step_of(folder) > step]
+    for folder in later:
         _delete(folder)
     if _named_best(run) != best:
         (run.path / BEST).unlink(missing_ok=True)
-    return [folder.name for folder in gone]
+    return [folder.name for folder in later]
 
 
 def prune(run: RunDir, keep: int, best: str | None) -> None:
@@ -155,43 +159,42 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
 
 
 def _named_best(run: RunDir) -> str | None:
-    """The checkpoint that ``best.json`` names; None where there is no such file, or no sense in it."""
+    """The checkpoint that ``best.json`` names; None if there is no such file, or it is damaged."""
     try:
-        found = read_json(run.path / BEST)
-        return str(found["checkpoint"])
+        return str(read_json(run.path / BEST)["checkpoint"])
     except (CheckpointError, KeyError, TypeError):
         return None
 
 
 def _folders(run: RunDir) -> list[Path]:
-    """The run's checkpoints, whole or not, oldest first. A copy that somebody made under another name is theirs."""
+    """The run's checkpoints, intact or not, oldest first. A copy under another name is the user's, and is ignored."""
     named = (path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
     return sorted(named, key=step_of)
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint; renamed first, so that one that is interrupted leaves no half under its name."""
-    gone = folder.with_name(f"{UNFINISHED}old-{folder.name}")
-    folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no half under its name."""
+    renamed = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
-    found: dict[str, Tensor] = {}
-    for name, master in masters.named_parameters():
-        for key, value in optimizer.state.get(master, {}).items():
-            found[f"{key}/{name}"] = torch.as_tensor(value)
-    return found
+    return {
+        f"{key}/{name}": torch.as_tensor(value)
+        for name, master in masters.named_parameters()
+        for key, value in optimizer.state.get(master, {}).items()
+    }
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, tensors: Mapping[str, Tensor]) -> None:
-    known = dict(masters.named_parameters())
-    fused = any(group.get("fused") for group in optimizer.param_groups)  # then even the count of steps is on the GPU
+    parameters = dict(masters.named_parameters())
+    fused = any(group.get("fused") for group in optimizer.param_groups)  # then the step count is on the GPU too
     optimizer.state.clear()
-    for full, value in tensors.items():
-        key, _, name = full.partition("/")
-        if name not in known:
+    for full_name, value in tensors.items():
+        key, _, name = full_name.partition("/")
+        if name not in parameters:
             raise CheckpointError(f"the optimizer's state in the checkpoint names {name}, which the model has not")
-        place = torch.device("cpu") if key == "step" and not fused else known[name].device
-        optimizer.state[known[name]][key] = value.to(place)
+        device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
+        optimizer.state[parameters[name]][key] = value.to(device)

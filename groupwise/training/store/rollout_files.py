@@ -1,4 +1,4 @@
-"""Every sampled answer of a run: one Parquet file per step, which pandas, polars and duckdb read."""
+"""The samples of a run: one Parquet file per step, readable by pandas, polars and duckdb."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 ROLLOUTS = "rollouts"
 
-# The columns of a rollout file that groupwise fills, in their order, with Arrow's names of their types. They are told
-# to Arrow, not guessed from the values: a column that is empty in one step must not change its type there.
+# The fixed columns of a rollout file, in order, with Arrow types. They are not inferred from the values: a column that is
+# empty in one step must keep its type.
 COLUMNS = {
     "step": "int64",
     "prompt_number": "int64",
@@ -28,7 +28,7 @@ COLUMNS = {
     "prompt": "string",
     "completion": "string",
     "reward": "double",
-    "reward/": "double",  # one for each reward function
+    "reward/": "double",  # one per reward function
     "advantage": "double",
     "contributes": "bool",
     "masked_out": "string",
@@ -36,25 +36,32 @@ COLUMNS = {
     "completion_tokens": "int64",
     "stop_reason": "string",
 }
-WIDENING = ("bool", "double", "string")  # of a column that a reward function adds: each can hold the ones before it
+EXTRA_TYPES = ("bool", "double", "string")  # of columns that reward functions add; each can hold those before it
 
 
-def write_rollouts(folder: Path, step: int, table: Mapping[str, Sequence[Any]], kinds: dict[str, str]) -> None:
-    """Write one row per sample, whole or not at all. See COLUMNS; other columns are kept as they are given.
+class RolloutWriter:
+    """Writes the samples of each step, one row per sample, to a file in ``folder``; atomically.
 
-    In those, numbers, booleans and strings stay what they are, anything else becomes its text; numbers are all floats,
-    so that a column does not change its type from one step to the next: ``kinds`` remembers them. NaN is written as a
-    missing value.
+    Columns beside `COLUMNS` may hold booleans, numbers (stored as floats) and strings; other values become text. Their
+    types are remembered, so that a column keeps its type from step to step. NaN is written as a missing value.
     """
-    import pyarrow.parquet
 
-    buffer = io.BytesIO()
-    pyarrow.parquet.write_table(_arrow_table(table, kinds), buffer, compression="zstd")
-    write_bytes(_rollout_path(folder, step), buffer.getvalue())
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._types: dict[str, str] | None = None  # of the extra columns
+
+    def write(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
+        import pyarrow.parquet
+
+        if self._types is None:
+            self._types = _saved_types(self.folder)
+        buffer = io.BytesIO()
+        pyarrow.parquet.write_table(_arrow_table(table, self._types), buffer, compression="zstd")
+        write_bytes(self.folder / f"step-{step:06d}.parquet", buffer.getvalue())
 
 
 def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.Table:
-    """The rollouts of all steps, or of the given ones, as one table. ``folder`` is the run's or its rollouts'."""
+    """The rollouts of all steps, or of ``steps``, as one table. ``folder`` is a run folder or its ``rollouts``."""
     import pyarrow
     import pyarrow.parquet
 
@@ -62,7 +69,7 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
     folder = folder / ROLLOUTS if (folder / ROLLOUTS).is_dir() else folder
     files = rollout_files(folder)
     if not files:
-        raise RunDirError(f"{folder} holds no rollouts (step-….parquet); was the run told to keep them?")
+        raise RunDirError(f"{folder} has no rollouts (step-….parquet); a run writes them if run.save_rollouts is true")
     wanted = sorted(files) if steps is None else list(dict.fromkeys(steps))
     missing = [step for step in wanted if step not in files]
     if missing:
@@ -71,7 +78,7 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
             f"it has {len(files)} steps between {min(files)} and {max(files)}"
         )
     if not wanted:
-        raise InputError("read_rollouts was asked for no step at all; leave out steps to read every one")
+        raise InputError("read_rollouts: steps is empty; omit it to read all")
     tables = []
     for step in wanted:
         try:
@@ -82,62 +89,61 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
 
 
 def rollout_files(folder: Path) -> dict[int, Path]:
-    """The files by their steps."""
-    found = ((re.fullmatch(r"step-(\d+)\.parquet", path.name), path) for path in folder.glob("step-*.parquet"))
-    return {int(match[1]): path for match, path in found if match}
+    """The files by step."""
+    matches = ((re.fullmatch(r"step-(\d+)\.parquet", path.name), path) for path in folder.glob("step-*.parquet"))
+    return {int(match[1]): path for match, path in matches if match}
 
 
-def kinds_so_far(folder: Path) -> dict[str, str]:
-    """The types of the added columns when a run is resumed. Text tells nothing: an empty column is text as well."""
+def _saved_types(folder: Path) -> dict[str, str]:
+    """The types of the extra columns in the newest file, except strings: an empty column is stored as strings too."""
     import pyarrow.parquet
 
     files = rollout_files(folder)
     try:
         newest = pyarrow.parquet.read_schema(files[max(files)]) if files else []
     except (pyarrow.ArrowException, OSError):
-        return {}  # whoever reads the rollouts hears of the damage; writing can go on
-    kinds = {field.name: str(field.type) for field in newest if _own(field.name) not in COLUMNS}
-    return {name: kind for name, kind in kinds.items() if kind in WIDENING and kind != "string"}
+        return {}  # read_rollouts reports the damage; writing can continue
+    types = {field.name: str(field.type) for field in newest if _column_key(field.name) not in COLUMNS}
+    return {name: kind for name, kind in types.items() if kind in EXTRA_TYPES and kind != "string"}
 
 
-def _rollout_path(folder: Path, step: int) -> Path:
-    return folder / f"step-{step:06d}.parquet"
-
-
-def _arrow_table(table: Mapping[str, Sequence[Any]], kinds: dict[str, str]) -> pyarrow.Table:
-    """The columns in their order, with types. ``kinds`` remembers the types of those that are not groupwise's own."""
+def _arrow_table(table: Mapping[str, Sequence[Any]], extra_types: dict[str, str]) -> pyarrow.Table:
+    """The table with its columns in order; ``extra_types`` is updated."""
     import pyarrow
 
-    columns = {name: _plain(values) for name, values in table.items()}
+    columns = {name: _as_list(values) for name, values in table.items()}
     lengths = {name: len(values) for name, values in columns.items()}
     if len(set(lengths.values())) > 1:
-        raise InputError(f"the columns of the rollouts must be equally long, got {lengths}")
+        raise InputError(f"the columns of the rollouts must have the same length, got {lengths}")
     order = list(COLUMNS)
-    known = [name for name in columns if _own(name) in COLUMNS]
+    fixed = sorted(
+        (name for name in columns if _column_key(name) in COLUMNS), key=lambda n: order.index(_column_key(n))
+    )
     arrays = {}
-    for name in sorted(known, key=lambda name: order.index(_own(name))) + [n for n in columns if n not in known]:
-        kind = COLUMNS.get(_own(name)) or _kind(columns[name], kinds.get(name))
-        if name not in known and any(value is not None for value in columns[name]):
-            kinds[name] = kind
+    for name in [*fixed, *(name for name in columns if name not in fixed)]:
+        kind = COLUMNS.get(_column_key(name)) or _infer_type(columns[name], extra_types.get(name))
+        if name not in fixed and any(value is not None for value in columns[name]):
+            extra_types[name] = kind
         try:
-            arrays[name] = pyarrow.array(_as(kind, columns[name]), pyarrow.type_for_alias(kind))
+            arrays[name] = pyarrow.array(_convert(columns[name], kind), pyarrow.type_for_alias(kind))
         except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
             raise InputError(f"the rollouts' column {name!r} must hold {kind} values: {error}") from error
     return pyarrow.table(arrays)
 
 
-def _own(name: str) -> str:
+def _column_key(name: str) -> str:
+    """The column's key in `COLUMNS`."""
     return "reward/" if name.startswith("reward/") else name
 
 
-def _plain(values: Any) -> list[Any]:
-    """A list of Python's own values, from a list, an array or a tensor."""
+def _as_list(values: Any) -> list[Any]:
+    """A list of Python values from a list, an array or a tensor."""
     values = values.tolist() if hasattr(values, "tolist") else list(values)
     return [value.item() if getattr(value, "shape", None) == () else value for value in values]
 
 
-def _kind(values: list[Any], before: str | None) -> str:
-    """The type of a column that a reward function added; never narrower than it was ``before``."""
+def _infer_type(values: list[Any], before: str | None) -> str:
+    """The type of an extra column, at least as wide as ``before``."""
     present = [value for value in values if value is not None]
     if not present:
         return before or "string"
@@ -145,30 +151,30 @@ def _kind(values: list[Any], before: str | None) -> str:
         kind = "bool"
     else:
         kind = "double" if all(isinstance(value, (int, float)) for value in present) else "string"
-    return max(kind, before or kind, key=WIDENING.index)
+    return max(kind, before or kind, key=EXTRA_TYPES.index)
 
 
-def _as(kind: str, values: list[Any]) -> list[Any]:
+def _convert(values: list[Any], kind: str) -> list[Any]:
     if kind == "double":
         return [None if value is None or math.isnan(value) else float(value) for value in values]
-    if kind == "string":  # a lone surrogate, which no file can hold, becomes a question mark
+    if kind == "string":  # lone surrogates cannot be encoded and become question marks
         return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-    broken = [value for value in values if isinstance(value, float) and not value.is_integer()]
-    if broken:
-        raise ValueError(f"{broken[0]} is no whole number")  # Arrow would cut it off without a word
+    fractions = [value for value in values if isinstance(value, float) and not value.is_integer()]
+    if fractions:
+        raise ValueError(f"{fractions[0]} is not an integer")  # Arrow would truncate it silently
     return values
 
 
 def _same_types(tables: list[pyarrow.Table]) -> list[pyarrow.Table]:
-    """The tables with one type per column: the widest that one of them has."""
+    """The tables with each column cast to the widest of its types."""
     import pyarrow
 
     widest: dict[str, str] = {}
     for table in tables:
         for name, column in zip(table.column_names, table.columns, strict=True):
             kind = str(column.type)
-            if kind in WIDENING and not (kind == "string" and column.null_count == len(column)):
-                widest[name] = max(kind, widest.get(name, kind), key=WIDENING.index)
+            if kind in EXTRA_TYPES and not (kind == "string" and column.null_count == len(column)):
+                widest[name] = max(kind, widest.get(name, kind), key=EXTRA_TYPES.index)
     for number, table in enumerate(tables):
         for position, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
             if str(column.type) != widest.get(name, str(column.type)):

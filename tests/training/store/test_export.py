@@ -12,16 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import groupwise
-from groupwise.config import make_recipe
-from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.errors import CheckpointError
 from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_bytes
 from groupwise.tasks import Task
 from groupwise.training.display.curves import draw_curves
-from groupwise.training.store import export as output
-from groupwise.training.store.export import differences, open_run, versions
+from groupwise.training.store.model_card import model_card
 from groupwise.training.trainer import Trainer
-from tests.training.runs import ROWS, go, merged, metrics_of, small_trainer
+from tests.training.runs import ROWS, merged, small_trainer
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
 LORA = {"model": {"lora": {"rank": 4}}, "optimizer": {"learning_rate": 1e-2}}
@@ -40,7 +37,7 @@ def graded_trainer(folder, changes, rights, **options) -> Trainer:
 
 
 PAIRS = [{"prompt": f"Say {n}: ", "chosen": f"{n} and more", "rejected": f"{n}!"} for n in range(12)]
-OFFLINE = {"algorithm": "dpo", "preference": {"held_out_from_train": 4, "batch_size": 4, "cache": False}}
+OFFLINE = {"algorithm": "dpo", "preference": {"held_out_from_train": 4, "batch_size": 4, "cache_ref_logps": False}}
 BOTH = merged(OFFLINE, {"algorithm": "pg_grpo", "preference": {"pairs": "both"}})
 
 
@@ -67,142 +64,6 @@ def logits_of(model) -> torch.Tensor:
     ids = torch.tensor([[72, 101, 108, 108, 111, 32, 53, 58]])
     with torch.no_grad():
         return model.eval()(input_ids=ids).logits
-
-
-# --- whose folder it is ----------------------------------------------------------------------------------------------
-
-
-def test_an_existing_run_is_not_written_over(tmp_path):
-    folder = tmp_path / "run"
-    go(small_trainer(folder, QUICK), 1)
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunDirError, match=r"run already holds a run: go on with it \(--resume\)"):
-        small_trainer(folder, QUICK)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    go(small_trainer(folder, QUICK, {"evaluate": {"before_training": False}}, overwrite=True), 1)
-    assert [row["step"] for row in metrics_of(folder)] == [1]
-
-
-def test_overwriting_begins_anew(tmp_path):
-    with open_run(make_recipe(), tmp_path / "run", resume=False, overwrite=False) as run:
-        run.metrics.record(5, {"x": 1})
-        (run.path / "checkpoint-5").mkdir()
-    with open_run(make_recipe(), tmp_path / "run", resume=False, overwrite=True) as run:
-        assert run.metrics.last_step is None
-        assert not (run.path / "checkpoint-5").exists()
-
-
-def test_only_a_run_is_ever_deleted(tmp_path):
-    place = tmp_path / "thesis"
-    place.mkdir()
-    (place / "chapter.tex").write_text("years of work")
-    for overwrite in (True, False):
-        with pytest.raises(RunDirError, match="thesis is not empty and holds no run; choose a new folder"):
-            open_run(make_recipe(), place, resume=False, overwrite=overwrite)
-    assert (place / "chapter.tex").read_text() == "years of work"
-    with pytest.raises(RunDirError, match=r"chapter\.tex is a file, not a folder; choose another place for the run"):
-        open_run(make_recipe(), place / "chapter.tex", resume=False, overwrite=True)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    open_run(make_recipe(), empty, resume=False, overwrite=True).close()
-
-
-def test_nothing_to_resume(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(RunDirError, match=r"nowhere holds no run \(there is no run\.json in it\): nothing to resume"):
-        open_run(make_recipe(), "nowhere", resume=True, overwrite=False)
-    sentence = r"there is no run called 'quiz' below runs/ to resume; name its folder with --run\.folder"
-    with pytest.raises(RunDirError, match=sentence):
-        open_run(make_recipe({"task": "quiz"}), None, resume=True, overwrite=False)
-    assert not list(tmp_path.iterdir())
-
-
-def test_in_use(tmp_path):
-    with RunDir.create(tmp_path / "run"):
-        for options in ({"resume": True, "overwrite": False}, {"resume": False, "overwrite": True}):
-            with pytest.raises(RunDirError, match=r"run is in use by process .*: wait for it, stop it, or choose"):
-                open_run(make_recipe(), tmp_path / "run", **options)
-    assert (tmp_path / "run" / "run.json").exists()
-
-
-def test_a_name_of_its_own(tmp_path, monkeypatch):
-    """Without a folder each run gets a new one below runs/, and the newest of that name is resumed."""
-    monkeypatch.chdir(tmp_path)
-    paths = []
-    for _ in range(3):
-        with open_run(make_recipe({"task": "quiz"}), None, resume=False, overwrite=False) as run:
-            paths.append(run.path)
-    assert len(set(paths)) == 3
-    assert all(re.fullmatch(r"runs/\d{8}-\d{6}-quiz(-\d)?", str(path)) for path in paths)
-    with open_run(make_recipe({"task": "mine:task"}), None, resume=False, overwrite=False) as run:
-        assert run.path.name.endswith("-run")
-    with open_run(make_recipe({"task": "quiz", "run": {"name": "first"}}), None, resume=False, overwrite=False) as run:
-        assert run.path.name.endswith("-first")
-    with open_run(make_recipe({"task": "quiz"}), None, resume=True, overwrite=False) as run:
-        assert run.path == sorted(paths)[-1]
-    with pytest.raises(InputError, match=r"a run's name may hold letters, digits, '\.', '_' and '-', got 'a/b'"):
-        open_run(make_recipe({"run": {"name": "a/b"}}), None, resume=False, overwrite=False)
-
-
-def test_a_run_on_pairs_alone_is_called_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        offline = make_recipe({"algorithm": "dpo", "preference": {"train": "p.jsonl"}})
-        with open_run(offline, None, resume=False, overwrite=False) as run:
-            assert re.search(r"-pairs(-\d)?$", run.path.name)
-    with open_run(offline, None, resume=True, overwrite=False) as again:
-        assert again.path == run.path
-    with open_run(make_recipe(), None, resume=False, overwrite=False) as run:
-        assert run.path.name.endswith("-rows")
-
-
-def test_the_folder_of_the_recipe(tmp_path):
-    recipe = make_recipe({"run": {"folder": str(tmp_path / "there")}})
-    open_run(recipe, None, resume=False, overwrite=False).close()
-    assert (tmp_path / "there" / "run.json").exists()
-    open_run(recipe, tmp_path / "here", resume=False, overwrite=False).close()
-    assert (tmp_path / "here" / "run.json").exists()
-
-
-# --- what is kept beside ---------------------------------------------------------------------------------------------
-
-
-def test_differences():
-    before = {"a": 1, "b": {"c": 2, "d": {"e": [1]}}, "gone": True, "run": {"folder": "x", "keep_checkpoints": 1}}
-    after = {
-        "a": 1,
-        "b": {"c": 3, "d": {"e": [1, 2]}},
-        "new": None,
-        "more": 1,
-        "run": {"folder": "y", "keep_checkpoints": 2},
-    }
-    assert differences(before, after) == [
-        ("b.c", 2, 3),
-        ("b.d.e", [1], [1, 2]),
-        ("gone", True, None),
-        ("run.keep_checkpoints", 1, 2),
-        ("more", None, 1),
-    ]
-    assert differences(after, after) == []
-    assert differences({"model": {"lora": None}}, {"model": {"lora": {"rank": 4}}}) == [
-        ("model.lora", None, {"rank": 4})
-    ]
-
-
-def test_versions(monkeypatch):
-    found = versions()
-    assert found["groupwise"] == groupwise.__version__
-    assert found["torch"] == version("torch")
-    assert found["transformers"] == version("transformers")
-    monkeypatch.setattr(output, "PACKAGES", ("torch", "no-such-package"))
-    assert set(versions()) == {"groupwise", "python", "machine", "torch"}
-
-
-def test_recipe_and_versions_of_a_run(tmp_path):
-    trainer = small_trainer(tmp_path / "run", QUICK)
-    go(trainer, 1)
-    assert make_recipe(read_json(tmp_path / "run" / "recipe.json")) == trainer.recipe
-    assert read_json(tmp_path / "run" / "versions.json") == versions()
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
@@ -351,13 +212,13 @@ def test_model_card_without_held_out_rows(tmp_path):
 def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     """Held-out pairs are what it is judged by; no reward and no question is spoken of."""
     monkeypatch.chdir(tmp_path)
-    trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"run": {"picture": True}, "optimizer": {"learning_rate": 1e-2}})
+    trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"run": {"plot": True}, "optimizer": {"learning_rate": 1e-2}})
     result = trainer.run()
     share = r"\d+\.\d% \[\d+\.\d%, \d+\.\d%\]"
     head, relative, plain, *rest = trainer.display.summary
     assert head == ("4 held-out pairs", "before", f"after {result.best_step} steps")
     assert relative[:2] == ("preference_accuracy", "50.0% [50.0%, 50.0%]")  # before, the policy is the reference
-    best = trainer.best["metrics"]
+    best = trainer.state.best["metrics"]
     ends = [f"{best[f'preference_accuracy{end}']:.1%}" for end in ("", "_low", "_high")]
     assert relative[2] == "{} [{}, {}]".format(*ends)
     assert plain[0] == "preference_logp_accuracy"
@@ -366,7 +227,7 @@ def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     assert [line for line in rest if not line.startswith("the best was")] == paths
     card = (result.model / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- dpo\n---\n\n# pairs\n")
-    assert "steps of `dpo` on 8 pairs of answers, trained with groupwise " in card
+    assert "steps of `dpo` on 8 preference pairs, trained with groupwise " in card
     assert f"| preference_accuracy | 50.0% [50.0%, 50.0%] | {relative[2]} |" in card
     assert "| reward |" not in card
 
@@ -377,7 +238,7 @@ def test_a_run_on_pairs_alone_that_holds_nothing_out(tmp_path):
     assert (result.first, result.last, result.best_step) == ({}, {}, None)
     assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
     card = (result.model / "README.md").read_text()
-    assert "after 2 steps of `dpo` on 12 pairs of answers" in card
+    assert "after 2 steps of `dpo` on 12 preference pairs" in card
     assert "held out" not in card
 
 
@@ -395,7 +256,7 @@ def test_a_run_on_questions_and_pairs(tmp_path):
         assert any(str(line).startswith("questions: ") for line in trainer.display.summary)
         card = (result.model / "README.md").read_text()
         assert "tags:\n- groupwise\n- grpo\n- dpo\n---\n\n# graded\n" in card
-        assert "steps of `pg_grpo` on the task `graded` and 8 pairs of answers, trained" in card
+        assert "steps of `pg_grpo` on the task `graded` and 8 preference pairs, trained" in card
 
 
 def test_rewards_beside_pairs_stay_numbers(tmp_path):
@@ -415,7 +276,7 @@ def test_the_tags_follow_the_schedule(tmp_path):
         ("online", {"preference": {"weight": 1.0}, "loss": {"policy_coef": 0.0}}, "- groupwise\n- dpo\n---"),
     ):
         with small_trainer(tmp_path / name, QUICK, changes) as trainer:
-            assert tags in output.model_card(trainer)
+            assert tags in model_card(trainer.components, trainer.state)
 
 
 def test_summary_of_rewards(tmp_path, monkeypatch):
@@ -424,7 +285,7 @@ def test_summary_of_rewards(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path / "run", QUICK)
     trainer.run()
     head, (name, *values), *rest = trainer.display.summary
-    assert head == ("2 held-out rows", "before", f"after {trainer.best['step']} steps")
+    assert head == ("2 held-out rows", "before", f"after {trainer.state.best['step']} steps")
     assert name == "reward"
     number = r"-?\d\.\d{3}"
     assert all(re.fullmatch(rf"{number} \[{number}, {number}\]", value) for value in values)
@@ -452,7 +313,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path, monkeypatch):
     """The push fails with a sentence; the model is there, and so is the exit status of a run that went well."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to": "nobody/nothing"}})
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to_hub": "nobody/nothing"}})
     result = trainer.run()
     (said,) = [text for text in trainer.display.said if "push" in text]
     assert said.startswith("the model could not be pushed to nobody/nothing (")
@@ -472,7 +333,7 @@ def test_a_push(tmp_path, monkeypatch):
             calls.append(("upload", options["repo_id"], sorted(p.name for p in (tmp_path / "run/model").iterdir())))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to": "me/mine"}})
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"push_to_hub": "me/mine"}})
     trainer.run()
     assert trainer.display.heard("pushed to me/mine")
     assert calls[0] == ("create", "me/mine", {"exist_ok": True})
@@ -481,7 +342,7 @@ def test_a_push(tmp_path, monkeypatch):
 
 
 def test_the_picture(tmp_path):
-    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"picture": True}})
+    trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"plot": True}})
     trainer.run()
     assert (tmp_path / "run" / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"picture: {tmp_path / 'run' / 'curves.png'}" in trainer.display.summary

@@ -1,0 +1,65 @@
+"""The model card of an exported policy, in the form that the hub shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from huggingface_hub import ModelCardData
+
+from groupwise import __version__
+from groupwise.config import Recipe
+from groupwise.evaluate import REWARD
+from groupwise.text import markdown_table
+from groupwise.training.components import RunComponents
+from groupwise.training.preference import LOGP_ACCURACY
+from groupwise.training.state import TrainState
+from groupwise.training.store.run_folder import differences, versions
+from groupwise.training.update.objective import active_terms
+
+
+def model_card(components: RunComponents, state: TrainState) -> str:
+    """What the model is, how it was trained, and what was measured."""
+    recipe = components.recipe
+    tags = [term.tag for term in active_terms(recipe, components.driven) if term.tag is not None]
+    metadata = ModelCardData(library_name="transformers", tags=["groupwise", *dict.fromkeys(tags)])
+    trained = "supervised steps" if components.supervised else f"steps of `{recipe.algorithm}`"
+    parts = [
+        f"---\n{metadata.to_yaml()}\n---",
+        f"# {recipe.run.name or components.task.name}",
+        f"`{recipe.model.source}` after {state.exported_step} {trained} on {_training_data(components)}, trained with "
+        f"groupwise {__version__}.",
+    ]
+    if components.metric is not None and state.last:
+        rows = held_out_rows(components, state)
+        parts.append(markdown_table(["held out", "before", "after"], rows, left=range(3)))
+    changed = differences(Recipe().model_dump(), recipe.model_dump())
+    parts += [
+        "Settings that differ from the defaults:",
+        "\n".join(f"- {name}: {value!r}" for name, _, value in changed),
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def held_out_rows(components: RunComponents, state: TrainState) -> list[tuple[str, str, str]]:
+    """Name, first and exported value of each held-out metric, with intervals."""
+    names = components.measured_metrics + ([LOGP_ACCURACY] if components.pairs.held_out else [])
+    shares = {*names} if components.task.grades else {*names} - {REWARD}
+
+    def shown(metrics: Mapping[str, float], name: str) -> str:
+        if name not in metrics:
+            return "–"
+        value, low, high = (metrics[key] for key in (name, f"{name}_low", f"{name}_high"))
+        return f"{value:.1%} [{low:.1%}, {high:.1%}]" if name in shares else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+
+    return [(name, shown(state.first, name), shown(state.measured, name)) for name in names]
+
+
+def _training_data(components: RunComponents) -> str:
+    """The task, the pairs of a data set, or both."""
+    sources = []
+    if components.samples or components.supervised:
+        sources.append(f"the task `{components.task.name}`")
+    if components.pairs.train and not components.supervised and components.learns_from_pairs:
+        sources.append(f"{len(components.pairs.train):,} preference pairs")
+    return " and ".join(sources)

@@ -1,0 +1,58 @@
+"""The lines that a run prints at its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from groupwise.training.components import RunComponents
+from groupwise.training.monitor.question_log import QuestionLog, summarise
+from groupwise.training.results import RunResult
+from groupwise.training.state import TrainState
+from groupwise.training.store.model_card import held_out_rows
+
+SummaryLines = list[str | tuple[str, ...]]
+
+
+def run_summary(
+    components: RunComponents,
+    state: TrainState,
+    result: RunResult,
+    question_log: QuestionLog,
+    *,
+    total_steps: int,
+    picture: Path | None,
+) -> SummaryLines:
+    """Text lines and table rows: held-out metrics, questions, and where everything is."""
+    lines: SummaryLines = []
+    if state.first and state.last and components.metric is not None:
+        step = state.evaluated_at if state.best is None else int(state.best["step"])
+        lines.append((_held_out(components), "before", f"after {step} steps"))
+        lines += held_out_rows(components, state)
+        if components.goal is not None:
+            goal = f"{components.goal:.0%}" if components.task.grades else f"{components.goal:g}"
+            reached = state.best is not None and state.best["value"] >= components.goal
+            lines.append(("goal", goal, "reached" if reached else "not reached"))
+    if components.task.grades and components.samples and not components.supervised:
+        lines.append(summarise(question_log.table()))
+    if result.exit_status:
+        lines.append(f"stopped after step {state.step} of {total_steps}; go on with --resume")
+    if result.best_step is not None and result.best_step != state.step:
+        lines.append(f"the best was step {result.best_step}, which is what is exported")
+    places = {"model": result.model, "picture": picture, "run": result.folder}
+    return [*lines, *(f"{name}: {_relative(path)}" for name, path in places.items() if path is not None)]
+
+
+def _held_out(components: RunComponents) -> str:
+    rows, pairs = len(components.held_out), len(components.pairs.held_out)
+    if not rows:
+        return f"{pairs:,} held-out pairs"
+    return f"{rows:,} held-out rows" + (f", {pairs:,} pairs" if pairs else "")
+
+
+def _relative(path: Path) -> str:
+    """A path as a user would type it."""
+    try:
+        return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+    except ValueError:
+        return str(path)
