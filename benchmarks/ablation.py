@@ -40,7 +40,7 @@ HARDER = {
     "run.resumable": "false",
     "run.save_rollouts": "false",
     "run.tensorboard": "false",
-    "run.picture": "false",
+    "run.plot": "false",
     "model.device": "cpu",
 }
 PLAIN = "plain"

@@ -24,8 +24,8 @@ from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval
 
 WAYS = {"all with all": "prompt", "like with like": "similarity"}
-QUIET = {"run.tensorboard": "false", "run.picture": "false", "run.checkpoint_every": "0", "run.resumable": "false",
-         "grouping.measure": "true"}  # fmt: skip
+QUIET = {"run.tensorboard": "false", "run.plot": "false", "run.checkpoint_every": "0", "run.resumable": "false",
+         "grouping.log_diversity": "true"}  # fmt: skip
 MEASURED = {
     "reward": "reward",
     "diversity/mean_distance": "distance of two answers",

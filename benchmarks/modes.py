@@ -30,12 +30,12 @@ from groupwise.stats import bootstrap_interval, paired_test
 WORSE = "castle"
 PLAIN = "all with all"
 WAYS = {
-    PLAIN: {"advantages.grouping": "prompt", "grouping.measure": "true"},
+    PLAIN: {"advantages.grouping": "prompt", "grouping.log_diversity": "true"},
     "like with like": {},
     "like with like, shrinkage 1": {"advantages.shrinkage": "1.0"},
 }
 TASKS = {"equal": "task", "one worse": "task_with_worse"}
-QUIET = {"run.tensorboard": "false", "run.picture": "false", "run.save_rollouts": "false", "run.resumable": "false",
+QUIET = {"run.tensorboard": "false", "run.plot": "false", "run.save_rollouts": "false", "run.resumable": "false",
          "run.export_dtype": "float32", "model.device": "cpu"}  # fmt: skip
 LAST = 25  # steps over which the end of a run is taken
 MEASURED = ("modes/effective", "modes/quality", "modes/worth", "modes/no_scene", f"modes/share/{WORSE}",

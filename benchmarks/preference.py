@@ -62,7 +62,7 @@ WAYS: dict[str, dict[str, dict[str, str]]] = {
 }
 SAME = {
     "run.tensorboard": "false",
-    "run.picture": "false",
+    "run.plot": "false",
     "run.save_rollouts": "false",
     "run.resumable": "false",
     "run.checkpoint_every": "0",

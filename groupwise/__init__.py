@@ -1,6 +1,6 @@
-"""groupwise: group-relative policy optimization, whole.
+"""groupwise: a library for group-relative policy optimization (GRPO).
 
-Importing this package loads nothing heavy: a submodule is imported when it is first touched.
+Submodules are imported on first use, so `import groupwise` is fast.
 """
 
 from __future__ import annotations

@@ -1,33 +1,27 @@
-"""The algorithms by name: each is a frozen record of settings, never a branch in the trainer.
+"""The algorithms by name: each is a preset of settings, never a branch in the trainer.
 
-A preset is the layer below a recipe: the recipe's own keys win over it, key by key. ``dapo`` and ``grpo`` carry the
-second document's whole block of defaults, which are TRL's; the others say in what they differ. Two of its lines are
-read with care: bfloat16 is used where the device has it in hardware (``model.dtype = "auto"``), and its batch of 4
-with accumulation 4 counts prompts, so that a step compares 16 groups.
+A preset is the layer below a recipe: the recipe's keys override it, key by key. `dapo` holds TRL's defaults and the
+other presets their differences. Two of TRL's defaults are adapted: bfloat16 is used only where the hardware supports it
+(``model.dtype = "auto"``), and the batch of 4 with accumulation 4 counts prompts, so a step has 16 groups.
 
-The first document quotes three features of DeepSeek-V3.2 and writes each down in another form than the paper's. There
-are two presets, with the same numbers; they differ in
+`enhanced_grpo` uses three features of DeepSeek-V3.2 (arXiv 2512.02556): the unbiased KL estimate k3 · π_θ/π_old, the
+off-policy mask, and the keep sampling mask. `enhanced_grpo_literal` replaces each by a variant with a similar name:
 
-- the KL: the paper's estimate k3 · π_θ/π_old is unbiased under samples of an older policy. The document's is exact,
-  but times the mean over the vocabulary of π_θ/(π_ref + 1e-8), so it is not the KL: the factor may be large, or near 0
-  where most of the vocabulary is next to impossible;
-- the off-policy mask: the paper's drops an answer that did worse than its group and that the policy has left behind
-  since it was sampled. The document's drops whatever has become likelier than under the reference, good or bad;
-- the 'keep sampling mask': the paper's renormalises the policy over the tokens that top-k had left, so that what is
-  trained is what was sampled from. The document's drops answers that are too short, repetitive or without a letter,
-  which also takes away the reason not to give such answers.
+- KL: the exact KL over the vocabulary times the mean over the vocabulary of π_θ/(π_ref + 1e-8). This is not the KL: the
+  factor can be large, or near 0 where most tokens are very unlikely.
+- Off-policy mask: V3.2 masks completions with a negative advantage that the policy has moved away from since sampling.
+  The variant masks completions that became more likely than under the reference, good or bad.
+- V3.2 renormalizes the policy over the tokens that top-k left in sampling, so that the trained distribution is the
+  sampled one. The variant masks completions that are too short, repetitive or without an answer letter, which also
+  removes the penalty on such completions.
 
-``enhanced_grpo`` has the paper's forms, ``enhanced_grpo_literal`` the document's own.
+`similarity_group_grpo` compares a completion only with similar completions of the same prompt (``[grouping]``). Its
+loss is the mean over all tokens, as in verl.
 
-``similarity_group_grpo`` is the third document: which answers are compared with each other is decided by what they say
-(``[grouping]`` has the settings). Its loss is the mean over all tokens, as in verl, for which the document is written.
-
-``pg_grpo`` is the fourth document: GRPO and DPO in one objective, L = L_clip + w₁·KL + w₂·L_DPO, all of it to be
-minimised (its formula for the first two has the signs of something to be maximised, its code those of a loss; its
-formula has one ratio per answer, its code one per token, which is what is here). It leaves both weights open. w₁ = 0.04
-is DeepSeekMath's. w₂ = 0.1 makes the two gradients about equally large where answers have some two hundred tokens
-(docs/preference.md): DPO sums over an answer's tokens what GRPO averages, so short answers want a larger one. ``dpo``
-is the end of that scale where a data set of pairs is all there is: nothing is sampled.
+`pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized, with one ratio per
+token. w₁ = 0.04 is that of DeepSeekMath (arXiv 2402.03300). w₂ = 0.1 makes both gradients about equally large for
+completions of some 200 tokens (docs/preference.md): DPO sums over tokens what GRPO averages, so shorter completions
+need a larger weight. `dpo` is the preference term alone, on a dataset of pairs, without sampling.
 """
 
 from __future__ import annotations
@@ -42,24 +36,21 @@ from groupwise.errors import ConfigError, check_choice
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A named choice of settings; keys are dotted, as on the command line.
-
-    ``metrics`` are further names under which a run logs what it measures: alias → the name that groupwise has for it.
-    """
+    """A named preset of dotted settings. ``metrics`` maps additional names of logged metrics to those of groupwise."""
 
     name: str
     summary: str
     settings: Mapping[str, Any]
     metrics: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
 
-    def but(self, name: str, summary: str, changes: Mapping[str, Any]) -> Algorithm:
-        """The same algorithm with some settings changed, under another name."""
+    def variant(self, name: str, summary: str, changes: Mapping[str, Any]) -> Algorithm:
+        """A copy under another name with some settings changed."""
         return Algorithm(name, summary, MappingProxyType({**self.settings, **changes}), self.metrics)
 
 
 DAPO = Algorithm(
     "dapo",
-    "clipped ratio per token, every token of the batch weighs the same (the second document's defaults)",
+    "clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults",
     MappingProxyType(
         {
             "optimizer.learning_rate": 1e-6,
@@ -74,7 +65,7 @@ DAPO = Algorithm(
             "sampling.top_k": None,
             "sampling.min_p": None,
             "loss.name": "dapo",
-            "loss.ratio": None,  # the loss's own, here per token: who names another loss gets that one's
+            "loss.ratio": None,  # the default of the loss, also of another loss that a recipe sets
             "loss.clip_low": 0.2,
             "loss.clip_high": None,
             "loss.kl_coef": 0.0,
@@ -87,33 +78,33 @@ DAPO = Algorithm(
     ),
 )
 
-GRPO = DAPO.but(
+GRPO = DAPO.variant(
     "grpo",
-    "the same with DeepSeekMath's aggregation: the mean over each answer's tokens, then over answers",
+    "mean over the tokens of each completion, then over completions (DeepSeekMath, arXiv 2402.03300)",
     {"loss.name": "grpo"},
 )
 
-DR_GRPO = DAPO.but(
+DR_GRPO = DAPO.variant(
     "dr_grpo",
-    "no division by the group's spread nor by an answer's length, so neither is favoured",
+    "no division by the group's standard deviation or by the completion length (arXiv 2503.20783)",
     {"loss.name": "dr_grpo", "advantages.scale": "none"},
 )
 
-GSPO = DAPO.but(
+GSPO = DAPO.variant(
     "gspo",
-    "one ratio per answer (its geometric mean over tokens), with the far narrower clip that this needs",
+    "one ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071)",
     {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
 )
 
-CISPO = DAPO.but(
+CISPO = DAPO.variant(
     "cispo",
-    "the ratio is capped and detached, so that a clipped token still teaches",
+    "the ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)",
     {"loss.name": "cispo", "loss.clip_high": 5.0},
 )
 
 ENHANCED_GRPO = Algorithm(
     "enhanced_grpo",
-    "the first document with DeepSeek-V3.2's own forms: its unbiased KL, off-policy mask and keep sampling mask",
+    "REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556)",
     MappingProxyType(
         {
             "sampling.samples_per_prompt": 16,
@@ -149,9 +140,9 @@ ENHANCED_GRPO = Algorithm(
     ),
 )
 
-ENHANCED_GRPO_LITERAL = ENHANCED_GRPO.but(
+ENHANCED_GRPO_LITERAL = ENHANCED_GRPO.variant(
     "enhanced_grpo_literal",
-    "the first document as it is written: the weighted full KL, its off-policy mask, invalid answers dropped",
+    "enhanced_grpo with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked",
     {
         "loss.kl": "full_ratio_weighted",
         "masks.off_policy": "reference_drift",
@@ -160,9 +151,9 @@ ENHANCED_GRPO_LITERAL = ENHANCED_GRPO.but(
     },
 )
 
-SIMILARITY_GROUP_GRPO = DAPO.but(
+SIMILARITY_GROUP_GRPO = DAPO.variant(
     "similarity_group_grpo",
-    "an answer is compared only with answers like itself, so that being different is not punished (third document)",
+    "advantages within clusters of similar completions of a prompt, to keep diversity",
     {"advantages.grouping": "similarity", "advantages.eps": 1e-6, "sampling.samples_per_prompt": 8},
 )
 
@@ -179,7 +170,7 @@ PREFERENCE_METRICS = MappingProxyType(
 
 PG_GRPO = Algorithm(
     "pg_grpo",
-    "GRPO and DPO in one objective: each group's best answer is also preferred to its worst (fourth document)",
+    "GRPO plus DPO on the best and worst completion of each group",
     MappingProxyType(
         {
             **GRPO.settings,
@@ -197,9 +188,9 @@ PG_GRPO = Algorithm(
     PREFERENCE_METRICS,
 )
 
-DPO = PG_GRPO.but(
+DPO = PG_GRPO.variant(
     "dpo",
-    "the preference term alone, on a data set of pairs; nothing is sampled",
+    "DPO on a dataset of pairs, without sampling (arXiv 2305.18290)",
     {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"},
 )
 
@@ -221,6 +212,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def find_algorithm(name: str) -> Algorithm:
-    """The preset of that name; an error that lists them all otherwise."""
+    """The preset of that name; unknown names are an error that lists all."""
     check_choice("algorithm", name, ALGORITHMS, ConfigError)
     return ALGORITHMS[name]

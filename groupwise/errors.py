@@ -1,7 +1,7 @@
-"""Every error that groupwise raises on purpose.
+"""The errors that groupwise raises.
 
-Each class is also a standard exception, so ``except ValueError`` written by somebody who has never heard of groupwise
-still works. A message says what was given, what is allowed and, where there is one, the remedy.
+Each class also inherits from a standard exception, so ``except ValueError`` works as usual. A message says what is
+wrong, what is allowed and, if there is one, the remedy.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from collections.abc import Iterable
 
 
 class GroupwiseError(Exception):
-    """The base of them all: ``except GroupwiseError`` catches whatever groupwise refuses."""
+    """Base class: ``except GroupwiseError`` catches every error of groupwise."""
 
 
 class InputError(GroupwiseError, ValueError):
-    """An argument of a function has an impossible value or shape."""
+    """An argument of a function has an invalid value or shape."""
 
 
 class ConfigError(GroupwiseError, ValueError):
-    """A recipe or an override cannot be used."""
+    """A recipe or an override is invalid."""
 
 
 class DataError(GroupwiseError, ValueError):
-    """A row or a file of data cannot be used."""
+    """A row or a data file is invalid."""
 
 
 class RewardError(GroupwiseError, RuntimeError):
-    """A reward function broke its contract."""
+    """A reward function failed or returned an invalid value."""
 
 
 class CheckpointError(GroupwiseError, RuntimeError):
@@ -35,11 +35,11 @@ class CheckpointError(GroupwiseError, RuntimeError):
 
 
 class RunDirError(GroupwiseError, RuntimeError):
-    """A run folder cannot be used: in use by another process, not empty, or not a run folder."""
+    """A run folder is in use by another process, not empty, or not a run folder."""
 
 
 class ControlError(GroupwiseError, RuntimeError):
-    """A control environment cannot be used, or failed on the way."""
+    """A control environment is invalid or failed."""
 
 
 class MissingExtraError(GroupwiseError, ImportError):
@@ -47,18 +47,18 @@ class MissingExtraError(GroupwiseError, ImportError):
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(f"{feature} needs the package {package!r}; install it with: pip install 'groupwise[{extra}]'")
-        self._told = (feature, package, extra)
+        self._arguments = (feature, package, extra)
 
     def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
-        """An error that is raised in another process comes back by being made again."""
-        return type(self), self._told
+        """Pickle by the constructor's arguments, so that a worker process can raise it."""
+        return type(self), self._arguments
 
 
-def check_choice(what: str, given: object, allowed: Iterable[str], error: type[GroupwiseError] = InputError) -> None:
-    """Raise ``error`` unless ``given`` is one of ``allowed``; the message names the nearest neighbour."""
+def check_choice(what: str, value: object, allowed: Iterable[str], error: type[GroupwiseError] = InputError) -> None:
+    """Raise ``error`` unless ``value`` is one of ``allowed``; the message suggests the nearest one."""
     names = list(allowed)
-    if isinstance(given, str) and given in names:
+    if isinstance(value, str) and value in names:
         return
-    nearest = difflib.get_close_matches(given, names, n=1) if isinstance(given, str) else []
+    nearest = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
     hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise error(f"unknown {what} {given!r}{hint} (allowed: {', '.join(map(repr, names))})")
+    raise error(f"unknown {what} {value!r}{hint} (allowed: {', '.join(map(repr, names))})")

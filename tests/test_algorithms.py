@@ -1,4 +1,4 @@
-"""The presets: what the documents say, as frozen records."""
+"""The presets and their values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from groupwise.config import Recipe, make_recipe, setting_names
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
 
-# The second document's block of defaults. Its ratio per token is the loss's own.
-SECOND_DOCUMENT = {
+# TRL's defaults. The ratio per token is the default of the loss.
+TRL_DEFAULTS = {
     "optimizer.learning_rate": 1e-6,
     "train.epochs": 3.0,
     "train.batch_size": 4,
@@ -36,8 +36,8 @@ SECOND_DOCUMENT = {
     "model.dtype": "auto",
 }
 
-# The first document's GRPO_CONFIG and what its training step does.
-FIRST_DOCUMENT = {
+# What the two presets of enhanced_grpo have in common.
+ENHANCED = {
     "sampling.samples_per_prompt": 16,
     "sampling.temperature": 1.0,
     "sampling.top_k": 40,
@@ -58,9 +58,14 @@ FIRST_DOCUMENT = {
     "loss.name": "reinforce",
     "loss.denominator": "policy_mask",
 }
-# In what DeepSeek-V3.2 and the document that quotes it differ.
-PAPER = {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling_mask": True, "masks.validity": False}
-DOCUMENT = {
+# Where they differ: the forms of DeepSeek-V3.2, and the variants.
+V32_FORMS = {
+    "loss.kl": "unbiased",
+    "masks.off_policy": "v3.2",
+    "masks.keep_sampling_mask": True,
+    "masks.validity": False,
+}
+LITERAL_FORMS = {
     "loss.kl": "full_ratio_weighted",
     "masks.off_policy": "reference_drift",
     "masks.keep_sampling_mask": False,
@@ -84,16 +89,16 @@ def test_every_preset_is_a_recipe(name):
     assert recipe.loss.name in LOSSES
 
 
-def test_dapo_is_the_second_documents_block():
+def test_dapo_has_trls_defaults():
     recipe = make_recipe({"algorithm": "dapo"})
-    assert {name: recipe.get(name) for name in SECOND_DOCUMENT} == SECOND_DOCUMENT
-    assert dict(DAPO.settings) == SECOND_DOCUMENT
+    assert {name: recipe.get(name) for name in TRL_DEFAULTS} == TRL_DEFAULTS
+    assert dict(DAPO.settings) == TRL_DEFAULTS
     assert LOSSES["dapo"].ratios[0] == "token"
     assert LOSSES["dapo"].aggregation == "token_mean"
 
 
-def test_the_sections_defaults_are_the_same_block():
-    assert {name: Recipe().get(name) for name in SECOND_DOCUMENT} == SECOND_DOCUMENT
+def test_the_defaults_of_the_sections_are_the_same():
+    assert {name: Recipe().get(name) for name in TRL_DEFAULTS} == TRL_DEFAULTS
     assert make_recipe({"algorithm": "dapo"}) == Recipe()
 
 
@@ -106,31 +111,30 @@ def test_the_sections_defaults_are_the_same_block():
         ("cispo", {"loss.name": "cispo", "loss.clip_high": 5.0}),
     ],
 )
-def test_in_what_the_others_differ(name, expected):
+def test_differences_of_the_other_presets(name, expected):
     assert differences(make_recipe({"algorithm": name}), Recipe()) == {"algorithm": name, **expected}
 
 
-def test_their_losses_are_what_they_are_called():
+def test_losses_of_the_presets():
     assert LOSSES["grpo"].aggregation == "sequence_mean"
     assert LOSSES["dr_grpo"].aggregation == "constant"
     assert LOSSES["gspo"].ratios == ("sequence",)
 
 
-@pytest.mark.parametrize(("name", "forms"), [("enhanced_grpo", PAPER), ("enhanced_grpo_literal", DOCUMENT)])
-def test_enhanced_grpo_is_the_first_document(name, forms):
+@pytest.mark.parametrize(("name", "forms"), [("enhanced_grpo", V32_FORMS), ("enhanced_grpo_literal", LITERAL_FORMS)])
+def test_enhanced_grpo(name, forms):
     recipe = make_recipe({"algorithm": name})
-    assert {name: recipe.get(name) for name in FIRST_DOCUMENT} == FIRST_DOCUMENT
+    assert {name: recipe.get(name) for name in ENHANCED} == ENHANCED
     assert {name: recipe.get(name) for name in forms} == forms
-    assert set(differences(recipe, Recipe())) <= {*FIRST_DOCUMENT, *forms, "algorithm", "data.max_prompt_length"}
+    assert set(differences(recipe, Recipe())) <= {*ENHANCED, *forms, "algorithm", "data.max_prompt_length"}
 
 
-def test_the_two_forms_of_enhanced_grpo_differ_in_nothing_else():
-    paper, document = (make_recipe({"algorithm": name}) for name in ("enhanced_grpo", "enhanced_grpo_literal"))
-    assert differences(document, paper) == {"algorithm": "enhanced_grpo_literal", **DOCUMENT}
+def test_enhanced_grpo_literal_differs_only_in_its_forms():
+    enhanced, literal = (make_recipe({"algorithm": name}) for name in ("enhanced_grpo", "enhanced_grpo_literal"))
+    assert differences(literal, enhanced) == {"algorithm": "enhanced_grpo_literal", **LITERAL_FORMS}
 
 
-def test_the_names_of_the_documents_metrics():
-    """Of the seven that its step returns, loss, accuracy and mask_ratio are what they are called everywhere."""
+def test_additional_metric_names():
     names = {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"}
     without = {name for name in ALGORITHMS if not name.startswith("enhanced_grpo")} - {"pg_grpo", "dpo"}
     assert all(not ALGORITHMS[name].metrics for name in without)
@@ -139,17 +143,17 @@ def test_the_names_of_the_documents_metrics():
         ALGORITHMS["enhanced_grpo"].metrics["loss"] = "mine"
 
 
-def test_another_loss_on_the_default_preset_brings_its_own_ratio():
+def test_a_loss_on_the_default_preset_uses_its_default_ratio():
     for name in LOSSES:
         assert make_recipe({"loss": {"name": name}}).loss.ratio is None
 
 
-def test_a_preset_is_never_changed():
+def test_presets_are_immutable():
     with pytest.raises(TypeError):
         DAPO.settings["loss.kl_coef"] = 1.0
     with pytest.raises(FrozenInstanceError):
         DAPO.name = "mine"
-    other = DAPO.but("mine", "for a test", {"loss.kl_coef": 1.0})
+    other = DAPO.variant("mine", "for a test", {"loss.kl_coef": 1.0})
     assert (DAPO.settings["loss.kl_coef"], other.settings["loss.kl_coef"]) == (0.0, 1.0)
     assert other.settings["loss.name"] == "dapo"
     with pytest.raises(TypeError):
@@ -162,10 +166,9 @@ def test_a_misspelt_preset():
     assert find_algorithm("gspo") is ALGORITHMS["gspo"]
 
 
-def test_the_fourth_documents_defaults():
-    """Token ratio, grpo's aggregation, k3 to the frozen first model, DPO's sigmoid with beta 0.1, group pairs."""
+def test_pg_grpo():
     recipe = make_recipe({"algorithm": "pg_grpo"})
-    said = {
+    expected = {
         "loss.name": "grpo",
         "loss.ratio": "token",
         "loss.policy_coef": 1.0,
@@ -177,10 +180,10 @@ def test_the_fourth_documents_defaults():
         "preference.kind": "sigmoid",
         "preference.pairs": "group",
     }
-    assert {name: recipe.get(name) for name in said} == said
+    assert {name: recipe.get(name) for name in expected} == expected
 
 
-def test_dpo_is_the_end_of_the_scale_without_grpo():
+def test_dpo_is_pg_grpo_without_sampling():
     changed = differences(make_recipe({"algorithm": "dpo"}), make_recipe({"algorithm": "pg_grpo"}))
     assert changed == {
         "algorithm": "dpo",

@@ -1,4 +1,4 @@
-"""Recipes: three layers, one sentence for every fault, and what a schedule may drive."""
+"""Recipes: layers, error messages, overrides, renamed settings, and what a schedule may change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal, get_args, get_origin
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import ALGORITHMS
 from groupwise.config import (
@@ -23,9 +23,10 @@ from groupwise.config import (
     setting_names,
 )
 from groupwise.config import names as names_module
-from groupwise.config.fields import choices_of, kinds_of
+from groupwise.config.fields import choices_of, types_of
 from groupwise.config.layers import nested
-from groupwise.config.names import KNOWN_ELSEWHERE
+from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
+from groupwise.config.options import read_options
 from groupwise.config.sections import CHOICES, LoraSection
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import LOSSES
@@ -35,7 +36,7 @@ NAMES = dict(setting_names())
 
 
 def refused(table, **options):
-    """The sentence with which a recipe is refused."""
+    """The message of the error that a recipe raises."""
     with pytest.raises(ConfigError) as caught:
         make_recipe(table, **options)
     return str(caught.value)
@@ -48,19 +49,19 @@ def test_an_empty_recipe_is_the_default_preset():
     assert make_recipe() == make_recipe({}) == make_recipe({"algorithm": "dapo"}) == Recipe()
 
 
-def test_preset_below_file_below_override_key_by_key(tmp_path):
+def test_layers_are_merged_key_by_key(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('algorithm = "enhanced_grpo"\n[sampling]\ntop_k = 20\n[optimizer]\nlearning_rate = 3e-6\n')
     recipe = load_recipe(path, {"sampling.top_k": 5, "train.steps": 7})
-    assert recipe.sampling.top_k == 5  # all three have it: the override
-    assert recipe.optimizer.learning_rate == 3e-6  # preset and file: the file
-    assert recipe.sampling.samples_per_prompt == 16  # the preset alone, in a section that the others touch
-    assert recipe.train.steps == 7  # the override alone
-    assert recipe.optimizer.beta2 == 0.999  # nobody: the default
+    assert recipe.sampling.top_k == 5  # set in all three layers
+    assert recipe.optimizer.learning_rate == 3e-6  # preset and file
+    assert recipe.sampling.samples_per_prompt == 16  # only in the preset
+    assert recipe.train.steps == 7  # only overridden
+    assert recipe.optimizer.beta2 == 0.999  # the default
     assert load_recipe(path).sampling.top_k == 20
 
 
-def test_the_algorithm_itself_can_be_overridden(tmp_path):
+def test_the_algorithm_can_be_overridden(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text('algorithm = "gspo"\n')
     recipe = load_recipe(path, {"algorithm": "dr_grpo"})
@@ -68,7 +69,7 @@ def test_the_algorithm_itself_can_be_overridden(tmp_path):
     assert recipe.loss.clip_low == 0.2  # nothing of the file's preset is left
 
 
-def test_a_section_that_is_off_can_be_switched_on_and_off(tmp_path):
+def test_an_optional_section_can_be_switched_on_and_off(tmp_path):
     path = tmp_path / "r.toml"
     path.write_text("[model.lora]\nrank = 4\n")
     assert load_recipe(path).model.lora.rank == 4
@@ -83,14 +84,14 @@ def test_a_section_that_is_off_can_be_switched_on_and_off(tmp_path):
         make_recipe(overrides={"model.lora": None, "model.lora.rank": 2})
 
 
-def test_tables_with_keys_of_ones_own_are_replaced_whole():
+def test_tables_with_free_keys_are_replaced():
     below = make_recipe({"data": {"chat_template_kwargs": {"a": 1}}, "ramps": {"temperature": {"at": [[0, 1.0]]}}})
     above = below.with_settings({"data.chat_template_kwargs": {"b": 2}, "ramps": {"kl_coef": {"at": [[0, 1.0]]}}})
     assert above.data.chat_template_kwargs == {"b": 2}
     assert list(above.ramps) == ["kl_coef"]
 
 
-def test_a_recipe_is_never_changed():
+def test_recipes_are_immutable():
     recipe = make_recipe()
     with pytest.raises(ValidationError):
         recipe.train.steps = 5
@@ -120,7 +121,7 @@ def test_get():
 # --- a run's recipe.json ---------------------------------------------------------------------------------------------
 
 
-def test_a_resolved_recipe_is_read_back_as_it_was(tmp_path):
+def test_recipe_json_round_trip(tmp_path):
     recipe = make_recipe(
         {
             "algorithm": "enhanced_grpo",
@@ -139,23 +140,23 @@ def test_a_resolved_recipe_is_read_back_as_it_was(tmp_path):
     assert load_recipe(path, {"algorithm": "enhanced_grpo"}) == recipe
 
 
-def test_no_preset_lies_beneath_a_resolved_recipe(tmp_path):
+def test_recipe_json_has_no_preset_below(tmp_path):
     path = tmp_path / "recipe.json"
     path.write_text('{"algorithm": "enhanced_grpo"}')
     assert load_recipe(path).model_dump() == {**Recipe().model_dump(), "algorithm": "enhanced_grpo"}
-    with pytest.raises(ConfigError, match="holds every setting of a run of 'enhanced_grpo', so the preset 'grpo'"):
+    with pytest.raises(ConfigError, match="holds every setting of a run with 'enhanced_grpo', so the preset 'grpo'"):
         load_recipe(path, {"algorithm": "grpo"})
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"train": {\n  "steps": }', r"recipe.json is no valid JSON: Expecting value \(at line 2, column 12\)"),
-        ("[]", "recipe.json is no recipe: a run's recipe.json is one object"),
+        ('{"train": {\n  "steps": }', r"recipe.json is not valid JSON: Expecting value \(at line 2, column 12\)"),
+        ("[]", "recipe.json is not a recipe"),
         ('{"trian": {}}', r"recipe.json: unknown section or key 'trian'; did you mean 'train'\?"),
     ],
 )
-def test_a_damaged_resolved_recipe(tmp_path, text, message):
+def test_damaged_recipe_json(tmp_path, text, message):
     path = tmp_path / "recipe.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -165,7 +166,7 @@ def test_a_damaged_resolved_recipe(tmp_path, text, message):
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_missing_recipe_names_its_neighbour(tmp_path):
+def test_a_missing_recipe_suggests_the_nearest_file(tmp_path):
     (tmp_path / "quiz.toml").write_text("")
     with pytest.raises(ConfigError, match=rf"there is no recipe {tmp_path}/quizz.toml; did you mean .*quiz.toml\?"):
         load_recipe(tmp_path / "quizz.toml")
@@ -181,11 +182,11 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     with pytest.raises(ConfigError, match=r"the recipe .*r.toml cannot be read: .*utf-8"):
         load_recipe(path)
     path.write_text("[train]\nsteps = 3\nbatch_size = four\n")
-    with pytest.raises(ConfigError, match=r"r.toml is no valid TOML: .*\(at line 3, column 14\)"):
+    with pytest.raises(ConfigError, match=r"r.toml is not valid TOML: .*\(at line 3, column 14\)"):
         load_recipe(path)
 
 
-# --- names that do not exist -----------------------------------------------------------------------------------------
+# --- unknown names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -209,32 +210,32 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
                                             "(allowed: group, batch, none)"),
-        ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, document)"),
+        ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, reference_drift)"),
         ({"model": {"dtype": "bf16"}}, "the recipe: model.dtype cannot be 'bf16'; did you mean 'bfloat16'? (allowed: "
                                        "auto, float32, bfloat16, float16, float64)"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_has_its_nearest_neighbour(table, sentence):
+def test_a_wrong_name_suggests_the_nearest(table, sentence):
     assert refused(table) == sentence
 
 
-@pytest.mark.parametrize(("theirs", "ours"), KNOWN_ELSEWHERE.items())
-def test_names_of_other_libraries_are_recognised(theirs, ours):
-    assert ours in NAMES
-    # A setting of ours may have that name too; it is then named first.
-    same = "".join(f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}"))
-    for table in ({theirs: 1}, {"train": {theirs: 1}}):
-        assert refused(table).endswith(f"{theirs}'; did you mean {same}{ours!r}?")
-    with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {same}{ours!r}?")):
-        parse_override(theirs, "1")
+def test_names_of_other_libraries_are_suggested():
+    for theirs, ours in OTHER_LIBRARIES.items():
+        assert ours in NAMES
+        # A setting of the same name is suggested first.
+        same = "".join(f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}"))
+        for table in ({theirs: 1}, {"train": {theirs: 1}}):
+            assert refused(table).endswith(f"{theirs}'; did you mean {same}{ours!r}?")
+        with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {same}{ours!r}?")):
+            parse_override(theirs, "1")
 
 
-def test_the_names_of_the_second_document_are_all_known():
+def test_trls_names_are_known():
     for name in ("num_generations", "max_completion_length", "beta", "epsilon", "loss_type", "scale_rewards"):
-        assert name in KNOWN_ELSEWHERE
+        assert name in OTHER_LIBRARIES
 
 
-# --- values that cannot be -------------------------------------------------------------------------------------------
+# --- wrong values -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -259,23 +260,23 @@ def test_the_names_of_the_second_document_are_all_known():
         ("loss.dual_clip", float("inf"), "a number above 1, and finite"),
         ("data.shuffle", "yes", "true or false"),
         ("data.shuffle", 1, "true or false"),
-        ("model.source", 5, "a text"),
-        ("sampling.stop", "x", 'a list of texts, such as ["one", "two"]'),
-        ("sampling.stop", ["x", 5], 'a list of texts, such as ["one", "two"]'),
+        ("model.source", 5, "a string"),
+        ("sampling.stop", "x", 'a list of strings, such as ["one", "two"]'),
+        ("sampling.stop", ["x", 5], 'a list of strings, such as ["one", "two"]'),
         ("data.chat_template_kwargs", 5, "a table, such as { name = true }"),
-        ("model.lora.targets", 5, 'a text or a list of texts, such as ["one", "two"]'),
-        ("model.lora.targets", [5, 6], 'a text or a list of texts, such as ["one", "two"]'),
+        ("model.lora.targets", 5, 'a string or a list of strings, such as ["one", "two"]'),
+        ("model.lora.targets", [5, 6], 'a string or a list of strings, such as ["one", "two"]'),
         ("model", "tiny", "a section, written [model]"),
         ("model.lora", True, "a section, written [model.lora]"),
-        ("rewards", {"function": "a:b"}, "a list of tables, each under its own [[rewards]]"),
-        ("rewards", [{"function": "a:b"}, 5], "a list of tables, each under its own [[rewards]]"),
-        ("phases", {"steps": 5}, "a list of tables, each under its own [[phases]]"),
-        ("rules", ["x"], "a list of tables, each under its own [[rules]]"),
+        ("rewards", {"function": "a:b"}, "a list of tables, each under [[rewards]]"),
+        ("rewards", [{"function": "a:b"}, 5], "a list of tables, each under [[rewards]]"),
+        ("phases", {"steps": 5}, "a list of tables, each under [[phases]]"),
+        ("rules", ["x"], "a list of tables, each under [[rules]]"),
         ("ramps", {"temperature": 5}, "a table of tables, such as temperature = { from = 1.0, to = 0.7, steps = 200 } "
                                       "under [ramps]"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_told_in_plain_words(name, value, expected):
+def test_wrong_values(name, value, expected):
     sentence = f"{name} = {value!r} cannot be used; it should be {expected}"
     assert refused(nested({name: value}), where="r.toml") == f"r.toml: {sentence}"
     assert refused({}, where="r.toml", overrides={name: value}) == f"on the command line: {sentence}"
@@ -289,15 +290,15 @@ def test_entries_of_a_list_are_counted_from_one():
     )
 
 
-def test_all_faults_are_listed_and_each_once():
-    found = refused(
+def test_all_errors_are_listed_once():
+    message = refused(
         {"train": {"steps": 4.5, "stps": 1}, "model": {"lora": {"targets": 5}}},
         where="r.toml",
         overrides={"train.seed": -1},
     )
-    assert found.split("; ") == [
+    assert message.split("; ") == [
         "r.toml: model.lora.targets = 5 cannot be used",
-        'it should be a text or a list of texts, such as ["one", "two"]',
+        'it should be a string or a list of strings, such as ["one", "two"]',
         "r.toml: train.steps = 4.5 cannot be used",
         "it should be a whole number of at least 0",
         "on the command line: train.seed = -1 cannot be used",
@@ -307,7 +308,7 @@ def test_all_faults_are_listed_and_each_once():
     ]
 
 
-def test_whole_numbers_do_where_a_number_is_expected():
+def test_integers_are_accepted_as_floats():
     recipe = make_recipe({"sampling": {"temperature": 1}, "train": {"epochs": 2}})
     assert isinstance(recipe.sampling.temperature, float)
     assert recipe.train.epochs == 2.0
@@ -318,14 +319,13 @@ def test_whole_numbers_do_where_a_number_is_expected():
     [
         ({"loss": {"name": "gspo", "ratio": "token"}}, "the loss 'gspo' has no token ratio; leave loss.ratio out or "
                                                        "use 'sequence'"),
-        ({"train": {"epochs": None}}, "give train.steps or train.epochs; without either the run would have no end"),
+        ({"train": {"epochs": None}}, "set train.steps or train.epochs"),
         ({"sampling": {"min_new_tokens": 300}}, "sampling.min_new_tokens 300 is more than sampling.max_new_tokens 256"),
-        ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so no answer has a sibling"),
-        ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalises over what top_k, top_p and min_p leave, "
-                                             "but none of them is set"),
+        ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so every advantage is 0"),
+        ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalizes over the tokens"),
     ],
 )  # fmt: skip
-def test_settings_that_do_not_go_together(table, message):
+def test_contradictory_settings(table, message):
     assert refused(table).startswith(f"the recipe: {message}")
 
 
@@ -342,7 +342,7 @@ def test_settings_that_do_not_go_together(table, message):
         *({"loss": {"name": name}} for name in LOSSES),
     ],
 )
-def test_settings_that_do(table):
+def test_valid_combinations(table):
     make_recipe(table)
 
 
@@ -350,23 +350,23 @@ def test_settings_that_do(table):
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_the_choices_written_out_are_the_cores(name):
+def test_literals_match_the_choices_of_core(name):
     assert sorted(choices_of(NAMES[name])) == sorted(CHOICES[name])
     for choice in CHOICES[name]:
         if name != "loss.ratio":  # not every loss has both
             assert make_recipe(nested({name: choice})).get(name) == choice
 
 
-def test_every_choice_that_the_core_knows_is_held_to_it():
+def test_other_literals_do_not_come_from_core():
     """A new Literal is either in CHOICES, or one that is not the core's."""
-    own = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
-    assert own == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule", "train.on_non_finite",
-                   "run.export_dtype", "advantages.difficulty", "usmle.prompt", "usmle.reading", "usmle.reward",
-                   "usmle.bad_rows", "grouping.method", "grouping.dtype", "preference.pairs",
+    others = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
+    assert others == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule",
+                   "train.on_non_finite",
+                   "run.export_dtype", "advantages.difficulty", "grouping.method", "grouping.dtype", "preference.pairs",
                    "preference.on_too_long"}  # fmt: skip
 
 
-def test_the_other_choices_are_those_of_the_code_they_go_to():
+def test_other_literals_match_the_code_that_uses_them():
     from groupwise.data.prompts import TOO_LONG
     from groupwise.grouping.cluster import METHODS
     from groupwise.rewards.scorer import ON_ERROR
@@ -382,7 +382,7 @@ def test_the_other_choices_are_those_of_the_code_they_go_to():
     assert set(choices_of(NAMES["optimizer.lr_schedule"])) == set(DECAYS)
 
 
-def test_every_setting_has_its_sentence():
+def test_every_setting_has_a_description():
     for name, field in NAMES.items():
         assert field.description, name
         assert "{" not in field.description.replace("{enable_thinking = false}", ""), name
@@ -390,12 +390,12 @@ def test_every_setting_has_its_sentence():
     assert all(name in NAMES["algorithm"].description for name in ALGORITHMS)
 
 
-def test_kinds():
-    assert kinds_of(NAMES["sampling.top_k"]) == {int, type(None)}
-    assert kinds_of(NAMES["model.lora.targets"]) == {str, list}
-    assert kinds_of(NAMES["loss.ratio"]) == {str, type(None)}
-    assert kinds_of(NAMES["data.chat_template_kwargs"]) == {dict}
-    assert kinds_of(NAMES["train.steps"]) == {int, type(None)}
+def test_types():
+    assert types_of(NAMES["sampling.top_k"]) == {int, type(None)}
+    assert types_of(NAMES["model.lora.targets"]) == {str, list}
+    assert types_of(NAMES["loss.ratio"]) == {str, type(None)}
+    assert types_of(NAMES["data.chat_template_kwargs"]) == {dict}
+    assert types_of(NAMES["train.steps"]) == {int, type(None)}
 
 
 # --- the command line ------------------------------------------------------------------------------------------------
@@ -437,35 +437,35 @@ def test_kinds():
         ("rewards", '[{ function = "a:b" }]', [{"function": "a:b"}]),
     ],
 )
-def test_overrides_are_read(name, text, value):
-    found = parse_override(name, text)
-    assert found == value
-    assert type(found) is type(value)
+def test_overrides_are_parsed(name, text, value):
+    parsed = parse_override(name, text)
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 @given(value=st.integers(1, 10**9))
-def test_whole_numbers_go_there_and_back(value):
+def test_integers_round_trip(value):
     assert parse_override("train.steps", str(value)) == value
 
 
 @given(value=st.floats(1e-300, 1e300))
-def test_numbers_go_there_and_back(value):
+def test_floats_round_trip(value):
     assert parse_override("optimizer.learning_rate", repr(value)) == value
 
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
-def test_any_text_is_a_name(text):
+def test_any_text_can_be_a_name(text):
     """What is a text in TOML is that text; "none" is none; everything else is what was typed."""
-    found = parse_override("run.name", text)
+    parsed = parse_override("run.name", text)
     if text.lower() in ("none", "null"):
-        assert found is None
+        assert parsed is None
         return
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         table = {}
     quoted = table["value"] if len(table) == 1 and isinstance(table["value"], str) else None
-    assert found == (text if quoted is None else quoted)
+    assert parsed == (text if quoted is None else quoted)
 
 
 @pytest.mark.parametrize(
@@ -479,12 +479,12 @@ def test_any_text_is_a_name(text):
         ("max_new_tokns", "unknown setting --max_new_tokns; did you mean 'sampling.max_new_tokens' or "
                           "'evaluate.max_new_tokens'?"),
         ("zzz", "unknown setting --zzz (`groupwise train --help` lists all)"),
-        ("reference", "--reference is a section and has no value of its own; its settings are "
+        ("reference", "--reference is a section and takes no value; its settings are "
                       "--reference.refresh_every, --reference.mix"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("text", ["1", "word", "true"])
-def test_an_override_of_nothing(name, sentence, text):
+def test_unknown_overrides(name, sentence, text):
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         parse_override(name, text)
 
@@ -520,31 +520,31 @@ def test_scheduled_settings_by_bare_and_by_dotted_name():
         ("bf16", "unknown setting 'bf16' in a schedule$"),  # known elsewhere, but nothing to schedule
     ],
 )
-def test_settings_that_no_schedule_drives(name, message):
+def test_settings_that_cannot_be_scheduled(name, message):
     with pytest.raises(ConfigError, match=message):
         resolve_scheduled(make_recipe(), name)
 
 
-def test_a_bare_name_that_could_be_two(monkeypatch):
+def test_an_ambiguous_bare_name(monkeypatch):
     monkeypatch.setattr(names_module, "NOT_SCHEDULED", set())
-    with pytest.raises(ConfigError, match=r"'eps' could be advantages.eps or optimizer.eps; write the one that"):
+    with pytest.raises(ConfigError, match=r"'eps' could be advantages.eps or optimizer.eps; write the full name"):
         resolve_scheduled(make_recipe(), "eps")
     assert resolve_scheduled(make_recipe(), "optimizer.eps") == "optimizer.eps"
 
 
-def test_what_a_schedule_may_drive_are_numbers_that_a_step_reads():
-    found = scheduled_names(make_recipe({"loss": {"kl_coef": 0.3}}))
-    assert found["loss.kl_coef"] == 0.3
-    assert found["sampling.top_k"] is None
-    assert all(not isinstance(value, (bool, str)) for value in found.values())
-    sections = {name.partition(".")[0] for name in found}
+def test_scheduled_settings_are_numbers():
+    scheduled = scheduled_names(make_recipe({"loss": {"kl_coef": 0.3}}))
+    assert scheduled["loss.kl_coef"] == 0.3
+    assert scheduled["sampling.top_k"] is None
+    assert all(not isinstance(value, (bool, str)) for value in scheduled.values())
+    sections = {name.partition(".")[0] for name in scheduled}
     assert sections == {"sampling", "advantages", "loss", "preference", "masks", "reference", "optimizer", "scoring",
                         "train"}  # fmt: skip
-    assert "train.steps" not in found
-    assert "sampling.max_num_seqs" not in found
+    assert "train.steps" not in scheduled
+    assert "sampling.max_num_seqs" not in scheduled
 
 
-def test_no_setting_is_literal_outside_its_words():
+def test_choices_behind_optional():
     """`choices_of` finds what the annotation says, also behind `| None`."""
     assert choices_of(NAMES["masks.off_policy"]) == ("v3.2", "reference_drift")
     assert choices_of(NAMES["loss.name"]) == ()
@@ -566,34 +566,96 @@ grouping = "prompt"
 """
 
 
-def test_files_beside_a_recipe(tmp_path, monkeypatch):
+def test_files_in_the_recipes_folder(tmp_path, monkeypatch):
     folder, here = tmp_path / "some recipes", tmp_path / "here"
-    for each in (folder, here):
-        each.mkdir()
+    folder.mkdir()
+    here.mkdir()
     for name in ("own.py", "rows.jsonl", "recipe.toml"):
         (folder / name).write_text(BESIDE)
     (here / "own.py").write_text("")
     monkeypatch.chdir(here)
-    found = load_recipe("../some recipes/recipe.toml", {"advantages.grouping": "own.py:grouping"})
+    recipe = load_recipe("../some recipes/recipe.toml", {"advantages.grouping": "own.py:grouping"})
     beside = "../some recipes"
-    assert found.task == f"{beside}/own.py:task"
-    assert [each.function for each in found.rewards] == [
+    assert recipe.task == f"{beside}/own.py:task"
+    assert [reward.function for reward in recipe.rewards] == [
         f"{beside}/own.py:one",
         "groupwise.rewards:length",
         "none.py:two",
     ]
-    assert (found.data.train, found.data.held_out) == (f"{beside}/rows.jsonl", "owner/name")
-    assert (found.loss.name, found.advantages.function) == (f"{beside}/own.py:loss", f"{beside}/own.py:advantage")
-    assert found.advantages.grouping == "own.py:grouping"
-    # A run keeps the names by which it found its files, and looks for nothing beside its own recipe.
+    assert (recipe.data.train, recipe.data.held_out) == (f"{beside}/rows.jsonl", "owner/name")
+    assert (recipe.loss.name, recipe.advantages.function) == (f"{beside}/own.py:loss", f"{beside}/own.py:advantage")
+    assert recipe.advantages.grouping == "own.py:grouping"
+    # A recipe.json keeps the resolved paths; files in its folder are not looked for.
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "own.py").write_text("")
-    (tmp_path / "run" / "recipe.json").write_text(json.dumps(found.model_dump()))
-    assert load_recipe(tmp_path / "run" / "recipe.json") == found
+    (tmp_path / "run" / "recipe.json").write_text(json.dumps(recipe.model_dump()))
+    assert load_recipe(tmp_path / "run" / "recipe.json") == recipe
 
 
 @pytest.mark.parametrize("text", ["rewards = 3", "rewards = [3]", "data = 3", "task = 3", "[data]\ntrain = 3"])
-def test_a_fault_where_a_file_may_be_named(tmp_path, text):
+def test_wrong_values_where_a_file_may_be_named(tmp_path, text):
     (tmp_path / "recipe.toml").write_text(text)
     with pytest.raises(ConfigError, match=r"recipe\.toml: "):
         load_recipe(tmp_path / "recipe.toml")
+
+
+# --- renamed settings ------------------------------------------------------------------------------------------------
+
+
+def test_former_names_are_gone_and_present_ones_exist():
+    sections = {name.partition(".")[0] for name in NAMES}
+    for old, new in RENAMED.items():
+        assert old not in {*NAMES, *sections}
+        assert new in {*NAMES, *sections}
+    for name, values in RENAMED_VALUES.items():
+        for old, new in values.items():
+            if name == "algorithm":
+                assert old not in ALGORITHMS
+                assert new in ALGORITHMS
+            elif name in NAMES:
+                assert old not in choices_of(NAMES[name])
+                assert new in choices_of(NAMES[name])
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_a_former_name_is_an_error_with_the_present_one(tmp_path, old):
+    new = RENAMED[old]
+    sentence = f"{old} is now {new}" if "." in old else f"[{old}] is now [{new}]"
+    table = nested({old if "." in old else f"{old}.steps": 1})
+    assert refused(table, where="r.toml") == f"r.toml: {sentence}"
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(table))
+    with pytest.raises(ConfigError, match=re.escape(f"recipe.json: {sentence}")):
+        load_recipe(path)
+    option = old if "." in old else f"{old}.steps"
+    with pytest.raises(ConfigError, match=rf"^--{option} is now --{new if '.' in old else f'{new}.steps'}$"):
+        parse_override(option, "1")
+    if "." in old:
+        assert refused({}, overrides={old: 1}) == f"on the command line: {sentence}"
+
+
+@pytest.mark.parametrize(
+    ("name", "old"), [(name, old) for name, values in RENAMED_VALUES.items() if name in NAMES for old in values]
+)
+def test_a_former_value_is_an_error_with_the_present_one(tmp_path, name, old):
+    sentence = f"{name} {old!r} is now {RENAMED_VALUES[name][old]!r}"
+    assert refused(nested({name: old}), where="r.toml") == f"r.toml: {sentence}"
+    assert refused({}, overrides={name: parse_override(name, old)}) == f"on the command line: {sentence}"
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(nested({name: old})))
+    with pytest.raises(ConfigError, match=re.escape(f"recipe.json: {sentence}")):
+        load_recipe(path)
+
+
+def test_a_former_value_of_a_task_option():
+    class Options(BaseModel):
+        prompt: Literal["chat", "completion"] = "chat"
+
+    with pytest.raises(ConfigError, match=r"^\[task_options\]: prompt 'document' is now 'completion'$"):
+        read_options(Options, {"prompt": "document"}, "[task_options]")
+
+
+def test_a_former_name_in_a_schedule():
+    for name in ("refill", "train.refill"):
+        with pytest.raises(ConfigError, match=r"^train.refill is now train.resample_rounds$"):
+            resolve_scheduled(make_recipe(), name)

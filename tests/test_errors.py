@@ -1,4 +1,4 @@
-"""The errors are standard exceptions too, and a wrong name hears of its nearest neighbour."""
+"""Error classes: standard exceptions, pickling, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_also_a_standard_exception(error, standard):
     assert issubclass(error, standard)
 
 
-def test_a_missing_extra_says_how_to_get_it():
+def test_a_missing_extra_names_the_command_that_installs_it():
     assert str(errors.MissingExtraError("drawing", "matplotlib", "plot")) == (
         "drawing needs the package 'matplotlib'; install it with: pip install 'groupwise[plot]'"
     )
 
 
-def test_a_missing_extra_in_another_process_arrives_as_itself():
+def test_a_missing_extra_can_be_pickled():
     error = errors.MissingExtraError("drawing", "matplotlib", "plot")
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is errors.MissingExtraError
-    assert str(again) == str(error)
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is errors.MissingExtraError
+    assert str(copy) == str(error)
 
 
 def test_choices():

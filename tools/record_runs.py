@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHORT = ["--train.steps", "5", "--evaluate.every", "3", "--run.tensorboard", "false", "--run.picture", "false"]
+SHORT = ["--train.steps", "5", "--evaluate.every", "3", "--run.tensorboard", "false", "--run.plot", "false"]
 QUIZ = ["recipes/quiz.toml", "--train.batch_size", "8", "--data.held_out_rows", "32", "--sft.steps", "20", *SHORT]
 TINY = ["--model.source", "tiny", "--model.threads", "1"]
 USMLE = ["recipes/usmle.toml", *TINY, "--sampling.max_new_tokens", "12", "--sampling.samples_per_prompt", "8",

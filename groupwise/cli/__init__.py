@@ -1,19 +1,18 @@
 """The command `groupwise`.
 
-Each command is a function that adds its arguments to a parser and names the function that runs it. What a command needs
-is imported when it runs, so that `groupwise --help` answers at once. Whatever groupwise refuses ends as one line on the
-standard error and the exit status 2; an interrupted command ends with 130, as a shell expects.
+Each command is a function that adds a parser and sets the function that runs it. Commands import what they need when
+they run, so that `groupwise --help` is fast. An error that groupwise raises becomes one line on stderr and exit status
+2; an interrupted command exits with 130, as shells expect.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 from groupwise import __version__
-from groupwise.cli.common import Commands, Run, say_error
+from groupwise.cli.common import Command, Commands, say_error
 from groupwise.cli.control import add_control
 from groupwise.cli.evaluate import add_eval
 from groupwise.cli.models import add_models
@@ -21,27 +20,23 @@ from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import split_settings
 from groupwise.cli.train import add_check, add_train
 from groupwise.errors import GroupwiseError
+from groupwise.plugins import load_plugin, plugin_names
 
-# A new command is a function like `add_models`, named here.
+# To add a command, write a function like `add_models` and list it here.
 COMMANDS: tuple[Callable[[Commands], None], ...] = (add_train, add_check, add_eval, add_sample, add_models, add_control)
+
+# A package adds a command with such a function as an entry point of the group ``groupwise.commands``, under the
+# command's name. These are the entry points of pyproject.toml, for a source tree that is not installed.
+PLUGINS = {"usmle": "groupwise.cli.usmle:add_usmle"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv``, the process's own without it; the exit status."""
-    _keep_freed_memory()
-    parser, commands = _parser()
+    """Run the command line ``argv`` (default: that of the process) and return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    settings: list[str] = []
-    command = commands.get(words[0]) if words else None
-    if command is not None and command.get_default("takes_settings"):
-        own, settings = split_settings(words[1:], command._option_string_actions)
-        words[1:] = own
-    arguments, rest = parser.parse_known_args(words)
-    if rest and not arguments.takes_settings:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.settings = [*rest, *settings]
-    run: Run = arguments.run
+    arguments = argparse.Namespace()
     try:
+        arguments = _parse(words)
+        run: Command = arguments.run
         return run(arguments)
     except GroupwiseError as error:
         say_error(str(error))
@@ -51,24 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _keep_freed_memory() -> None:
-    """Let PyTorch keep freed memory for 10 s.
-
-    PyTorch's builds for ARM allocate with mimalloc, which returns freed memory to the system after 10 ms; taking it
-    again costs a tenth of a training step. The variable is read when torch is loaded.
-    """
-    if "torch" not in sys.modules:
-        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
-
-
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser, and those of the commands by their names."""
+def _parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="groupwise", description="Group-relative policy optimization, whole.", allow_abbrev=False
+        prog="groupwise", description="Group-relative policy optimization (GRPO).", allow_abbrev=False
     )
     parser.set_defaults(takes_settings=False)
     parser.add_argument("--version", action="version", version=f"groupwise {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in COMMANDS:
         add(commands)
-    return parser, commands.choices
+    name = words[0] if words else ""
+    if name not in commands.choices:
+        plugins = plugin_names("groupwise.commands", PLUGINS)
+        parser.epilog = f"commands of plug-ins: {', '.join(plugins)}"
+        if name in plugins:
+            load_plugin("groupwise.commands", PLUGINS, name, "command")(commands)
+    settings: list[str] = []
+    command = commands.choices.get(name)
+    if command is not None and command.get_default("takes_settings"):
+        words[1:], settings = split_settings(words[1:], command._option_string_actions)
+    arguments, rest = parser.parse_known_args(words)
+    if rest and not arguments.takes_settings:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.settings = [*rest, *settings]
+    return arguments

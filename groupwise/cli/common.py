@@ -1,4 +1,4 @@
-"""What the commands share: how a parser is added, and where they print."""
+"""Helpers that all commands share: adding a parser, and printing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-Run = Callable[[argparse.Namespace], int]
-Commands = Any  # argparse's object to which parsers are added; it has no public type
+Command = Callable[[argparse.Namespace], int]
+Commands = Any  # argparse's subparsers object, which has no public type
 
 
-def add(actions: Commands, name: str, run: Run, help_text: str, *, add_help: bool = True) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
+def add(
+    commands: Commands, name: str, run: Command, help_text: str, *, add_help: bool = True
+) -> argparse.ArgumentParser:
+    """Add the parser of a command that ``run`` executes."""
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, allow_abbrev=False, add_help=add_help
     )
     parser.set_defaults(run=run)
@@ -25,12 +28,12 @@ def add(actions: Commands, name: str, run: Run, help_text: str, *, add_help: boo
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
-    # The stream itself, not its name: a bar must go on while another package's output is caught.
+    # The stream object, so that a progress bar is shown even while another package redirects sys.stderr.
     return Console(file=sys.stderr if stderr else sys.stdout)
 
 
 def say_error(message: str) -> None:
-    """One line, whatever is in the message; no markup, for it may hold what a user typed."""
+    """Print the message as one line on stderr, without markup: it may contain what a user typed."""
     console(stderr=True).print(
         f"groupwise: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True
     )

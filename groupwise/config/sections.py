@@ -1,5 +1,4 @@
-"""The sections of a recipe: every setting, typed, with the sentence that ``--help`` shows. The classes are the record;
-what is done with them stands beside this file."""
+"""The sections of a recipe: every setting, its type, its default, and its line in ``--help`` (the docstring)."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 
-KL_FORMS = (*ESTIMATORS, "full", "full_ratio_weighted")  # the last two need whole distributions: `core.full_kl`
+KL_FORMS = (*ESTIMATORS, "full", "full_ratio_weighted")  # the last two are computed by `core.full_kl`
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,412 +30,399 @@ class Section(BaseModel):
 
 class LoraSection(Section):
     rank: Count = 16
-    """width of the adapter"""
+    """LoRA rank"""
     alpha: Positive = 32.0
-    """how loudly the adapter speaks, relative to its rank"""
+    """LoRA scaling, alpha / rank"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """dropout in front of the adapter; any makes on-policy ratios differ from 1"""
+    """LoRA dropout; above 0, on-policy ratios differ from 1"""
     targets: str | list[str] = "all-linear"
-    """which layers get an adapter, by the last part of their name"""
+    """the layers that get an adapter, by the last part of their names"""
     rslora: bool = False
-    """scale by alpha / √rank"""
+    """scale by alpha / √rank instead (rsLoRA)"""
 
 
 class ModelSection(Section):
     source: str = "tiny"
-    """a folder, a .gguf file, a name of `groupwise models list`, "tiny", or a hub id owner/name"""
+    """a folder, a .gguf file, a name from `groupwise models list`, "tiny", or a hub id owner/name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """what the model computes in; auto is bfloat16 where the device has it in hardware, else float32"""
+    """dtype of the forward and backward pass; auto is bfloat16 where the hardware supports it, else float32"""
     device: str = "auto"
-    """auto is the first CUDA device where there is one, else the CPU"""
+    """auto is the first CUDA device, or the CPU if there is none"""
     threads: Count | None = None
-    """CPU threads; by default as many as there are cores. A model of less than a million weights is fastest with one"""
+    """number of CPU threads; default: all cores. Models below a million parameters are fastest with one"""
     gradient_checkpointing: bool = True
-    """compute activations again in the backward pass instead of keeping them: less memory, a third more time"""
+    """recompute activations in the backward pass: less memory, about a third more time"""
     compile: bool | None = None
-    """fuse layers with torch.compile; by default on a GPU in half precision"""
+    """use torch.compile; default: on a GPU in half precision"""
     lora: LoraSection | None = None
-    """train a small adapter instead of all weights ([model.lora], needs the extra `lora`)"""
+    """train a LoRA adapter instead of all weights ([model.lora], needs the extra `lora`)"""
     trust_remote_code: bool = False
-    """run Python code that comes with a model"""
+    """run the Python code that comes with a model"""
     revision: str | None = None
-    """the version of a model on the hub"""
+    """the revision of a model on the hub"""
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether training has dropout, so that each forward pass gives other log-probs."""
+        return self.lora is not None and self.lora.dropout > 0
 
 
 class SourcesSection(Section):
-    """Where rows come from: those to train on, and those that are held out."""
+    """Sources of rows for training and for evaluation."""
 
     train: str | list[str] | None = None
-    """rows to train on: .jsonl, .json, .parquet, .csv, a folder of them, a hub data set owner/name, or several"""
+    """training rows: .jsonl, .json, .parquet, .csv, a folder of these, a hub dataset owner/name, or a list of such"""
     held_out: str | list[str] | None = None
-    """rows to evaluate on; never trained on"""
+    """evaluation rows, never trained on"""
     held_out_from_train: CountOrNone = 0
-    """evaluate on so many rows, drawn by the seed, of the first source to train on, and do not train on them"""
+    """hold out this many random rows of the first training source for evaluation"""
     subset: str | None = None
-    """the configuration of a hub data set"""
+    """the configuration of a hub dataset"""
     train_split: str | None = None
-    """the split of a hub data set to train on"""
+    """the split of a hub dataset to train on"""
     held_out_split: str | None = None
-    """the split of a hub data set to evaluate on"""
+    """the split of a hub dataset to evaluate on"""
     train_rows: Count | None = None
-    """use only the first so many rows (for generated tasks: make so many)"""
+    """use only the first N training rows (generated tasks: generate N)"""
     held_out_rows: Count | None = None
-    """evaluate on only the first so many rows (for generated tasks: make so many)"""
+    """use only the first N evaluation rows (generated tasks: generate N)"""
 
 
 class DataSection(SourcesSection):
     prompt: str = "prompt"
-    """the column that holds the prompt: a text or a list of chat messages"""
+    """the column with the prompt: a text or a list of chat messages"""
     system_prompt: str | None = None
-    """a system message in front of every prompt"""
+    """a system message put before every prompt"""
     chat: bool | None = None
-    """put a text prompt into the chat template as the user's message; by default if the model has one"""
+    """apply the chat template to text prompts, as a user message; default: if the tokenizer has one"""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """passed on to the chat template, e.g. {enable_thinking = false}"""
+    """extra arguments of the chat template, e.g. {enable_thinking = false}"""
     max_prompt_length: Count | None = 512
-    """the longest prompt, in tokens"""
-    on_too_long: Literal["error", "drop", "cut"] = "error"
-    """what becomes of a longer prompt: stop with an error, leave it out, or keep its end"""
+    """maximum prompt length in tokens"""
+    on_too_long: Literal["error", "drop", "truncate"] = "error"
+    """a longer prompt: raise an error, drop the row, or keep only the last tokens"""
     shuffle: bool = True
-    """a new order of the rows in every epoch, from the run's seed"""
-
-
-class UsmleSection(Section):
-    prompt: Literal["chat", "direct", "completion"] = "chat"
-    """how a question is put: reason first and end with "Answer: X"; that line alone; or the first document's wording"""
-    reading: Literal["strict", "lenient"] = "strict"
-    """what counts as an answer for the reward: the required form only, or what a careful reader would take"""
-    reward: Literal["binary", "enhanced", "enhanced_when_right"] = "binary"
-    """1 for the right letter; the first document's bonus and penalty on it; or that with its bonus when right only"""
-    term_bonus: NotNegative = 0.05
-    """enhanced: what medical terminology in an answer is worth"""
-    short_penalty: NotNegative = 0.1
-    """enhanced: what a very short answer loses"""
-    short_length: CountOrNone = 50
-    """enhanced: an answer of fewer characters is very short"""
-    vocabulary: str | None = None
-    """enhanced: a file of medical words, one a line, in place of the packaged one"""
-    copies: Count = 1
-    """how often each training question is there, from the second time on with its options in another order"""
-    bad_rows: Literal["error", "skip"] = "error"
-    """what becomes of a row that is no sound question: stop with an error, or leave it out and count it"""
+    """shuffle the rows in every epoch, from the seed"""
 
 
 class RewardSection(Section):
     function: str
-    """module:function, file.py:function beside the recipe, or a short name"""
+    """module:function, file.py:function beside the recipe, or the name of a built-in reward"""
     weight: Finite = 1.0
-    """its factor in the sum of all rewards"""
+    """factor of this reward in the sum"""
     name: str | None = None
-    """the name in metrics and records; by default the function's"""
+    """name in metrics and rollouts; default: the function's"""
     options: dict[str, Any] = Field(default_factory=dict)
-    """what function is called with, where it makes the reward rather than is it"""
+    """arguments, if the function creates the reward instead of being it"""
 
 
 class ScoringSection(Section):
     timeout: Positive | None = 60.0
-    """seconds that one call of a reward function may take"""
+    """time limit of one call of a reward function, in seconds"""
     on_error: Literal["stop", "drop"] = "stop"
-    """what a failing reward does: stop the run, or drop the sample and count it"""
+    """a reward function that fails: stop the run, or drop and count the sample"""
     overlong_buffer: CountOrNone = 0
-    """soft penalty for answers that come within so many tokens of max_new_tokens (DAPO); 0 is none"""
+    """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off"""
     overlong_weight: NotNegative = 1.0
-    """how much an answer of full length loses by that penalty"""
+    """the penalty of a completion of full length"""
 
 
 class SamplingSection(Section):
     samples_per_prompt: Count = 8
-    """G: how many answers to each prompt are compared"""
+    """G: completions per prompt"""
     max_new_tokens: Count = 256
-    """the longest answer, in tokens"""
+    """maximum completion length in tokens"""
     min_new_tokens: CountOrNone = 0
-    """the shortest answer: the end cannot be drawn before"""
+    """minimum completion length in tokens: EOS cannot be sampled before"""
     temperature: Positive = 1.0
-    """divides the logits, in sampling and in training alike"""
+    """divides the logits, in sampling and in training"""
     top_k: CountOrNone | None = None
-    """sample among the k likeliest tokens only"""
+    """sample from the k most likely tokens only"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """sample among the likeliest tokens that together have this probability"""
+    """sample from the smallest set of tokens with this total probability"""
     min_p: Share | None = None
-    """sample among tokens at least this likely, relative to the likeliest"""
+    """sample from tokens with at least this share of the highest probability"""
     stop: list[str] = Field(default_factory=list)
-    """an answer ends with the first of these texts"""
+    """stop strings that end a completion"""
     max_num_seqs: Count | None = None
-    """the most answers generated at once"""
+    """maximum number of completions generated at once"""
 
 
 class AdvantagesSection(Section):
     scale: Literal["group", "batch", "none"] = "group"
-    """divide by the group's standard deviation, by the whole batch's, or not at all"""
+    """divide by the standard deviation of the group, of the batch, or not at all"""
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
-    """what is subtracted from a reward"""
+    """subtracted from the rewards: the group's mean, the mean of the others, or nothing"""
     eps: NotNegative = 1e-4
     """added to the standard deviation"""
     unbiased: bool = True
-    """standard deviation with n − 1 rather than n"""
+    """standard deviation with n − 1 in the denominator instead of n"""
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """several rewards: normalise their sum, or sum what was normalised each by itself (GDPO)"""
+    """several rewards: normalize their sum, or sum their normalized values (GDPO)"""
     function: str | None = None
-    """an advantage of one's own, module:function(rewards (B, K), groups (B,), weights) -> (B,)"""
+    """your own advantage, module:function(rewards (B, K), groups (B,), weights) -> (B,)"""
     grouping: str = "prompt"
-    """who is compared with whom: "prompt", "similarity" ([grouping]), or module:function(batch) -> one label each"""
+    """which completions form a group: "prompt", "similarity" ([grouping]), or module:function(batch) -> labels"""
     shrinkage: NotNegative = 0.0
-    """small clusters borrow from the prompt: its mean counts as so many answers of each cluster; 0 borrows nothing"""
+    """shrink a cluster's mean towards its prompt's mean, which counts as this many samples; 0 is off"""
     difficulty: Literal["none", "hard", "uncertain"] = "none"
-    """let groups weigh more that are seldom right (hard), or right about half the time (uncertain)"""
+    """weight groups by difficulty: more for a low success rate (hard), or for one near 1/2 (uncertain)"""
 
 
 class GroupingSection(Section):
     embedder: str = "BAAI/bge-m3"
-    """what makes vectors of texts: "minilm", "wordllama", a folder of sentence-transformers, or a hub id owner/name"""
+    """text embedding model: "minilm", "wordllama", a sentence-transformers folder, or a hub id owner/name"""
     device: str = "auto"
-    """where the embedder runs; auto is a CUDA device where there is one, else the CPU"""
+    """device of the embedder; auto is CUDA if available, else the CPU"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """what the embedder computes in; auto is bfloat16 on a GPU, else float32"""
+    """dtype of the embedder; auto is bfloat16 on a GPU, else float32"""
     batch_size: Count = 64
-    """texts that are embedded at once"""
+    """texts per forward pass of the embedder"""
     cache: CountOrNone = 20_000
-    """so many embeddings are kept, by the hash of their text; 0 is none"""
+    """number of embeddings to cache; 0 is off"""
     text_after: str | None = "</think>"
-    """only what follows the last such mark is compared, or all where there is none; none compares whole answers"""
+    """compare only the text after the last occurrence of this mark; none compares complete completions"""
     method: Literal["average", "ward_rows", "threshold", "adaptive", "dbscan"] = "average"
-    """how answers to one prompt are put into clusters (docs/creative.md)"""
+    """how the completions of a prompt are clustered (docs/creative.md)"""
     max_groups: Annotated[int, Field(ge=2)] = 7
-    """average, document, adaptive: the most clusters of a prompt; the silhouette, or the largest gap, chooses"""
+    """average, ward_rows, adaptive: maximum number of clusters of a prompt"""
     min_silhouette: Annotated[float, Field(ge=-1, le=1)] = 0.1
-    """average, document, adaptive: with a lower silhouette all answers are one cluster"""
+    """average, ward_rows, adaptive: below this silhouette score, all completions are one cluster"""
     threshold: Annotated[float, Field(ge=-1, le=1)] = 0.7
-    """threshold, dbscan: texts are alike above this cosine similarity (dbscan: from it on)"""
+    """threshold, dbscan: texts are similar above this cosine similarity (dbscan: or equal to it)"""
     min_samples: Count = 2
-    """dbscan: an answer with so many alike, itself included, makes a cluster"""
+    """dbscan: minimum number of similar completions, itself included, of a core point"""
     levels: Annotated[int, Field(ge=2)] = 2
-    """2 is prompt and cluster; each further one cuts clusters into clusters by the same rule"""
+    """2 is prompt and cluster; each further level splits the clusters again by the same method"""
     skip_single_members: bool = False
-    """compute no reward for an answer that is alone in its cluster: its advantage is 0 anyway"""
-    measure: bool = False
-    """cluster and measure the diversity also where answers are compared with all others to their prompt"""
+    """compute no reward for a completion that is alone in its cluster: its advantage is 0"""
+    log_diversity: bool = False
+    """cluster and log the diversity even if advantages.grouping does not use clusters"""
     workers: CountOrNone | None = None
-    """Ray workers that embed and cluster; 0 is in this process. By default one per GPU, up to 8, where there are two"""
+    """Ray workers that embed and cluster; 0 is this process. Default: one per GPU, up to 8, with two GPUs or more"""
     ray_address: str | None = None
-    """the Ray cluster to use; by default one is started on this machine for the run"""
+    """address of an existing Ray cluster; default: start one on this machine"""
     ray_host: str = "127.0.0.1"
-    """the address of a Ray started here; with another than the default it can be reached from other machines"""
+    """address that a new Ray cluster listens on; others than the default are reachable from other machines"""
 
 
 class LossSection(Section):
     name: str = "dapo"
-    """one of {losses}, or module:function of one's own (one number per token)"""
+    """one of {losses}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
-    """weight of the policy's own loss; 0 leaves it out (with [preference] that is DPO)"""
+    """weight of the policy loss; 0 leaves it out (with [preference] that is DPO)"""
     ratio: Literal["token", "sequence"] | None = None
-    """one ratio per token or per answer; by default the loss's own"""
+    """importance ratio per token or per sequence; default: the loss's own"""
     clip_low: NotNegative = 0.2
-    """ε: the ratio is held above 1 − this"""
+    """ε: the ratio is clipped below 1 − ε"""
     clip_high: NotNegative | None = None
-    """ε_high: the ratio is held below 1 + this; by default clip_low (for cispo a ceiling, 5)"""
+    """ε_high: the ratio is clipped above 1 + ε_high; default: clip_low (cispo: the upper bound itself, 5)"""
     dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """a ceiling on the ratio where the advantage is negative"""
+    """upper bound of the ratio for negative advantages (dual-clip PPO)"""
     denominator: Literal["completion_mask", "policy_mask"] = "completion_mask"
-    """what a mean is divided by: all answers, or only what the masks leave (the first document)"""
+    """means are over all completion tokens, or only over those that [masks] leaves"""
     kl_coef: NotNegative = 0.0
-    """β: weight of the KL to the reference"""
+    """β: weight of the KL to the reference model"""
     kl: Literal["k1", "k2", "k3", "unbiased", "full", "full_ratio_weighted"] = "k3"
-    """the KL: an estimate (unbiased is DeepSeek-V3.2's), or over the whole vocabulary (full_ratio_weighted: weighted)"""
+    """the KL: an estimator (unbiased: DeepSeek-V3.2, arXiv 2512.02556), the exact KL over the vocabulary (full), or
+    that times the mean of π_θ/π_ref (full_ratio_weighted)"""
     entropy_coef: Finite = 0.0
-    """bonus on the entropy of the policy"""
+    """weight of the entropy bonus"""
     importance_cap: Positive | None = None
-    """correct for a difference between sampler and trainer by their ratio, at most this (TIS)"""
+    """truncated importance sampling: weight tokens by trainer / sampler probability, at most this (TIS)"""
 
 
 class PreferenceSection(SourcesSection):
     weight: NotNegative = 0.0
-    """w₂: weight of the preference term, learning from pairs (docs/preference.md); 0 leaves it out"""
+    """w₂: weight of the preference loss on pairs (docs/preference.md); 0 is off"""
     beta: Positive = 0.1
-    """β: the smaller, the further pairs may take the policy from the reference"""
+    """β of DPO: the smaller, the further the policy may move from the reference"""
     kind: str | list[str] = "sigmoid"
-    """the loss of a pair, or several that are added: {kinds}"""
+    """the preference loss, or several that are summed: {kinds}"""
     kind_weights: list[Finite] | None = None
-    """a factor for each kind; by default 1"""
+    """a weight for each kind; default: 1"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """the share of pairs that may be the wrong way round, for the kinds robust, aot, aot_unpaired and exo_pair"""
+    """probability that a pair is labelled the wrong way round, for the kinds robust, aot, aot_unpaired and exo_pair"""
     discopop_tau: Positive = 0.05
-    """discopop: its temperature"""
+    """temperature of the kind discopop"""
     pairs: Literal["group", "data", "both"] = "group"
-    """where pairs come from: the answers to one prompt, by their rewards; a data set (preference.train); or both"""
+    """source of pairs: the completions of a prompt, ranked by reward; a dataset (preference.train); or both"""
     pairs_per_group: Count = 1
-    """pairs of one group: the best and the worst, the second best and the second worst, and so on"""
+    """pairs of a group: best and worst, second best and second worst, and so on"""
     min_margin: NotNegative = 0.0
-    """the rewards of a group's pair must differ by more than this; equal ones make no pair"""
+    """the rewards of a group's pair must differ by more than this"""
     reward: str | None = None
-    """the name of the reward that puts a group in order; by default the weighted sum of all"""
+    """name of the reward that ranks a group; default: the weighted sum of all"""
     prompt: str = "prompt"
-    """the column that holds the prompt; where there is none, it is what chosen and rejected begin with"""
+    """the column with the prompt; without it, the prompt is the common beginning of chosen and rejected"""
     chosen: str = "chosen"
-    """the column of preference.train that holds the better answer: a text, a message or messages"""
+    """the column with the chosen completion: a text, a message or messages"""
     rejected: str = "rejected"
-    """the column that holds the worse answer"""
+    """the column with the rejected completion"""
     batch_size: Count = 16
-    """pairs of the data set in a step"""
+    """pairs of the dataset per step"""
     max_length: Count | None = 1024
-    """the longest pair: tokens of its prompt and the longer answer"""
-    on_too_long: Literal["error", "drop", "cut"] = "drop"
-    """what becomes of a longer pair: stop with an error, leave it out, or cut the ends of its answers off"""
+    """maximum length of the prompt and the longer completion, in tokens"""
+    on_too_long: Literal["error", "drop", "truncate"] = "drop"
+    """a longer pair: raise an error, drop it, or truncate its completions at the end"""
     shuffle: bool = True
-    """a new order of the pairs in every epoch, from the run's seed"""
-    cache: bool = True
-    """keep the reference's log-probs of the data set's pairs on disk; without it they are computed in each step"""
+    """shuffle the pairs in every epoch, from the seed"""
+    cache_ref_logps: bool = True
+    """keep the reference log-probs of the dataset's pairs on disk; false computes them in each step"""
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds as a list, also where there is one."""
+        """The kinds as a list."""
         return [self.kind] if isinstance(self.kind, str) else self.kind
 
 
 class MasksSection(Section):
     truncated: bool = False
-    """answers that were cut off by max_new_tokens do not teach"""
+    """mask completions that were truncated by max_new_tokens"""
     off_policy: Literal["v3.2", "reference_drift"] | None = None
-    """do not learn from answers that have become unlikely (v3.2), or that left the reference behind (document)"""
+    """mask completions with a negative advantage that the policy has moved away from (v3.2: DeepSeek-V3.2), or those
+    that became more likely than under the reference (reference_drift)"""
     off_policy_threshold: Positive = 0.5
-    """how far is too far"""
+    """threshold of off_policy, on the mean log-ratio of a completion"""
     validity: bool = False
-    """answers that are too short, without an answer that can be found, or repetitive do not teach"""
+    """mask completions that are too short, repetitive, or without an extractable answer"""
     min_length: CountOrNone = 10
-    """validity: the fewest characters"""
+    """validity: minimum number of characters"""
     max_repetition: Share = 0.5
-    """validity: the largest share of an answer's word triples that were seen before in it"""
+    """validity: maximum share of repeated word trigrams"""
     high_entropy: Annotated[float, Field(gt=0, le=1)] | None = None
-    """only this share of tokens, those with the highest entropy, teach"""
+    """train only on this share of tokens, those with the highest entropy"""
     keep_sampling_mask: bool = False
-    """renormalise the policy over what top-k, top-p and min-p had left (DeepSeek-V3.2's keep sampling mask)"""
+    """renormalize the policy over the tokens that top-k, top-p and min-p left in sampling (DeepSeek-V3.2)"""
 
 
 class ReferenceSection(Section):
     refresh_every: CountOrNone = 0
-    """every so many steps the reference becomes the policy; 0 is never"""
+    """update the reference from the policy every N steps; 0 is never"""
     mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """at a refresh the reference moves this share of the way to the policy"""
+    """share of the policy in the updated reference; 1 replaces it"""
 
 
 class OptimizerSection(Section):
     learning_rate: NotNegative = 1e-6
     """of AdamW, on float32 master weights"""
     embedding_learning_rate: NotNegative | None = None
-    """for the token embeddings; by default the same. Embeddings that are also the head keep the plain one"""
+    """learning rate of the token embeddings, unless they are tied to the output head; default: learning_rate"""
     tied_embedding_rate: bool = False
-    """apply embedding_learning_rate even where the embeddings are also the head"""
+    """use embedding_learning_rate for tied embeddings too"""
     weight_decay: NotNegative = 0.0
     """of matrices; norms and biases have none"""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """decay of the mean gradient"""
+    """AdamW's β₁"""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """decay of the mean squared gradient"""
+    """AdamW's β₂"""
     eps: Positive = 1e-8
-    """added to the root of the latter"""
+    """AdamW's ε"""
     max_grad_norm: Positive | None = 1.0
-    """gradients are scaled down to this norm"""
+    """gradients are clipped to this norm"""
     warmup_steps: CountOrNone = 0
-    """steps in which the learning rate rises"""
-    decay: Literal["constant", "linear", "cosine"] = "constant"
-    """how the learning rate falls to its end, after the warm-up"""
-    final: Share = 0.0
-    """the share of the learning rate that is left at the end"""
+    """steps of linear learning-rate warm-up"""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """learning-rate decay after the warm-up"""
+    final_lr_ratio: Share = 0.0
+    """final learning rate as a share of learning_rate"""
 
 
 class SftSection(Section):
     steps: CountOrNone = 0
-    """supervised steps on the task's examples before the first GRPO step, to teach the answer's format"""
+    """supervised steps on the task's examples before the first GRPO step, to learn the answer format"""
     epochs: Positive | None = None
-    """passes over the examples, each in a new order; if given, it decides rather than steps"""
+    """passes over the examples; overrides steps"""
     batch_size: Count = 32
-    """examples in a step"""
+    """examples per step"""
     learning_rate: Positive = 1e-3
     """of AdamW"""
 
 
 class TrainSection(Section):
     steps: CountOrNone | None = None
-    """how many steps; if given, it decides rather than epochs. 0 is the supervised warm-up alone"""
+    """number of steps; overrides epochs. 0 runs only [sft]"""
     epochs: Positive | None = 3.0
-    """how often every row is used"""
+    """number of passes over the training rows"""
     batch_size: Count = 4
-    """prompts in a part of the batch"""
+    """prompts per accumulation step"""
     accumulation: Count = 4
-    """parts in a step, whose gradients add up: a step has batch_size × accumulation prompts"""
+    """gradient accumulation: a step has batch_size × accumulation prompts"""
     iterations: Count = 1
-    """μ: how often a batch is used"""
+    """number of passes over a batch (μ in the GRPO paper)"""
     mini_batches: Count = 1
-    """updates in one pass over a batch; each is normalised by itself"""
+    """number of updates in one pass over a batch; each is normalized by itself"""
     token_budget: Count | None = None
-    """tokens of one forward and backward pass; by default what fits. It does not change the result"""
+    """tokens per forward and backward pass; default: what fits into memory. It does not change the result"""
     resample_rounds: CountOrNone = 0
-    """how many further rounds of prompts may be sampled to replace those that teach nothing"""
+    """maximum number of extra rollout rounds to replace prompts without learning signal (dynamic sampling, DAPO)"""
     skip_equal_rewards: bool = True
-    """compute nothing for groups with equal rewards, unless a KL or entropy term needs them"""
+    """skip groups with equal rewards in the update, unless a KL or entropy term needs them"""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """a loss or gradient that is no finite number: stop before the weights move, or skip the update and count it"""
+    """NaN or inf in the loss or gradient: stop before the weights change, or skip the update and count it"""
     max_logp_mismatch: Positive = 0.05
-    """warn when sampler and trainer differ by more than this in a token's log-prob, on average"""
+    """warn if the mean difference of a token's log-prob between sampler and trainer is above this"""
     log_term_gradients_every: CountOrNone = 0
-    """every so many steps, also report each objective term's gradient norm and the cosines between them"""
+    """every N steps, log each objective term's gradient norm and the cosines between them; 0 is never"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """decides the order of rows, the sampling and an adapter's first values"""
+    """seed of the row order, the sampling and the adapter's initialization"""
 
 
 class EvaluateSection(Section):
     every: CountOrNone = 0
-    """evaluate on the held-out rows every so many steps; 0 is only at the end"""
+    """evaluate on the held-out rows every N steps; 0 is only at the end"""
     before_training: bool = True
-    """also before the first step"""
+    """also evaluate before the first step"""
     samples: Count = 1
-    """answers to each row, averaged"""
+    """completions per row, averaged"""
     temperature: NotNegative = 0.0
-    """of those answers; 0 takes the likeliest token"""
+    """sampling temperature; 0 is greedy"""
     max_new_tokens: Count | None = None
-    """the longest answer; by default as in training"""
+    """maximum completion length in tokens; default: as in training"""
     metric: str | None = None
-    """which metric chooses the best checkpoint; by default the task's"""
+    """the metric that selects the best checkpoint; default: the task's"""
     patience: Count | None = None
-    """stop after so many evaluations without a better one"""
+    """early stopping: evaluations without improvement before the run stops"""
 
 
 class RunSection(Section):
     folder: str | None = None
-    """where the run is kept; by default a new folder below runs/"""
+    """the run's folder; default: a new one below runs/"""
     name: str | None = None
-    """part of the new folder's name; by default the recipe's"""
+    """part of the new folder's name; default: the recipe's"""
     log_every: Count = 1
-    """steps between two lines where there is no terminal to draw on; metrics.jsonl has every step"""
+    """steps between two lines if the output is not a terminal; metrics.jsonl has every step"""
     checkpoint_every: CountOrNone = 50
     """steps between checkpoints; 0 is only at the end"""
     keep_checkpoints: Count = 2
-    """how many checkpoints are kept, beside the best"""
+    """number of checkpoints to keep, besides the best one"""
     resumable: bool = True
-    """checkpoints hold masters and optimizer (16 bytes a weight); false keeps the policy alone: no --resume"""
+    """save master weights and optimizer state (16 bytes per weight); false saves only the policy: no --resume"""
     save_rollouts: bool = True
-    """one Parquet file of prompts, answers and rewards per step"""
+    """save prompts, completions and rewards, one Parquet file per step"""
     tensorboard: bool = True
-    """TensorBoard events, where the package is installed"""
+    """write TensorBoard events, if the package is installed"""
     wandb: str | None = None
-    """the Weights & Biases project to report to"""
-    picture: bool = True
-    """a picture of the curves at the end"""
+    """the Weights & Biases project to log to"""
+    plot: bool = True
+    """plot the learning curves at the end"""
     export_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """precision of the saved model; by default what it computes in"""
-    push_to: str | None = None
-    """the hub repository, owner/name, that the finished model is pushed to"""
+    """dtype of the saved model; default: the dtype of training"""
+    push_to_hub: str | None = None
+    """the hub repository, owner/name, to push the final model to"""
 
 
 class Recipe(Section):
-    """A whole run."""
+    """All settings of a run."""
 
     task: str = "rows"
-    """"rows" (your data and rewards), "quiz", "gsm8k", "usmle", or module:function that returns a Task"""
+    """the task's name ("rows": your own data and rewards), or module:function that returns a Task"""
+    task_options: dict[str, Any] = Field(default_factory=dict)
+    """the task's own settings, also as --task_options.KEY VALUE; `groupwise check RECIPE` shows them"""
     algorithm: str = "dapo"
-    """the preset below everything else: {algorithms}"""
+    """the preset of defaults: {algorithms}"""
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
-    usmle: UsmleSection = Field(default_factory=UsmleSection)
     rewards: list[RewardSection] = Field(default_factory=list)
     """[[rewards]]: added to the task's own"""
     scoring: ScoringSection = Field(default_factory=ScoringSection)
@@ -455,26 +441,27 @@ class Recipe(Section):
     phases: list[dict[str, Any]] = Field(default_factory=list)
     """[[phases]]: settings for a number of steps or tokens, one phase after another"""
     ramps: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """[ramps]: a setting that moves between points"""
+    """[ramps]: settings that are interpolated between points"""
     rules: list[dict[str, Any]] = Field(default_factory=list)
-    """[[rules]]: a setting that changes when a metric does"""
+    """[[rules]]: settings that change when a metric crosses a threshold"""
 
     def get(self, name: str) -> Any:
         """The value of a dotted setting; None in a section that is off."""
         value: Any = self
         for part in name.split("."):
-            value = None if value is None else getattr(value, part)
+            if value is not None:
+                value = value.get(part) if isinstance(value, dict) else getattr(value, part)
         return value
 
     def with_settings(self, values: Mapping[str, Any]) -> Recipe:
-        """A recipe in which these dotted settings have other values, checked like all others."""
-        from groupwise.config.layers import make_recipe, nested  # they make recipes, and so know this class
+        """A copy with other values of these dotted settings, validated."""
+        from groupwise.config.layers import make_recipe, nested  # layers.py imports this module
 
         return make_recipe(nested(values), base=self.model_dump())
 
 
 def _fill(model: type[Section], **lists: Sequence[str]) -> None:
-    """Put the names that exist into the descriptions."""
+    """Put the existing names into the descriptions."""
     for field in model.model_fields.values():
         for name, values in lists.items():
             if field.description:
@@ -485,7 +472,7 @@ _fill(LossSection, losses=tuple(LOSSES))
 _fill(PreferenceSection, kinds=tuple(KINDS))
 _fill(Recipe, algorithms=tuple(ALGORITHMS))
 
-# The choices that are written out above, for the checker of types, are the core's own; a test holds them together.
+# The Literals above repeat these choices of `core`, because mypy needs them written out; a test compares them.
 CHOICES: dict[str, tuple[str, ...]] = {
     "advantages.scale": SCALES,
     "advantages.baseline": BASELINES,

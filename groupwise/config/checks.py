@@ -1,0 +1,92 @@
+"""Settings that contradict each other, found when a recipe is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from groupwise.config.fields import hint
+from groupwise.config.sections import Recipe
+from groupwise.core.losses import LOSSES
+from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
+from groupwise.errors import ConfigError, InputError
+
+
+def check_recipe(recipe: Recipe, where: str) -> None:
+    """Raise a ConfigError for the first contradiction."""
+    for check in (_loss, _sampling, _shrinkage, _preference):
+        for problem in check(recipe):
+            raise ConfigError(f"{where}: {problem}")
+
+
+def _loss(recipe: Recipe) -> Iterator[str]:
+    name, ratio = recipe.loss.name, recipe.loss.ratio
+    if name not in LOSSES and ":" not in name:
+        yield f"unknown loss {name!r}{hint(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
+    if name in LOSSES and ratio is not None and ratio not in LOSSES[name].ratios:
+        yield f"the loss {name!r} has no {ratio} ratio; leave loss.ratio out or use {LOSSES[name].ratios[0]!r}"
+
+
+def _sampling(recipe: Recipe) -> Iterator[str]:
+    sampling = recipe.sampling
+    if recipe.train.steps is None and recipe.train.epochs is None:
+        yield "set train.steps or train.epochs; without both the run would never end"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield (
+            f"sampling.min_new_tokens {sampling.min_new_tokens} is more than sampling.max_new_tokens "
+            f"{sampling.max_new_tokens}"
+        )
+    has_group_baseline = recipe.advantages.baseline != "none" and recipe.advantages.grouping in ("prompt", "similarity")
+    if recipe.loss.policy_coef and sampling.samples_per_prompt == 1 and has_group_baseline:
+        yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
+    if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
+        yield (
+            "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p and min_p leave, but none of them "
+            "is set"
+        )
+
+
+def _shrinkage(recipe: Recipe) -> Iterator[str]:
+    advantages = recipe.advantages
+    if advantages.shrinkage and advantages.grouping == "prompt":
+        yield (
+            f"advantages.shrinkage is {advantages.shrinkage:g}, but with advantages.grouping 'prompt' there are no "
+            "clusters to shrink; set advantages.grouping to 'similarity', or leave it out"
+        )
+    if advantages.shrinkage and advantages.baseline != "mean":
+        yield (
+            f"advantages.shrinkage moves a cluster's mean, so it needs advantages.baseline 'mean', not "
+            f"{advantages.baseline!r}"
+        )
+    if recipe.grouping.skip_single_members and (advantages.shrinkage or advantages.baseline == "none"):
+        reason = "advantages.shrinkage is above 0" if advantages.shrinkage else "advantages.baseline is 'none'"
+        yield (
+            f"grouping.skip_single_members skips rewards whose advantage is 0, but {reason}, so the advantage of a "
+            "completion that is alone in its cluster is not 0; drop one of the two"
+        )
+
+
+def _preference(recipe: Recipe) -> Iterator[str]:
+    preference = recipe.preference
+    try:
+        check_kinds(
+            preference.kind,
+            preference.kind_weights,
+            beta=preference.beta,
+            label_smoothing=preference.label_smoothing,
+            discopop_tau=preference.discopop_tau,
+        )
+    except InputError as error:
+        yield f"[preference] {error}"
+    if preference.label_smoothing and not SMOOTHED_KINDS.intersection(preference.kinds):
+        yield (
+            f"preference.label_smoothing has no effect on the kind {', '.join(preference.kinds)}; for noisy labels use "
+            "preference.kind 'robust'"
+        )
+    if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
+        key = "train" if preference.train is not None else "held_out_from_train"
+        yield (
+            f"preference.{key} is set, but preference.pairs is 'group', which takes pairs from sampled completions "
+            "only; set it to 'data' or 'both'"
+        )
+    if preference.pairs == "group" and preference.weight and recipe.sampling.samples_per_prompt == 1:
+        yield "sampling.samples_per_prompt is 1, so no group has two completions for a pair; use at least 2"
