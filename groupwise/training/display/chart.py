@@ -14,26 +14,26 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-# Which dot of a character each bit is, from the top, left and right: Unicode's braille patterns begin at 0x2800.
+# The bit of each dot in Unicode's braille patterns (from 0x2800): rows from the top, left and right.
 DOTS = np.array([[[0x01, 0x08]], [[0x02, 0x10]], [[0x04, 0x20]], [[0x40, 0x80]]])
 
 
 class Chart:
-    """A picture in braille characters, of two by four dots each, with labels at its left and below it."""
+    """A chart of braille characters with two by four dots each, and axis labels."""
 
     def __init__(self, width: int, rows: int, steps: Array, span: Sequence[float], share: bool) -> None:
         low, high = min(span), max(span)
-        extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also of a curve that is flat
+        extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also for a flat curve
         unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
         self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
         if share and low >= 0 and high <= 1 and low < high:
-            self.low, self.high = max(self.low, 0.0), min(self.high, 1.0)  # there is no share beyond these
+            self.low, self.high = max(self.low, 0.0), min(self.high, 1.0)  # shares are between 0 and 1
         places = {0: self.high, rows // 2: (self.high + self.low) / 2, rows - 1: self.low}
         self.labels = {row: _axis_label(value, unit, share) for row, value in places.items()}
         self.margin = max(map(len, self.labels.values()))
         self.rows, self.columns = rows, max(4, width - self.margin - 2)
         self.first, self.last = int(steps.min()), max(int(steps.max()), int(steps.min()) + 1)
-        self.layers: list[tuple[Array, str]] = []  # (rows, columns) of character codes, 0 where there is nothing
+        self.layers: list[tuple[Array, str]] = []  # (rows, columns) of character codes, 0 if empty; and their style
 
     def dots(self, steps: Array, values: Array, style: str) -> None:
         seen, canvas = (values >= self.low) & (values <= self.high), self._canvas()
@@ -66,7 +66,7 @@ class Chart:
         self.layers.append((codes, style))
 
     def text(self, head: Text) -> Text:
-        """The picture below its heading. Where layers meet in a character, the last one has it."""
+        """The chart below its heading. Where layers overlap, the last one is on top."""
         from rich.text import Text
 
         width = self.margin + 2 + self.columns
@@ -104,7 +104,7 @@ class Chart:
 
 
 def empty_chart(head: Text, width: int, rows: int, text: str) -> Text:
-    """The place of a picture that has nothing to show yet, with a word about it."""
+    """A chart without data, with a message."""
     from rich.text import Text
 
     blank = Text("\n" * (rows // 2) + text.center(width), style="dim")

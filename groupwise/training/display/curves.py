@@ -1,4 +1,4 @@
-"""The picture of a run's curves, from its metrics."""
+"""Draws a run's metrics into ``curves.png``."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 from groupwise.errors import MissingExtraError
 from groupwise.rundir import metric_column, read_metrics
-from groupwise.training.store.recorder import EVALUATION, PREFERRED, is_share
+from groupwise.training.display.base import is_share
+from groupwise.training.preference import PREFERENCE_ACCURACY
+from groupwise.training.store.recorder import EVAL_PREFIX
 
 Points = tuple[list[int], list[float]]  # steps, values
 
 CURVES = "curves.png"
-NICE = (1, 2, 5, 10)  # between the ticks of an axis
-FEW = 10  # points of a curve that are marked, for they are all that is known
-SMOOTHED_SHARE = 0.05  # of a curve's points, on each side, go into a point of its smoothed line
+TICK_STEPS = (1, 2, 5, 10)
+MAX_MARKED = 10  # points of a curve; longer curves have no markers
+SMOOTHING_SHARE = 0.05  # of a curve's points are averaged on each side
 
 
 @dataclass(frozen=True)
-class Panel:
-    """A picture of one metric, or of several under their labels; there only where all of them are."""
+class CurvePanel:
+    """A plot of one or more metrics; drawn only if all of them were recorded."""
 
     title: str
     lines: Mapping[str, str]  # metric → label
@@ -31,10 +33,9 @@ class Panel:
 
 
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
-    """Draw a run's curves into its ``curves.png``: reward, ``metric`` on held-out rows, what the policy makes of pairs,
-    entropy and KL, lengths, how different answers to a prompt are, and whether the terms' gradients agree.
+    """Draw reward, ``metric`` on held-out rows, pairs, entropy and KL, lengths, diversity, and gradients of the terms.
 
-    What was not recorded is left out. None without matplotlib, or when there is nothing to draw.
+    Metrics that were not recorded are left out. Returns the file; None without matplotlib or without anything to draw.
     """
     from groupwise.plots import new_figure, save_figure
 
@@ -43,7 +44,7 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     cells = _cells(metric)
     curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.lines}
     if not curves["reward"][0]:
-        cells.insert(0, cells.pop(2))  # a run without rewards begins with its pairs
+        cells.insert(0, cells.pop(2))  # a run without rewards starts with its pairs
     cells = [[panel for panel in cell if all(curves[name][0] for name in panel.lines)] for cell in cells]
     cells = [cell for cell in cells if cell]
     if not cells:
@@ -54,7 +55,7 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     except MissingExtraError:
         return None
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    grid = figure.add_gridspec(2 * lines, columns)  # a line of panels has two halves, for two small ones
+    grid = figure.add_gridspec(2 * lines, columns)  # each cell has two halves, for two small panels
     for number, cell in enumerate(cells):
         alone = number == len(cells) - 1 and number % 2 == 0
         across = slice(None) if alone else number % 2
@@ -64,8 +65,8 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
             share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.lines)
             if panel.held_out:
                 name = next(iter(panel.lines))
-                own = goal if name == f"{EVALUATION}{metric}" else None
-                _draw_held_out(axes, rows, name, panel.colours[0], own, share)
+                target = goal if name == f"{EVAL_PREFIX}{metric}" else None
+                _draw_held_out(axes, rows, name, panel.colours[0], target, share)
             else:
                 _draw_lines(axes, panel, curves)
             _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
@@ -73,28 +74,30 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     return folder / CURVES
 
 
-def _cells(metric: str | None) -> list[list[Panel]]:
-    """All panels that there may be; two in one cell share its height. The third cell is that of the pairs."""
+def _cells(metric: str | None) -> list[list[CurvePanel]]:
+    """All possible panels; two in one cell share its height. The third cell shows the pairs."""
     from groupwise.plots import COLOURS
 
     blue, orange, green, pink = COLOURS[:4]
-    held_out, pairs = f"{EVALUATION}{metric}", f"{EVALUATION}{PREFERRED}"
+    held_out, pairs = f"{EVAL_PREFIX}{metric}", f"{EVAL_PREFIX}{PREFERENCE_ACCURACY}"
 
-    def single(title: str, name: str, colour: str) -> Panel:
-        return Panel(title, {name: ""}, [colour])
+    def single(title: str, name: str, colour: str) -> CurvePanel:
+        return CurvePanel(title, {name: ""}, [colour])
 
     return [
         [single("reward while training", "reward", blue)],
-        [Panel(_held_out_title(metric or ""), {held_out: ""}, [green], held_out=True)],
+        [CurvePanel(_held_out_title(metric or ""), {held_out: ""}, [green], held_out=True)],
         [
-            Panel(
+            CurvePanel(
                 "DPO's reward of the two answers of a pair",
                 {"preference/chosen_reward": "better", "preference/rejected_reward": "worse"},
                 [blue, orange],
             ),
             single("better answer preferred, while training", "preference/accuracy", blue),
         ],
-        [Panel(_held_out_title(PREFERRED), {pairs: ""}, [green], held_out=True)] if pairs != held_out else [],
+        [CurvePanel(_held_out_title(PREFERENCE_ACCURACY), {pairs: ""}, [green], held_out=True)]
+        if pairs != held_out
+        else [],
         [single("entropy", "entropy", orange), single("KL to the reference", "kl", pink)],
         [
             single("tokens in an answer", "completions/mean_length", blue),
@@ -106,7 +109,7 @@ def _cells(metric: str | None) -> list[list[Panel]]:
         ],
         [
             single("cosine of the gradients of pairs and of GRPO", "grad_cosine/grpo_preference", pink),
-            Panel(
+            CurvePanel(
                 "norm of their gradients",
                 {"grad_norm/grpo": "GRPO", "grad_norm/preference": "pairs"},
                 [blue, orange],
@@ -126,12 +129,12 @@ def _finite(rows: list[dict[str, Any]], name: str) -> Points:
 
 
 def _held_out_title(metric: str) -> str:
-    if metric == PREFERRED:
+    if metric == PREFERENCE_ACCURACY:
         return "better answer preferred, held-out pairs"
     return "right on held-out questions" if "accuracy" in metric else f"{metric.replace('_', ' ')}, held out"
 
 
-def _draw_lines(axes: Any, panel: Panel, curves: Mapping[str, Points]) -> None:
+def _draw_lines(axes: Any, panel: CurvePanel, curves: Mapping[str, Points]) -> None:
     for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
         _draw_smoothed(axes, *curves[name], colour, label)
     if any(panel.lines.values()):
@@ -141,13 +144,13 @@ def _draw_lines(axes: Any, panel: Panel, curves: Mapping[str, Points]) -> None:
 def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str) -> None:
     import numpy as np
 
-    reach = int(len(values) * SMOOTHED_SHARE)
+    reach = int(len(values) * SMOOTHING_SHARE)
     if reach:
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
     sums, at = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
     smooth = (sums[end] - sums[first]) / (end - first)
-    marker = "o" if len(steps) <= FEW else None
+    marker = "o" if len(steps) <= MAX_MARKED else None
     axes.plot(steps, smooth, color=colour, linewidth=2, marker=marker, markersize=4, label=label or None)
 
 
@@ -175,8 +178,8 @@ def _finish_axes(axes: Any, title: str, share: bool, last: bool) -> None:
 
     axes.set_title(title, loc="left", fontsize=10)
     axes.tick_params(labelsize=8, labelbottom=last, color="0.6")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=NICE))
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=NICE))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=TICK_STEPS))
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=TICK_STEPS))
     if share:
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
     if last:

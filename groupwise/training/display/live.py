@@ -1,4 +1,4 @@
-"""The panel of a run on a terminal, redrawn in place: progress, curves, numbers and the last notices."""
+"""A panel on a terminal, redrawn in place: progress, curves, numbers and the last notices."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from groupwise.text import format_duration, one_line
 from groupwise.training.display.base import (
     MARGIN,
     REWARD,
+    Clock,
     Display,
-    Rows,
     RunFacts,
-    StepTimer,
-    aligned,
-    count_of,
+    SummaryRows,
+    align,
     drawable,
-    duration,
+    format_count,
 )
 from groupwise.training.display.chart import Chart, empty_chart
-from groupwise.training.store.recorder import PREFERRED
+from groupwise.training.preference import PREFERENCE_ACCURACY
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -34,25 +34,22 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-REFRESHES = 4  # a second
+REFRESHES = 4  # per second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-NARROW = 74  # columns below which there is room for one chart only
-TILE = 13
+TWO_CHARTS = 74  # columns needed for two charts side by side
+TILE = 13  # columns
 
 
 class LiveDisplay(Display):
-    """A panel on a terminal: progress, the reward's curve beside the held-out one, numbers, and the last notices.
+    """The panel. A run without rewards shows the margin of its pairs instead."""
 
-    A run that samples nothing has no reward; in its place is the margin of its pairs.
-    """
-
-    def __init__(self, console: Console, timer: StepTimer = time.monotonic) -> None:
-        super().__init__(timer)
+    def __init__(self, console: Console, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
         self.console = console
         self._live: Live | None = None
         self._stage, self._closed = "", False
         self._notices: deque[str] = deque(maxlen=2)
-        self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # the charts, until something changes
+        self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # cached charts
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         super().start(facts, first_step, past)
@@ -75,16 +72,16 @@ class LiveDisplay(Display):
         from rich.text import Text
 
         with self._lock:
-            self._notices.append(f"step {self._now}: {' '.join(text.split())}")
-        # Outside the lock: printing renders the panel, which takes the lock, in whichever thread is at it.
+            self._notices.append(f"step {self._step}: {one_line(text)}")
+        # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
         with suppress(OSError, ValueError):
             self.console.print(Text(text, style="yellow"))
 
-    def finish(self, lines: Rows) -> None:
+    def finish(self, lines: SummaryRows) -> None:
         from rich.text import Text
 
         self.close()
-        for line in aligned(lines):
+        for line in align(lines):
             with suppress(OSError, ValueError):
                 self.console.print(Text(line), soft_wrap=True)
 
@@ -96,20 +93,20 @@ class LiveDisplay(Display):
                 live.stop()
 
     def _show(self) -> None:
-        """Begin to redraw, if that has not begun. Before the run is known this shows what its preparation is at."""
+        """Start redrawing. Before `start` only the current stage is shown."""
         from rich.live import Live
 
         if self._live is None and not self._closed:
-            atexit.register(self.close)  # a program that forgets to close gets its cursor back all the same
+            atexit.register(self.close)  # restores the cursor if close is never called
             self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
             with suppress(OSError, ValueError):
                 self._live.start(refresh=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
-            known = self.facts.steps > 0
-            shown = self._panel(options.max_width, options.size.height) if known else self._activity()
-        yield shown
+            started = self.facts.steps > 0
+            content = self._panel(options.max_width, options.size.height) if started else self._activity()
+        yield content
 
     def _panel(self, width: int, height: int) -> Panel:
         from rich.console import Group
@@ -122,10 +119,12 @@ class LiveDisplay(Display):
         if self._live is not None:
             foot.insert(0, self._activity())
         rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
-        components: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
-        title = " · ".join(filter(None, (facts.name, f"{facts.model} ({count_of(facts.parameters)})", facts.algorithm)))
+        parts: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
+        title = " · ".join(
+            filter(None, (facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm))
+        )
         return Panel(
-            Group(*components),
+            Group(*parts),
             title=Text(title, style="bold"),
             title_align="left",
             subtitle=Text(f"{facts.device} · {facts.folder}", style="dim"),
@@ -146,31 +145,31 @@ class LiveDisplay(Display):
         from rich.table import Table
         from rich.text import Text
 
-        total = max(self.facts.steps, self._now, 1)
+        total = max(self.facts.steps, self._step, 1)
         left = self.seconds_left()
-        times = duration(self._clock() - self._began)
-        if left is not None and self._now < total:
-            times += f" · left {duration(left)}"
+        times = format_duration(self._clock() - self._began)
+        if left is not None and self._step < total:
+            times += f" · left {format_duration(left)}"
         grid = Table.grid(padding=(0, 1), expand=True)
         grid.add_column(no_wrap=True)
         grid.add_column(ratio=1)
         grid.add_column(no_wrap=True)
-        bar = ProgressBar(total=total, completed=self._now, complete_style="cyan", finished_style="green")
-        grid.add_row(Text.assemble("step ", (f"{self._now:,}", "bold"), f" of {total:,}"), bar, Text(times))
+        bar = ProgressBar(total=total, completed=self._step, complete_style="cyan", finished_style="green")
+        grid.add_row(Text.assemble("step ", (f"{self._step:,}", "bold"), f" of {total:,}"), bar, Text(times))
         return grid
 
     def _charts(self, width: int, rows: int) -> RenderableType:
         from rich.table import Table
 
-        key = (self._now, len(self._evaluations), width, rows)
+        key = (self._step, len(self._evaluations), width, rows)
         if self._drawn is not None and self._drawn[0] == key:
             return self._drawn[1]
-        beside = self.facts.metric is not None and width >= NARROW - 4
-        each = (width - 3) // 2 if beside else width
+        beside = self.facts.metric is not None and width >= TWO_CHARTS - 4
+        chart_width = (width - 3) // 2 if beside else width
         grid = Table.grid(padding=(0, 3, 0, 0))
-        charts = [self._training_chart(each, rows)]
+        charts = [self._training_chart(chart_width, rows)]
         if beside:
-            charts.append(self._held_out_chart(width - 3 - each, rows))
+            charts.append(self._held_out_chart(width - 3 - chart_width, rows))
         grid.add_row(*charts)
         self._drawn = (key, grid)
         return grid
@@ -187,13 +186,13 @@ class LiveDisplay(Display):
         if points or name in values:
             head.append("reward " if name == REWARD else "margin of pairs ", "bold cyan")
         if name in values:
-            head.append(f" {_short(values[name])}", "bold")
+            head.append(f" {_format_number(values[name])}", "bold")
         if name == REWARD and "reward_std" in values:
-            head.append(f" ±{_short(values['reward_std'])}", "dim")
+            head.append(f" ±{_format_number(values['reward_std'])}", "dim")
         if not points:
-            return empty_chart(head, width, rows, "comes with the first step")
+            return empty_chart(head, width, rows, "waiting for the first step")
         steps, raw, smooth = map(np.array, zip(*points, strict=True))
-        # A lone outlier may leave the picture: it must not press the curve flat.
+        # Outliers may be outside the chart, so that they do not flatten the curve.
         span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
         chart = Chart(width, rows, steps, span, share=False)
         chart.dots(steps, raw, "bright_black")
@@ -203,14 +202,14 @@ class LiveDisplay(Display):
     def _held_out_chart(self, width: int, rows: int) -> Text:
         from rich.text import Text
 
-        metric = "preferred" if self.facts.metric == PREFERRED else self.facts.metric
+        metric = "preferred" if self.facts.metric == PREFERENCE_ACCURACY else self.facts.metric
         head = Text.assemble((f"{metric}, held out ", "bold green"))
         if not self._evaluations:
-            return empty_chart(head, width, rows, "comes with the first evaluation")
+            return empty_chart(head, width, rows, "waiting for the first evaluation")
         goal, change = drawable(self.facts.goal), self._change()
-        head.append(f" {self._held_out(self._evaluations[-1].value)}", "bold")
+        head.append(f" {self._format_metric(self._evaluations[-1].value)}", "bold")
         if change is not None:
-            head.append(f" {self._held_out(change, signed=True)}", "green" if change >= 0 else "red")
+            head.append(f" {self._format_metric(change, signed=True)}", "green" if change >= 0 else "red")
         steps = np.array([evaluation.step for evaluation in self._evaluations])
         values = np.array([evaluation.value for evaluation in self._evaluations])
         bounds = [(e.step, e.low, e.high) for e in self._evaluations if e.low is not None and e.high is not None]
@@ -226,35 +225,35 @@ class LiveDisplay(Display):
         return chart.text(head)
 
     def _tiles(self, width: int) -> Table:
-        """Numbers under their names, as many beside each other as fit; what was not measured has no place."""
+        """Numbers under their names, as many side by side as fit."""
         from rich.table import Table
         from rich.text import Text
 
         memory = [value for name, value in self._metrics.items() if name.startswith("memory/")]
-        values = {**self._seldom, **self._metrics, **({"memory": max(memory)} if memory else {})}
+        values = {**self._occasional, **self._metrics, **({"memory": max(memory)} if memory else {})}
         shown = [name for name in TILES if name in values and name != self._curve]
-        found = [(TILES[name][0], TILES[name][1](values[name])) for name in shown]
-        if self._evaluations and width < NARROW - 4:  # no room for its chart
-            label = "held out" if self.facts.metric == PREFERRED else self.facts.metric or ""
-            found.insert(0, (label, self._held_out(self._evaluations[-1].value)))
-        lines = math.ceil(len(found) / max(1, width // TILE))
-        beside = math.ceil(len(found) / lines) if lines else 1
+        tiles = [(TILES[name][0], TILES[name][1](values[name])) for name in shown]
+        if self._evaluations and width < TWO_CHARTS - 4:  # its chart does not fit
+            label = "held out" if self.facts.metric == PREFERENCE_ACCURACY else self.facts.metric or ""
+            tiles.insert(0, (label, self._format_metric(self._evaluations[-1].value)))
+        lines = math.ceil(len(tiles) / max(1, width // TILE))
+        beside = math.ceil(len(tiles) / lines) if lines else 1
         table = Table.grid(expand=True)
         for _ in range(beside):
             table.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        for at in range(0, len(found), beside):
-            line = found[at : at + beside]
+        for at in range(0, len(tiles), beside):
+            line = tiles[at : at + beside]
             table.add_row(*(Text(label, style="dim") for label, _ in line))
             table.add_row(*(Text(value, style="bold") for _, value in line))
         return table
 
 
 TILES: dict[str, tuple[str, Callable[[float], str]]] = {
-    "entropy": ("entropy", lambda value: _short(value)),
-    "kl": ("KL", lambda value: _short(value)),
+    "entropy": ("entropy", lambda value: _format_number(value)),
+    "kl": ("KL", lambda value: _format_number(value)),
     "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
     "preference/pairs": ("pairs", lambda value: f"{value:,.0f}"),
-    MARGIN: ("margin", lambda value: _short(value)),
+    MARGIN: ("margin", lambda value: _format_number(value)),
     "preference/accuracy": ("preferred", lambda value: f"{100 * value:.0f} %"),
     "grad_cosine/grpo_preference": ("grad cosine", lambda value: f"{value:+.2f}"),
     "frac_reward_zero_std": ("equal groups", lambda value: f"{100 * value:.0f} %"),
@@ -264,10 +263,10 @@ TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "completions/clipped_ratio": ("cut off", lambda value: f"{100 * value:.1f} %"),
     "tokens_per_second": ("tokens/s", lambda value: f"{value:,.0f}"),
     "memory": ("peak memory", lambda value: f"{value:.1f} GiB"),
-    "grad_norm": ("grad norm", lambda value: _short(value)),
+    "grad_norm": ("grad norm", lambda value: _format_number(value)),
     "learning_rate": ("learning rate", lambda value: f"{value:.1e}"),
 }
 
 
-def _short(value: float) -> str:
+def _format_number(value: float) -> str:
     return f"{value:.3f}" if not 0 < abs(value) < 0.001 and abs(value) < 1e4 else f"{value:.2g}"

@@ -1,4 +1,4 @@
-"""The metrics of a step, under the names that people know from TRL, and the table of its rollouts."""
+"""The metrics of a step, with TRL's names where TRL has them, and the table of its rollouts."""
 
 from __future__ import annotations
 
@@ -22,53 +22,52 @@ from groupwise.training.update.result import UpdateResult
 
 
 def step_metrics(
-    sampled: RolloutResult,
+    rollout: RolloutResult,
     group_advantages: GroupAdvantages,
     names: Sequence[str],
     minibatches: Sequence[MiniBatch],
     updates: Sequence[UpdateResult],
-    now: Recipe,
+    step_recipe: Recipe,
 ) -> dict[str, float]:
-    """Everything about a step but its timing and the settings that were in force."""
-    learned = {**_pairs(group_advantages, minibatches, now), **_updates(updates)}
-    if not len(sampled.batch):
+    """All metrics of a step but its timing and its settings. ``names`` are those of the reward functions."""
+    learned = {**_pair_metrics(group_advantages, minibatches, step_recipe), **_update_metrics(updates)}
+    if not len(rollout.batch):
         return learned
     return {
-        **sampled.metrics,  # first: what a reward logs must not pass for what is measured here
-        **_rewards(sampled.batch, group_advantages, names),
-        **_completions(sampled.batch),
-        **_signal(sampled, group_advantages, minibatches),
-        **_similarity(sampled, now),
+        **rollout.metrics,  # first: a reward's own metrics must not replace those computed here
+        **_reward_metrics(rollout.batch, group_advantages, names),
+        **_completion_metrics(rollout.batch),
+        **_signal_metrics(rollout, group_advantages, minibatches),
+        **_similarity_metrics(rollout, step_recipe),
         **learned,
-        **_masks(sampled.batch, group_advantages, minibatches, updates, now),
+        **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
     }
 
 
 def with_aliases(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:
-    """The metrics, and those that an algorithm's document calls otherwise under its names too."""
+    """The metrics, and under the names in ``aliases`` (alias → name) too."""
     return {**metrics, **{alias: metrics[name] for alias, name in aliases.items() if name in metrics}}
 
 
-def _rewards(batch: Batch, group_advantages: GroupAdvantages, names: Sequence[str]) -> dict[str, float]:
+def _reward_metrics(batch: Batch, group_advantages: GroupAdvantages, names: Sequence[str]) -> dict[str, float]:
     groups = group_statistics(group_advantages.rewards, group_advantages.groups)
-    known = group_advantages.rewards[~group_advantages.rewards.isnan()]
-    found = {
-        "reward": _mean(known),
+    metrics = {
+        "reward": _mean(group_advantages.rewards[~group_advantages.rewards.isnan()]),
         "reward_std": _mean(groups.std[groups.count > 1]),
         "frac_reward_zero_std": _mean(groups.equal.double()),
         "advantage/largest": float(group_advantages.advantages.abs().max()),
     }
     for name, results in group_advantages.graded.items():
-        found[name] = sum(map(bool, results)) / len(results)
-        found[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
+        metrics[name] = sum(map(bool, results)) / len(results)
+        metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
     for name, column in zip(names, batch.rewards.unbind(1), strict=True):
         scored = column[~column.isnan()]
-        found[f"rewards/{name}/mean"] = _mean(scored)
-        found[f"rewards/{name}/std"] = float(scored.std()) if len(scored) > 1 else 0.0
-    return found
+        metrics[f"rewards/{name}/mean"] = _mean(scored)
+        metrics[f"rewards/{name}/std"] = float(scored.std()) if len(scored) > 1 else 0.0
+    return metrics
 
 
-def _completions(batch: Batch) -> dict[str, float]:
+def _completion_metrics(batch: Batch) -> dict[str, float]:
     lengths = batch.lengths.double()
     cut = torch.tensor([reason == "length" for reason in batch.stop_reasons])
     ended = lengths[~cut]
@@ -81,119 +80,123 @@ def _completions(batch: Batch) -> dict[str, float]:
     }
 
 
-def _signal(
-    sampled: RolloutResult, group_advantages: GroupAdvantages, minibatches: Sequence[MiniBatch]
+def _signal_metrics(
+    rollout: RolloutResult, group_advantages: GroupAdvantages, minibatches: Sequence[MiniBatch]
 ) -> dict[str, float]:
-    """What taught, what was left out of the computation, and what refilling cost."""
-    batch = sampled.batch
-    everything = sum(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.sum())
+    """The share of samples with a learning signal, the share of tokens not computed, and the cost of resampling."""
+    batch = rollout.batch
+    tokens = sum(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.sum())
     computed = sum(sum(map(len, minibatch.prompts)) + minibatch.totals.computed_tokens for minibatch in minibatches)
-    found = {
-        "signal/teaching": _mean(group_advantages.contributes.double()),
-        "signal/tokens_not_computed": 1 - computed / everything,
-        "rewards_failed": float(len(sampled.failures)),
+    metrics = {
+        "signal/contributing": _mean(group_advantages.contributes.double()),
+        "signal/tokens_not_computed": 1 - computed / tokens,
+        "rewards_failed": float(len(rollout.failures)),
     }
     if group_advantages.difficulty is not None:
-        taught = group_advantages.difficulty[group_advantages.contributes]
-        found["difficulty/weight_max"] = float(taught.max()) if len(taught) else 1.0
-    if sampled.rounds:
-        found["resample/rounds"] = float(sampled.rounds)
-        found["resample/replaced"] = float(sampled.replaced)
-        found["resample/extra_tokens"] = float(sampled.tokens - int(batch.lengths.sum()))
-    return found
+        weights = group_advantages.difficulty[group_advantages.contributes]
+        metrics["difficulty/weight_max"] = float(weights.max()) if len(weights) else 1.0
+    if rollout.rounds:
+        metrics["resample/rounds"] = float(rollout.rounds)
+        metrics["resample/replaced"] = float(rollout.replaced)
+        metrics["resample/extra_tokens"] = float(rollout.tokens - int(batch.lengths.sum()))
+    return metrics
 
 
-def _similarity(sampled: RolloutResult, now: Recipe) -> dict[str, float]:
-    """How the answers to a prompt fall into clusters, under the third document's names, and how different they are."""
-    batch = sampled.batch
+def _similarity_metrics(rollout: RolloutResult, step_recipe: Recipe) -> dict[str, float]:
+    """The clusters of the answers to each prompt, and how diverse the answers are."""
+    batch = rollout.batch
     if batch.similarity is None:
         return {}
     labels = batch.extra[LABELS]
     uids = [label.partition("_")[0] for label in labels]
-    found = compute_group_distribution_per_prompt(labels, uids, scores=batch.similarity.scores)
-    found["similarity_groups/good_diversity"] = float(is_good(found))
-    if now.grouping.skip_single_members:
-        found["similarity_groups/n_rewards_skipped"] = float(sampled.skipped)
-    found |= diversity(batch.similarity)
-    texts = [result_text(text, now.grouping.text_after) for text in batch.texts]
+    metrics = compute_group_distribution_per_prompt(labels, uids, scores=batch.similarity.scores)
+    metrics["similarity_groups/good_diversity"] = float(is_good(metrics))
+    if step_recipe.grouping.skip_single_members:
+        metrics["similarity_groups/n_rewards_skipped"] = float(rollout.skipped)
+    metrics |= diversity(batch.similarity)
+    texts = [result_text(text, step_recipe.grouping.text_after) for text in batch.texts]
     for n in (1, 2, 3):
         shares = [distinct_n(texts[start : start + batch.samples], n) for start in range(0, len(texts), batch.samples)]
-        found[f"diversity/distinct_{n}"] = sum(shares) / len(shares)
-    return found
+        metrics[f"diversity/distinct_{n}"] = sum(shares) / len(shares)
+    return metrics
 
 
-def _pairs(group_advantages: GroupAdvantages, minibatches: Sequence[MiniBatch], now: Recipe) -> dict[str, float]:
-    """How many pairs taught, where they came from, and why a group had none or fewer than it might."""
-    if not now.preference.weight:
+def _pair_metrics(
+    group_advantages: GroupAdvantages, minibatches: Sequence[MiniBatch], step_recipe: Recipe
+) -> dict[str, float]:
+    """The number of pairs by source, and the number of refused ones by reason."""
+    preference = step_recipe.preference
+    if not preference.weight:
         return {}
-    sampled = sum(len(minibatch.pairs.chosen) for minibatch in minibatches if minibatch.pairs is not None)
-    fixed = sum(len(minibatch.pairs.fixed.pairs) for minibatch in minibatches if minibatch.pairs is not None)
-    found = {"preference/weight": now.preference.weight, "preference/pairs": float(sampled + fixed)}
-    if now.preference.pairs == "both":
-        found |= {"preference/pairs_group": float(sampled), "preference/pairs_data": float(fixed)}
+    pairs = [minibatch.pairs for minibatch in minibatches if minibatch.pairs is not None]
+    from_groups = sum(len(pair.chosen) for pair in pairs)
+    from_data = sum(len(pair.dataset.pairs) for pair in pairs)
+    metrics = {"preference/weight": preference.weight, "preference/pairs": float(from_groups + from_data)}
+    if preference.pairs == "both":
+        metrics |= {"preference/pairs_group": float(from_groups), "preference/pairs_data": float(from_data)}
     if group_advantages.pairs is not None:
-        found |= {f"preference/refused/{why}": float(group_advantages.pairs.refused.get(why, 0)) for why in REASONS}
-    return found
+        refused = group_advantages.pairs.refused
+        metrics |= {f"preference/refused/{reason}": float(refused.get(reason, 0)) for reason in REASONS}
+    return metrics
 
 
-def _masks(
+def _mask_metrics(
     batch: Batch,
     group_advantages: GroupAdvantages,
     minibatches: Sequence[MiniBatch],
     updates: Sequence[UpdateResult],
-    now: Recipe,
+    step_recipe: Recipe,
 ) -> dict[str, float]:
-    """What each mask took, by its cause; and what they left, where any is switched on.
+    """The share of samples that each mask drops and, if any mask is on, the share that is left.
 
-    A mask that depends on the policy may take a sample in one pass over the batch and not in the next: it counts by
-    the share of passes. Samples that teach nothing and are not computed are not taken.
+    A mask that depends on the current policy may drop a sample in one pass over the batch and keep it in the next; such
+    a sample counts by its share of the passes. Samples that are not computed are not counted as dropped.
     """
-    found = {f"masks/{name}": _mean(failed.double()) for name, failed in group_advantages.masked_out.items()}
+    metrics = {f"masks/{name}": _mean(dropped.double()) for name, dropped in group_advantages.masked_out.items()}
     left = group_advantages.allowed.double()
-    passes = len(updates) / max(
-        1, sum(not minibatch.empty for minibatch in minibatches)
-    )  # over the batch, in mini-batches
+    passes = len(updates) / max(1, sum(not minibatch.empty for minibatch in minibatches))
     for name in dict.fromkeys(name for update in updates for name in update.masked_out):
-        taken = [sample for update in updates for sample in update.masked_out.get(name, ())]
-        found[f"masks/{name}"] = len(taken) / passes / len(batch)
-        left -= torch.bincount(torch.tensor(taken, dtype=torch.long), minlength=len(batch)) / passes
-    if batch.cut_away is not None:
-        found["masks/keep_sampling_mask"] = float(batch.cut_away.sum()) / max(1, int(batch.lengths.sum()))
-    masks = now.masks
+        samples = [sample for update in updates for sample in update.masked_out.get(name, ())]
+        metrics[f"masks/{name}"] = len(samples) / passes / len(batch)
+        left -= torch.bincount(torch.tensor(samples, dtype=torch.long), minlength=len(batch)) / passes
+    if batch.filtered_probability is not None:
+        metrics["masks/keep_sampling_mask"] = float(batch.filtered_probability.sum()) / max(1, int(batch.lengths.sum()))
+    masks = step_recipe.masks
     if not (masks.truncated or masks.validity or masks.off_policy or masks.high_entropy or masks.keep_sampling_mask):
-        return found
-    found["mask_ratio"] = _mean(left)
+        return metrics
+    metrics["mask_ratio"] = _mean(left)
     if bool(left.any()):
         for name, results in group_advantages.graded.items():
             right = torch.tensor([bool(result) for result in results]).double()
-            found[f"{name}_masked"] = float((left * right).sum() / left.sum())
-    return found
+            metrics[f"{name}_masked"] = float((left * right).sum() / left.sum())
+    return metrics
 
 
-def _updates(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    moved = [update for update in updates if not update.skipped]
-    found: dict[str, float] = {"updates": float(len(moved)), "updates_not_finite": float(len(updates) - len(moved))}
-    if not moved:
-        return found
-    found["loss"] = sum(sum(update.values.values()) for update in moved) / len(moved)
-    for name in dict.fromkeys(name for update in moved for name in update.values):
-        found[f"loss/{name}"] = sum(update.values.get(name, 0.0) for update in moved) / len(moved)
+def _update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
+    """Means over the updates that were not skipped."""
+    done = [update for update in updates if not update.skipped]
+    metrics: dict[str, float] = {"updates": float(len(done)), "updates_not_finite": float(len(updates) - len(done))}
+    if not done:
+        return metrics
+    metrics["loss"] = sum(sum(update.values.values()) for update in done) / len(done)
+    for name in dict.fromkeys(name for update in done for name in update.values):
+        metrics[f"loss/{name}"] = sum(update.values.get(name, 0.0) for update in done) / len(done)
     statistics = {}
-    for name in dict.fromkeys(name for update in moved for name in update.statistics):
-        known = [update.statistics[name] for update in moved if name in update.statistics]
-        statistics[name] = sum(known) / len(known)
+    for name in dict.fromkeys(name for update in done for name in update.statistics):
+        values = [update.statistics[name] for update in done if name in update.statistics]
+        statistics[name] = sum(values) / len(values)
     if "clip_fraction_low" in statistics:
         low, high = statistics.pop("clip_fraction_low"), statistics.pop("clip_fraction_high")
-        found |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
-    found |= statistics
-    found["grad_norm"] = sum(update.grad_norm for update in moved) / len(moved)
+        metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
+    metrics |= statistics
+    metrics["grad_norm"] = sum(update.grad_norm for update in done) / len(done)
     mismatch = updates[0].mismatch
     if mismatch is not None and mismatch.tokens:
-        found["sampler/logp_difference_mean"] = mismatch.mean
-        found["sampler/logp_difference_max"] = mismatch.largest
+        metrics["sampler/logp_difference_mean"] = mismatch.mean
+        metrics["sampler/logp_difference_max"] = mismatch.largest
     for update in updates:
-        found |= update.terms
-    return found
+        metrics |= update.term_gradients
+    return metrics
 
 
 def rollout_table(

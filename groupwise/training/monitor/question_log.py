@@ -1,4 +1,4 @@
-"""Every training question over a run: how often it was asked, and how right its answers were each time."""
+"""The accuracy of every training question at each of its visits during a run."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from typing import Any
 
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.rundir import write_bytes
-from groupwise.tasks.base import Row
+from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 
 QUESTIONS = "questions.jsonl"
-SOLVED = 0.5  # the share of a visit's answers that must be right
-DETAILS = ("id", "category")  # of a row, where it has them
+SOLVED = 0.5  # minimum share of right answers in a visit
+ROW_COLUMNS = ("id", "category")  # copied from a row that has them
 
-# In the order of the summary, with what is said there.
-STATUSES = {
+STATUSES = {  # in the order of the summary
     "always": "always right",
     "learnt": "learnt",
     "between": "in between",
@@ -29,10 +28,9 @@ STATUSES = {
 
 
 def status_of(history: Sequence[float]) -> str:
-    """What became of a question, from the share of right answers at each visit.
+    """A question's status, from the share of right answers at each visit.
 
-    ``learnt`` and ``forgotten`` are about the first and the last visit, and so need two; what is none of the others
-    is ``between``.
+    "learnt": not solved at the first visit, solved at the last. "forgotten": solved before, but not at the last visit.
     """
     if not history:
         return "unseen"
@@ -48,50 +46,50 @@ def status_of(history: Sequence[float]) -> str:
 
 
 class QuestionLog:
-    """The history of each training row, by its number. ``metric`` is the task's grade; without one rewards count."""
+    """The history of each training row. ``metric`` is the task's grade; without one the mean reward is used."""
 
-    def __init__(self, rows: Sequence[Row], metric: str | None = None) -> None:
+    def __init__(self, rows: Sequence[TaskRow], metric: str | None = None) -> None:
         self.rows, self.metric = rows, metric
         self._history: dict[int, list[float]] = {}
 
     def observe(self, batch: Batch, group_advantages: GroupAdvantages) -> None:
-        """Take in a visit of each of a batch's prompts. One of whose answers none was scored was not visited."""
+        """Add a visit of each prompt of a batch, except prompts without a scored answer."""
         graded = group_advantages.graded.get(self.metric or "")
         values = group_advantages.rewards.tolist() if graded is None else [float(bool(result)) for result in graded]
         dropped = group_advantages.rewards.isnan().tolist()
         for prompt, row in enumerate(batch.row_numbers):
             members = range(prompt * batch.samples, (prompt + 1) * batch.samples)
-            known = [values[sample] for sample in members if not dropped[sample]]
-            if known:
-                self._history.setdefault(row, []).append(sum(known) / len(known))
+            scored = [values[sample] for sample in members if not dropped[sample]]
+            if scored:
+                self._history.setdefault(row, []).append(sum(scored) / len(scored))
 
     def table(self) -> list[dict[str, Any]]:
-        """One record for each training row."""
+        """One record per training row."""
         return [self._record(number, row) for number, row in enumerate(self.rows)]
 
     def write(self, folder: Path) -> None:
-        """Put the table into the run folder, whole."""
+        """Write the table into the run folder, atomically."""
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in self.table())
         write_bytes(folder / QUESTIONS, "".join(lines).encode())
 
     def state(self) -> dict[str, list[float]]:
-        """All that is remembered, as JSON."""
+        """The state as JSON."""
         return {str(row): list(history) for row, history in self._history.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave: what came after it is forgotten."""
+        """Restore a `state`; later visits are dropped."""
         try:
             self._history = {int(row): [float(share) for share in history] for row, history in state.items()}
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"the saved questions are damaged ({type(error).__name__}: {error}); resume from another checkpoint"
+                f"the saved question log is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
             ) from error
 
-    def _record(self, number: int, row: Row) -> dict[str, Any]:
+    def _record(self, number: int, row: TaskRow) -> dict[str, Any]:
         history = self._history.get(number, [])
         return {
             "row": number,
-            **{name: row[name] for name in DETAILS if name in row},
+            **{name: row[name] for name in ROW_COLUMNS if name in row},
             "visits": len(history),
             "first": history[0] if history else None,
             "last": history[-1] if history else None,
@@ -109,11 +107,11 @@ def read_questions(folder: str | Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise RunDirError(f"there is no {QUESTIONS} in {folder}; a run writes it with its first checkpoint") from None
     except (OSError, ValueError) as error:
-        raise RunDirError(f"{path} cannot be read: {error}; the run writes it anew with its next checkpoint") from error
+        raise RunDirError(f"{path} cannot be read: {error}; the next checkpoint writes it again") from error
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> str:
-    """How many questions became what, in one line."""
+    """The number of questions with each status, in one line."""
     counts = Counter(str(record["status"]) for record in records)
-    components = [f"{counts[status]:,} {words}" for status, words in STATUSES.items() if counts[status]]
-    return f"questions: {', '.join(components) or 'none'}"
+    parts = [f"{counts[status]:,} {label}" for status, label in STATUSES.items() if counts[status]]
+    return f"questions: {', '.join(parts) or 'none'}"

@@ -1,4 +1,4 @@
-"""Where a step's time and memory go, by stage."""
+"""Time and memory of each stage of a step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 
 
 class StepTimer:
-    """Adds up the seconds of each stage, and notes its peak memory in GiB, until `take` is called.
+    """Sums the seconds of each stage and records its peak memory in GiB, until `take` is called.
 
-    On a GPU a stage begins and ends with an empty queue, and the peak is the allocator's; on a CPU memory is what the
-    process holds at the end of the stage.
+    On a GPU each stage is synchronized and the peak is the allocator's; on a CPU it is the resident memory of the
+    process at the end of the stage.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,18 +38,18 @@ class StepTimer:
             self._memory[stage] = max(self._memory.get(stage, 0.0), self._peak())
 
     def take(self) -> dict[str, float]:
-        """The metrics of the step that ends now: ``time/<stage>``, ``memory/<stage>`` and ``step_time``."""
-        now = time.perf_counter()
-        found = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
-        found |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
-        found["step_time"] = now - self._start
-        self._start = now
+        """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call."""
+        end = time.perf_counter()
+        metrics = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
+        metrics |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
+        metrics["step_time"] = end - self._start
+        self._start = end
         self._seconds.clear()
         self._memory.clear()
-        return found
+        return metrics
 
     def restart(self) -> None:
-        """Forget what went on since the last step."""
+        """Drop what was measured since the last step."""
         self.take()
 
     def _wait(self) -> None:
@@ -61,7 +61,7 @@ class StepTimer:
 
 
 def resident_memory() -> int:
-    """Bytes of memory that this process holds; 0 where the system does not say."""
+    """The resident memory of this process in bytes; 0 if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -70,5 +70,5 @@ def resident_memory() -> int:
 
 
 def is_timing(name: str) -> bool:
-    """Whether a metric says how long something took or what it needed, which no two runs share."""
+    """Whether a metric is about time or memory, which differ from run to run."""
     return name.startswith(("time/", "memory/")) or name in ("step_time", "tokens_per_second")

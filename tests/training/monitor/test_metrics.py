@@ -1,4 +1,4 @@
-"""The metrics of a step, each by hand."""
+"""The metrics of a step, computed by hand."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import torch
 from groupwise.config import make_recipe
 from groupwise.tasks import Task
 from groupwise.training.monitor.metrics import rollout_table, step_metrics, with_aliases
-from groupwise.training.rollout.advantages import compare
+from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.trainer import Trainer
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.result import LogProbMismatch, UpdateResult
-from tests.training.factories import SMALL, Lines, made_batch, made_recipe, made_trainer, spread
+from tests.training.factories import SMALL, Lines, make_batch, short_recipe, make_trainer, spread
 
 NAN = math.nan
 LENGTHS = [[2, 3, 4, 5], [1, 2, 3, 4]]  # with prompts of 3 and 5 tokens
@@ -28,111 +28,115 @@ def odd(row, text):
     return len(text) % 2 == 1
 
 
-def step(settings=None, updates=(), *, cut=(1, 3), dropped=(), grades=None, metric=None, cut_away=None, **sampled):
+def step(
+    settings=None, updates=(), *, cut=(1, 3), dropped=(), grades=None, metric=None, filtered_probability=None, **sampled
+):
     """Metrics of two prompts with four samples; the second group's rewards are equal."""
-    now = made_recipe({"advantages.scale": "none", **(settings or {})})
-    batch = made_batch(
+    recipe = short_recipe({"advantages.scale": "none", **(settings or {})})
+    batch = make_batch(
         [[0.0] * 4] * 2, LENGTHS, columns=torch.tensor(COLUMNS, dtype=torch.float64), cut=cut, dropped=dropped
     )
-    batch = replace(batch, cut_away=None if cut_away is None else torch.tensor(cut_away))
-    group_advantages = compare(batch, now, [1.0, 0.5], grades=grades, metric=metric)
+    batch = replace(
+        batch, filtered_probability=None if filtered_probability is None else torch.tensor(filtered_probability)
+    )
+    group_advantages = compute_group_advantages(batch, recipe, [1.0, 0.5], grades=grades, metric=metric)
     minibatches = [
-        build_minibatch(batch, group_advantages, [0], now),
-        build_minibatch(batch, group_advantages, [1], now),
+        build_minibatch(batch, group_advantages, [0], recipe),
+        build_minibatch(batch, group_advantages, [1], recipe),
     ]
     return step_metrics(
-        RolloutResult(batch, **sampled), group_advantages, ["right", "form"], minibatches, list(updates), now
+        RolloutResult(batch, **sampled), group_advantages, ["right", "form"], minibatches, list(updates), recipe
     )
 
 
 def test_rewards():
-    found = step()
+    metrics = step()
     # Sums: 1, 0, 4, 0 and 5, 5, 5, nothing.
-    assert found["reward"] == pytest.approx(20 / 7)
+    assert metrics["reward"] == pytest.approx(20 / 7)
     # Group 0: mean 5/4, squared deviations 1/16, 25/16, 121/16, 25/16; group 1: none.
-    assert found["reward_std"] == pytest.approx((math.sqrt(172 / 16 / 3) + 0) / 2)
-    assert found["frac_reward_zero_std"] == 0.5
-    assert found["advantage/largest"] == pytest.approx(4 - 1.25)
-    assert found["rewards/right/mean"] == pytest.approx(19 / 7)
+    assert metrics["reward_std"] == pytest.approx((math.sqrt(172 / 16 / 3) + 0) / 2)
+    assert metrics["frac_reward_zero_std"] == 0.5
+    assert metrics["advantage/largest"] == pytest.approx(4 - 1.25)
+    assert metrics["rewards/right/mean"] == pytest.approx(19 / 7)
     right = [1, 0, 3, 0, 5, 5, 5]
-    assert found["rewards/right/std"] == pytest.approx(math.sqrt(sum((x - 19 / 7) ** 2 for x in right) / 6))
-    assert found["rewards/form/mean"] == pytest.approx(2 / 3)
-    assert found["rewards/form/std"] == pytest.approx(math.sqrt((4 / 9 + 16 / 9 + 4 / 9) / 2))
+    assert metrics["rewards/right/std"] == pytest.approx(math.sqrt(sum((x - 19 / 7) ** 2 for x in right) / 6))
+    assert metrics["rewards/form/mean"] == pytest.approx(2 / 3)
+    assert metrics["rewards/form/std"] == pytest.approx(math.sqrt((4 / 9 + 16 / 9 + 4 / 9) / 2))
 
 
-def test_a_group_of_one_score_has_no_spread_to_report():
+def test_a_group_with_one_score_has_no_standard_deviation():
     """Only groups with at least two scores enter the mean standard deviation."""
-    found = step(dropped=[4, 5])
-    assert found["reward_std"] == pytest.approx(math.sqrt(172 / 16 / 3))
-    assert found["masks/dropped"] == 2 / 8
+    metrics = step(dropped=[4, 5])
+    assert metrics["reward_std"] == pytest.approx(math.sqrt(172 / 16 / 3))
+    assert metrics["masks/dropped"] == 2 / 8
 
 
-def test_nothing_scored_at_all():
-    batch = made_batch([[0.0] * 4] * 2, LENGTHS, columns=torch.full((8, 2), NAN, dtype=torch.float64))
-    now = made_recipe()
-    group_advantages = compare(batch, now, [1.0, 1.0])
-    minibatches = [build_minibatch(batch, group_advantages, [0, 1], now)]
-    found = step_metrics(RolloutResult(batch), group_advantages, ["right", "form"], minibatches, [], now)
-    assert (found["reward"], found["reward_std"], found["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
-    assert (found["rewards/right/mean"], found["rewards/form/std"]) == (0.0, 0.0)
-    assert found["updates"] == 0.0
-    assert all(math.isfinite(value) for value in found.values())
+def test_no_scores():
+    batch = make_batch([[0.0] * 4] * 2, LENGTHS, columns=torch.full((8, 2), NAN, dtype=torch.float64))
+    recipe = short_recipe()
+    group_advantages = compute_group_advantages(batch, recipe, [1.0, 1.0])
+    minibatches = [build_minibatch(batch, group_advantages, [0, 1], recipe)]
+    metrics = step_metrics(RolloutResult(batch), group_advantages, ["right", "form"], minibatches, [], recipe)
+    assert (metrics["reward"], metrics["reward_std"], metrics["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
+    assert (metrics["rewards/right/mean"], metrics["rewards/form/std"]) == (0.0, 0.0)
+    assert metrics["updates"] == 0.0
+    assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_grades():
-    """Right, wrong and without an answer: the second of these counts as wrong, the third too, and by itself."""
+    """An answer that cannot be found counts as wrong, and is counted separately."""
     answers = iter([True, False, None, True, None, None, True, False])
-    found = step(grades={"accuracy": lambda row, text: next(answers)}, metric="accuracy")
-    assert found["accuracy"] == 3 / 8
-    assert found["accuracy_no_answer"] == 3 / 8
+    metrics = step(grades={"accuracy": lambda row, text: next(answers)}, metric="accuracy")
+    assert metrics["accuracy"] == 3 / 8
+    assert metrics["accuracy_no_answer"] == 3 / 8
 
 
 def test_completions():
-    found = step()
-    assert found["completions/mean_length"] == 24 / 8
-    assert found["completions/min_length"] == 1
-    assert found["completions/max_length"] == 5
-    assert found["completions/mean_terminated_length"] == (24 - 3 - 5) / 6
-    assert found["completions/clipped_ratio"] == 2 / 8
-    found = step(cut=range(8))
-    assert found["completions/mean_terminated_length"] == 0.0
-    assert found["completions/clipped_ratio"] == 1.0
+    metrics = step()
+    assert metrics["completions/mean_length"] == 24 / 8
+    assert metrics["completions/min_length"] == 1
+    assert metrics["completions/max_length"] == 5
+    assert metrics["completions/mean_terminated_length"] == (24 - 3 - 5) / 6
+    assert metrics["completions/clipped_ratio"] == 2 / 8
+    metrics = step(cut=range(8))
+    assert metrics["completions/mean_terminated_length"] == 0.0
+    assert metrics["completions/clipped_ratio"] == 1.0
 
 
 def test_signal():
-    found = step()
-    assert found["signal/teaching"] == 4 / 8
+    metrics = step()
+    assert metrics["signal/contributing"] == 4 / 8
     # 8 prompt tokens and 24 of answers; the second prompt's 5 and its answers' 10 are not computed.
-    assert found["signal/tokens_not_computed"] == pytest.approx(15 / 32)
-    assert found["rewards_failed"] == 0
-    assert not [name for name in found if name.startswith(("masks/", "resample/"))]
-    silent = step({"masks.truncated": True})
-    assert silent["signal/teaching"] == 2 / 8
-    assert silent["signal/tokens_not_computed"] == pytest.approx((15 + 3 + 5) / 32)
-    assert silent["masks/truncated"] == 2 / 8
+    assert metrics["signal/tokens_not_computed"] == pytest.approx(15 / 32)
+    assert metrics["rewards_failed"] == 0
+    assert not [name for name in metrics if name.startswith(("masks/", "resample/"))]
+    masked = step({"masks.truncated": True})
+    assert masked["signal/contributing"] == 2 / 8
+    assert masked["signal/tokens_not_computed"] == pytest.approx((15 + 3 + 5) / 32)
+    assert masked["masks/truncated"] == 2 / 8
     assert step({"train.skip_equal_rewards": False})["signal/tokens_not_computed"] == 0.0
     assert step({"loss.kl_coef": 0.1})["signal/tokens_not_computed"] == 0.0
 
 
-def test_what_sampling_and_rewards_add():
-    found = step(tokens=40, rounds=2, replaced=3, failures=["a", "b"], metrics={"mine": 4.5})
-    assert found["resample/rounds"] == 2
-    assert found["resample/replaced"] == 3
-    assert found["resample/extra_tokens"] == 40 - 24
-    assert found["rewards_failed"] == 2
-    assert found["mine"] == 4.5
+def test_metrics_of_resampling_and_of_rewards():
+    metrics = step(tokens=40, rounds=2, replaced=3, failures=["a", "b"], metrics={"mine": 4.5})
+    assert metrics["resample/rounds"] == 2
+    assert metrics["resample/replaced"] == 3
+    assert metrics["resample/extra_tokens"] == 40 - 24
+    assert metrics["rewards_failed"] == 2
+    assert metrics["mine"] == 4.5
 
 
 def test_updates():
-    """Means over the updates that moved; the clip region is both sides together; the first update's gap counts."""
+    """Means over the updates that were not skipped; the mismatch is that of the first update."""
     mismatch = LogProbMismatch(tokens=4, total=2.0, largest=1.5)
     updates = [
         UpdateResult(
             values={"policy": 1.0, "kl": 0.5},
             statistics={"clip_fraction_low": 0.1, "clip_fraction_high": 0.0, "ratio": 1.0, "kl": 2.0},
             grad_norm=3.0,
-            mismatch=gap,
-            terms={"grad_norm/policy": 7.0},
+            mismatch=mismatch,
+            term_gradients={"grad_norm/policy": 7.0},
         ),
         UpdateResult(
             values={"policy": 2.0, "kl": 0.0},
@@ -141,73 +145,73 @@ def test_updates():
         ),
         UpdateResult(values={"policy": NAN}, skipped=True),
     ]
-    found = step(updates=updates)
-    assert (found["updates"], found["updates_not_finite"]) == (2, 1)
-    assert found["loss"] == pytest.approx((1.5 + 2.0) / 2)
-    assert (found["loss/policy"], found["loss/kl"]) == (1.5, 0.25)
-    assert found["clip_ratio/low_mean"] == pytest.approx(0.2)
-    assert found["clip_ratio/high_mean"] == pytest.approx(0.1)
-    assert found["clip_ratio/region_mean"] == pytest.approx(0.3)
-    assert (found["ratio"], found["kl"], found["grad_norm"]) == (1.5, 3.0, 4.0)
-    assert (found["sampler/logp_difference_mean"], found["sampler/logp_difference_max"]) == (0.5, 1.5)
-    assert found["grad_norm/policy"] == 7.0
-    assert not any(name.startswith("clip_fraction") for name in found)
+    metrics = step(updates=updates)
+    assert (metrics["updates"], metrics["updates_not_finite"]) == (2, 1)
+    assert metrics["loss"] == pytest.approx((1.5 + 2.0) / 2)
+    assert (metrics["loss/policy"], metrics["loss/kl"]) == (1.5, 0.25)
+    assert metrics["clip_ratio/low_mean"] == pytest.approx(0.2)
+    assert metrics["clip_ratio/high_mean"] == pytest.approx(0.1)
+    assert metrics["clip_ratio/region_mean"] == pytest.approx(0.3)
+    assert (metrics["ratio"], metrics["kl"], metrics["grad_norm"]) == (1.5, 3.0, 4.0)
+    assert (metrics["sampler/logp_difference_mean"], metrics["sampler/logp_difference_max"]) == (0.5, 1.5)
+    assert metrics["grad_norm/policy"] == 7.0
+    assert not any(name.startswith("clip_fraction") for name in metrics)
 
 
-def test_updates_that_were_all_skipped():
-    found = step(updates=[UpdateResult(skipped=True), UpdateResult(skipped=True)])
-    assert (found["updates"], found["updates_not_finite"]) == (0, 2)
-    assert "loss" not in found
-    assert "grad_norm" not in found
+def test_all_updates_skipped():
+    metrics = step(updates=[UpdateResult(skipped=True), UpdateResult(skipped=True)])
+    assert (metrics["updates"], metrics["updates_not_finite"]) == (0, 2)
+    assert "loss" not in metrics
+    assert "grad_norm" not in metrics
 
 
 @pytest.mark.parametrize("iterations", [1, 2])
 def test_a_mask_of_the_updates_is_a_share_of_the_batch(iterations):
-    """Two mini-batches, of which 1 and 2 samples are masked_out in each pass: 3 of 8, however many passes."""
+    """In two mini-batches 1 and 2 samples are masked in each pass: 3 of 8 for any number of passes."""
     settings = {"train.skip_equal_rewards": False}
     both = [UpdateResult(masked_out={"off_policy": [1]}), UpdateResult(masked_out={"off_policy": [4, 6]})]
     assert step(settings, both * iterations)["masks/off_policy"] == 3 / 8
-    # Only the first mini-batch contributes, so there is one update a pass.
+    # Only the first mini-batch contributes, so there is one update per pass.
     assert step(updates=both[:1] * iterations)["masks/off_policy"] == 1 / 8
 
 
-def test_what_all_masks_leave_is_told_where_any_is_switched_on():
-    """Samples 1 and 3 are cut off; the off-policy mask takes sample 0 in both passes and sample 2 in one of two."""
+def test_the_share_that_all_masks_leave():
+    """Samples 1 and 3 are truncated; the off-policy mask drops sample 0 in both passes and sample 2 in one."""
     right = {"accuracy": lambda row, text: text in ("text 0", "text 2", "text 3", "text 5")}
     updates = [UpdateResult(masked_out={"off_policy": [0, 2]}), UpdateResult(masked_out={"off_policy": [0]})]
     settings = {"masks.truncated": True, "masks.off_policy": "v3.2"}
-    found = step(settings, updates, grades=right, metric="accuracy")
-    assert found["masks/truncated"] == 2 / 8
-    assert found["masks/off_policy"] == 1.5 / 8
-    assert found["mask_ratio"] == pytest.approx(4.5 / 8)
-    assert found["accuracy"] == 4 / 8
-    assert found["accuracy_masked"] == pytest.approx((0.5 + 1) / 4.5)  # half of sample 2, and sample 5
+    metrics = step(settings, updates, grades=right, metric="accuracy")
+    assert metrics["masks/truncated"] == 2 / 8
+    assert metrics["masks/off_policy"] == 1.5 / 8
+    assert metrics["mask_ratio"] == pytest.approx(4.5 / 8)
+    assert metrics["accuracy"] == 4 / 8
+    assert metrics["accuracy_masked"] == pytest.approx((0.5 + 1) / 4.5)  # half of sample 2, and sample 5
     assert "mask_ratio" not in step(grades=right, metric="accuracy")
     assert "accuracy_masked" not in step(grades=right, metric="accuracy")
     assert step({"masks.off_policy": "v3.2"})["mask_ratio"] == 1.0
 
 
-def test_masks_that_leave_nothing_leave_no_accuracy():
-    found = step({"masks.truncated": True}, cut=range(8), grades={"accuracy": lambda *_: True}, metric="accuracy")
-    assert found["mask_ratio"] == 0.0
-    assert "accuracy_masked" not in found
-    assert found["accuracy"] == 1.0
+def test_no_masked_accuracy_if_no_sample_is_left():
+    metrics = step({"masks.truncated": True}, cut=range(8), grades={"accuracy": lambda *_: True}, metric="accuracy")
+    assert metrics["mask_ratio"] == 0.0
+    assert "accuracy_masked" not in metrics
+    assert metrics["accuracy"] == 1.0
 
 
-def test_what_the_sampling_filters_cut_away_is_a_mean_over_tokens():
+def test_the_probability_cut_by_sampling_filters_is_a_mean_over_tokens():
     settings = {"masks.keep_sampling_mask": True, "sampling.top_k": 3}
-    found = step(settings, cut_away=[0.2, 0.3, 0.0, 0.5, 0.1, 0.1, 0.0, 0.0])
-    assert found["masks/keep_sampling_mask"] == pytest.approx(1.2 / 24)
-    assert found["mask_ratio"] == 1.0
+    metrics = step(settings, filtered_probability=[0.2, 0.3, 0.0, 0.5, 0.1, 0.1, 0.0, 0.0])
+    assert metrics["masks/keep_sampling_mask"] == pytest.approx(1.2 / 24)
+    assert metrics["mask_ratio"] == 1.0
     assert "masks/keep_sampling_mask" not in step(settings)
 
 
-def test_what_the_sampling_filters_cut_away_in_a_run(tmp_path):
-    """With one token left of each distribution, what is cut away is all but the likeliest token."""
+def test_the_probability_cut_by_sampling_filters_in_a_run(tmp_path):
+    """With top_k = 1 all but the likeliest token is cut; with a huge top_k nothing."""
     settings = {"train.steps": 1, "masks.keep_sampling_mask": True, "train.skip_equal_rewards": False}
     shares = {}
     for k in (1, 10**6):
-        with made_trainer(tmp_path / str(k), {**settings, "sampling.top_k": k}) as trainer:
+        with make_trainer(tmp_path / str(k), {**settings, "sampling.top_k": k}) as trainer:
             (report,) = trainer.steps()
         shares[k] = report.metrics["masks/keep_sampling_mask"]
         largest = torch.cat(report.batch.sampler_logps).exp()
@@ -217,14 +221,13 @@ def test_what_the_sampling_filters_cut_away_in_a_run(tmp_path):
     assert 0.1 < shares[1] < 1
 
 
-def test_further_names_of_metrics():
-    found = with_aliases({"kl": 0.25, "reward": 1.0}, {"kl_divergence": "kl", "policy_loss": "loss/policy"})
-    assert found == {"kl": 0.25, "reward": 1.0, "kl_divergence": 0.25}
+def test_aliases_of_metrics():
+    metrics = with_aliases({"kl": 0.25, "reward": 1.0}, {"kl_divergence": "kl", "policy_loss": "loss/policy"})
+    assert metrics == {"kl": 0.25, "reward": 1.0, "kl_divergence": 0.25}
 
 
 @pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_literal"])
-def test_the_document_s_metrics_in_a_run(tmp_path, algorithm):
-    """All seven that the first document's step returns, and its masks by their causes."""
+def test_the_metrics_of_enhanced_grpo_in_a_run(tmp_path, algorithm):
     small = {**SMALL, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-4}, "masks": {"min_length": 0}}
     task = Task("made", [{"prompt": f"Say {n}: "} for n in range(4)], grades={"accuracy": odd}, metric="accuracy")
     with Trainer(make_recipe(small), task=task, rewards=[spread], folder=tmp_path / "run", display=Lines()) as trainer:
@@ -243,16 +246,16 @@ def test_the_document_s_metrics_in_a_run(tmp_path, algorithm):
 
 
 def test_the_off_policy_mask_in_a_run(tmp_path):
-    """Everything that did worse than its group is below the policy, by a threshold that is as good as none."""
+    """With a threshold near 0 the mask may drop every sample below its group's mean."""
     settings = {"train.steps": 1, "masks.off_policy": "v3.2", "masks.off_policy_threshold": 1e-9}
     settings |= {"train.mini_batches": 2, "train.iterations": 2, "optimizer.learning_rate": 0.05}
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         (report,) = trainer.steps()
     worse = float((report.group_advantages.advantages < 0).double().mean())
     assert 0 < report.metrics["masks/off_policy"] <= worse
 
 
-def test_the_gap_between_sampler_and_trainer():
+def test_log_prob_mismatch():
     mismatch = LogProbMismatch()
     assert mismatch.mean == 0.0
     logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[True, True], [True, False]])
@@ -266,10 +269,10 @@ def test_the_gap_between_sampler_and_trainer():
 
 
 def test_the_table_has_one_row_per_sample():
-    now = made_recipe({"advantages.scale": "none", "masks.truncated": True})
-    batch = made_batch([[1.0, 0.0, 0.5], [2.0, 2.0, 2.0]], [[2, 3, 4], [1, 2, 3]], cut=[1])
+    recipe = short_recipe({"advantages.scale": "none", "masks.truncated": True})
+    batch = make_batch([[1.0, 0.0, 0.5], [2.0, 2.0, 2.0]], [[2, 3, 4], [1, 2, 3]], cut=[1])
     batch = replace(batch, extra={"judge": list("abcdef"), "reward": ["never"] * 6})
-    group_advantages = compare(batch, now, [2.0])
+    group_advantages = compute_group_advantages(batch, recipe, [2.0])
     table = rollout_table(7, batch, group_advantages, ["right"])
     assert table == {
         "step": [7] * 6,
@@ -291,7 +294,7 @@ def test_the_table_has_one_row_per_sample():
     }
 
 
-def test_the_first_reason_is_told():
+def test_the_first_skip_reason_is_recorded():
     masked_out = {"dropped": torch.tensor([True, False, False]), "truncated": torch.tensor([True, True, False])}
     group_advantages = GroupAdvantages(
         torch.zeros(3), torch.zeros(3), torch.ones(3), masked_out, torch.tensor([True] * 3)

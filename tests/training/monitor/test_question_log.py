@@ -1,4 +1,4 @@
-"""Every question over a run: its visits, and what became of it."""
+"""The log of training questions: visits, status and resumption."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.tasks import Task
 from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, read_questions, status_of, summarise
-from groupwise.training.rollout.advantages import compare
-from tests.training.factories import made_batch, made_recipe
+from groupwise.training.rollout.advantages import compute_group_advantages
+from tests.training.factories import make_batch, short_recipe
 from tests.training.runs import check_same, go, small_trainer
 
 ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n % 2 else "words"} for n in range(5)]
@@ -34,17 +34,17 @@ ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n %
         ([1.0, 0.0, 1.0], "between"),
     ],
 )
-def test_what_became_of_a_question(history, status):
+def test_status(history, status):
     assert status_of(history) == status
 
 
 def visit(log, right, rows, *, samples=4, dropped=(), rewards=None):
-    """A batch in which so many of each prompt's answers are right."""
+    """Observe a batch with ``right[i]`` right answers to the prompt i."""
     flat = iter([number < count for count in right for number in range(samples)])
     columns = rewards or [[1.0, 0.0, 0.0, 0.5]] * len(rows)
-    batch = replace(made_batch(columns, [[2] * samples] * len(rows), dropped=dropped), row_numbers=list(rows))
+    batch = replace(make_batch(columns, [[2] * samples] * len(rows), dropped=dropped), row_numbers=list(rows))
     grades = {"accuracy": lambda row, text: next(flat) or None} if right else None
-    log.observe(batch, compare(batch, made_recipe(), [1.0], grades=grades, metric="accuracy" if right else None))
+    log.observe(batch, compute_group_advantages(batch, short_recipe(), [1.0], grades=grades, metric="accuracy" if right else None))
 
 
 def test_the_table_by_hand(tmp_path):
@@ -73,15 +73,15 @@ def test_the_table_by_hand(tmp_path):
     assert summarise([]) == "questions: none"
 
 
-def test_without_a_grade_the_mean_reward_counts_and_dropped_answers_do_not():
+def test_without_a_grade_the_mean_reward_is_used_and_dropped_answers_are_ignored():
     log = QuestionLog(ROWS)
     visit(log, [], [2, 3], rewards=[[1.0, 0.0, 0.0, 0.5], [2.0, 2.0, 0.0, 0.0]], dropped=[1, 6, 7])
     assert log.state() == {"2": [0.5], "3": [2.0]}
     visit(log, [], [2], rewards=[[1.0] * 4], dropped=range(4))
-    assert log.state()["2"] == [0.5]  # nobody knows how right it was: no visit
+    assert log.state()["2"] == [0.5]  # no scored answer: no visit
 
 
-def test_the_state_is_json_and_forgets_what_came_later():
+def test_the_state_is_json_and_drops_later_visits():
     log = QuestionLog(ROWS, "accuracy")
     visit(log, [1, 2], [0, 1])
     saved = json.loads(json.dumps(log.state()))
@@ -89,12 +89,12 @@ def test_the_state_is_json_and_forgets_what_came_later():
     assert log.state() != saved
     log.load_state(saved)
     assert log.state() == saved
-    with pytest.raises(CheckpointError, match="the saved questions are damaged"):
+    with pytest.raises(CheckpointError, match="question log is damaged"):
         log.load_state({"one": [0.0]})
 
 
 def test_a_folder_without_questions(tmp_path):
-    with pytest.raises(RunDirError, match=r"there is no questions\.jsonl in .*; a run writes it with its first"):
+    with pytest.raises(RunDirError, match=r"there is no questions\.jsonl"):
         read_questions(tmp_path)
     (tmp_path / QUESTIONS).write_text("{")
     with pytest.raises(RunDirError, match="cannot be read"):
@@ -109,22 +109,22 @@ TASK = Task("asked", ROWS, ROWS[:1], grades={"accuracy": first_letter}, metric="
 CHANGES = {"train": {"steps": 4, "batch_size": 2}, "sampling": {"max_new_tokens": 2}, "evaluate": {"every": 0}}
 
 
-def test_a_run_that_goes_on_has_the_same_questions(tmp_path):
-    """Steps after the last checkpoint are done again, and count once."""
+def test_a_resumed_run_has_the_same_log(tmp_path):
+    """Steps after the last checkpoint are repeated, and count once."""
     changes = [CHANGES, {"run": {"checkpoint_every": 2}}]
-    whole = small_trainer(tmp_path / "whole", *changes, task=TASK)
-    whole.run()
+    uninterrupted = small_trainer(tmp_path / "uninterrupted", *changes, task=TASK)
+    uninterrupted.run()
     go(small_trainer(tmp_path / "run", *changes, task=TASK), 3)
     small_trainer(tmp_path / "run", *changes, task=TASK, resume=True).run()
-    check_same(tmp_path / "whole", tmp_path / "run", 4)
+    check_same(tmp_path / "uninterrupted", tmp_path / "run", 4)
     records = read_questions(tmp_path / "run")
-    assert records == read_questions(tmp_path / "whole")
+    assert records == read_questions(tmp_path / "uninterrupted")
     assert sum(record["visits"] for record in records) == 8
-    assert summarise(records) in whole.display.summary
+    assert summarise(records) in uninterrupted.display.summary
 
 
-def test_prompts_that_gave_way_to_others_were_asked_too(tmp_path):
-    """With two rounds of refilling and nothing that contributes, every prompt of every round counts."""
+def test_resampled_prompts_count_as_visits(tmp_path):
+    """With two rounds of resampling and no learning signal, every prompt of every round counts."""
     task = Task("asked", ROWS, grades={"accuracy": lambda *_: True}, metric="accuracy")
     trainer = small_trainer(
         tmp_path / "run",

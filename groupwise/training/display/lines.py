@@ -1,0 +1,145 @@
+"""Plain lines, for log files and pipes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any, TextIO
+
+from groupwise.text import format_duration
+from groupwise.training.display.base import (
+    MARGIN,
+    Clock,
+    Display,
+    RunFacts,
+    SummaryRows,
+    align,
+    as_numbers,
+    format_count,
+)
+from groupwise.training.preference import PREFERENCE_ACCURACY
+from groupwise.training.store.recorder import EVAL_PREFIX
+
+LINE_SECONDS = 1.0  # between the lines of quick steps
+STAGE_SECONDS = 20.0  # without a line before a stage is written
+
+COLUMNS: dict[str, Callable[[float], str]] = {
+    "frac_reward_zero_std": lambda value: f"equal groups {100 * value:3.0f} %",
+    "similarity_groups/avg_groups_per_prompt": lambda value: f"clusters {value:4.1f}",
+    "diversity/mean_distance": lambda value: f"distance {value:.2f}",
+    "completions/mean_length": lambda value: f"length {value:6.1f}",
+    "preference/pairs": lambda value: f"pairs {value:3,.0f}",
+    MARGIN: lambda value: f"margin {value:6.3f}",
+    "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
+    "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
+}
+
+
+class LineDisplay(Display):
+    """A line per step, at most about one per second; always for evaluations and the last step.
+
+    With ``log_every`` > 1 a line every so many steps, and also in between if these are slow.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
+        super().__init__(clock)
+        self._stream = sys.stdout if stream is None else stream
+        self._written = self._step_written = -math.inf
+        self._pending = False
+
+    def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
+        super().start(facts, first_step, past)
+        model = f"{facts.model} ({format_count(facts.parameters)} weights) on {facts.device}"
+        self._write(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
+        if first_step:
+            self._write(f"resuming after step {first_step}")
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        super().step(step, metrics)
+        self._pending = True
+        waited, every = self._clock() - self._step_written, self.facts.log_every
+        due = waited >= (LINE_SECONDS if every == 1 else STAGE_SECONDS) or (every > 1 and step % every == 0)
+        if due or step >= self.facts.steps:
+            self._write_step()
+
+    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        count = len(self._evaluations)
+        super().evaluation(step, metrics)
+        if len(self._evaluations) > count:
+            text = self._format_evaluation() + self._format_preferred(metrics)
+        else:
+            numbers = [f"{name.removeprefix(EVAL_PREFIX)} {value:.4g}" for name, value in as_numbers(metrics).items()]
+            text = ", ".join(numbers[:6]) or "nothing measured"
+        self._write(f"{self._position(step)} · held out: {text}")
+
+    def stage(self, text: str) -> None:
+        if self._clock() - self._written >= STAGE_SECONDS:
+            self._write(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
+
+    def say(self, text: str) -> None:
+        self._write(text)
+
+    def finish(self, lines: SummaryRows) -> None:
+        self.close()
+        for line in align(lines):
+            self._write(line)
+
+    def close(self) -> None:
+        if self._pending:
+            self._write_step()
+
+    def _format_evaluation(self) -> str:
+        last, change = self._evaluations[-1], self._change()
+        text = f"{self.facts.metric} {self._format_metric(last.value)}"
+        if last.low is not None and last.high is not None:
+            text += f" ({self._format_metric(last.low)} to {self._format_metric(last.high)})"
+        if change is not None:
+            points = " points" if self._in_percent() else ""
+            text += f", {self._format_metric(change, signed=True)}{points} since the first"
+        return text
+
+    def _format_preferred(self, metrics: Mapping[str, Any]) -> str:
+        """The accuracy on held-out pairs, unless it is the evaluations' metric."""
+        numbers = as_numbers(metrics)
+        share = numbers.get(PREFERENCE_ACCURACY, numbers.get(EVAL_PREFIX + PREFERENCE_ACCURACY))
+        if share is None or self.facts.metric == PREFERENCE_ACCURACY:
+            return ""
+        return f"; preferred {100 * share:.1f} %"
+
+    def _position(self, step: int) -> str:
+        total = str(self.facts.steps)
+        return f"step {step:>{len(total)}}/{total}"
+
+    def _write_step(self) -> None:
+        self._pending, self._step_written = False, self._clock()
+        values, cells = self._metrics, [self._position(self._step)]
+        spread = f" ±{values['reward_std']:.2f}" if "reward_std" in values else ""
+        if "reward" in values:
+            cells.append(f"reward {values['reward']:6.3f}{spread}")
+        if self._evaluations:
+            last = self._evaluations[-1]
+            cells.append(f"{self.facts.metric} {self._format_metric(last.value):>6} (held out, step {last.step})")
+        cells += [form(values[name]) for name, form in COLUMNS.items() if name in values]
+        seconds = self._last_seconds()
+        cells += [f"{seconds:5.1f} s"] if seconds is not None else []
+        left = self.seconds_left()
+        cells += [f"left {format_duration(left)}"] if left and self._step < self.facts.steps else []
+        self._write(" · ".join(cells))
+
+    def _last_seconds(self) -> float | None:
+        if "step_time" in self._metrics:
+            return self._metrics["step_time"]
+        return self._finished[-1][1] - self._finished[-2][1] if len(self._finished) > 1 else None
+
+    def _write(self, text: str) -> None:
+        self._written = self._clock()
+        with suppress(OSError, ValueError):  # a closed pipe or file must not stop training
+            try:
+                self._stream.write(text + "\n")
+            except UnicodeEncodeError:
+                encoding = getattr(self._stream, "encoding", None) or "ascii"
+                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
+            self._stream.flush()
