@@ -1,4 +1,4 @@
-"""Small runs for tests: a task that the tiny model can try in a second, and what a run has left on the disk."""
+"""Small runs of the tiny model for tests, and comparison of their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from groupwise.config import Recipe, make_recipe
 from groupwise.rundir import read_json, read_metrics, verify_manifest
 from groupwise.tasks import Task
-from groupwise.training.display.base import Display
+from groupwise.training.display import Display
 from groupwise.training.monitor.timer import is_timing
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Trainer
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "model": {"gradient_checkpointing": False},
     "data": {"chat": False},
     "evaluate": {"every": 2, "max_new_tokens": 3},
-    "run": {"checkpoint_every": 1, "keep_checkpoints": 20, "tensorboard": False, "picture": False},
+    "run": {"checkpoint_every": 1, "keep_checkpoints": 20, "tensorboard": False, "plot": False},
 }
 
 
@@ -36,12 +36,12 @@ def vowels(completions: Sequence[str], **_: Any) -> list[float]:
 
 
 def even(completions: Sequence[str], **_: Any) -> list[float]:
-    """Something that hardly two answers have in common."""
+    """Differs for most answers."""
     return [sum(ord(letter) % 2 == 0 for letter in text) / max(1, len(text)) for text in completions]
 
 
 class RecordingDisplay(Display):
-    """A display that only keeps what it was told."""
+    """A display that keeps its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,13 +65,13 @@ class RecordingDisplay(Display):
 
 
 def merged(*tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested tables on top of one another."""
-    found: dict[str, Any] = {}
+    """Nested tables merged; later ones win."""
+    result: dict[str, Any] = {}
     for table in tables:
         for key, value in table.items():
-            both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-            found[key] = merged(found[key], value) if both else copy.deepcopy(value)
-    return found
+            both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+            result[key] = merged(result[key], value) if both else copy.deepcopy(value)
+    return result
 
 
 def small_recipe(*changes: Mapping[str, Any]) -> Recipe:
@@ -84,8 +84,8 @@ def small_trainer(folder: Path, *changes: Mapping[str, Any], **options: Any) -> 
     return Trainer(small_recipe(*changes), folder=folder, **{"task": TASK, "display": RecordingDisplay(), **options})
 
 
-def go(trainer: Trainer, steps: int) -> Trainer:
-    """Do so many steps and leave the run as a loop does that was broken off."""
+def run_steps(trainer: Trainer, steps: int) -> Trainer:
+    """Run some steps, then close the trainer as if the loop had been interrupted."""
     with trainer:
         for count, _ in enumerate(trainer.steps(), start=1):
             if count == steps:
@@ -94,25 +94,25 @@ def go(trainer: Trainer, steps: int) -> Trainer:
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The run's rows of metrics, without what no two runs share."""
+    """The run's metrics without timings."""
     rows = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not is_timing(name)} for row in rows]
 
 
 def checkpoint_of(folder: Path, step: int) -> dict[str, Any]:
-    """All tensors and the state of a checkpoint, which must be whole."""
+    """All tensors and the state of a checkpoint, whose manifest is verified."""
     place = folder / f"checkpoint-{step}"
     verify_manifest(place)
-    found: dict[str, Any] = {"state": read_json(place / "state.json")}
+    contents: dict[str, Any] = {"state": read_json(place / "state.json")}
     for name in ("masters", "optimizer", "reference"):
         if (place / f"{name}.safetensors").exists():
             for key, value in load_file(place / f"{name}.safetensors").items():
-                found[f"{name}/{key}"] = value
-    return found
+                contents[f"{name}/{key}"] = value
+    return contents
 
 
 def check_same(one: Path, other: Path, step: int) -> None:
-    """Two runs have ended in the same place by the same way, to the bit."""
+    """Check that two runs have the same checkpoint, metrics and rollouts, bit for bit."""
     first, second = checkpoint_of(one, step), checkpoint_of(other, step)
     assert first.keys() == second.keys()
     assert sum(name.startswith("optimizer/exp_avg/") for name in first) > 0
@@ -122,10 +122,10 @@ def check_same(one: Path, other: Path, step: int) -> None:
         if not (torch.equal(value, second[name]) if isinstance(value, torch.Tensor) else value == second[name])
     ]
     assert different == []
-    mine, theirs = metrics_of(one), metrics_of(other)
-    assert [row["step"] for row in mine] == [row["step"] for row in theirs]
-    for before, after in zip(mine, theirs, strict=True):
-        # NaN is no number that equals itself; written out it does.
+    rows, other_rows = metrics_of(one), metrics_of(other)
+    assert [row["step"] for row in rows] == [row["step"] for row in other_rows]
+    for before, after in zip(rows, other_rows, strict=True):
+        # repr, because NaN is not equal to itself
         assert {name: repr(value) for name, value in before.items()} == {
             name: repr(value) for name, value in after.items()
         }

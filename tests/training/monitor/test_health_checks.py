@@ -10,8 +10,8 @@ import pytest
 from groupwise.errors import CheckpointError
 from groupwise.tasks import Task
 from groupwise.training.monitor.health_checks import CHECKS, COSINE, QUIET, REFUSED, SPLIT, WINDOW, HealthChecks
-from tests.training.factories import short_recipe, make_trainer
-from tests.training.runs import even, go, metrics_of, small_trainer
+from tests.training.factories import make_trainer, short_recipe
+from tests.training.runs import even, metrics_of, run_steps, small_trainer
 
 KL = {"loss.kl_coef": 0.02}
 PAIRS = {"preference.weight": 0.1}
@@ -253,7 +253,7 @@ def test_a_resumed_run_does_not_warn_twice(tmp_path):
     task = Task("try", [{"prompt": "Say: "}])
     changes = {"train": {"steps": 12, "batch_size": 1}, "sampling": {"max_new_tokens": 1}, "evaluate": {"every": 0}}
     for name, first in (("early", 8), ("late", 11)):
-        go(small_trainer(tmp_path / name, changes, task=task, rewards=[same]), first)
+        run_steps(small_trainer(tmp_path / name, changes, task=task, rewards=[same]), first)
         small_trainer(tmp_path / name, changes, task=task, rewards=[same], resume=True).run()
         steps = [row["step"] for row in metrics_of(tmp_path / name) if "warnings/no_learning_signal" in row]
         assert steps == [10]

@@ -17,7 +17,8 @@ from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.trainer import Trainer
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.result import LogProbMismatch, UpdateResult
-from tests.training.factories import SMALL, Lines, make_batch, short_recipe, make_trainer, spread
+from tests.training.factories import SMALL, make_batch, make_trainer, short_recipe, spread
+from tests.training.runs import RecordingDisplay
 
 NAN = math.nan
 LENGTHS = [[2, 3, 4, 5], [1, 2, 3, 4]]  # with prompts of 3 and 5 tokens
@@ -230,7 +231,9 @@ def test_aliases_of_metrics():
 def test_the_metrics_of_enhanced_grpo_in_a_run(tmp_path, algorithm):
     small = {**SMALL, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-4}, "masks": {"min_length": 0}}
     task = Task("made", [{"prompt": f"Say {n}: "} for n in range(4)], grades={"accuracy": odd}, metric="accuracy")
-    with Trainer(make_recipe(small), task=task, rewards=[spread], folder=tmp_path / "run", display=Lines()) as trainer:
+    with Trainer(
+        make_recipe(small), task=task, rewards=[spread], folder=tmp_path / "run", display=RecordingDisplay()
+    ) as trainer:
         first, second = (report.metrics for report in trainer.steps())
     for metrics in (first, second):
         names = {"loss", "policy_loss", "kl_penalty", "kl_divergence", "accuracy", "avg_reward", "mask_ratio"}

@@ -12,7 +12,7 @@ from groupwise.tasks import Task
 from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, read_questions, status_of, summarise
 from groupwise.training.rollout.advantages import compute_group_advantages
 from tests.training.factories import make_batch, short_recipe
-from tests.training.runs import check_same, go, small_trainer
+from tests.training.runs import check_same, run_steps, small_trainer
 
 ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n % 2 else "words"} for n in range(5)]
 
@@ -44,7 +44,10 @@ def visit(log, right, rows, *, samples=4, dropped=(), rewards=None):
     columns = rewards or [[1.0, 0.0, 0.0, 0.5]] * len(rows)
     batch = replace(make_batch(columns, [[2] * samples] * len(rows), dropped=dropped), row_numbers=list(rows))
     grades = {"accuracy": lambda row, text: next(flat) or None} if right else None
-    log.observe(batch, compute_group_advantages(batch, short_recipe(), [1.0], grades=grades, metric="accuracy" if right else None))
+    log.observe(
+        batch,
+        compute_group_advantages(batch, short_recipe(), [1.0], grades=grades, metric="accuracy" if right else None),
+    )
 
 
 def test_the_table_by_hand(tmp_path):
@@ -114,7 +117,7 @@ def test_a_resumed_run_has_the_same_log(tmp_path):
     changes = [CHANGES, {"run": {"checkpoint_every": 2}}]
     uninterrupted = small_trainer(tmp_path / "uninterrupted", *changes, task=TASK)
     uninterrupted.run()
-    go(small_trainer(tmp_path / "run", *changes, task=TASK), 3)
+    run_steps(small_trainer(tmp_path / "run", *changes, task=TASK), 3)
     small_trainer(tmp_path / "run", *changes, task=TASK, resume=True).run()
     check_same(tmp_path / "uninterrupted", tmp_path / "run", 4)
     records = read_questions(tmp_path / "run")

@@ -1,0 +1,233 @@
+"""The lines of a run: the numbers are there, and missing or odd metrics break nothing."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.training.display import Display, LineDisplay, RunFacts
+from tests.training.display.samples import DPO, FACTS, METRICS, OFFLINE, ManualClock, evaluation
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def stream():
+    return io.StringIO()
+
+
+@pytest.fixture
+def lines(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.start(FACTS)
+    stream.truncate(0)
+    stream.seek(0)
+    return display
+
+
+def test_the_first_lines_describe_the_run(stream, clock):
+    LineDisplay(stream, clock).start(FACTS, first_step=40)
+    assert stream.getvalue() == (
+        "quiz [bold]x[/] · smollm2-135m (135 M weights) on cpu · dapo · 300 steps · runs/quiz\nresuming after step 40\n"
+    )
+
+
+def test_a_line_has_the_numbers(lines, stream, clock):
+    lines.evaluation(10, evaluation(0.451))
+    for step in range(1, 13):
+        clock.time += 2
+        lines.step(step, METRICS)
+    assert stream.getvalue().splitlines()[-1] == (
+        "step  12/300 · reward  0.412 ±0.31 · accuracy 45.1 % (held out, step 10) · equal groups  12 % · "
+        "length 1205.3 ·   1,830 tokens/s ·   0.9 s · left 10 min"
+    )
+    assert len(stream.getvalue().splitlines()) == 13
+
+
+def test_lines_are_aligned(lines, stream, clock):
+    for step, reward, speed in ((1, 0.5, 9.0), (99, -0.125, 12_345.0), (100, 1.0, 700.0)):
+        clock.time += 2
+        lines.step(step, {**METRICS, "reward": reward, "tokens_per_second": speed})
+    places = {tuple(match.start() for match in re.finditer("·", line)) for line in stream.getvalue().splitlines()}
+    assert len(places) == 1
+
+
+def test_missing_metrics_are_left_out(lines, stream, clock):
+    lines.step(1, {})
+    clock.time += 2.5
+    lines.step(2, {"reward": math.nan, "reward_std": None, "kl": "x", "tokens_per_second": torch.ones(2)})
+    assert stream.getvalue().splitlines() == [
+        "step   1/300 ·   0.0 s",
+        "step   2/300 · reward    nan ·   2.5 s · left 6 min",
+    ]
+
+
+def test_a_step_with_pairs(lines, stream, clock):
+    clock.time += 2
+    lines.step(1, {**METRICS, "preference/pairs": 64.0, "preference/margin": -0.5, "preference/accuracy": 1.0})
+    assert stream.getvalue().splitlines()[-1] == (
+        "step   1/300 · reward  0.412 ±0.31 · equal groups  12 % · length 1205.3 · pairs  64 · margin -0.500 · "
+        "preferred 100 % ·   1,830 tokens/s ·   0.9 s · left 10 min"
+    )
+
+
+def test_a_step_without_sampling_has_no_reward_and_no_speed(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.start(DPO)
+    display.evaluation(0, {"preference_accuracy": 0.5, "preference_accuracy_low": 0.5, "preference_accuracy_high": 0.5})
+    for step in (1, 2):
+        clock.time += 2
+        display.step(step, {**OFFLINE, "preference/margin": OFFLINE["preference/margin"] * (step - 1)})
+    assert stream.getvalue().splitlines()[1:] == [
+        "step  0/36 · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
+        "step  1/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.000 · preferred  71 % · "
+        "  1.5 s · left 70 s",
+        "step  2/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.523 · preferred  71 % · "
+        "  1.5 s · left 68 s",
+    ]
+
+
+def test_held_out_pairs_are_shown_beside_the_tasks_metric(lines, stream):
+    lines.evaluation(1, {**evaluation(0.25), "preference_accuracy": 0.625})
+    lines.evaluation(2, {"eval/accuracy": 0.5, "eval/preference_accuracy": 0.75})
+    assert stream.getvalue().splitlines() == [
+        "step   1/300 · held out: accuracy 25.0 % (21.0 % to 29.0 %); preferred 62.5 %",
+        "step   2/300 · held out: accuracy 50.0 %, +25.0 points since the first; preferred 75.0 %",
+    ]
+
+
+def test_quick_steps_share_a_line(lines, stream, clock):
+    for step in range(1, 301):
+        clock.time += 0.125
+        lines.step(step, {"reward": 1.0})
+    steps = [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
+    assert steps == [*range(1, 300, 8), 300]
+    assert "left" not in stream.getvalue().splitlines()[-1]
+
+
+def test_log_every(stream, clock):
+    """Slow steps get a line each, so that the run does not look dead."""
+    display = LineDisplay(stream, clock)
+    display.start(replace(FACTS, log_every=10))
+    for step in range(1, 26):
+        clock.time += 2.0 if step <= 20 else 30.0
+        display.step(step, METRICS)
+    steps = [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()[1:]]
+    assert steps == [1, 10, 20, 21, 22, 23, 24, 25]
+
+
+def test_evaluations_are_always_shown(lines, stream, clock):
+    lines.step(1, {"reward": 1.0})
+    lines.evaluation(1, evaluation(0.25))
+    lines.evaluation(2, {"eval/accuracy": 0.5})
+    lines.evaluation(3, {"eval/other": 1.5})
+    lines.evaluation(4, {})
+    clock.time += 0.5
+    lines.step(5, {"reward": 1.0})
+    assert stream.getvalue().splitlines()[1:] == [
+        "step   1/300 · held out: accuracy 25.0 % (21.0 % to 29.0 %)",
+        "step   2/300 · held out: accuracy 50.0 %, +25.0 points since the first",
+        "step   3/300 · held out: other 1.5",
+        "step   4/300 · held out: nothing measured",
+    ]
+
+
+def test_evaluations_do_not_delay_the_lines_of_steps(lines, stream, clock):
+    for step in range(1, 5):
+        clock.time += 0.5
+        lines.evaluation(step, evaluation(0.5))
+        lines.step(step, {"reward": 1.0})
+    assert sum("reward" in line for line in stream.getvalue().splitlines()) == 2
+
+
+def test_a_metric_that_is_not_a_share_is_shown_as_a_number(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.start(RunFacts("a", "b", 1, "cpu", "grpo", 5, "score", "c"))
+    display.evaluation(0, {"score": 0.5})
+    display.evaluation(1, {"score": 0.25})
+    assert stream.getvalue().endswith("held out: score 0.250, -0.250 since the first\n")
+    display = LineDisplay(stream, clock)
+    display.start(FACTS)
+    display.evaluation(0, {"accuracy": 45.0})  # a custom metric, already in percent
+    assert stream.getvalue().endswith("held out: accuracy 45.000\n")
+
+
+def test_the_last_step_of_a_run_that_ends_early_is_shown(lines, stream, clock):
+    lines.step(1, {"reward": 1.0})
+    clock.time += 0.1
+    with lines:
+        lines.step(2, {"reward": 2.0})
+    lines.close()
+    assert [line.split(" · ")[0] for line in stream.getvalue().splitlines()] == ["step   1/300", "step   2/300"]
+
+
+def test_notices_stages_and_the_end(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.stage("warm-up 1 of 9")
+    display.stage("warm-up 2 of 9")
+    clock.time += 30
+    display.stage("warm-up 8 of 9")
+    display.start(FACTS)
+    display.stage("evaluating")
+    clock.time += 30
+    display.stage("evaluating: 512 of 9000")
+    display.say("the reward [b]fails[/b]")
+    display.finish(["done", ("before", "1 %"), ("afterwards", "20 %", "good")])
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["warm-up 1 of 9", "warm-up 8 of 9"]
+    assert lines[3:] == [
+        "step   0/300 · evaluating: 512 of 9000",
+        "the reward [b]fails[/b]",
+        "done",
+        "before      1 %",
+        "afterwards  20 %  good",
+    ]
+
+
+def test_an_ascii_stream_and_a_closed_stream_do_not_stop_a_run(clock):
+    raw = io.BytesIO()
+    ascii_only = io.TextIOWrapper(raw, encoding="ascii")
+    display = LineDisplay(ascii_only, clock)
+    display.start(FACTS)
+    display.step(1, METRICS)
+    assert b"step   1/300 ? reward  0.412 ?0.31" in raw.getvalue()
+    ascii_only.close()
+    display.step(2, METRICS)
+    display.finish(["done"])
+
+
+def test_lines_go_to_the_standard_output_by_default(capsys):
+    LineDisplay().say("here")
+    assert capsys.readouterr().out == "here\n"
+
+
+def test_time_left_is_estimated_from_recent_steps(lines, clock):
+    assert lines.seconds_left() is None
+    for step in range(1, 101):
+        clock.time += 10
+        lines.step(step, {})
+    for step in range(101, 121):
+        clock.time += 0.5
+        lines.step(step, {})
+    assert lines.seconds_left() == pytest.approx(0.5 * 180)
+    lines.step(300, {})
+    assert lines.seconds_left() == 0
+    assert Display().seconds_left() is None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (99.0, "99 s"), (100, "2 min"), (3600, "60 min"), (7185, "2 h 00 min"), (90_060, "25 h 01 min")],
+)
+def test_durations(lines, stream, clock, seconds, text):
+    clock.time += seconds
+    lines.step(150, {})
+    assert stream.getvalue().endswith(f" · left {text}\n")
