@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from groupwise.errors import InputError
 
-Array = NDArray[np.float64]
+FloatArray = NDArray[np.float64]
 Statistic = Callable[..., Any]  # called as statistic(values, axis=…)
 
 VALUES_AT_ONCE = 2**22  # random values in memory during resampling: 32 MB
@@ -208,7 +208,7 @@ def _random_signs(number: int, resamples: int, seed: int) -> Iterator[NDArray[An
         yield rng.integers(0, 2, size=(min(rows, resamples - start), number), dtype=np.int8)
 
 
-def _finite(name: str, values: ArrayLike) -> Array:
+def _finite(name: str, values: ArrayLike) -> FloatArray:
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:

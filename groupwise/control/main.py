@@ -37,7 +37,7 @@ from groupwise.control.algorithms import (
     play_out,
     settings_of,
 )
-from groupwise.control.comparison import Run, write_comparison
+from groupwise.control.comparison import ComparedRun, write_comparison
 from groupwise.control.utils import (
     Array,
     Environments,
@@ -510,11 +510,13 @@ def _is_finished(config: Config, folder: Path) -> bool:
     return before["steps"] == config.steps and (folder / RESULT_FILE).exists()
 
 
-def _read_run(config: Config, folder: Path) -> Run:
+def _read_run(config: Config, folder: Path) -> ComparedRun:
     result = read_json(folder / RESULT_FILE)
     solved = result["solved_at"] and tuple(result["solved_at"])
     rows = read_progress(folder / PROGRESS_FILE)
-    return Run(config.environment, config.algorithm, config.seed, rows, config.steps, result["threshold"], solved)
+    return ComparedRun(
+        config.environment, config.algorithm, config.seed, rows, config.steps, result["threshold"], solved
+    )
 
 
 # --- play ------------------------------------------------------------------------------------------------------------

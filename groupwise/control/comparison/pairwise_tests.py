@@ -1,7 +1,7 @@
-"""Two algorithms on one environment: which is better, and could it be chance?
+"""Two algorithms on one environment: which is better, and is the difference significant?
 
-A verdict is a paired sign-flip test over the seeds that both have. Of n pairs its smallest p-value is 2 / 2^n, which is
-0.0625 for five and 0.03125 for six: with fewer than six there is no verdict.
+A verdict is a paired sign-flip test over the seeds that both have. With n pairs its smallest p-value is 2 / 2^n, which
+is 0.0625 for five and 0.03125 for six: with fewer than six seeds there is no verdict.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from itertools import combinations
 
 import numpy as np
 
-from groupwise.control.comparison.runs import Cells, Run
+from groupwise.control.comparison.runs import ComparedRun, RunsByEnvironment
 from groupwise.stats import Interval, PairedTest, paired_test, probability_of_improvement
 
 SIGNIFICANT = 0.05
-LEAST_SEEDS = 6
-MOST_FOR_ALL_PAIRS = 5
+MIN_SEEDS = 6
+MAX_FOR_ALL_PAIRS = 5
 
-BySeed = Mapping[int, float]  # a number for each seed, of which the higher is the better
+BySeed = Mapping[int, float]  # a score for each seed; higher is better
 
 
 @dataclass(frozen=True)
 class PairwiseTest:
-    """``chance`` is how likely a run of the first is to beat one of the second."""
+    """``probability`` is that of a run of the first algorithm beating one of the second."""
 
     environment: str
     first: str
     second: str
-    chance: Interval
+    probability: Interval
     test: PairedTest | None  # None: they have no seed in common
 
     @property
@@ -38,43 +38,43 @@ class PairwiseTest:
 
     @property
     def winner(self) -> str | None:
-        """The one that is better; None if that may be chance."""
-        if self.test is None or self.seeds < LEAST_SEEDS or self.test.p_value >= SIGNIFICANT:
+        """The better algorithm; None if the difference is not significant."""
+        if self.test is None or self.seeds < MIN_SEEDS or self.test.p_value >= SIGNIFICANT:
             return None
         return self.first if self.test.difference.estimate > 0 else self.second
 
 
-def duels_of_endings(cells: Cells) -> list[PairwiseTest]:
-    """Pairs of algorithms, by the greedy return with which their runs end."""
+def final_return_tests(groups: RunsByEnvironment) -> list[PairwiseTest]:
+    """Pairs of algorithms, compared by the final greedy return of their runs."""
     return [
-        _duel(environment, (first, second), _endings(row[first]), _endings(row[second]))
-        for environment, row in cells.items()
-        for first, second in _pairs(list(row))
+        _pairwise_test(environment, (first, second), _final_returns(runs[first]), _final_returns(runs[second]))
+        for environment, runs in groups.items()
+        for first, second in _pairs(list(runs))
     ]
 
 
-def duels_of_speed(cells: Cells) -> list[PairwiseTest]:
-    """Pairs of algorithms of which a run was solved, by how few environment steps that took."""
+def speed_tests(groups: RunsByEnvironment) -> list[PairwiseTest]:
+    """Pairs of algorithms with at least one solved run, compared by the environment steps until solved."""
     return [
-        _duel(environment, (first, second), *_standings(row[first], row[second]))
-        for environment, row in cells.items()
-        for first, second in _pairs(list(row))
-        if any(run.solved_at for run in (*row[first], *row[second]))
+        _pairwise_test(environment, (first, second), *_speed_ranks(runs[first], runs[second]))
+        for environment, runs in groups.items()
+        for first, second in _pairs(list(runs))
+        if any(run.solved_at for run in (*runs[first], *runs[second]))
     ]
 
 
 def _pairs(algorithms: list[str]) -> list[tuple[str, str]]:
-    """Every pair, of a few; of more, the first with each of the others, as variants with what they vary."""
-    everyone = list(combinations(algorithms, 2))
-    return everyone if len(algorithms) <= MOST_FOR_ALL_PAIRS else everyone[: len(algorithms) - 1]
+    """All pairs of a few algorithms; of many, the first with each of the others (a baseline and its variants)."""
+    pairs = list(combinations(algorithms, 2))
+    return pairs if len(algorithms) <= MAX_FOR_ALL_PAIRS else pairs[: len(algorithms) - 1]
 
 
-def _endings(runs: list[Run]) -> BySeed:
+def _final_returns(runs: list[ComparedRun]) -> BySeed:
     return {run.seed: run.last("greedy_return") for run in runs}
 
 
-def _standings(a: list[Run], b: list[Run]) -> tuple[BySeed, BySeed]:
-    """For each run, how many of all these it was sooner than, less how many were sooner: a rank, finite for all.
+def _speed_ranks(a: list[ComparedRun], b: list[ComparedRun]) -> tuple[BySeed, BySeed]:
+    """For each run, the number of runs that it was faster than, minus the number that were faster.
 
     Runs that were not solved tie behind the others. Swapping the two runs of a seed swaps their ranks and changes no
     other, so a sign-flip test of the ranks is exact.
@@ -87,7 +87,7 @@ def _standings(a: list[Run], b: list[Run]) -> tuple[BySeed, BySeed]:
     )
 
 
-def _duel(environment: str, names: tuple[str, str], a: BySeed, b: BySeed) -> PairwiseTest:
+def _pairwise_test(environment: str, names: tuple[str, str], a: BySeed, b: BySeed) -> PairwiseTest:
     shared = [seed for seed in a if seed in b]
     test = paired_test([a[seed] for seed in shared], [b[seed] for seed in shared]) if shared else None
     return PairwiseTest(environment, *names, probability_of_improvement([*a.values()], [*b.values()]), test)

@@ -1,4 +1,4 @@
-"""The files of a comparison: two tables for other programs, a page and pictures for people."""
+"""The files of a comparison: CSV tables, a Markdown page and plots."""
 
 from __future__ import annotations
 
@@ -8,55 +8,58 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from groupwise.control.comparison.curves import Curves, curves_of
-from groupwise.control.comparison.page import page
-from groupwise.control.comparison.picture import draw, styles_of
-from groupwise.control.comparison.runs import Run, algorithms_of, any_run, cells_of, check_runs
+from groupwise.control.comparison.curves import MeanCurves, mean_curves
+from groupwise.control.comparison.page import comparison_page
+from groupwise.control.comparison.plot import make_styles, plot_environment
+from groupwise.control.comparison.runs import ComparedRun, any_run, check_runs, group_runs, list_algorithms
 from groupwise.rundir import write_bytes, write_csv
 
 
-def write_comparison(folder: str | Path, runs: Sequence[Run], *, starts: int | None = None) -> str:
-    """Write ``runs.csv``, ``curves.csv``, ``comparison.md`` and a picture of each environment; the Markdown text.
+def write_comparison(folder: str | Path, runs: Sequence[ComparedRun], *, starts: int | None = None) -> str:
+    """Write ``runs.csv``, ``curves.csv``, ``comparison.md`` and a plot of each environment; return the Markdown.
 
-    starts: on how many held-out starts a return was measured; the text then says so.
-
-    The pictures need matplotlib and come last, so that without it the rest is there all the same.
+    ``starts`` is the number of held-out starts of an evaluation, for the text. The plots need matplotlib and come last,
+    so that the other files are written without it.
     """
     check_runs(runs)
-    folder, cells = Path(folder), cells_of(runs)
-    curves = {name: {label: curves_of(cell) for label, cell in row.items()} for name, row in cells.items()}
-    pictures = file_names(cells)
-    text = page(cells, pictures, starts)
-    write_csv(folder / "runs.csv", map(_rounded, map(_run_line, runs)))
-    write_csv(folder / "curves.csv", map(_rounded, _curve_lines(curves)))
+    folder, groups = Path(folder), group_runs(runs)
+    curves = {
+        environment: {algorithm: mean_curves(group) for algorithm, group in by_algorithm.items()}
+        for environment, by_algorithm in groups.items()
+    }
+    plots = plot_file_names(groups)
+    text = comparison_page(groups, plots, starts)
+    write_csv(folder / "runs.csv", map(_format_numbers, map(_run_row, runs)))
+    write_csv(folder / "curves.csv", map(_format_numbers, _curve_rows(curves)))
     write_bytes(folder / "comparison.md", text.encode())
-    styles = styles_of(algorithms_of(cells))
-    for name, row in cells.items():
-        draw(folder / pictures[name], curves[name], styles, title=name, threshold=any_run(row).threshold)
+    styles = make_styles(list_algorithms(groups))
+    for environment, by_algorithm in groups.items():
+        path, threshold = folder / plots[environment], any_run(by_algorithm).threshold
+        plot_environment(path, curves[environment], styles, title=environment, threshold=threshold)
     return text
 
 
-def file_names(environments: Iterable[str]) -> dict[str, str]:
-    """The name of each environment's picture, of letters that every system bears: ALE/Pong-v5 has a slash."""
+def plot_file_names(environments: Iterable[str]) -> dict[str, str]:
+    """A portable and unique file name for each environment's plot; ids such as ALE/Pong-v5 contain a slash."""
     names: dict[str, str] = {}
     taken: set[str] = set()
     for environment in environments:
-        name = plain = re.sub(r"[^A-Za-z0-9._-]+", "-", environment).strip("-.") or "environment"
+        name = stem = re.sub(r"[^A-Za-z0-9._-]+", "-", environment).strip("-.") or "environment"
         number = 1
         while name.lower() in taken:
             number += 1
-            name = f"{plain}-{number}"
+            name = f"{stem}-{number}"
         taken.add(name.lower())
         names[environment] = f"{name}.png"
     return names
 
 
-def _rounded(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers have up to ten digits."""
-    return {name: f"{cell:.10g}" if isinstance(cell, Real) else cell for name, cell in line.items()}
+def _format_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers with up to ten digits."""
+    return {name: f"{cell:.10g}" if isinstance(cell, Real) else cell for name, cell in row.items()}
 
 
-def _run_line(run: Run) -> dict[str, Any]:
+def _run_row(run: ComparedRun) -> dict[str, Any]:
     steps, seconds = run.solved_at or (None, None)
     return {
         "environment": run.environment,
@@ -73,12 +76,12 @@ def _run_line(run: Run) -> dict[str, Any]:
     }
 
 
-def _curve_lines(curves: Mapping[str, Mapping[str, Curves]]) -> Iterator[dict[str, Any]]:
-    """A single run has no interval."""
-    for environment, row in curves.items():
-        for algorithm, cell in row.items():
+def _curve_rows(curves: Mapping[str, Mapping[str, MeanCurves]]) -> Iterator[dict[str, Any]]:
+    """One row per point of each curve; a single run has no interval."""
+    for environment, by_algorithm in curves.items():
+        for algorithm, algorithm_curves in by_algorithm.items():
             names = {"environment": environment, "algorithm": algorithm}
-            for (axis, measure), curve in cell.items():
+            for (axis, measure), curve in algorithm_curves.items():
                 band = (curve.mean.low, curve.mean.high) if curve.runs > 1 else [[None] * len(curve.x)] * 2
                 for x, mean, low, high in zip(curve.x, curve.mean.estimate, *band, strict=True):
                     yield names | {"axis": axis, "x": x, "measure": measure, "mean": mean, "low": low, "high": high}

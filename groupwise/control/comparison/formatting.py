@@ -1,15 +1,6 @@
-"""Numbers and names as a page or a picture shows them."""
+"""Numbers as a page or a plot shows them."""
 
 from __future__ import annotations
-
-import re
-
-MARKUP = re.compile(r"([\\`*\[\]<>|~&$#])")  # an underscore within a word is none
-
-
-def escape(text: str) -> str:
-    """A text in one line, in which nothing is markup and nothing ends a table's cell."""
-    return MARKUP.sub(r"\\\1", " ".join(text.split()))
 
 
 def short(value: float) -> str:
@@ -22,8 +13,8 @@ def short(value: float) -> str:
 
 
 def number(value: float) -> str:
-    """As many digits as a table bears: ``1,234``, ``475.3``, ``−86.4``, ``0.00123``; a whole number without zeros."""
-    value = 0.0 if abs(value) < 1e-9 else value  # what is left of a difference of equals
+    """A number for a table: ``1,234``, ``475.3``, ``−86.4``, ``0.00123``, and integers without decimals."""
+    value = 0.0 if abs(value) < 1e-9 else value  # rounding errors of a difference of equal numbers
     size = abs(value)
     if value == round(value) or size >= 1000:
         text = f"{value:,.0f}"
