@@ -1,12 +1,12 @@
-"""Makes the list of words that `groupwise.usmle.rewards` looks for: those of ICD-10-CM that are not ordinary English.
+"""Makes the word list of `groupwise.usmle.medical_words`: words of ICD-10-CM that are not ordinary English.
 
-Usage, with DATA for the folder that the texts lie in::
+Usage, with the texts in the folder DATA::
 
     python tools/medical_words.py DATA/icd10cm_words.txt --ordinary DATA/gsm8k_train.jsonl DATA/creative_prompts.jsonl \
-        DATA/llamafactory_dpo_en_demo.json DATA/hh_harmless_base_test.jsonl.gz --out groupwise/rewards/medical_words.txt
+        DATA/llamafactory_dpo_en_demo.json DATA/hh_harmless_base_test.jsonl.gz --out groupwise/usmle/medical_words.txt
 
-ICD-10-CM is a work of the US government and in the public domain. A word of its descriptions is left out if it is
-short, if the ordinary texts have it too, or if it stands in GENERAL; the words of ADDED join what remains.
+ICD-10-CM is a work of the US government and in the public domain. Words of its descriptions are left out if they are
+short, occur in the ordinary texts, or are in GENERAL; the words in ADDED are added.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
-SHORTEST = 5  # letters; shorter words are rarely terms, and often abbreviations that mean something else elsewhere
-ORDINARY_FROM = 2  # occurrences; of the words that 3 would let in as well, most are ordinary
+SHORTEST = 5  # letters; shorter words are rarely terms, and often ambiguous abbreviations
+ORDINARY_FROM = 2  # occurrences; most words that 3 would add are ordinary
 
-# Rare in ordinary texts, but no medical terms by themselves: words of accidents and circumstances, chemicals, names of
-# people and places, halves of compounds. "Diagnosis" is here because any answer to a medical question may say it.
+# Rare in ordinary texts, but not medical terms: words of accidents and circumstances, chemicals, names of people and
+# places, parts of compounds. "Diagnosis" is here because any answer to a medical question may contain it.
 GENERAL = """
     abandonment abnormal abnormality abuser accretions acculturation acquaintance activating adequacy adherent
     adolescence adoptive adultcare aerobic aerobics aerosol airgun alighting aliphatic alkali alkalis allied
@@ -157,7 +157,7 @@ ADDED = {
 
 
 def words_in(path: Path) -> Counter[str]:
-    """How often each word of a text occurs, in lower case; the text may be compressed, and JSON is a text too."""
+    """Counts of the lower-case words of a text or JSON file, which may be compressed."""
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
@@ -166,17 +166,17 @@ def words_in(path: Path) -> Counter[str]:
 
 
 def singulars(word: str) -> list[str]:
-    """What the word may be the plural of."""
+    """Possible singulars of the word."""
     return [word.removesuffix(ending) for ending in ("s", "es") if word.endswith(ending)]
 
 
 def is_ordinary(word: str, ordinary: Counter[str]) -> bool:
-    """Whether ordinary texts have the word; its singular and its plural count with it."""
+    """Whether the word, its singular or its plural occurs in ordinary texts."""
     return sum(ordinary[form] for form in {word, f"{word}s", f"{word}es", *singulars(word)}) >= ORDINARY_FROM
 
 
 def medical_words(icd: Counter[str], ordinary: Counter[str]) -> list[str]:
-    """The list, sorted. A plural whose singular is in it is left out: whoever looks a plural up finds the singular."""
+    """The sorted list, without plurals whose singular is in it; lookups try the singular."""
     general = set(GENERAL.split())
     words = {
         word
@@ -188,7 +188,7 @@ def medical_words(icd: Counter[str], ordinary: Counter[str]) -> list[str]:
 
 
 def header(icd: Path, ordinary: list[Path], out: Path) -> str:
-    """Where the list comes from. Files go by their names alone: their folders differ from machine to machine."""
+    """The header of the list: its source, with file names only."""
     texts = " ".join(path.name for path in ordinary)
     return (
         "# Words of the descriptions of ICD-10-CM (a work of the US government, public domain), and some more.\n"
@@ -198,8 +198,8 @@ def header(icd: Path, ordinary: list[Path], out: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the list of medical words.")
-    parser.add_argument("icd", type=Path, help="the words of ICD-10-CM's descriptions, one a line")
-    parser.add_argument("--ordinary", type=Path, nargs="+", required=True, help="texts of ordinary English, also .gz")
+    parser.add_argument("icd", type=Path, help="words of the descriptions of ICD-10-CM, one per line")
+    parser.add_argument("--ordinary", type=Path, nargs="+", required=True, help="ordinary English texts, may be .gz")
     parser.add_argument("--out", type=Path, required=True, help="the file to write")
     arguments = parser.parse_args()
     ordinary: Counter[str] = Counter()

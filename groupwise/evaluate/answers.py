@@ -1,7 +1,7 @@
-"""How good a model is on held-out rows: every grade with its interval, and what went wrong with the rest.
+"""Sample completions of held-out rows and grade them: every grade as a share with its confidence interval.
 
-An accuracy of one answer per row comes with Wilson's interval; with several answers per row they are averaged first,
-and rows are resampled (bootstrap). A row without a findable answer counts as wrong, and is counted by itself too.
+With one completion per row the interval is Wilson's; with several, they are averaged per row and the rows are
+resampled (bootstrap). A completion without an answer counts as wrong, and its share is reported too.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.data import Prompt, columns_of, completion_for_reward
+from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
 from groupwise.stats import Interval, bootstrap_interval, mean_interval
-from groupwise.tasks.base import Grade, Row
+from groupwise.tasks.base import Grade, TaskRow
 
 REWARD = "reward"
-CHUNK = 512  # rows whose answers are sampled at a time, so that a display can move
+CHUNK = 512  # rows sampled at a time, between two calls of `progress`
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics by name, and one record per answer to look at."""
+    """Metrics by name, and one record per completion."""
 
     metrics: dict[str, float]
     answers: list[dict[str, Any]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Evaluation:
 def evaluate(
     generator: Generator,
     tokenizer: Any,
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     prompts: Sequence[Prompt],
     *,
     grades: Mapping[str, Grade],
@@ -50,9 +50,9 @@ def evaluate(
     trainer_state: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
-    """Answer every row and grade the answers. Without grades the mean reward is what is measured.
+    """Sample ``samples`` completions of every row; grade them, and score them if there is a ``scorer``.
 
-    trainer_state: what reward functions that ask for it are given.
+    ``trainer_state`` is passed to the reward functions that take it.
     """
     if not rows:
         raise ConfigError("there is nothing to evaluate on: give held-out rows (data.held_out)")
@@ -62,15 +62,15 @@ def evaluate(
     tokens: list[list[int]] = []
     reasons: list[str] = []
     for start in range(0, len(rows), CHUNK):
-        part = [prompt.ids for prompt in prompts[start : start + CHUNK]]
-        keys = range(start, start + len(part))
-        rollout = generator.generate(part, samples, sampling, stop=stop, keys=list(keys))
-        ids = [row[:length].tolist() for row, length in zip(rollout.ids, rollout.lengths.tolist(), strict=True)]
-        texts += tokenizer.batch_decode(ids, skip_special_tokens=True)
-        tokens += ids
+        chunk = [prompt.ids for prompt in prompts[start : start + CHUNK]]
+        keys = list(range(start, start + len(chunk)))
+        rollout = generator.generate(chunk, samples, sampling, stop=stop, keys=keys)
+        completions = decode_completions(tokenizer, rollout)
+        texts += completions.texts
+        tokens += completions.ids
         reasons += rollout.stop_reasons
-        progress(start + len(part), len(rows))
-    asked = [row for row in rows for _ in range(samples)]
+        progress(start + len(chunk), len(rows))
+    row_of_each = [row for row in rows for _ in range(samples)]
     lengths = [len(ids) for ids in tokens]
     metrics: dict[str, float] = {}
     answers: list[dict[str, Any]] = [
@@ -78,14 +78,14 @@ def evaluate(
         for number, (text, length, reason) in enumerate(zip(texts, lengths, reasons, strict=True))
     ]
     for name, grade in grades.items():
-        results = [grade(row, text) for row, text in zip(asked, texts, strict=True)]
-        _add(metrics, name, [float(bool(result)) for result in results], samples)
+        results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]
+        _add_mean(metrics, name, [float(bool(result)) for result in results], samples)
         metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
         for record, result in zip(answers, results, strict=True):
             record[name] = result
     if scorer is not None:
-        rewards = _rewards(scorer, asked, texts, tokens, prompt_column, trainer_state)
-        _add(metrics, REWARD, rewards, samples)
+        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, trainer_state)
+        _add_mean(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
         for record, reward in zip(answers, rewards, strict=True):
             record[REWARD] = None if math.isnan(reward) else reward
@@ -96,29 +96,29 @@ def evaluate(
 
 def _rewards(
     scorer: Scorer,
-    rows: Sequence[Row],
+    rows: Sequence[TaskRow],
     texts: Sequence[str],
     tokens: Sequence[Sequence[int]],
     prompt_column: str,
-    state: Any,
+    trainer_state: Any,
 ) -> list[float]:
-    """The weighted sum for every answer; NaN where no function had anything to say, or one failed and may."""
-    asked = [row[prompt_column] for row in rows]
-    given = [completion_for_reward(prompt, text) for prompt, text in zip(asked, texts, strict=True)]
+    """The weighted sum of the rewards of each completion; NaN if every function skipped it, or if one failed."""
+    prompts = [row[prompt_column] for row in rows]
+    completions = [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     columns = columns_of(rows, without=prompt_column)
-    scores = scorer.score(asked, given, columns, completion_ids=tokens, trainer_state=state)
+    scores = scorer.score(prompts, completions, columns, completion_ids=tokens, trainer_state=trainer_state)
     weights = [function.weight for function in scorer.functions]
     total: list[float] = weighted_total(scores.rewards, weights).tolist()
     if all(map(math.isnan, total)):
         reason = f" ({scores.failures[0].reason})" if scores.failures else ": they returned None for every one"
-        raise RewardError(f"the rewards scored none of the {len(total)} answers to the held-out rows{reason}")
+        raise RewardError(f"the rewards scored none of the {len(total)} completions of the held-out rows{reason}")
     return total
 
 
-def _add(metrics: dict[str, float], name: str, values: Sequence[float], samples: int) -> None:
-    """A mean over rows and its interval. What is NaN counts nowhere."""
+def _add_mean(metrics: dict[str, float], name: str, values: Sequence[float], samples: int) -> None:
+    """Add the mean over rows and its interval, ignoring NaN."""
     table = np.asarray(values, dtype=np.float64).reshape(-1, samples)
     table = table[~np.isnan(table).all(1)]
     by_row = np.nanmean(table, axis=1)
-    found = mean_interval(by_row) if samples == 1 else bootstrap_interval(by_row)
-    metrics |= {name: found.estimate, f"{name}_low": found.low, f"{name}_high": found.high}
+    interval = mean_interval(by_row) if samples == 1 else bootstrap_interval(by_row)
+    metrics |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}

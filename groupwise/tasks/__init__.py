@@ -1,51 +1,37 @@
-"""The tasks by name, and the way from a recipe to one."""
+"""Tasks by name. A package adds one with an entry point of the group ``groupwise.tasks``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from groupwise.config import Recipe
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import ConfigError
+from groupwise.plugins import load_plugin
 from groupwise.rewards import load_function
-from groupwise.tasks.base import Grade, Row, Task
+from groupwise.tasks.base import Grade, Task, TaskDefinition, TaskReport, TaskRow
 
-__all__ = ["TASKS", "Grade", "Row", "Task", "load_task"]
+__all__ = ["TASKS", "Grade", "Task", "TaskDefinition", "TaskReport", "TaskRow", "find_task", "load_task"]
 
-
-def _quiz(recipe: Recipe) -> Task:
-    from groupwise.tasks.quiz import quiz_task
-
-    return quiz_task(recipe)
-
-
-def _gsm8k(recipe: Recipe) -> Task:
-    from groupwise.tasks.gsm8k import gsm8k_task
-
-    return gsm8k_task(recipe)
+# The entry points of pyproject.toml, for a source tree that is not installed.
+TASKS = {
+    "rows": "groupwise.tasks.rows:rows_task",
+    "quiz": "groupwise.tasks.quiz:quiz_task",
+    "gsm8k": "groupwise.tasks.gsm8k:gsm8k_task",
+    "usmle": "groupwise.usmle.task:USMLE",
+}
 
 
-def _usmle(recipe: Recipe) -> Task:
-    from groupwise.usmle.task import usmle_task
-
-    return usmle_task(recipe)
-
-
-def _rows(recipe: Recipe) -> Task:
-    from groupwise.tasks.rows import rows_task
-
-    return rows_task(recipe)
-
-
-# A new task is a function from a recipe to a `Task`, named here.
-TASKS: dict[str, Callable[[Recipe], Task]] = {"rows": _rows, "quiz": _quiz, "gsm8k": _gsm8k, "usmle": _usmle}
+def find_task(name: str) -> TaskDefinition:
+    """The definition of a task by its registered name, or by ``module:function`` (or ``file.py:function``)."""
+    factory = load_function(name, what="task") if ":" in name else load_plugin("groupwise.tasks", TASKS, name, "task")
+    if isinstance(factory, TaskDefinition):
+        return factory
+    if not callable(factory):
+        raise ConfigError(f"the task {name!r} is neither a function nor a TaskDefinition, but {type(factory).__name__}")
+    return TaskDefinition(lambda recipe, options: factory(recipe))
 
 
 def load_task(recipe: Recipe) -> Task:
-    """The task that a recipe names: one of `TASKS`, or ``module:function`` that takes the recipe and returns a Task."""
-    if ":" in recipe.task:
-        made = load_function(recipe.task, what="task")(recipe)
-        if not isinstance(made, Task):
-            raise ConfigError(f"the task {recipe.task!r} returned {type(made).__name__}, not a groupwise.tasks.Task")
-        return made
-    check_choice("task", recipe.task, TASKS, ConfigError)
-    return TASKS[recipe.task](recipe)
+    """The task of a recipe, with its rows read and its options checked."""
+    task = find_task(recipe.task)(recipe)
+    if not isinstance(task, Task):
+        raise ConfigError(f"the task {recipe.task!r} returned {type(task).__name__}, not a groupwise.tasks.Task")
+    return task

@@ -1,40 +1,40 @@
-"""What a task is: rows with prompts, rewards for answers, and grades for an evaluation. Plain data, one record."""
+"""A task: rows with prompts, rewards to learn from, and grades to evaluate by. Plain records."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
+from pydantic import BaseModel
+
+from groupwise.config import Recipe
+from groupwise.config.options import read_options
 from groupwise.errors import ConfigError
 from groupwise.rewards.contract import RewardFunction
+from groupwise.text import Say
 
-Row = dict[str, Any]
-"""A row of data: "prompt" is a text or a list of chat messages, everything else is a column that rewards see."""
+TaskRow = dict[str, Any]
+"""A row of data: "prompt" is a text or a list of chat messages, the other columns are passed to the rewards."""
 
-Grade = Callable[[Row, str], bool | None]
-"""One answer's text against its row: right, wrong, or None where no answer can be found in it."""
-
-Choices = Callable[[Row], Mapping[str, str]]
-"""The answers that can be given to a row of multiple choice, by letter, in their shortest form."""
-
-Reorder = Callable[[Row, str], Row]
-"""A row with its options in an order that comes from a seed; its column ``moved`` says which letter became which."""
+Grade = Callable[[TaskRow, str], bool | None]
+"""Grades a completion: right, wrong, or None where it contains no answer."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task: what to ask, how to reward an answer, and how to tell whether it is right.
+    """What to ask, how to reward a completion, and how to grade it.
 
-    ``grades`` are for evaluation and never teach; the one named ``metric`` chooses the best checkpoint. Without any,
-    held-out rows are judged by the mean reward. ``examples`` are (prompt, answer) pairs for a supervised warm-up that
-    teaches the form of an answer. ``choices`` and ``reorder`` mark multiple choice: rows then have ``options`` and
-    ``answer``, a letter. ``notes`` are sentences that whoever starts a run should read.
+    ``grades`` are for evaluation only; the one named ``metric`` selects the best checkpoint. Without grades, held-out
+    rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. ``notes`` are shown when
+    a run starts. ``health_checks`` adds to those of `training.monitor.health_checks`: each gets the recent steps and
+    returns a warning or None.
     """
 
     name: str
-    train: Sequence[Row]
-    held_out: Sequence[Row] = ()
+    train: Sequence[TaskRow]
+    held_out: Sequence[TaskRow] = ()
     rewards: tuple[RewardFunction, ...] = ()
     grades: Mapping[str, Grade] = field(default_factory=dict)
     metric: str | None = None
@@ -42,13 +42,64 @@ class Task:
     stop: tuple[str, ...] = ()
     system_prompt: str | None = None
     goal: float | None = None
-    choices: Choices | None = None
-    reorder: Reorder | None = None
     notes: tuple[str, ...] = ()
+    health_checks: Mapping[str, Callable[[Any], str | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.grades and self.metric not in self.grades:
             raise ConfigError(
-                f"the task {self.name!r} is judged by {self.metric!r}, which is none of its grades "
-                f"({', '.join(self.grades)})"
+                f"the metric {self.metric!r} of the task {self.name!r} is none of its grades ({', '.join(self.grades)})"
             )
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """The result of `groupwise eval --report`."""
+
+    files: Sequence[Path]
+    summary: Sequence[Any] = ()  # texts and rich tables for the terminal
+    answers: Sequence[Mapping[str, Any]] = ()  # one record per completion
+
+
+class WriteReport(Protocol):
+    """Evaluates the recipe's model and writes a report into ``folder``.
+
+    ``against`` is a model, or a folder with an earlier report, to compare with. ``progress`` takes a description, the
+    number of rows done and their total.
+    """
+
+    def __call__(
+        self,
+        recipe: Recipe,
+        folder: Path,
+        *,
+        against: str | None,
+        progress: Callable[[str, int, int], None],
+        say: Say,
+    ) -> TaskReport: ...
+
+
+@dataclass(frozen=True)
+class TaskDefinition:
+    """What an entry point of the group ``groupwise.tasks`` may name beside a plain function from a recipe to a task.
+
+    ``options`` is the pydantic class of the recipe's ``[task_options]``; without it the task takes none.
+    """
+
+    make: Callable[[Recipe, Any], Task]
+    options: type[BaseModel] | None = None
+    report: WriteReport | None = None
+
+    def read_options(self, recipe: Recipe) -> Any:
+        """The recipe's ``[task_options]``, checked; None for a task without options."""
+        if self.options is not None:
+            return read_options(self.options, recipe.task_options, f"[task_options] of the task {recipe.task!r}")
+        if recipe.task_options:
+            raise ConfigError(
+                f"[task_options]: the task {recipe.task!r} has no options, but "
+                f"{', '.join(map(repr, recipe.task_options))} is set; leave [task_options] out"
+            )
+        return None
+
+    def __call__(self, recipe: Recipe) -> Task:
+        return self.make(recipe, self.read_options(recipe))

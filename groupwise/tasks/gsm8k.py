@@ -1,8 +1,7 @@
-"""GSM8K: grade-school maths with a number as the answer, asked for in the data set's own form, ``#### N``.
+"""GSM8K: grade-school maths with a number as the answer, in the data set's form ``#### N``.
 
-The rewards are 1 for the right number after ``####`` and a little for the form alone. Two grades: strict asks for the
-form, lenient takes the last number of an answer without it; a model that only learns the form gains under the first
-and not under the second.
+The rewards are 1 for the right number after ``####`` and 0.1 for the form. The strict grade requires the form, the
+lenient one takes the last number of an answer without it. A model that only learns the form improves under the first.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from groupwise.rewards.maths import (
     same_number,
     strict_answer,
 )
-from groupwise.tasks.base import Row, Task
+from groupwise.tasks.base import Task, TaskRow
 from groupwise.tasks.rows import listed, read_both
 
 INSTRUCTION = (
@@ -50,8 +49,8 @@ def gsm8k_task(recipe: Recipe) -> Task:
     )
 
 
-def make_row(row: Any) -> Row:
-    """A row with its prompt; one that lacks its question or a number as its answer is refused by file and line."""
+def make_row(row: Any) -> TaskRow:
+    """A row with its prompt; an error names the file and line if the question or a number as its answer is missing."""
     where = getattr(row, "where", "a row of GSM8K")
     for column in ("question", "answer"):
         if not isinstance(row.get(column), str) or not row[column].strip():
@@ -63,13 +62,13 @@ def make_row(row: Any) -> Row:
     return data.Row({**row, "prompt": f"{row['question'].strip()}\n\n{INSTRUCTION}"}, where)
 
 
-def strict_grade(row: Row, answer: str) -> bool | None:
-    """Right only in the form that was asked for."""
-    found = strict_answer(answer)
-    return None if found is None else same_number(found, gold_number(row["answer"]))
+def strict_grade(row: TaskRow, answer: str) -> bool | None:
+    """Right only in the requested form."""
+    number = strict_answer(answer)
+    return None if number is None else same_number(number, gold_number(row["answer"]))
 
 
-def lenient_grade(row: Row, answer: str) -> bool | None:
-    """Right if the number that the answer ends up with is right, whatever its form."""
-    found = lenient_answer(answer)
-    return None if found is None else same_number(found, gold_number(row["answer"]))
+def lenient_grade(row: TaskRow, answer: str) -> bool | None:
+    """Right if the last number of the answer is right, in any form."""
+    number = lenient_answer(answer)
+    return None if number is None else same_number(number, gold_number(row["answer"]))

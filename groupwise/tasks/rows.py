@@ -1,4 +1,4 @@
-"""The task of one's own: rows from files or the hub, rewards from the recipe or from Python."""
+"""The task ``rows``: rows from files or the hub, rewards from the recipe or from Python."""
 
 from __future__ import annotations
 
@@ -11,22 +11,20 @@ from typing import Any
 from groupwise.config import Recipe, SourcesSection
 from groupwise.data import read_rows
 from groupwise.errors import ConfigError
-from groupwise.tasks.base import Row, Task
+from groupwise.tasks.base import Task, TaskRow
 
-Reader = Callable[..., list[dict[str, Any]]]
+ReadRows = Callable[..., list[dict[str, Any]]]
+"""A function with the arguments of `groupwise.data.read_rows`."""
 
 
 def rows_task(recipe: Recipe) -> Task:
-    """The rows that ``[data]`` names, as they are."""
+    """The rows of ``[data]``, unchanged."""
     train, held_out = read_both(recipe)
     return Task("rows", train, held_out)
 
 
-def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], list[Row]]:
-    """The training and the held-out rows of a recipe; the former may be missing where a model is only measured.
-
-    ``read`` is called in place of `data.read_rows`, for files that are not read as they are.
-    """
+def read_both(recipe: Recipe, read: ReadRows | None = None) -> tuple[list[TaskRow], list[TaskRow]]:
+    """The training and the held-out rows of a recipe; either may be empty. ``read`` replaces `data.read_rows`."""
     if recipe.data.train is None and recipe.data.held_out is None:
         raise ConfigError(
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
@@ -35,33 +33,33 @@ def read_both(recipe: Recipe, read: Reader | None = None) -> tuple[list[Row], li
     return read_section(recipe, "data", read)
 
 
-def read_section(recipe: Recipe, section: str, read: Reader | None = None) -> tuple[list[Row], list[Row]]:
-    """The training and the held-out rows that a section names: ``data``, or ``preference`` for pairs."""
+def read_section(recipe: Recipe, section: str, read: ReadRows | None = None) -> tuple[list[TaskRow], list[TaskRow]]:
+    """The training and the held-out rows of a section: ``data``, or ``preference`` for pairs."""
     data: SourcesSection = getattr(recipe, section)
-    named = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
-    if data.held_out_from_train and named is not None:
+    held_out_key = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
+    if data.held_out_from_train and held_out_key is not None:
         raise ConfigError(
-            f"{section}.held_out_from_train is for data without held-out rows, but {section}.{named} is set; drop one"
+            f"{section}.held_out_from_train cannot be combined with {section}.{held_out_key}; leave one out"
         )
     train_sources = listed(data.train)
-    # One source with two splits is the hub's way to hold rows out.
+    # A hub data set may hold its rows out as a second split.
     held_out_sources = listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
-    # Subsets and splits are the hub's: they do not concern a file beside which they are needed for other rows.
+    # Beside a hub data set, subset and split do not apply to files.
     on_hub = [source for source in (*train_sources, *held_out_sources) if not _exists(source)]
 
-    def read_each(sources: Sequence[str], split: str | None, limit: int | None) -> list[list[Row]]:
-        found: list[list[Row]] = []
+    def read_each(sources: Sequence[str], split: str | None, limit: int | None) -> list[list[TaskRow]]:
+        parts: list[list[TaskRow]] = []
         for source in sources:
             subset = data.subset if source in on_hub or not on_hub else None
-            part = split if source in on_hub or not set(sources) & set(on_hub) else None
-            left = None if limit is None else limit - sum(map(len, found))
+            source_split = split if source in on_hub or not set(sources) & set(on_hub) else None
+            left = None if limit is None else limit - sum(map(len, parts))
             if left is None or left > 0:
-                found.append((read or read_rows)(source, split=part, subset=subset, limit=left))
-        return found
+                parts.append((read or read_rows)(source, split=source_split, subset=subset, limit=left))
+        return parts
 
     train = read_each(train_sources, data.train_split, data.train_rows)
     if data.held_out_from_train:
-        # Out of the first source: that is what is learned for, the others are there to help.
+        # The first source is the one to evaluate on; the others are additional training data.
         first, *others = train or [[]]
         first, drawn = hold_out(first, data.held_out_from_train, recipe.train.seed, section)
         return list(chain(first, *others)), drawn[: data.held_out_rows]
@@ -69,11 +67,13 @@ def read_section(recipe: Recipe, section: str, read: Reader | None = None) -> tu
     return list(chain(*train)), list(chain(*held_out))
 
 
-def hold_out(rows: Sequence[Row], number: int, seed: int, section: str = "data") -> tuple[list[Row], list[Row]]:
-    """Rows to train on and ``number`` rows, drawn by the seed, to evaluate on; both in their old order."""
+def hold_out(
+    rows: Sequence[TaskRow], number: int, seed: int, section: str = "data"
+) -> tuple[list[TaskRow], list[TaskRow]]:
+    """Split off ``number`` rows, drawn by the seed: the rows to train on and those to evaluate on, in order."""
     if number >= len(rows):
         raise ConfigError(
-            f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows, and some must be left to "
+            f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows, and some must remain to "
             "train on"
         )
     chosen = set(random.Random(f"held out {seed}").sample(range(len(rows)), number))

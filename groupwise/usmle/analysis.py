@@ -1,7 +1,4 @@
-"""The analysis of a multiple-choice evaluation: from questions and answers to the tables of a report.
-
-No model is needed here, only what it said. An answer in which no letter is found counts as wrong.
-"""
+"""From the questions and a model's answers to the tables of a report. An answer without a letter counts as wrong."""
 
 from __future__ import annotations
 
@@ -10,44 +7,45 @@ from collections.abc import Sequence
 
 from groupwise.errors import InputError
 from groupwise.stats import pass_at_k
+from groupwise.text import one_line
 from groupwise.usmle.patterns import EXCERPT, find_patterns, find_rules
 from groupwise.usmle.records import (
-    Letters,
+    LetterProbabilities,
     ModelAnswer,
-    Order,
+    OptionOrder,
     Question,
-    check_given,
-    check_letters,
-    equally_many,
+    answer_in_original_letters,
+    check_answer,
+    check_probabilities,
     fingerprint,
-    in_order,
-    in_plain_letters,
-    one_each,
-    probabilities_in_plain_letters,
+    group_samples,
+    one_per_question,
+    probabilities_in_original_letters,
+    sorted_questions,
 )
 from groupwise.usmle.tables import (
     FEW,
-    Bin,
+    CalibrationBin,
     Confusion,
     Difference,
     ExamReport,
-    Letter,
-    Outcome,
-    PassAt,
+    GroupAccuracy,
+    LetterCounts,
+    LetterScores,
+    PassAtK,
+    Proportion,
+    QuestionOutcome,
     SampledAccuracy,
-    Scored,
-    Share,
-    Shuffled,
-    Slice,
+    ShuffledOptions,
 )
-from groupwise.usmle.text import clean, start_of
+from groupwise.usmle.text import start_of
 
-__all__ = ["ExamReport", "Letters", "ModelAnswer", "Order", "Question", "analyse"]
+__all__ = ["ExamReport", "LetterProbabilities", "ModelAnswer", "OptionOrder", "Question", "analyse"]
 
 BINS = 10
 
-Answered = Sequence[str | None]
-"""For each question a letter, or None."""
+AnsweredLetters = Sequence[str | None]
+"""One letter per question, or None."""
 
 
 def analyse(
@@ -55,127 +53,132 @@ def analyse(
     greedy: Sequence[ModelAnswer],
     *,
     sampled: Sequence[ModelAnswer] = (),
-    shuffled: Sequence[tuple[Order, ModelAnswer]] = (),
-    letters: Sequence[Letters] = (),
-    shuffled_letters: Sequence[tuple[Order, Letters]] = (),
+    shuffled: Sequence[tuple[OptionOrder, ModelAnswer]] = (),
+    letters: Sequence[LetterProbabilities] = (),
+    shuffled_letters: Sequence[tuple[OptionOrder, LetterProbabilities]] = (),
 ) -> ExamReport:
-    """The report on one model. What is optional is left out or covers every question.
+    """The report on one model. An optional argument is empty or covers every question.
 
-    greedy: one answer to each question. sampled: equally many to each. shuffled: an answer to each with its options in
-    another order, in the letters as they were shown. letters, shuffled_letters: the letters' probabilities.
+    ``greedy`` holds one answer per question, ``sampled`` equally many per question, ``shuffled`` one per question with
+    shuffled options, in the letters as they were shown. ``letters`` and ``shuffled_letters`` hold the probabilities.
     """
-    asked = in_order(questions)
+    questions = sorted_questions(questions)
     if shuffled_letters and not letters:
         raise InputError("shuffled_letters are compared with letters; give those too")
-    answers = one_each("greedy answers", asked, greedy, lambda answer: answer.number)
-    for question, answer in zip(asked, answers, strict=True):
-        check_given(question, answer)
+    answers = one_per_question("greedy answers", questions, greedy, lambda answer: answer.number)
+    for question, answer in zip(questions, answers, strict=True):
+        check_answer(question, answer)
     lenient = [answer.lenient for answer in answers]
-    groups = _groups(asked, sampled) if sampled else None
-    moved = _plain_answers(asked, shuffled) if shuffled else None
-    likely = _plain_letters(asked, letters) if letters else None
-    patterns = find_patterns(asked, answers)
+    samples = _samples(questions, sampled) if sampled else None
+    moved = _moved_answers(questions, shuffled) if shuffled else None
+    probabilities = _probabilities(questions, letters) if letters else None
+    patterns = find_patterns(questions, answers)
     return ExamReport(
-        fingerprint=fingerprint(asked),
-        n=len(asked),
-        chance=sum(1 / len(question.options) for question in asked) / len(asked),
-        lenient=Share.of(_right(asked, lenient)),
-        strict=Share.of(_right(asked, [answer.strict for answer in answers])),
+        fingerprint=fingerprint(questions),
+        n=len(questions),
+        chance=sum(1 / len(question.options) for question in questions) / len(questions),
+        lenient=Proportion.of(_right(questions, lenient)),
+        strict=Proportion.of(_right(questions, [answer.strict for answer in answers])),
         unread_lenient=sum(answer.lenient is None for answer in answers),
         unread_strict=sum(answer.strict is None for answer in answers),
         mean_tokens=sum(answer.tokens for answer in answers) / len(answers),
         cut_off=sum(answer.stop_reason == "length" for answer in answers) / len(answers),
-        by_category=_slices([question.category for question in asked], _right(asked, lenient)),
-        by_step=_slices([question.step for question in asked], _right(asked, lenient)),
-        confusion=_confusion(asked, lenient),
-        shuffled=None if moved is None else _shuffled(asked, lenient, moved),
-        sampled=None if groups is None else _sampled(asked, groups),
-        letters=None if likely is None else _scored(asked, likely, lenient),
-        shuffled_letters=_scored_shuffled(asked, shuffled_letters, moved, likely) if likely else None,
+        by_category=_by_group([question.category for question in questions], _right(questions, lenient)),
+        by_step=_by_group([question.step for question in questions], _right(questions, lenient)),
+        confusion=_confusion(questions, lenient),
+        shuffled=None if moved is None else _shuffled(questions, lenient, moved),
+        sampled=None if samples is None else _sampled(questions, samples),
+        letters=None if probabilities is None else _letter_scores(questions, probabilities, lenient),
+        shuffled_letters=_shuffled_letter_scores(questions, shuffled_letters, moved, probabilities)
+        if probabilities and shuffled_letters
+        else None,
         errors=sum(pattern.count for pattern in patterns),
         patterns=patterns,
-        rules=find_rules(asked, answers),
-        outcomes=_outcomes(asked, answers, likely, groups),
+        rules=find_rules(questions, answers),
+        outcomes=_outcomes(questions, answers, probabilities, samples),
     )
 
 
-def likeliest(question: Question, letters: Letters) -> str:
-    """The letter with the highest probability; among equals the one that stands first in the question."""
+def likeliest(question: Question, letters: LetterProbabilities) -> str:
+    """The letter with the highest probability; of equally likely ones the first."""
     return max(question.options, key=lambda letter: letters.probabilities[letter])
 
 
-def majority(letters: Answered) -> str | None:
-    """The letter given most often, of equally frequent ones the one that came first; None only if there is no other."""
+def majority(letters: AnsweredLetters) -> str | None:
+    """The most frequent letter, of equally frequent ones the first; None if there is no letter at all."""
     votes = Counter(letter for letter in letters if letter is not None)
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _right(questions: Sequence[Question], letters: Answered) -> list[bool]:
+def _right(questions: Sequence[Question], letters: AnsweredLetters) -> list[bool]:
     return [letter == question.answer for question, letter in zip(questions, letters, strict=True)]
 
 
-def _groups(questions: Sequence[Question], sampled: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
-    groups = equally_many("sampled answers", questions, sampled)
+def _samples(questions: Sequence[Question], sampled: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
+    groups = group_samples("sampled answers", questions, sampled)
     for question, group in zip(questions, groups, strict=True):
         for answer in group:
-            check_given(question, answer)
+            check_answer(question, answer)
     return groups
 
 
-def _plain_answers(questions: Sequence[Question], shuffled: Sequence[tuple[Order, ModelAnswer]]) -> list[str | None]:
-    pairs = one_each("shuffled answers", questions, shuffled, lambda pair: pair[1].number)
-    return [in_plain_letters(question, *pair).lenient for question, pair in zip(questions, pairs, strict=True)]
+def _moved_answers(
+    questions: Sequence[Question], shuffled: Sequence[tuple[OptionOrder, ModelAnswer]]
+) -> list[str | None]:
+    pairs = one_per_question("shuffled answers", questions, shuffled, lambda pair: pair[1].number)
+    return [answer_in_original_letters(q, *pair).lenient for q, pair in zip(questions, pairs, strict=True)]
 
 
-def _plain_letters(questions: Sequence[Question], letters: Sequence[Letters]) -> list[Letters]:
-    found = one_each("letters' probabilities", questions, letters, lambda entry: entry.number)
-    for question, entry in zip(questions, found, strict=True):
-        check_letters(question, entry)
-    return found
+def _probabilities(questions: Sequence[Question], letters: Sequence[LetterProbabilities]) -> list[LetterProbabilities]:
+    entries = one_per_question("letter probabilities", questions, letters, lambda entry: entry.number)
+    for question, entry in zip(questions, entries, strict=True):
+        check_probabilities(question, entry)
+    return entries
 
 
-def _slices(names: Sequence[str | None], right: Sequence[bool]) -> tuple[Slice, ...]:
-    """The accuracy by name, the largest slice first; nothing if no question has a name."""
-    found: dict[str | None, list[bool]] = {}
-    for name, outcome in zip(names, right, strict=True):
-        found.setdefault(None if name is None else clean(name), []).append(outcome)
-    if set(found) == {None}:
+def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[GroupAccuracy, ...]:
+    """The accuracy by name, the largest group first; empty if no question has a name."""
+    groups: dict[str | None, list[bool]] = {}
+    for name, is_right in zip(names, right, strict=True):
+        groups.setdefault(None if name is None else one_line(name), []).append(is_right)
+    if set(groups) == {None}:
         return ()
-    slices = [Slice(name, Share.of(outcomes), len(outcomes) < FEW) for name, outcomes in found.items()]
-    return tuple(sorted(slices, key=lambda part: (-part.accuracy.n, part.name or "")))
+    rows = [GroupAccuracy(name, Proportion.of(members), len(members) < FEW) for name, members in groups.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.accuracy.n, row.name or "")))
 
 
-def _confusion(questions: Sequence[Question], letters: Answered) -> Confusion:
+def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> Confusion:
     pairs = Counter((question.answer, letter) for question, letter in zip(questions, letters, strict=True))
     names = sorted({letter for question in questions for letter in question.options})
-    answered = {letter: sum(pairs[letter, given] for given in names) for letter in names}
+    answered = {letter: sum(pairs[letter, predicted] for predicted in names) for letter in names}
     predicted = {letter: sum(pairs[right, letter] for right in names) for letter in names}
     total = sum(answered.values())
     rows = []
     for name in names:
-        of_it = [letter == name for q, letter in zip(questions, letters, strict=True) if q.answer == name]
+        outcomes = [letter == name for q, letter in zip(questions, letters, strict=True) if q.answer == name]
         rows.append(
-            Letter(
+            LetterCounts(
                 name,
-                right=len(of_it),
+                right=len(outcomes),
                 predicted=predicted[name],
                 right_share=answered[name] / total if total else None,
                 predicted_share=predicted[name] / total if total else None,
-                accuracy=Share.of(of_it) if of_it else None,
+                accuracy=Proportion.of(outcomes) if outcomes else None,
             )
         )
     bias = sum(abs(answered[name] - predicted[name]) for name in names) / (2 * total) if total else None
-    counts = tuple(tuple(pairs[right, given] for given in (*names, None)) for right in names)
+    counts = tuple(tuple(pairs[right, letter] for letter in (*names, None)) for right in names)
     return Confusion(tuple(rows), counts, bias)
 
 
-def _shuffled(questions: Sequence[Question], plain: Answered, moved: Answered) -> Shuffled:
+def _shuffled(questions: Sequence[Question], original: AnsweredLetters, moved: AnsweredLetters) -> ShuffledOptions:
     after = _right(questions, moved)
     same = [
         first is not None and second is not None and question.options[first] == question.options[second]
-        for question, first, second in zip(questions, plain, moved, strict=True)
+        for question, first, second in zip(questions, original, moved, strict=True)
     ]
-    return Shuffled(Share.of(after), Difference.between(after, _right(questions, plain)), Share.of(same))
+    difference = Difference.between(after, _right(questions, original))
+    return ShuffledOptions(Proportion.of(after), difference, Proportion.of(same))
 
 
 def _sampled(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> SampledAccuracy:
@@ -185,83 +188,81 @@ def _sampled(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswe
     powers = [2**power for power in range(number.bit_length())]
     return SampledAccuracy(
         samples=number,
-        accuracy=Share.mean([count / number for count in right]),
-        majority=Share.of(_right(questions, votes)),
-        pass_at=tuple(PassAt(k, Share.mean([pass_at_k(number, count, k) for count in right])) for k in powers),
+        accuracy=Proportion.mean([count / number for count in right]),
+        majority=Proportion.of(_right(questions, votes)),
+        pass_at=tuple(PassAtK(k, Proportion.mean([pass_at_k(number, count, k) for count in right])) for k in powers),
     )
 
 
-def _scored(
+def _letter_scores(
     questions: Sequence[Question],
-    letters: Sequence[Letters],
-    written: Answered | None,
-    order: Shuffled | None = None,
-) -> Scored:
+    letters: Sequence[LetterProbabilities],
+    written: AnsweredLetters | None,
+    order: ShuffledOptions | None = None,
+) -> LetterScores:
     chosen = [likeliest(question, entry) for question, entry in zip(questions, letters, strict=True)]
     right = _right(questions, chosen)
     confidence = [entry.probabilities[letter] for entry, letter in zip(letters, chosen, strict=True)]
     bins = _bins(confidence, right)
     gaps = [
-        abs(part.accuracy - part.confidence) * part.n
-        for part in bins
-        if part.accuracy is not None and part.confidence is not None
+        abs(entry.accuracy - entry.confidence) * entry.n
+        for entry in bins
+        if entry.accuracy is not None and entry.confidence is not None
     ]
     of_right = [entry.probabilities[question.answer] for question, entry in zip(questions, letters, strict=True)]
-    return Scored(
-        accuracy=Share.of(right),
+    return LetterScores(
+        accuracy=Proportion.of(right),
         right_probability=sum(of_right) / len(of_right),
         bins=bins,
         calibration_error=sum(gaps) / len(questions),
-        agreement=None if written is None else Share.of([a == b for a, b in zip(chosen, written, strict=True)]),
+        agreement=None if written is None else Proportion.of([a == b for a, b in zip(chosen, written, strict=True)]),
         order=order,
     )
 
 
-def _scored_shuffled(
+def _shuffled_letter_scores(
     questions: Sequence[Question],
-    shuffled: Sequence[tuple[Order, Letters]],
-    written: Answered | None,
-    plain: Sequence[Letters],
-) -> Scored | None:
-    if not shuffled:
-        return None
-    pairs = one_each("shuffled letters' probabilities", questions, shuffled, lambda pair: pair[1].number)
-    moved = [probabilities_in_plain_letters(q, *pair) for q, pair in zip(questions, pairs, strict=True)]
-    before = [likeliest(question, entry) for question, entry in zip(questions, plain, strict=True)]
+    shuffled: Sequence[tuple[OptionOrder, LetterProbabilities]],
+    written: AnsweredLetters | None,
+    original: Sequence[LetterProbabilities],
+) -> LetterScores:
+    pairs = one_per_question("shuffled letter probabilities", questions, shuffled, lambda pair: pair[1].number)
+    moved = [probabilities_in_original_letters(q, *pair) for q, pair in zip(questions, pairs, strict=True)]
+    before = [likeliest(question, entry) for question, entry in zip(questions, original, strict=True)]
     after = [likeliest(question, entry) for question, entry in zip(questions, moved, strict=True)]
-    return _scored(questions, moved, written, _shuffled(questions, before, after))
+    return _letter_scores(questions, moved, written, _shuffled(questions, before, after))
 
 
-def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[Bin, ...]:
-    inside: list[list[tuple[float, bool]]] = [[] for _ in range(BINS)]
-    for value, outcome in zip(confidence, right, strict=True):
-        inside[min(int(value * BINS), BINS - 1)].append((value, outcome))
+def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[CalibrationBin, ...]:
+    members: list[list[tuple[float, bool]]] = [[] for _ in range(BINS)]
+    for value, is_right in zip(confidence, right, strict=True):
+        members[min(int(value * BINS), BINS - 1)].append((value, is_right))
     return tuple(
-        Bin(
+        CalibrationBin(
             low=number / BINS,
             high=(number + 1) / BINS,
-            n=len(part),
-            confidence=sum(value for value, _ in part) / len(part) if part else None,
-            accuracy=sum(outcome for _, outcome in part) / len(part) if part else None,
+            n=len(inside),
+            confidence=sum(value for value, _ in inside) / len(inside) if inside else None,
+            accuracy=sum(is_right for _, is_right in inside) / len(inside) if inside else None,
         )
-        for number, part in enumerate(inside)
+        for number, inside in enumerate(members)
     )
 
 
 def _outcomes(
     questions: Sequence[Question],
     answers: Sequence[ModelAnswer],
-    letters: Sequence[Letters] | None,
+    letters: Sequence[LetterProbabilities] | None,
     groups: Sequence[Sequence[ModelAnswer]] | None,
-) -> tuple[Outcome, ...]:
-    found = []
+) -> tuple[QuestionOutcome, ...]:
+    outcomes = []
     for place, (question, answer) in enumerate(zip(questions, answers, strict=True)):
         samples = groups[place] if groups else ()
-        found.append(
-            Outcome(
+        outcomes.append(
+            QuestionOutcome(
                 number=question.number,
                 question=start_of(question.question, EXCERPT),
-                category=None if question.category is None else clean(question.category),
+                category=None if question.category is None else one_line(question.category),
                 right=question.answer,
                 lenient=answer.lenient,
                 strict=answer.strict,
@@ -269,4 +270,4 @@ def _outcomes(
                 sampled=sum(a.lenient == question.answer for a in samples) / len(samples) if samples else None,
             )
         )
-    return tuple(found)
+    return tuple(outcomes)

@@ -1,8 +1,8 @@
-r"""From a model's text to what it says about the options: sentences in which options are marked and all else is words.
+r"""A model's text as sentences in which the options are marked.
 
 "Option A is unlikely, so I choose **D. Aortic dissection**" becomes "@A is unlikely , so i choose @D". Letters that
 stand for no option (an article, "vitamin D", "E. coli") stay words; an option's text without its letter is marked
-``#D``. The rules that decide what was answered are written over these sentences, in `choice`.
+``#D``. The rules of `groupwise.usmle.answers` are patterns over these sentences.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import pairwise
 
-LONGEST_HEAD, LONGEST_TAIL = 4_000, 12_000  # characters that are read of a longer text
-LONGEST_OPTION = 12  # words of an option's text that have to be there
+LONGEST_HEAD, LONGEST_TAIL = 4_000, 12_000  # characters of a longer text that are read
+LONGEST_OPTION = 12  # words of an option's text that must match
 
 _TAG = re.compile(r"<(?:final_)?(?:answer|choice)>\s{0,9}|</(?:final_)?(?:answer|choice)>", re.IGNORECASE)
 _BOXED = re.compile(r"\\boxed\s?\{\s?(?:\\(?:text|textbf|mathrm|mathbf)\s?\{)?([^{}\n]{0,200})\}{1,2}")
@@ -40,7 +40,7 @@ _JUDGES = re.compile(
     re.IGNORECASE,
 )
 _TICKS = str.maketrans(dict.fromkeys("✅✓✔", " correct ") | dict.fromkeys("❌✗✘", " incorrect "))
-# A line with a tick does more than list an option, hence none of them here.
+# A line with a tick judges the option, so it is not a plain list entry.
 _OPTION_LINE = re.compile(r"\s{0,8}\(?([A-J])[).:\-]\s{0,8}([^✅✓✔❌✗✘\n]{1,400})")
 _SENTENCE_END = re.compile(r"(?<=[.!?;…])\s+|\n+")
 
@@ -49,7 +49,7 @@ def _set_of(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# A letter behind one of these words is a name: vitamin D, hepatitis B, group A.
+# A letter after one of these words is a name: vitamin D, hepatitis B, group A.
 _NAMES_BEFORE = _set_of(
     """vitamin vitamins hepatitis type types group groups class factor protein grade plan stage phase category level
     influenza blood antigen immunoglobulin cyclosporin cyclosporine amphotericin toxin apolipoprotein hemoglobin
@@ -57,7 +57,7 @@ _NAMES_BEFORE = _set_of(
     complex cytochrome cathepsin receptor wave troponin penicillin tier appendix section part virus pugh apgar score
     interferon cluster strain hemophilia haemophilia neisseria"""
 )
-# Words that may follow a letter which stands for an option; behind any other small word it is a name or an article.
+# Words that may follow a letter that stands for an option. Before any other lower-case word it is a name or an article.
 _AFTER_OPTION = _set_of(
     """is was are were because since as and or nor but would will seems appears fits best correct which due given based
     rather not instead matches explains describes remains can cannot could should may might do does has have over than
@@ -79,7 +79,7 @@ _WORD_BEFORE = re.compile(r"([\w-]{1,30})\s{0,3}$")
 _WORD_AFTER = re.compile(r"[ \t]{1,3}(\w[\w'’-]{0,29})")
 _WORD = re.compile(r"[\w'’]+|[:,?=→()⟦⟧/&\-–—]")
 _GAP = r"[^\w\n]{0,3}"  # between two words of an option's text
-# An option's text is no part of a longer word or number: "5" is not in "0.5", "-5" or "5-10".
+# An option's text is not part of a longer word or number: "5" is not in "0.5", "-5" or "5-10".
 _BEGINS, _ENDS = r"(?<!\w)(?<![.,\-–−](?=\d))", r"(?!\w)(?!(?<=\d)[.,\-–]\d)"
 _BETWEEN = re.compile(r"[\s.):,\-–—(\[]{0,6}")
 
@@ -101,30 +101,30 @@ class _Mark:
     disagrees: bool = False
 
 
-class Options:
-    """The options of a question, ready to be looked for."""
+class AnswerOptions:
+    """The options of a question, compiled for searching."""
 
     def __init__(self, texts: tuple[tuple[str, str], ...]) -> None:
         self.texts = dict(texts)
         words_of = {letter: _words(text)[:LONGEST_OPTION] for letter, text in texts}
-        # A text that is itself a letter of the options says nothing: "B" is the option B, whatever A's text is.
-        told_apart = [
+        # A text that is itself a letter of the options is ambiguous: "B" is the option B, whatever A's text is.
+        distinct = [
             letter
             for letter, words in words_of.items()
             if words and list(words_of.values()).count(words) == 1 and " ".join(words).upper() not in self.texts
         ]
-        longest_first = sorted(told_apart, key=lambda letter: -len(" ".join(words_of[letter])))
+        longest_first = sorted(distinct, key=lambda letter: -len(" ".join(words_of[letter])))
         parts = [f"(?P<{letter}>{_GAP.join(map(re.escape, words_of[letter]))})" for letter in longest_first]
         self._pattern = re.compile(rf"{_BEGINS}(?:{'|'.join(parts)}){_ENDS}", re.IGNORECASE) if parts else None
         self._openings = {letter: words[0] for letter, words in words_of.items() if words}
 
     def find(self, text: str) -> Iterator[_Mark]:
-        """Where options are named by their texts; the longest where one text contains another."""
+        """Where options are named by their texts; of overlapping texts the longest."""
         for match in self._pattern.finditer(text) if self._pattern else ():
             yield _Mark(match.start(), match.end(), str(match.lastgroup), by_text=True)
 
     def are_listed_in(self, text: str) -> bool:
-        """Whether a text names several of the options by their texts, as a repetition of the question does."""
+        """Whether a text names several options by their texts, as a repetition of the question does."""
         return len({mark.letter for mark in self.find(text)}) > 1
 
     def opens(self, letter: str, word: str) -> bool:
@@ -132,7 +132,7 @@ class Options:
         return self._openings.get(letter) == word.casefold()
 
     def is_text(self, letter: str, text: str) -> bool:
-        """Whether a text is an option's, but for its case and punctuation."""
+        """Whether a text is the option's, ignoring case and punctuation."""
         return _words(text) == _words(self.texts[letter])
 
     def __contains__(self, letter: str) -> bool:
@@ -143,16 +143,16 @@ class Options:
 
 
 @lru_cache(maxsize=2048)
-def options_of(texts: tuple[tuple[str, str], ...]) -> Options:
-    return Options(texts)
+def options_of(texts: tuple[tuple[str, str], ...]) -> AnswerOptions:
+    return AnswerOptions(texts)
 
 
-def handle(text: str) -> str:
+def normalise(text: str) -> str:
     r"""The text in plain characters, without markup: ``\boxed{B}`` is ``⟦B⟧``, and a bold letter stands in brackets."""
-    # One character can become eighteen when it is normalised, hence another cut.
+    # NFKC can turn one character into eighteen, so the text is shortened again.
     text = shortened(unicodedata.normalize("NFKC", text))
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("$", "")
-    # What is tagged is an answer, but not in the form that was asked for, hence the other word.
+    # A tagged answer is not in the requested form, so it is marked by another word than "answer".
     text = _TAG.sub(lambda tag: "\n" if tag[0].startswith("</") else "\nresponse: ", _JSON.sub(r"response: \1", text))
     text = _QUESTION_AND_ANSWER.sub(r"\1response: ", text)
     text = _BOXED.sub(lambda match: f" boxed ⟦{match[1].strip()}⟧", text)
@@ -166,13 +166,13 @@ def shortened(text: str) -> str:
 
 
 def parts_of(text: str) -> list[str]:
-    """The text up to where the model goes on with another question of its own making, and what follows."""
+    """The text, split where the model makes up another question."""
     starts = [match.start() for match in _NEW_QUESTION.finditer(text)]
     bounds = [0, *starts, len(text)]
     return [part for low, high in pairwise(bounds) if (part := text[low:high]).strip()]
 
 
-def without_lists(text: str, options: Options) -> str:
+def without_lists(text: str, options: AnswerOptions) -> str:
     """The text without repetitions of the question: "(A, B, C, or D)", and lines that list the options one by one."""
 
     def listed(match: re.Match[str]) -> str:
@@ -181,7 +181,7 @@ def without_lists(text: str, options: Options) -> str:
 
     lines = _LISTED_LETTERS.sub(listed, text).split("\n")
     kept: list[str] = []
-    block: list[tuple[str, str]] = []  # lines that each begin with a letter and its text, and nothing else
+    block: list[tuple[str, str]] = []  # lines that are only a letter and its text
 
     def close() -> None:
         if len({letter for letter, _ in block}) < 2:
@@ -201,7 +201,7 @@ def without_lists(text: str, options: Options) -> str:
     return "\n".join(kept)
 
 
-def _option_line(line: str, options: Options, *, cut_off: bool) -> str | None:
+def _option_line(line: str, options: AnswerOptions, *, cut_off: bool) -> str | None:
     match = _OPTION_LINE.fullmatch(line)
     if match is None or match[1] not in options:
         return None
@@ -209,7 +209,7 @@ def _option_line(line: str, options: Options, *, cut_off: bool) -> str | None:
     return match[1] if begun or options.is_text(match[1], match[2]) else None
 
 
-def sentences(text: str, options: Options) -> list[Sentence]:
+def sentences(text: str, options: AnswerOptions) -> list[Sentence]:
     """The sentences of a text, in their order."""
     pieces = [piece for piece in _SENTENCE_END.split(text) if piece and piece.strip()]
     pieces = _put_together(pieces, _is_abbreviated)
@@ -219,38 +219,38 @@ def sentences(text: str, options: Options) -> list[Sentence]:
 
 
 def _put_together(pieces: list[str], belong: Callable[[str, str], bool]) -> list[str]:
-    found: list[str] = []
+    joined: list[str] = []
     for piece in pieces:
-        if found and belong(found[-1], piece):
-            found[-1] += f" {piece}"
+        if joined and belong(joined[-1], piece):
+            joined[-1] += f" {piece}"
         else:
-            found.append(piece)
-    return found
+            joined.append(piece)
+    return joined
 
 
 def _is_abbreviated(before: str, after: str) -> bool:
-    """Whether a full stop belongs to a letter in front of a small one, as in "E. coli"."""
+    """Whether a full stop abbreviates a name, as in "E. coli"."""
     return _LETTER_LAST.search(before[-8:]) is not None and after[0].islower()
 
 
-def _goes_on(before: str, after: str, options: Options) -> bool:
-    """Whether the full stop between two pieces is a letter's own, as in "It is D. Aortic dissection"."""
+def _goes_on(before: str, after: str, options: AnswerOptions) -> bool:
+    """Whether the full stop between two pieces belongs to a letter, as in "It is D. Aortic dissection"."""
     letter = _LETTER_LAST.search(before[-8:])
     if letter is None:
         return False
     text = next((mark for mark in options.find(after[:400]) if mark.start <= 2), None)
     if text is None:
-        own = letter[1] in options and options.is_text(letter[1], after)
-        return own or before.strip(" (.") == letter[1]
+        is_its_text = letter[1] in options and options.is_text(letter[1], after)
+        return is_its_text or before.strip(" (.") == letter[1]
     return text.letter == letter[1] or not after[text.end :].strip(" .)")
 
 
-def _is_judged(before: str, after: str, options: Options) -> bool:
-    """Whether an option that was listed is called right or wrong in the sentence behind it."""
+def _is_judged(before: str, after: str, options: AnswerOptions) -> bool:
+    """Whether the sentence after a listed option calls it right or wrong."""
     return _JUDGES.match(after) is not None and _option_line(before, options, cut_off=False) is not None
 
 
-def _marked(text: str, options: Options) -> Sentence:
+def _marked(text: str, options: AnswerOptions) -> Sentence:
     text = text.translate(_TICKS)
     marks = _joined(text, sorted([*options.find(text), *_letters(text, options)], key=lambda mark: mark.start))
     words: list[str] = []
@@ -265,27 +265,27 @@ def _marked(text: str, options: Options) -> Sentence:
 
 
 def _joined(text: str, marks: list[_Mark]) -> list[_Mark]:
-    """A letter and the option's text beside it are one mark; the letter counts where they disagree."""
-    found: list[_Mark] = []
+    """Join a letter and the option's text beside it into one mark, with the letter if they disagree."""
+    joined: list[_Mark] = []
     for mark in marks:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if last is not None and mark.start < last.end:
-            continue  # a letter within an option's text
+            continue  # a letter inside an option's text
         beside = last is not None and _BETWEEN.fullmatch(text[last.end : mark.start]) is not None
         if last is None or not beside or last.by_text == mark.by_text or "\n" in text[last.end : mark.start]:
-            found.append(mark)
+            joined.append(mark)
             continue
         in_brackets = text[mark.start] in "(["
         if last.by_text and not in_brackets:
-            found.append(mark)
+            joined.append(mark)
             continue
         letter = mark.letter if last.by_text else last.letter
-        found[-1] = _Mark(last.start, mark.end, letter, False, last.letter != mark.letter)
-    return found
+        joined[-1] = _Mark(last.start, mark.end, letter, False, last.letter != mark.letter)
+    return joined
 
 
-def _letters(text: str, options: Options) -> Iterator[_Mark]:
-    """The letters that may stand for options, those beyond the options too."""
+def _letters(text: str, options: AnswerOptions) -> Iterator[_Mark]:
+    """The letters that may stand for options, including letters beyond the options."""
     for match in _LETTER.finditer(text):
         before, after = text[max(0, match.start() - 40) : match.start()], text[match.end() : match.end() + 60]
         called = bool(match["open"] and match["close"]) or _CALLED.search(before) is not None
@@ -305,7 +305,7 @@ def _letters(text: str, options: Options) -> Iterator[_Mark]:
 
 
 def _is_said(before: str, after: str) -> bool:
-    """Whether a small letter is said to be the answer: "the answer is b because", "b is correct"."""
+    """Whether a lower-case letter is called the answer: "the answer is b because", "b is correct"."""
     return (_ASKED_FOR.search(before) is not None and _SAID.match(after) is not None) or _IS_CORRECT.match(
         after
     ) is not None
@@ -315,15 +315,15 @@ def _alone(text: str, match: re.Match[str]) -> bool:
     return not text[: match.start()].strip() and not text[match.end() :].strip(" .:)\n")
 
 
-def _is_an_article(letter: str, before: str, after: str, options: Options) -> bool:
-    """Whether what follows "Answer:" is no letter but the beginning of a sentence: "Answer: A 45-year-old man has"."""
+def _is_an_article(letter: str, before: str, after: str, options: AnswerOptions) -> bool:
+    """Whether an A after "Answer:" begins a sentence: "Answer: A 45-year-old man has"."""
     following = _WORD_AFTER.match(after)
     if letter != "A" or following is None or _ANSWERS.search(before) is None or options.opens(letter, following[1]):
         return False
     return not following[1][0].isupper() and following[1] not in _AFTER_OPTION
 
 
-def _is_a_name(letter: str, before: str, after: str, options: Options) -> bool:
+def _is_a_name(letter: str, before: str, after: str, options: AnswerOptions) -> bool:
     """Whether a bare letter is part of a name (vitamin D, E. coli, B cells), an article or a pronoun."""
     word = _WORD_BEFORE.search(before)
     if word and word[1].lower() in _NAMES_BEFORE:

@@ -1,13 +1,13 @@
-r"""The answer to a multiple-choice question, found in what a model wrote.
+r"""Read the answer to a multiple-choice question from a model's text.
 
-The strict reading asks for the form that was required: a line ``Answer: C``, a ``\boxed{C}``, or the letter (with its
-own option's text, if any) as the first or the last line. The lenient one is what a careful reader would take: it
-follows corrections, knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option,
-accepts an option's text in place of its letter, and does not choose for an answer that names two. Every result says by
-which rule it was found, or why there is none.
+The strict reader requires the requested form: a line ``Answer: C``, a ``\boxed{C}``, or the letter, with or without its
+option's text, as the first or the last line. The lenient one reads as a careful person would: it follows corrections,
+knows that "A is unlikely" rules A out and that "A 45-year-old man" and "vitamin D" name no option, accepts an option's
+text instead of its letter, and does not choose if two options are named. Every result has the rule by which it was
+found, or the reason why there is none.
 
-The time is linear: sentences are read one by one, patterns look at a bounded stretch, and of a text longer than any
-answer the beginning and the end are read.
+The running time is linear: sentences are read one by one, patterns match a bounded length, and of a very long text only
+the beginning and the end are read.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from functools import lru_cache
 
 from groupwise.errors import InputError
 from groupwise.usmle.answer_text import (
-    Options,
+    AnswerOptions,
     Sentence,
-    handle,
+    normalise,
     options_of,
     parts_of,
     sentences,
@@ -31,17 +31,17 @@ from groupwise.usmle.answer_text import (
 
 NOTHING, SEVERAL, DECLINED, BEYOND = "nothing", "several", "declined", "beyond the options"
 NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
-"""The rules that say why there is no answer; every other one found a letter."""
+"""The rules without a letter: why there is no answer."""
 BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
 ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
 FOUND = (BOXED, STATED, ALONE, CONCLUDED, ONLY, ELIMINATED, BY_TEXT)
-"""The rules by which a letter is found."""
-DISAGREES = ", text disagrees"  # added to a rule: the letter stands beside another option's text, and counts
+"""The rules with a letter."""
+DISAGREES = ", text disagrees"  # added to a rule if the letter stands beside another option's text
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The letter that a text gives as its answer, or None, and the rule by which that was decided."""
+    """The letter that a text gives as its answer, or None, and the rule by which it was read."""
 
     letter: str | None
     rule: str
@@ -50,27 +50,27 @@ class Choice:
 def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, strict: bool = False) -> Choice:
     """The answer in a model's text to a question with these options: letters with their texts, or letters alone.
 
-    Where the strict reading finds a letter, the lenient one finds the same.
+    A letter of the strict reader is also the letter of the lenient one.
     """
-    lenient, exact = _readings(shortened(text), _known(options))
+    lenient, exact = _readings(shortened(text), _checked(options))
     return exact if strict else lenient
 
 
-@lru_cache(maxsize=2048)  # rewards and grades read the same answers one after another
-def _readings(text: str, options: Options) -> tuple[Choice, Choice]:
+@lru_cache(maxsize=2048)  # rewards and grades read the same texts
+def _readings(text: str, options: AnswerOptions) -> tuple[Choice, Choice]:
     """The lenient and the strict reading of a text."""
-    for number, part in enumerate(parts_of(handle(text))):
+    for number, part in enumerate(parts_of(normalise(text))):
         if number and not options.are_listed_in(part):
-            break  # a question that the model made up, not the one it was asked
-        own = without_lists(part, options)
-        lenient = _lenient(own, options)
+            break  # another question, made up by the model
+        statements = without_lists(part, options)
+        lenient = _lenient(statements, options)
         if lenient.rule != NOTHING:
-            exact = _strict(own, options)
+            exact = _strict(statements, options)
             return lenient, exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
     return Choice(None, NOTHING), Choice(None, NOTHING)
 
 
-def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
+def _checked(options: Mapping[str, str] | Sequence[str]) -> AnswerOptions:
     pairs = options.items() if isinstance(options, Mapping) else [(letter, "") for letter in options]
     texts = tuple((str(letter).upper(), str(text or "")) for letter, text in pairs)
     if not texts or any(len(letter) != 1 or not "A" <= letter <= "Z" for letter, _ in texts):
@@ -78,7 +78,7 @@ def _known(options: Mapping[str, str] | Sequence[str]) -> Options:
     return options_of(texts)
 
 
-# --- the required form ------------------------------------------------------------------------------------------------
+# --- the strict reader ------------------------------------------------------------------------------------------------
 
 _ANSWER_LINE = re.compile(
     r"\W{0,4}(?:the )?(?:final |correct )?answer(?: is ?:?| ?:) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})", re.IGNORECASE
@@ -87,7 +87,7 @@ _LETTER_FIRST = re.compile(r"[(\[]{0,2}(?P<letter>[A-Za-z])(?!\w)[)\]]{0,2}(?P<r
 _BOX = re.compile(r"⟦([^⟧\n]{0,200})⟧")
 
 
-def _strict(text: str, options: Options) -> Choice:
+def _strict(text: str, options: AnswerOptions) -> Choice:
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     last: Choice | None = None
     for line in lines:
@@ -98,13 +98,13 @@ def _strict(text: str, options: Options) -> Choice:
     if last is not None or not lines:
         return last or Choice(None, NOTHING)
     for line in (lines[-1], lines[0]):
-        if line.strip("([")[:1].isupper() and (found := _letter_and_text(line, options, ALONE)).letter is not None:
-            return found
+        if line.strip("([")[:1].isupper() and (alone := _letter_and_text(line, options, ALONE)).letter is not None:
+            return alone
     return Choice(None, NOTHING)
 
 
-def _letter_and_text(text: str, options: Options, rule: str) -> Choice:
-    """A letter with nothing behind it but punctuation and its own option's text."""
+def _letter_and_text(text: str, options: AnswerOptions, rule: str) -> Choice:
+    """A letter followed only by punctuation and its option's text."""
     match = _LETTER_FIRST.fullmatch(text.strip(" .:)\"'"))
     if match is None:
         return Choice(None, NOTHING)
@@ -114,12 +114,12 @@ def _letter_and_text(text: str, options: Options, rule: str) -> Choice:
     return Choice(letter, rule) if not rest or options.is_text(letter, rest) else Choice(None, NOTHING)
 
 
-# --- what a careful reader takes --------------------------------------------------------------------------------------
+# --- the lenient reader -----------------------------------------------------------------------------------------------
 # Patterns over marked sentences: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
 
 
 def _any(phrases: str) -> str:
-    """A group that matches any one of the patterns, which are written apart to be read: "so | thus | hence"."""
+    """A regular expression of the alternatives in "so | thus | hence"."""
     return f"(?:{'|'.join(phrases.split(' | '))})"
 
 
@@ -247,18 +247,18 @@ _DECLINES = re.compile(
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _StatedAnswer:
     letters: tuple[str, ...]
     rule: str
     disagrees: bool
 
 
-def _lenient(text: str, options: Options) -> Choice:
-    read = sentences(text, options)
-    if not read:
+def _lenient(text: str, options: AnswerOptions) -> Choice:
+    parsed = sentences(text, options)
+    if not parsed:
         return Choice(None, NOTHING)
-    denied = [_with_denials(sentence) for sentence in read]
-    last = _last_verdict(denied)
+    denied = [_with_denials(sentence) for sentence in parsed]
+    last = _last_stated(denied)
     if last is not None:
         return _choice(last, options)
     concluded = _conclusion(denied, options)
@@ -266,18 +266,18 @@ def _lenient(text: str, options: Options) -> Choice:
         return concluded
     if any(_DECLINES.search(sentence.words) for sentence in denied):
         return Choice(None, DECLINED)
-    return _by_what_is_named(denied, options)
+    return _only_option(denied, options)
 
 
-def _choice(verdict: _Verdict, options: Options) -> Choice:
-    letters = tuple(dict.fromkeys(verdict.letters))
+def _choice(stated: _StatedAnswer, options: AnswerOptions) -> Choice:
+    letters = tuple(dict.fromkeys(stated.letters))
     if len(letters) > 1:
         return Choice(None, SEVERAL)
     if not letters:
         return Choice(None, DECLINED)
     if letters[0] not in options:
         return Choice(None, BEYOND)
-    return Choice(letters[0], verdict.rule + (DISAGREES if verdict.disagrees else ""))
+    return Choice(letters[0], stated.rule + (DISAGREES if stated.disagrees else ""))
 
 
 def _with_denials(sentence: Sentence) -> Sentence:
@@ -287,22 +287,22 @@ def _with_denials(sentence: Sentence) -> Sentence:
     return Sentence(words, sentence.disagrees)
 
 
-def _last_verdict(read: Sequence[Sentence]) -> _Verdict | None:
-    """What was said last to be the answer; with no letters where that was taken back and nothing put in its place."""
-    last: _Verdict | None = None
-    taken_back = False
-    for number, sentence in enumerate(read):
+def _last_stated(parsed: Sequence[Sentence]) -> _StatedAnswer | None:
+    """The last answer that is stated; without letters if it was withdrawn and not replaced."""
+    last: _StatedAnswer | None = None
+    withdrawn = False
+    for number, sentence in enumerate(parsed):
         words = sentence.words
-        # A letter by itself behind an answer that was given in words is one that was cut off: "Answer: C\n\nA".
+        # A bare letter after a stated answer is the start of a sentence that was cut off: "Answer: C\n\nA".
         answered = last is not None and last.rule in (STATED, BOXED)
-        found = _verdict(sentence, at_the_edge=number == 0 or (number == len(read) - 1 and not answered))
-        if found is None and last is not None and (taken_back or _corrects(words)):
+        stated = _stated(sentence, at_the_edge=number == 0 or (number == len(parsed) - 1 and not answered))
+        if stated is None and last is not None and (withdrawn or _corrects(words)):
             if named := _marks(words):
-                found = _Verdict(named[-1:], STATED, sentence.disagrees)
+                stated = _StatedAnswer(named[-1:], STATED, sentence.disagrees)
             elif last.letters and set(last.letters) <= _withdrawn(words):
-                last = _Verdict((), DECLINED, False)
-        taken_back = found is None and last is not None and (taken_back or not last.letters or _retracts(words))
-        last = found or last
+                last = _StatedAnswer((), DECLINED, False)
+        withdrawn = stated is None and last is not None and (withdrawn or not last.letters or _retracts(words))
+        last = stated or last
     return last
 
 
@@ -318,54 +318,54 @@ def _withdrawn(words: str) -> set[str]:
     return {letter for match in _WITHDRAWS.finditer(words) for letter in match.groups() if letter}
 
 
-def _verdict(sentence: Sentence, *, at_the_edge: bool) -> _Verdict | None:
-    """What a sentence says the answer is. A letter by itself says so in the first and in the last sentence."""
+def _stated(sentence: Sentence, *, at_the_edge: bool) -> _StatedAnswer | None:
+    """The answer that a sentence states. A bare letter is one in the first and in the last sentence."""
     words = sentence.words
     for pattern in () if _SUPPOSES.search(words) else (_BOXES, _STATES, _STATES_NEXT, _CHOOSES, _IS_RIGHT):
         matches = list(pattern.finditer(words))
         if matches:
             named = next(group for group in matches[-1].groups() if group)
-            return _Verdict(_marks(named), BOXED if pattern is _BOXES else STATED, sentence.disagrees)
+            return _StatedAnswer(_marks(named), BOXED if pattern is _BOXES else STATED, sentence.disagrees)
     if _STATES_NONE.search(words):
-        return _Verdict((), DECLINED, False)
+        return _StatedAnswer((), DECLINED, False)
     if at_the_edge and _BY_ITSELF.fullmatch(words):
-        return _Verdict(_marks(words), ALONE, sentence.disagrees)
+        return _StatedAnswer(_marks(words), ALONE, sentence.disagrees)
     return None
 
 
-def _conclusion(read: Sequence[Sentence], options: Options) -> Choice | None:
-    """The option of the last sentence that draws a conclusion and names one."""
-    for sentence in reversed(read):
+def _conclusion(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice | None:
+    """The option in the last sentence that draws a conclusion and names one option."""
+    for sentence in reversed(parsed):
         claim = _claim(sentence.words)
         named = tuple(letter for letter in dict.fromkeys(_marks(claim)) if letter in options)
         if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(claim):
             rule = CONCLUDED if f"@{named[0]}" in sentence.words else BY_TEXT
-            return _choice(_Verdict(named, rule, sentence.disagrees), options)
+            return _choice(_StatedAnswer(named, rule, sentence.disagrees), options)
     return None
 
 
 def _claim(words: str) -> str:
-    """A sentence up to where it goes on, behind the first option, with a reason or with what else is known of it."""
+    """A sentence up to the reason, or the relative clause, that follows its first option."""
     first = re.search(_ONE, words)
     aside = _ASIDE.search(words, first.end()) if first else None
     return words[: aside.start()] if aside else words
 
 
-def _by_what_is_named(read: Sequence[Sentence], options: Options) -> Choice:
-    """The only option that is named at all, by its letter or by its text, or the only one that was not ruled out."""
-    firm = [sentence for sentence in read if not _HEDGES.search(sentence.words)]
+def _only_option(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice:
+    """The only option that is named, by its letter or by its text, or the only one that is not ruled out."""
+    firm = [sentence for sentence in parsed if not _HEDGES.search(sentence.words)]
     by_letter = {
-        letter for sentence in read for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options
+        letter for sentence in parsed for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options
     }
     by_text = {letter for sentence in firm for letter in re.findall(r"#([A-Z])\b", sentence.words)}
-    ruled_out = {letter for sentence in read for letter in re.findall(r"~([A-Z])\b", sentence.words)}
+    ruled_out = {letter for sentence in parsed for letter in re.findall(r"~([A-Z])\b", sentence.words)}
     left = [letter for letter in options.texts if letter not in ruled_out]
     if len(left) == 1:
         return Choice(left[0], ELIMINATED)
-    for found, rule in ((by_letter - ruled_out, ONLY), (by_text - ruled_out, BY_TEXT)):
-        if len(found) == 1 and not (rule == BY_TEXT and by_letter):
-            return Choice(found.pop(), rule)
-        if len(found) > 1 and rule == ONLY:
+    for letters, rule in ((by_letter - ruled_out, ONLY), (by_text - ruled_out, BY_TEXT)):
+        if len(letters) == 1 and not (rule == BY_TEXT and by_letter):
+            return Choice(letters.pop(), rule)
+        if len(letters) > 1 and rule == ONLY:
             return Choice(None, SEVERAL)
     return Choice(None, NOTHING)
 

@@ -1,4 +1,4 @@
-"""Two models on the same questions, question by question: what was gained, what was lost, is it more than chance?"""
+"""Two models on the same questions, compared question by question."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from typing import Any
 
 from groupwise.errors import InputError
 from groupwise.stats import mcnemar
-from groupwise.usmle.tables import FEW, Difference, ExamReport, Outcome, Share, to_plain
+from groupwise.usmle.tables import FEW, Difference, ExamReport, Proportion, QuestionOutcome, to_plain
 
-LEVEL = 0.05  # a difference with a smaller p-value is called real
+LEVEL = 0.05  # a difference with a smaller p-value is significant
 EXAMPLES = 5
 
-Reading = Callable[[Outcome], str | None]
+Reading = Callable[[QuestionOutcome], str | None]
+"""One of the letters of an outcome: by the lenient reader, by the strict one, or the likeliest."""
 
 
 @dataclass(frozen=True)
-class Changes:
-    """How many questions were right or wrong before, and are now; ``p_value`` is McNemar's, exact."""
+class AnswerChanges:
+    """How many questions were right or wrong before and after; ``p_value`` is that of the exact McNemar test."""
 
     right_right: int
     right_wrong: int
@@ -28,19 +29,19 @@ class Changes:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One way to measure, before and after. Shares of several samples have no ``changes`` from right to wrong."""
+class MeasureChange:
+    """One measure before and after. The mean over several samples has no ``changes`` from right to wrong."""
 
     name: str
     before: float
     after: float
     difference: Difference
-    changes: Changes | None
+    changes: AnswerChanges | None
     real: bool
 
     @property
     def p_value(self) -> float:
-        """McNemar's where answers are right or wrong, else that of a permutation test."""
+        """McNemar's for answers that are right or wrong, else that of a permutation test."""
         return self.difference.p_value if self.changes is None else self.changes.p_value
 
 
@@ -48,8 +49,8 @@ class Measure:
 class CategoryChange:
     name: str | None
     n: int
-    before: Share
-    after: Share
+    before: Proportion
+    after: Proportion
     difference: Difference
     gained: int
     lost: int
@@ -57,8 +58,8 @@ class CategoryChange:
 
 
 @dataclass(frozen=True)
-class Moved:
-    """A question that was answered rightly by one of the two only."""
+class ChangedAnswer:
+    """A question that only one of the two models answered right."""
 
     number: int
     question: str
@@ -68,33 +69,33 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """What changed from one report to another; by the lenient reader where nothing else is said."""
+class ExamComparison:
+    """The changes from one report to another, by the lenient reader unless the name says otherwise."""
 
     fingerprint: str
     n: int
-    measures: tuple[Measure, ...]
-    before: dict[str, Share]
-    after: dict[str, Share]
+    measures: tuple[MeasureChange, ...]
+    before: dict[str, Proportion]
+    after: dict[str, Proportion]
     by_category: tuple[CategoryChange, ...]
-    gained: tuple[Moved, ...]
-    lost: tuple[Moved, ...]
+    gained: tuple[ChangedAnswer, ...]
+    lost: tuple[ChangedAnswer, ...]
 
     def to_json(self) -> dict[str, Any]:
         return to_plain(self)
 
 
-def check_same(before: ExamReport, asked: str, number: int) -> None:
-    """Raise unless a report is about these questions: their fingerprint, and how many there are."""
-    if before.fingerprint != asked:
+def check_same(before: ExamReport, other: str, number: int) -> None:
+    """Raise an error unless a report is about the questions with this fingerprint, of which there are ``number``."""
+    if before.fingerprint != other:
         raise InputError(
             f"the two reports are not about the same questions ({before.n} and {number}; the texts, the options or "
             "the right letters differ); evaluate both models on the same held-out rows"
         )
 
 
-def compare(before: ExamReport, after: ExamReport) -> Comparison:
-    """How ``after`` differs from ``before``; both must have been asked the same questions."""
+def compare(before: ExamReport, after: ExamReport) -> ExamComparison:
+    """How ``after`` differs from ``before``; both must be about the same questions."""
     check_same(before, after.fingerprint, after.n)
     pairs = list(zip(before.outcomes, after.outcomes, strict=True))
     measures = [
@@ -105,7 +106,7 @@ def compare(before: ExamReport, after: ExamReport) -> Comparison:
         measures.append(_of_letters("likeliest letter", pairs, lambda outcome: outcome.letters))
     if before.sampled and after.sampled:
         measures.append(_of_samples(pairs))
-    return Comparison(
+    return ExamComparison(
         fingerprint=after.fingerprint,
         n=after.n,
         measures=tuple(measures),
@@ -117,27 +118,29 @@ def compare(before: ExamReport, after: ExamReport) -> Comparison:
     )
 
 
-Pairs = Sequence[tuple[Outcome, Outcome]]
+OutcomePairs = Sequence[tuple[QuestionOutcome, QuestionOutcome]]
 
 
-def _right(outcome: Outcome, reading: Reading = lambda outcome: outcome.lenient) -> bool:
+def _right(outcome: QuestionOutcome, reading: Reading = lambda outcome: outcome.lenient) -> bool:
     return reading(outcome) == outcome.right
 
 
-def _of_letters(name: str, pairs: Pairs, reading: Reading) -> Measure:
+def _of_letters(name: str, pairs: OutcomePairs, reading: Reading) -> MeasureChange:
     first = [_right(before, reading) for before, _ in pairs]
     second = [_right(after, reading) for _, after in pairs]
     return _measure(name, first, second, _changes(first, second))
 
 
-def _of_samples(pairs: Pairs) -> Measure:
+def _of_samples(pairs: OutcomePairs) -> MeasureChange:
     first = [before.sampled or 0.0 for before, _ in pairs]
     second = [after.sampled or 0.0 for _, after in pairs]
     return _measure("mean of samples", first, second, None)
 
 
-def _measure(name: str, before: Sequence[float], after: Sequence[float], changes: Changes | None) -> Measure:
-    found = Measure(
+def _measure(
+    name: str, before: Sequence[float], after: Sequence[float], changes: AnswerChanges | None
+) -> MeasureChange:
+    change = MeasureChange(
         name,
         before=sum(before) / len(before),
         after=sum(after) / len(after),
@@ -145,13 +148,13 @@ def _measure(name: str, before: Sequence[float], after: Sequence[float], changes
         changes=changes,
         real=False,
     )
-    return replace(found, real=found.p_value < LEVEL)
+    return replace(change, real=change.p_value < LEVEL)
 
 
-def _changes(before: Sequence[bool], after: Sequence[bool]) -> Changes:
+def _changes(before: Sequence[bool], after: Sequence[bool]) -> AnswerChanges:
     pairs = list(zip(before, after, strict=True))
     lost, gained = pairs.count((True, False)), pairs.count((False, True))
-    return Changes(
+    return AnswerChanges(
         right_right=pairs.count((True, True)),
         right_wrong=lost,
         wrong_right=gained,
@@ -160,22 +163,22 @@ def _changes(before: Sequence[bool], after: Sequence[bool]) -> Changes:
     )
 
 
-def _categories(pairs: Pairs) -> tuple[CategoryChange, ...]:
-    """The change by category, the largest first; nothing if no question has one."""
-    found: dict[str | None, list[tuple[bool, bool]]] = {}
+def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
+    """The change by category, the largest first; empty if no question has one."""
+    by_name: dict[str | None, list[tuple[bool, bool]]] = {}
     for before, after in pairs:
-        found.setdefault(after.category, []).append((_right(before), _right(after)))
-    if set(found) == {None}:
+        by_name.setdefault(after.category, []).append((_right(before), _right(after)))
+    if set(by_name) == {None}:
         return ()
     changes = []
-    for name, outcomes in found.items():
+    for name, outcomes in by_name.items():
         first, second = [before for before, _ in outcomes], [after for _, after in outcomes]
         changes.append(
             CategoryChange(
                 name,
                 n=len(outcomes),
-                before=Share.of(first),
-                after=Share.of(second),
+                before=Proportion.of(first),
+                after=Proportion.of(second),
                 difference=Difference.between(second, first),
                 gained=outcomes.count((False, True)),
                 lost=outcomes.count((True, False)),
@@ -185,10 +188,10 @@ def _categories(pairs: Pairs) -> tuple[CategoryChange, ...]:
     return tuple(sorted(changes, key=lambda change: (-change.n, change.name or "")))
 
 
-def _moved(pairs: Pairs, *, gained: bool) -> tuple[Moved, ...]:
-    found = [
-        Moved(after.number, after.question, after.right, before.lenient, after.lenient)
+def _moved(pairs: OutcomePairs, *, gained: bool) -> tuple[ChangedAnswer, ...]:
+    examples = [
+        ChangedAnswer(after.number, after.question, after.right, before.lenient, after.lenient)
         for before, after in pairs
         if _right(after) == gained and _right(before) != gained
     ]
-    return tuple(found[:EXAMPLES])
+    return tuple(examples[:EXAMPLES])

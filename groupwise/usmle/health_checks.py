@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from groupwise.training.monitor.health_checks import RecentSteps
+if TYPE_CHECKING:
+    from groupwise.training.monitor.health_checks import RecentSteps
 
 MAX_ONE_LETTER = 0.6
 

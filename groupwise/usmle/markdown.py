@@ -1,23 +1,23 @@
-"""A report as a page of Markdown: tables, each with a sentence that says what it means."""
+"""A report as a page of Markdown: tables, each with a sentence of explanation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from groupwise.usmle.compare import LEVEL, Comparison, Measure, Moved
+from groupwise.text import escape_markdown, markdown_table
+from groupwise.usmle.compare import LEVEL, ChangedAnswer, ExamComparison, MeasureChange
 from groupwise.usmle.tables import (
     FEW,
     Difference,
-    Example,
+    ErrorExample,
+    ErrorPattern,
     ExamReport,
-    Pattern,
+    GroupAccuracy,
+    LetterScores,
+    Proportion,
     SampledAccuracy,
-    Scored,
-    Share,
-    Shuffled,
-    Slice,
+    ShuffledOptions,
 )
-from groupwise.usmle.text import escape
 
 NOT_GIVEN = "not given"
 NONE = "–"
@@ -29,27 +29,27 @@ def markdown(
     *,
     title: str,
     facts: Mapping[str, str],
-    comparison: Comparison | None = None,
+    comparison: ExamComparison | None = None,
     picture: str | None = None,
 ) -> str:
-    """The whole page. ``picture`` is the name of a picture beside it."""
-    parts = [f"# {escape(title) or 'Evaluation'}", _facts(facts), _headline(report)]
+    """The page. ``picture`` is the name of an image file beside it."""
+    parts = [f"# {escape_markdown(title) or 'Evaluation'}", _facts(facts), _headline(report)]
     if picture:
         parts.append(f"![accuracy, letters and calibration]({picture})")
     if comparison:
         parts += _compared(comparison)
-    parts += _slices("By category", "category", report.by_category)
-    parts += _slices("By exam step", "step", report.by_step)
+    parts += _by_group("By category", "category", report.by_category)
+    parts += _by_group("By exam step", "step", report.by_step)
     parts += _letters(report)
     if report.shuffled:
         shuffled = f"With the options shuffled the accuracy is {interval(report.shuffled.accuracy)}."
-        parts += ["## Options in another order", f"{shuffled} {_order(report.shuffled)}"]
+        parts += ["## Shuffled options", f"{shuffled} {_order(report.shuffled)}"]
     if report.sampled:
         parts += _sampled(report.sampled)
     if report.letters:
         parts += _scored("The letters' probabilities", report.letters)
     if report.shuffled_letters:
-        parts += _scored("The letters' probabilities, options in another order", report.shuffled_letters)
+        parts += _scored("The letters' probabilities, shuffled options", report.shuffled_letters)
     parts += _patterns(report)
     parts += _rules(report)
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -59,7 +59,7 @@ def percent(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def interval(share: Share) -> str:
+def interval(share: Proportion) -> str:
     """``55.7 % [53.0, 58.4]``."""
     return f"{percent(share.value)} [{100 * share.low:.1f}, {100 * share.high:.1f}]"
 
@@ -78,60 +78,54 @@ def _signed(value: float) -> str:
     return f"{rounded:+.1f}".replace("-", "−") if rounded else "0.0"
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, text: int = 1) -> str:
-    """A table whose first ``text`` columns are words, to the left, and whose others are numbers, to the right."""
-    lines = [header, [":--" if place < text else "--:" for place in range(len(header))], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _facts(facts: Mapping[str, str]) -> str:
-    rows = [(escape(name), escape(value)) for name, value in facts.items()]
-    return _table(["", ""], rows, text=2) if rows else ""
+    rows = [(escape_markdown(name), escape_markdown(value)) for name, value in facts.items()]
+    return markdown_table(["", ""], rows, left=(0, 1)) if rows else ""
 
 
 def _headline(report: ExamReport) -> str:
     rows = [
         (
-            "lenient: any form in which one letter is meant",
+            "lenient: any form that is clear to a careful reader",
             interval(report.lenient),
             _count(report.unread_lenient, report.n),
         ),
-        ("strict: the form that was asked for", interval(report.strict), _count(report.unread_strict, report.n)),
+        ("strict: the requested form", interval(report.strict), _count(report.unread_strict, report.n)),
     ]
-    says = (
-        f"{report.n:,} questions, one answer each, the likeliest token always. An answer without a letter counts as "
-        f"wrong. Guessing would give {percent(report.chance)}. In brackets: 95 % intervals."
+    summary = (
+        f"{report.n:,} questions, one greedy answer each. An answer without a letter counts as wrong. Guessing gives "
+        f"{percent(report.chance)}. In brackets: 95 % intervals."
     )
     length = f"An answer has {report.mean_tokens:.0f} tokens on average; {percent(report.cut_off)} were cut off."
-    return "\n\n".join([says, _table(["read as", "accuracy", "no answer"], rows), length])
+    return "\n\n".join([summary, markdown_table(["read as", "accuracy", "no answer"], rows), length])
 
 
 def _count(count: int, total: int) -> str:
     return f"{count:,} ({percent(count / total)})"
 
 
-def _slices(heading: str, what: str, slices: Sequence[Slice]) -> list[str]:
-    if not slices:
+def _by_group(heading: str, what: str, groups: Sequence[GroupAccuracy]) -> list[str]:
+    if not groups:
         return []
-    rows = [(_name(part.name, part.few), f"{part.accuracy.n:,}", interval(part.accuracy)) for part in slices]
-    return [f"## {heading}", _table([what, "questions", "accuracy"], rows), _few([part.few for part in slices])]
+    rows = [(_name(part.name, part.few), f"{part.accuracy.n:,}", interval(part.accuracy)) for part in groups]
+    return [f"## {heading}", markdown_table([what, "questions", "accuracy"], rows), _few([part.few for part in groups])]
 
 
 def _name(name: str | None, few: bool) -> str:
-    return (NOT_GIVEN if name is None else escape(name)) + (MARK if few else "")
+    return (NOT_GIVEN if name is None else escape_markdown(name)) + (MARK if few else "")
 
 
 def _few(marks: Sequence[bool]) -> str:
-    return f"†: fewer than {FEW} questions, which say next to nothing." if any(marks) else ""
+    return f"†: fewer than {FEW} questions." if any(marks) else ""
 
 
 def _letters(report: ExamReport) -> list[str]:
     names = [letter.letter for letter in report.confusion.letters]
-    counts = _table(
-        ["right", *(f"said {escape(name)}" for name in names), "none"],
+    counts = markdown_table(
+        ["right", *(f"answered {escape_markdown(name)}" for name in names), "none"],
         [
             (
-                escape(name),
+                escape_markdown(name),
                 *(
                     f"**{count:,}**" if name == given else f"{count:,}"
                     for given, count in zip([*names, None], row, strict=True)
@@ -140,11 +134,11 @@ def _letters(report: ExamReport) -> list[str]:
             for name, row in zip(names, report.confusion.counts, strict=True)
         ],
     )
-    shares = _table(
+    shares = markdown_table(
         ["letter", "right in", "predicted in", "accuracy where it is right"],
         [
             (
-                escape(letter.letter),
+                escape_markdown(letter.letter),
                 NONE if letter.right_share is None else percent(letter.right_share),
                 NONE if letter.predicted_share is None else percent(letter.predicted_share),
                 interval(letter.accuracy) if letter.accuracy else NONE,
@@ -153,81 +147,91 @@ def _letters(report: ExamReport) -> list[str]:
         ],
     )
     if report.confusion.bias is None:
-        return ["## Letters", "Rows are right letters, columns what was answered.", counts]
+        return ["## Letters", "Rows are right letters, columns are answers.", counts]
     bias = (
-        "Of the questions with an answer, how often a letter is right and how often it is predicted. Bias: "
+        "How often a letter is right and how often it is predicted, of the questions with an answer. Bias: "
         f"{percent(report.confusion.bias)} of the predictions would have to change for the two to match."
     )
-    return ["## Letters", "Rows are right letters, columns what was answered.", counts, bias, shares]
+    return ["## Letters", "Rows are right letters, columns are answers.", counts, bias, shares]
 
 
-def _order(shuffled: Shuffled) -> str:
+def _order(shuffled: ShuffledOptions) -> str:
     difference = shuffled.difference
     return (
-        f"Against the plain order that is {points(difference)} points ({p_value(difference.p_value)}). The same option "
-        f"was chosen in both orders in {interval(shuffled.consistency)} of the questions; a model that knows the "
-        "answer does not mind the order."
+        f"The difference to the original order is {points(difference)} points ({p_value(difference.p_value)}). The "
+        f"same option was chosen in both orders in {interval(shuffled.consistency)} of the questions."
     )
 
 
 def _sampled(sampled: SampledAccuracy) -> list[str]:
     rows = [("mean of the samples", interval(sampled.accuracy)), ("majority vote", interval(sampled.majority))]
     rows += [(f"pass@{entry.k}", interval(entry.share)) for entry in sampled.pass_at]
-    says = (
-        f"{sampled.samples} answers to each question. The majority vote takes the letter given most often, of "
-        "equally frequent ones the first; pass@k is the chance that one of k answers at least is right."
+    explanation = (
+        f"{sampled.samples} answers to each question. The majority vote takes the most frequent letter; pass@k is the "
+        "probability that at least one of k answers is right."
     )
-    return ["## Several answers", says, _table(["", "accuracy"], rows)]
+    return ["## Sampled answers", explanation, markdown_table(["", "accuracy"], rows)]
 
 
-def _scored(heading: str, scored: Scored) -> list[str]:
-    says = (
-        f"Taking the likeliest letter, with no answer written: {interval(scored.accuracy)}. The right letter has a "
-        f"probability of {percent(scored.right_probability)} on average."
+def _scored(heading: str, scored: LetterScores) -> list[str]:
+    summary = (
+        f"Accuracy of the likeliest letter, without a written answer: {interval(scored.accuracy)}. The right letter "
+        f"has a probability of {percent(scored.right_probability)} on average."
     )
     if scored.agreement:
-        says += f" It is the letter of the written answer in {interval(scored.agreement)} of the questions."
+        summary += (
+            f" The likeliest letter is that of the written answer in {interval(scored.agreement)} of the questions."
+        )
     rows = [
         (f"{entry.low:.1f} to {entry.high:.1f}", f"{entry.n:,}", percent(entry.confidence), percent(entry.accuracy))
         for entry in scored.bins
         if entry.confidence is not None and entry.accuracy is not None
     ]
-    calibrated = (
-        f"Where the model is sure, is it right? Expected calibration error: {percent(scored.calibration_error)}, the "
-        "distance between the two last columns, averaged over the questions."
+    calibration = (
+        f"Expected calibration error: {percent(scored.calibration_error)}, the distance between the last two columns, "
+        "averaged over the questions."
     )
-    table = _table(["probability of the likeliest letter", "questions", "its mean", "accuracy"], rows)
+    table = markdown_table(["probability of the likeliest letter", "questions", "mean", "accuracy"], rows)
     order = _order(scored.order) if scored.order else ""
-    return [f"## {heading}", says, order, calibrated, table]
+    return [f"## {heading}", summary, order, calibration, table]
 
 
 def _patterns(report: ExamReport) -> list[str]:
     if not report.patterns:
         return ["## Errors", "There are none."]
-    rows = [(escape(entry.name), f"{entry.count:,}", percent(entry.share)) for entry in report.patterns]
-    says = f"{report.errors:,} answers are wrong in one reading or in both. Each is counted once."
-    parts = ["## Errors", says, _table(["what went wrong", "answers", "of the errors"], rows)]
+    rows = [(escape_markdown(entry.name), f"{entry.count:,}", percent(entry.share)) for entry in report.patterns]
+    summary = f"{report.errors:,} answers are wrong for at least one reader. Each is counted once."
+    parts = ["## Errors", summary, markdown_table(["kind", "answers", "of the errors"], rows)]
     for entry in report.patterns:
         parts += _examples(entry)
     return parts
 
 
-def _examples(pattern: Pattern) -> list[str]:
-    def row(example: Example) -> tuple[str, ...]:
-        predicted = NONE if example.predicted is None else escape(example.predicted)
-        return (str(example.number), escape(example.question), escape(example.right), predicted, escape(example.ending))
+def _examples(pattern: ErrorPattern) -> list[str]:
+    def row(example: ErrorExample) -> tuple[str, ...]:
+        predicted = NONE if example.predicted is None else escape_markdown(example.predicted)
+        return (
+            str(example.number),
+            escape_markdown(example.question),
+            escape_markdown(example.right),
+            predicted,
+            escape_markdown(example.ending),
+        )
 
     header = ["number", "question", "right", "predicted", "end of the answer"]
-    return [f"### {escape(pattern.name)}", _table(header, [row(example) for example in pattern.examples], text=5)]
+    return [
+        f"### {escape_markdown(pattern.name)}",
+        markdown_table(header, [row(example) for example in pattern.examples], left=range(5)),
+    ]
 
 
 def _rules(report: ExamReport) -> list[str]:
-    rows = [(escape(rule.name), f"{rule.accuracy.n:,}", interval(rule.accuracy)) for rule in report.rules]
-    says = "The rule by which the lenient reader found its letter, or why it found none."
-    return ["## How answers were read", says, _table(["rule", "answers", "accuracy"], rows)]
+    rows = [(escape_markdown(rule.name), f"{rule.accuracy.n:,}", interval(rule.accuracy)) for rule in report.rules]
+    explanation = "The rule by which the lenient reader found its letter, or why it found none."
+    return ["## Reading rules", explanation, markdown_table(["rule", "answers", "accuracy"], rows)]
 
 
-def _compared(comparison: Comparison) -> list[str]:
+def _compared(comparison: ExamComparison) -> list[str]:
     rows = [
         (
             measure.name,
@@ -235,24 +239,24 @@ def _compared(comparison: Comparison) -> list[str]:
             percent(measure.after),
             points(measure.difference),
             p_value(measure.p_value),
-            "real" if measure.real else "could be chance",
+            "significant" if measure.real else "not significant",
         )
         for measure in comparison.measures
     ]
-    table = _table(["", "before", "after", "difference in points", "p-value", ""], rows)
-    says = (
-        f"The same {comparison.n:,} questions before and after, compared one by one. A difference is called real if "
+    table = markdown_table(["", "before", "after", "difference in points", "p-value", ""], rows)
+    explanation = (
+        f"The same {comparison.n:,} questions before and after, compared one by one. A difference is significant if "
         f"the exact McNemar test gives p < {LEVEL:g}; samples are compared by a permutation test."
     )
-    parts = ["## Before and after", says, table]
+    parts = ["## Before and after", explanation, table]
     parts.append(_changes(comparison.measures))
     parts += _category_changes(comparison)
     parts += _moved("Gained", comparison.gained) + _moved("Lost", comparison.lost)
     return parts
 
 
-def _changes(measures: Sequence[Measure]) -> str:
-    """How many questions went from right to wrong and back, for what is right or wrong."""
+def _changes(measures: Sequence[MeasureChange]) -> str:
+    """How many questions changed from right to wrong and back."""
     rows = [
         (
             measure.name,
@@ -264,10 +268,10 @@ def _changes(measures: Sequence[Measure]) -> str:
         for measure in measures
         if measure.changes
     ]
-    return _table(["questions", "right both times", "gained", "lost", "wrong both times"], rows)
+    return markdown_table(["questions", "right both times", "gained", "lost", "wrong both times"], rows)
 
 
-def _category_changes(comparison: Comparison) -> list[str]:
+def _category_changes(comparison: ExamComparison) -> list[str]:
     if not comparison.by_category:
         return []
     rows = [
@@ -285,21 +289,25 @@ def _category_changes(comparison: Comparison) -> list[str]:
     header = ["category", "questions", "before", "after", "difference in points", "gained", "lost"]
     return [
         "### By category, before and after",
-        "Of many categories some differ by chance alone: one interval in twenty leaves out the truth.",
-        _table(header, rows),
+        "With many categories some differ by chance: one 95 % interval in twenty misses the true difference.",
+        markdown_table(header, rows),
         _few([part.few for part in comparison.by_category]),
     ]
 
 
-def _moved(heading: str, moved: Sequence[Moved]) -> list[str]:
+def _moved(heading: str, moved: Sequence[ChangedAnswer]) -> list[str]:
     rows = [
         (
             str(entry.number),
-            escape(entry.question),
-            escape(entry.right),
-            NONE if entry.before is None else escape(entry.before),
-            NONE if entry.after is None else escape(entry.after),
+            escape_markdown(entry.question),
+            escape_markdown(entry.right),
+            NONE if entry.before is None else escape_markdown(entry.before),
+            NONE if entry.after is None else escape_markdown(entry.after),
         )
         for entry in moved
     ]
-    return [f"### {heading}", _table(["number", "question", "right", "before", "after"], rows, text=5)] if rows else []
+    return (
+        [f"### {heading}", markdown_table(["number", "question", "right", "before", "after"], rows, left=range(5))]
+        if rows
+        else []
+    )

@@ -1,14 +1,15 @@
-"""What went wrong, by kinds: each error falls into exactly one, so that the counts add up."""
+"""The kinds of errors in a model's answers. Each error has exactly one kind."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
 
-from groupwise.usmle import answers as choice
+from groupwise.text import one_line
+from groupwise.usmle import answers as reader
 from groupwise.usmle.records import ModelAnswer, Question
-from groupwise.usmle.tables import FEW, Example, Pattern, Rule, Share
-from groupwise.usmle.text import clean, end_of, start_of
+from groupwise.usmle.tables import FEW, ErrorExample, ErrorPattern, Proportion, RuleAccuracy
+from groupwise.usmle.text import end_of, start_of
 
 EXAMPLES = 3
 EXCERPT, ENDING = 120, 200  # characters of a question and of an answer's end
@@ -23,28 +24,31 @@ SAME = "the favourite letter"
 WRONG = "wrong option"
 FORM = "right in lenient, not in strict form"
 
-# Why the lenient reader found no letter, where that alone says what happened.
-OF_RULE = {choice.SEVERAL: TWO, choice.DECLINED: DECLINED, choice.BEYOND: BEYOND}
+# The kind of error by the rule of the lenient reader.
+BY_RULE = {reader.SEVERAL: TWO, reader.DECLINED: DECLINED, reader.BEYOND: BEYOND}
 
 
 def right_in_both(question: Question, answer: ModelAnswer) -> bool:
     return answer.lenient == answer.strict == question.answer
 
 
-def find_patterns(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[Pattern, ...]:
-    """The kinds of errors, the most frequent first. An error is an answer that is wrong by one reader at least."""
+def find_patterns(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[ErrorPattern, ...]:
+    """The kinds of errors, the most frequent first. An error is an answer that is wrong for at least one reader."""
     favourite = favourite_letter(questions, answers)
-    found: dict[str, list[Example]] = {}
+    by_kind: dict[str, list[ErrorExample]] = {}
     for question, answer in zip(questions, answers, strict=True):
         if not right_in_both(question, answer):
-            found.setdefault(_kind(question, answer, favourite), []).append(_example(question, answer))
-    errors = sum(map(len, found.values()))
-    patterns = [Pattern(name, len(all_), len(all_) / errors, tuple(all_[:EXAMPLES])) for name, all_ in found.items()]
+            by_kind.setdefault(_kind(question, answer, favourite), []).append(_example(question, answer))
+    errors = sum(map(len, by_kind.values()))
+    patterns = [
+        ErrorPattern(name, len(examples), len(examples) / errors, tuple(examples[:EXAMPLES]))
+        for name, examples in by_kind.items()
+    ]
     return tuple(sorted(patterns, key=lambda pattern: (-pattern.count, pattern.name)))
 
 
 def favourite_letter(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> str | None:
-    """The letter that makes more than half of the wrong answers, if there is one and they are not few."""
+    """The letter of more than half of the wrong answers; None if there is none, or if too few answers are wrong."""
     wrong = [a.lenient for q, a in zip(questions, answers, strict=True) if a.lenient != q.answer]
     letters = Counter(letter for letter in wrong if letter is not None)
     if len(wrong) < FEW or not letters:
@@ -53,12 +57,12 @@ def favourite_letter(questions: Sequence[Question], answers: Sequence[ModelAnswe
     return letter if 2 * count > len(wrong) else None
 
 
-def find_rules(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[Rule, ...]:
-    """How often each of the lenient reader's rules fired, and how often it was right; the most frequent first."""
-    found: dict[str, list[bool]] = {}
+def find_rules(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[RuleAccuracy, ...]:
+    """How often the lenient reader used each rule, and how often it was right; the most frequent first."""
+    by_rule: dict[str, list[bool]] = {}
     for question, answer in zip(questions, answers, strict=True):
-        found.setdefault(clean(answer.rule), []).append(answer.lenient == question.answer)
-    rules = [Rule(name, Share.of(outcomes)) for name, outcomes in found.items()]
+        by_rule.setdefault(one_line(answer.rule), []).append(answer.lenient == question.answer)
+    rules = [RuleAccuracy(name, Proportion.of(outcomes)) for name, outcomes in by_rule.items()]
     return tuple(sorted(rules, key=lambda rule: (-rule.accuracy.n, rule.name)))
 
 
@@ -66,14 +70,14 @@ def _kind(question: Question, answer: ModelAnswer, favourite: str | None) -> str
     if answer.lenient == question.answer:
         return FORM
     if answer.lenient is None:
-        return OF_RULE.get(answer.rule) or (CUT_OFF if answer.stop_reason == "length" else NOTHING)
-    if answer.rule.endswith(choice.DISAGREES):
+        return BY_RULE.get(answer.rule) or (CUT_OFF if answer.stop_reason == "length" else NOTHING)
+    if answer.rule.endswith(reader.DISAGREES):
         return DISAGREE
     return f"{SAME}: {favourite}" if answer.lenient == favourite else WRONG
 
 
-def _example(question: Question, answer: ModelAnswer) -> Example:
-    return Example(
+def _example(question: Question, answer: ModelAnswer) -> ErrorExample:
+    return ErrorExample(
         question.number,
         start_of(question.question, EXCERPT),
         _option(question, question.answer),

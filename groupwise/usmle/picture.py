@@ -1,4 +1,4 @@
-"""A report as one picture: how good, where, which letters, and how sure. Needs matplotlib (the extra ``plot``)."""
+"""A report as one figure: accuracy, categories, letters, calibration. Needs matplotlib (the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.plots import COLOURS, new_figure, save_figure
-from groupwise.usmle.compare import Comparison
-from groupwise.usmle.tables import ExamReport, Scored, Share, Slice
+from groupwise.usmle.compare import ExamComparison
+from groupwise.usmle.tables import ExamReport, GroupAccuracy, LetterScores, Proportion
 from groupwise.usmle.text import start_of
 
-NOW, EARLIER, GUESSING = COLOURS[0], "0.72", "0.35"
-MOST_SLICES = 16  # more would be too small to read; the page lists them all
+AFTER, BEFORE, GUESSING = COLOURS[0], "0.72", "0.35"
+MAX_GROUPS = 16  # the Markdown page lists them all
 NAME_LENGTH = 34
 
-Panel = Callable[[Any], None]
+DrawPanel = Callable[[Any], None]
 
 
-def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison: Comparison | None = None) -> None:
-    """Draw the report into a PNG, SVG or PDF; with a comparison the earlier model stands beside the later one."""
+def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison: ExamComparison | None = None) -> None:
+    """Draw the report into a PNG, SVG or PDF; a comparison adds the earlier model."""
     panels = _panels(report, comparison)
     rows = (len(panels) + 1) // 2
     figure = new_figure(13.0, 4.8 * rows + 0.5)
@@ -28,16 +28,16 @@ def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison:
     for number, panel in enumerate(panels, start=1):
         panel(figure.add_subplot(rows, 2, number))
     with warnings.catch_warnings():
-        # A category's name may hold letters that the font has not; they are drawn as boxes, which is no news to a user.
+        # Letters of a category's name that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         save_figure(figure, path)
 
 
-def _panels(report: ExamReport, comparison: Comparison | None) -> list[Panel]:
-    panels: list[Panel] = [lambda axes: _accuracies(axes, report, comparison)]
-    slices, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
-    if slices:
-        panels.append(lambda axes: _slices(axes, slices, heading, report.chance, comparison))
+def _panels(report: ExamReport, comparison: ExamComparison | None) -> list[DrawPanel]:
+    panels: list[DrawPanel] = [lambda axes: _accuracies(axes, report, comparison)]
+    groups, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
+    if groups:
+        panels.append(lambda axes: _groups(axes, groups, heading, report.chance, comparison))
     panels.append(lambda axes: _confusion(axes, report))
     if report.sampled:
         panels.append(lambda axes: _samples(axes, report))
@@ -50,7 +50,7 @@ def _panels(report: ExamReport, comparison: Comparison | None) -> list[Panel]:
 
 
 def _plain(text: str) -> str:
-    """A text without what matplotlib takes for mathematics."""
+    """The text with its dollar signs escaped, which matplotlib takes for mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -60,11 +60,13 @@ def _heading(axes: Any, text: str) -> None:
 
 
 def _legend_above(axes: Any) -> None:
-    """A legend beside the heading, where no point can lie beneath it."""
+    """A legend beside the heading, where it covers no point."""
     axes.legend(frameon=False, fontsize=10, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.3)
 
 
-def _bars(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: str, width: float, label: str) -> None:
+def _bars(
+    axes: Any, places: Sequence[float], shares: Sequence[Proportion], colour: str, width: float, label: str
+) -> None:
     values = [100 * share.value for share in shares]
     axes.bar(places, values, width, color=colour, label=label)
     axes.errorbar(places, values, yerr=_errors(shares), fmt="none", ecolor="0.2", elinewidth=1.2, capsize=3)
@@ -79,34 +81,36 @@ def _bars(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: s
         )
 
 
-def _errors(shares: Sequence[Share]) -> list[list[float]]:
-    """The lengths of the whiskers below and above, in percent."""
+def _errors(shares: Sequence[Proportion]) -> list[list[float]]:
+    """The lengths of the error bars below and above, in percent."""
     below = [100 * (share.value - share.low) for share in shares]
     return [below, [100 * (share.high - share.value) for share in shares]]
 
 
-def _accuracies(axes: Any, report: ExamReport, comparison: Comparison | None) -> None:
-    now = report.accuracies()
-    names = list(now)
+def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None) -> None:
+    accuracies = report.accuracies()
+    names, shares = list(accuracies), list(accuracies.values())
     if comparison is None:
-        _bars(axes, range(len(names)), list(now.values()), NOW, 0.62, "")
+        _bars(axes, range(len(names)), shares, AFTER, 0.62, "")
     else:
         earlier = [
             (place - 0.2, comparison.before[name]) for place, name in enumerate(names) if name in comparison.before
         ]
-        _bars(axes, [place for place, _ in earlier], [share for _, share in earlier], EARLIER, 0.38, "before")
-        _bars(axes, [place + 0.2 for place in range(len(names))], list(now.values()), NOW, 0.38, "after")
+        _bars(axes, [place for place, _ in earlier], [share for _, share in earlier], BEFORE, 0.38, "before")
+        _bars(axes, [place + 0.2 for place in range(len(names))], shares, AFTER, 0.38, "after")
     axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing")
     axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
-    highest = max(share.high for share in (*now.values(), *(comparison.before.values() if comparison else ())))
-    side = 0.6 + 0.25 * max(0, 5 - len(names))  # a few bars stay slim
+    highest = max(share.high for share in (*shares, *(comparison.before.values() if comparison else ())))
+    side = 0.6 + 0.25 * max(0, 5 - len(names))  # keeps a few bars slim
     axes.set(xlim=(-side, len(names) - 1 + side), ylim=(0, min(118, 100 * highest * 1.3 + 4)), ylabel="accuracy, %")
     axes.legend(frameon=False, fontsize=10, ncols=3, loc="upper right")
     _heading(axes, f"Accuracy on {report.n:,} questions, 95 % intervals")
 
 
-def _slices(axes: Any, slices: Sequence[Slice], heading: str, chance: float, comparison: Comparison | None) -> None:
-    shown = list(reversed(slices[:MOST_SLICES]))
+def _groups(
+    axes: Any, groups: Sequence[GroupAccuracy], heading: str, chance: float, comparison: ExamComparison | None
+) -> None:
+    shown = list(reversed(groups[:MAX_GROUPS]))
     places = list(range(len(shown)))
     shares = [part.accuracy for part in shown]
     before = {part.name: part.before for part in comparison.by_category} if comparison else {}
@@ -114,18 +118,18 @@ def _slices(axes: Any, slices: Sequence[Slice], heading: str, chance: float, com
     shift = 0.17 if earlier else 0.0
     if earlier:
         _dots(axes, [place + shift for place, _ in earlier], [share for _, share in earlier], "0.6", "before")
-    _dots(axes, [place - shift for place in places], shares, NOW, "after" if earlier else "")
+    _dots(axes, [place - shift for place in places], shares, AFTER, "after" if earlier else "")
     axes.axvline(100 * chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)))
     names = [_plain(start_of(part.name or "not given", NAME_LENGTH)) for part in shown]
     axes.set_yticks(places, [f"{name} ({part.accuracy.n:,})" for name, part in zip(names, shown, strict=True)])
     axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
     if earlier:
         _legend_above(axes)
-    rest = f" ({MOST_SLICES} of {len(slices)})" if len(slices) > MOST_SLICES else ""
+    rest = f" ({MAX_GROUPS} of {len(groups)})" if len(groups) > MAX_GROUPS else ""
     _heading(axes, f"By {heading}{rest}")
 
 
-def _dots(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: str, label: str) -> None:
+def _dots(axes: Any, places: Sequence[float], shares: Sequence[Proportion], colour: str, label: str) -> None:
     values = [100 * share.value for share in shares]
     axes.errorbar(
         values, places, xerr=_errors(shares), fmt="o", color=colour, markersize=6, elinewidth=1.6, label=label
@@ -133,7 +137,7 @@ def _dots(axes: Any, places: Sequence[float], shares: Sequence[Share], colour: s
 
 
 def _confusion(axes: Any, report: ExamReport) -> None:
-    """Each row's shares as shades, so that rare letters are seen too; the counts as numbers."""
+    """Each row's shares as shades, and the counts as numbers."""
     names = [letter.letter for letter in report.confusion.letters]
     counts = report.confusion.counts
     shades = [[count / max(sum(row), 1) for count in row] for row in counts]
@@ -167,12 +171,12 @@ def _samples(axes: Any, report: ExamReport) -> None:
     numbers = [entry.k for entry in sampled.pass_at]
     shares = [entry.share for entry in sampled.pass_at]
     axes.fill_between(
-        numbers, [100 * s.low for s in shares], [100 * s.high for s in shares], color=NOW, alpha=0.18, linewidth=0
+        numbers, [100 * s.low for s in shares], [100 * s.high for s in shares], color=AFTER, alpha=0.18, linewidth=0
     )
     axes.plot(
-        numbers, [100 * s.value for s in shares], "o-", color=NOW, linewidth=2, label="pass@k: one at least is right"
+        numbers, [100 * s.value for s in shares], "o-", color=AFTER, linewidth=2, label="pass@k: at least one is right"
     )
-    axes.axhline(100 * sampled.majority.value, color=COLOURS[1], linewidth=1.8, label="majority vote of all")
+    axes.axhline(100 * sampled.majority.value, color=COLOURS[1], linewidth=1.8, label="majority vote")
     axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing once")
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(number) for number in numbers])
@@ -182,16 +186,16 @@ def _samples(axes: Any, report: ExamReport) -> None:
     _heading(axes, f"{sampled.samples} answers to each question")
 
 
-def _calibration(axes: Any, scored: Scored) -> None:
-    known = [(entry.confidence, entry.accuracy, entry.n) for entry in scored.bins if entry.confidence is not None]
-    total = sum(number for _, _, number in known)
-    axes.plot([0, 100], [0, 100], color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="as sure as right")
-    axes.plot([100 * x for x, _, _ in known], [100 * (y or 0) for _, y, _ in known], color=NOW, linewidth=1.5)
+def _calibration(axes: Any, scored: LetterScores) -> None:
+    points = [(entry.confidence, entry.accuracy, entry.n) for entry in scored.bins if entry.confidence is not None]
+    total = sum(number for _, _, number in points)
+    axes.plot([0, 100], [0, 100], color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="perfect calibration")
+    axes.plot([100 * x for x, _, _ in points], [100 * (y or 0) for _, y, _ in points], color=AFTER, linewidth=1.5)
     axes.scatter(
-        [100 * x for x, _, _ in known],
-        [100 * (y or 0) for _, y, _ in known],
-        [20 + 600 * number / total for _, _, number in known],
-        color=NOW,
+        [100 * x for x, _, _ in points],
+        [100 * (y or 0) for _, y, _ in points],
+        [20 + 600 * number / total for _, _, number in points],
+        color=AFTER,
         alpha=0.75,
         zorder=3,
     )
@@ -216,4 +220,4 @@ def _patterns(axes: Any, report: ExamReport) -> None:
         )
     axes.set_yticks(places, [_plain(entry.name) for entry in shown])
     axes.set(xlim=(0, max(112 * entry.share for entry in shown)), xlabel="of the errors, %")
-    _heading(axes, f"What went wrong in {report.errors:,} answers")
+    _heading(axes, f"Kinds of the {report.errors:,} errors")

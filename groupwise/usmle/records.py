@@ -1,7 +1,4 @@
-"""What an analysis of multiple choice is given: the questions as they were asked, and the answers to them.
-
-Plain records, so that anything can make them: an engine of one's own, a served model, a file.
-"""
+"""The input of an analysis: the questions as they were asked, and the answers. Plain records from any source."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from typing import TypeVar
 from groupwise.errors import InputError
 
 Item = TypeVar("Item")
-Order = Mapping[str, str]
+OptionOrder = Mapping[str, str]
 """How the options were shuffled: {letter in the question: letter as it was shown}."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A held-out question as it was asked; ``answer`` is the right letter."""
+    """A held-out question; ``answer`` is the right letter."""
 
     number: int
     question: str
@@ -35,7 +32,7 @@ class Question:
 
 @dataclass(frozen=True)
 class ModelAnswer:
-    """One answer to a question, and the letters that were read in it.
+    """One answer to a question, and the letters that the two readers found in it.
 
     ``rule`` is the rule by which the lenient reader found its letter, or why it found none.
     """
@@ -51,20 +48,20 @@ class ModelAnswer:
 
 
 @dataclass(frozen=True)
-class Letters:
-    """How likely the model holds each of a question's letters, without writing an answer; the sum is 1."""
+class LetterProbabilities:
+    """The probability of each letter of a question, without a written answer. They sum to 1."""
 
     number: int
     probabilities: Mapping[str, float]
 
 
-def in_order(questions: Sequence[Question]) -> list[Question]:
-    """The questions by their numbers, once they are known to make sense."""
+def sorted_questions(questions: Sequence[Question]) -> list[Question]:
+    """The questions, checked, by their numbers."""
     if not questions:
         raise InputError("there are no questions to analyse; give at least one")
-    twice = _twice(question.number for question in questions)
-    if twice is not None:
-        raise InputError(f"two questions have the number {twice}; number them one by one")
+    repeated = _repeated(question.number for question in questions)
+    if repeated is not None:
+        raise InputError(f"two questions have the number {repeated}; give each its own")
     for question in questions:
         if len(question.options) < 2 or question.answer not in question.options:
             raise InputError(
@@ -75,46 +72,46 @@ def in_order(questions: Sequence[Question]) -> list[Question]:
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
-    """The SHA-256 of what was asked: the same for two models only if both answered the same questions."""
+    """The SHA-256 of the questions, to check that two reports are about the same ones."""
     asked = [[question.question, list(question.options.items()), question.answer] for question in questions]
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def one_each(
+def one_per_question(
     what: str, questions: Sequence[Question], items: Sequence[Item], number: Callable[[Item], int]
 ) -> list[Item]:
-    """One item for every question, in the questions' order."""
-    found: dict[int, Item] = {}
+    """One item per question, in the questions' order."""
+    by_number: dict[int, Item] = {}
     for item in items:
-        if number(item) in found:
+        if number(item) in by_number:
             raise InputError(f"there are two {what} for question {number(item)}; give one for each question")
-        found[number(item)] = item
-    _check_numbers(what, questions, found)
-    return [found[question.number] for question in questions]
+        by_number[number(item)] = item
+    _check_numbers(what, questions, by_number)
+    return [by_number[question.number] for question in questions]
 
 
-def equally_many(what: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
-    """The samples of every question, in the order in which they were drawn."""
-    found: dict[int, list[ModelAnswer]] = {}
+def group_samples(what: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
+    """The samples of each question, equally many, in the order in which they were drawn."""
+    groups: dict[int, list[ModelAnswer]] = {}
     for answer in answers:
-        found.setdefault(answer.number, []).append(answer)
-    _check_numbers(what, questions, found)
-    number = len(found[questions[0].number])
+        groups.setdefault(answer.number, []).append(answer)
+    _check_numbers(what, questions, groups)
+    number = len(groups[questions[0].number])
     for question in questions:
-        samples = found[question.number]
+        samples = groups[question.number]
         if len(samples) != number:
             raise InputError(
                 f"every question needs equally many {what}, but question {questions[0].number} has {number} and "
                 f"question {question.number} has {len(samples)}"
             )
-        twice = _twice(answer.sample for answer in samples)
-        if twice is not None:
-            raise InputError(f"question {question.number} has two {what} with the number {twice}")
+        repeated = _repeated(answer.sample for answer in samples)
+        if repeated is not None:
+            raise InputError(f"question {question.number} has two {what} with the number {repeated}")
         samples.sort(key=lambda answer: answer.sample)
-    return [found[question.number] for question in questions]
+    return [groups[question.number] for question in questions]
 
 
-def check_given(question: Question, answer: ModelAnswer) -> None:
+def check_answer(question: Question, answer: ModelAnswer) -> None:
     for letter in (answer.lenient, answer.strict):
         if letter is not None and letter not in question.options:
             raise InputError(
@@ -123,7 +120,7 @@ def check_given(question: Question, answer: ModelAnswer) -> None:
             )
 
 
-def check_letters(question: Question, letters: Letters) -> None:
+def check_probabilities(question: Question, letters: LetterProbabilities) -> None:
     values = letters.probabilities.values()
     if set(letters.probabilities) != set(question.options):
         raise InputError(
@@ -137,44 +134,46 @@ def check_letters(question: Question, letters: Letters) -> None:
         )
 
 
-def in_plain_letters(question: Question, order: Order, answer: ModelAnswer) -> ModelAnswer:
-    """An answer to the shuffled form, in the letters of the plain one."""
-    back = _back(question, order)
-    check_given(question, answer)
+def answer_in_original_letters(question: Question, order: OptionOrder, answer: ModelAnswer) -> ModelAnswer:
+    """An answer to the shuffled question, in the letters of the original."""
+    original = _original_letters(question, order)
+    check_answer(question, answer)
     return replace(
         answer,
-        lenient=None if answer.lenient is None else back[answer.lenient],
-        strict=None if answer.strict is None else back[answer.strict],
+        lenient=None if answer.lenient is None else original[answer.lenient],
+        strict=None if answer.strict is None else original[answer.strict],
     )
 
 
-def probabilities_in_plain_letters(question: Question, order: Order, letters: Letters) -> Letters:
-    """The probabilities of a shuffled form's letters, as those of the plain one's."""
-    back = _back(question, order)
-    check_letters(question, letters)
-    return replace(letters, probabilities={back[shown]: value for shown, value in letters.probabilities.items()})
+def probabilities_in_original_letters(
+    question: Question, order: OptionOrder, letters: LetterProbabilities
+) -> LetterProbabilities:
+    """The probabilities of the shuffled question's letters, by the letters of the original."""
+    original = _original_letters(question, order)
+    check_probabilities(question, letters)
+    return replace(letters, probabilities={original[shown]: value for shown, value in letters.probabilities.items()})
 
 
-def _back(question: Question, order: Order) -> dict[str, str]:
+def _original_letters(question: Question, order: OptionOrder) -> dict[str, str]:
     if set(order) != set(question.options) or set(order.values()) != set(question.options):
         raise InputError(
-            f"question {question.number} was shuffled as {dict(order)!r}, which does not give each of its letters "
-            f"({_names(question.options)}) another or the same one"
+            f"the order {dict(order)!r} of question {question.number} does not map its letters "
+            f"({_names(question.options)}) one to one"
         )
     return {shown: letter for letter, shown in order.items()}
 
 
-def _check_numbers(what: str, questions: Sequence[Question], found: Iterable[int]) -> None:
-    asked, given = {question.number for question in questions}, set(found)
-    if asked - given:
+def _check_numbers(what: str, questions: Sequence[Question], numbers: Iterable[int]) -> None:
+    asked, answered = {question.number for question in questions}, set(numbers)
+    if missing := asked - answered:
         raise InputError(
-            f"{len(asked - given)} of {len(asked)} questions have no {what}, the first is question {min(asked - given)}"
+            f"{len(missing)} of {len(asked)} questions have no {what}, the first is question {min(missing)}"
         )
-    if given - asked:
-        raise InputError(f"there are {what} for question {min(given - asked)}, which was not asked")
+    if extra := answered - asked:
+        raise InputError(f"there are {what} for question {min(extra)}, which was not asked")
 
 
-def _twice(numbers: Iterable[int]) -> int | None:
+def _repeated(numbers: Iterable[int]) -> int | None:
     return next((number for number, count in Counter(numbers).items() if count > 1), None)
 
 

@@ -1,4 +1,4 @@
-"""A report as files: report.json for programs, report.md and report.png for readers, each whole or not there."""
+"""A report as files: report.json for programs, report.md and report.png for readers. Each is written atomically."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
 from groupwise.rundir import read_json, write_bytes, write_json
-from groupwise.usmle.compare import Comparison
+from groupwise.text import error_reason, one_line
+from groupwise.usmle.compare import ExamComparison
 from groupwise.usmle.markdown import markdown
 from groupwise.usmle.picture import draw_report
 from groupwise.usmle.tables import ExamReport
-from groupwise.usmle.text import clean
 
 REPORT, PAGE, PICTURE, COMPARISON = "report.json", "report.md", "report.png", "comparison.json"
 
@@ -24,18 +24,17 @@ def write_report(
     *,
     title: str,
     facts: Mapping[str, str],
-    comparison: Comparison | None = None,
+    comparison: ExamComparison | None = None,
 ) -> list[Path]:
-    """Write the report into a folder, in place of one that is there; the paths of its files.
+    """Write the report into a folder, replacing an earlier one, and return the paths of its files.
 
-    facts: what to know about the evaluation (the model, the data, …), shown at the top. The picture is left out where
-    matplotlib is not installed.
+    ``facts`` about the evaluation (the model, the data, …) stand at the top. Without matplotlib there is no picture.
     """
     folder = Path(folder)
     if comparison is not None and comparison.fingerprint != report.fingerprint:
-        raise InputError("the comparison is about other questions than the report; compare this report")
-    named = {"title": clean(title), "facts": {clean(name): clean(value) for name, value in facts.items()}}
-    write_bytes(folder / REPORT, _lines(named | report.to_json()).encode())
+        raise InputError("the comparison is about other questions than the report")
+    heading = {"title": one_line(title), "facts": {one_line(name): one_line(value) for name, value in facts.items()}}
+    write_bytes(folder / REPORT, _json_lines(heading | report.to_json()).encode())
     written = [folder / REPORT]
     if comparison is not None:
         write_json(folder / COMPARISON, comparison.to_json())
@@ -61,13 +60,13 @@ def read_report(path: str | Path) -> ExamReport:
     file = path / REPORT if path.is_dir() else path
     if not file.exists():
         raise CheckpointError(
-            f"there is no report at {file}; name the folder that an evaluation has written, or its {REPORT}"
+            f"there is no report at {file}; give the folder of `groupwise eval --report`, or its {REPORT}"
         )
     return ExamReport.from_json(read_json(file), str(file))
 
 
-def _lines(value: Mapping[str, Any]) -> str:
-    """JSON with a table to a line, and a row to a line in tables that are lists: short, yet fit for a diff."""
+def _json_lines(value: Mapping[str, Any]) -> str:
+    """JSON with one table per line, and one row per line in lists: short, and readable in a diff."""
 
     def text(entry: Any) -> str:
         return json.dumps(entry, ensure_ascii=False, allow_nan=False)
@@ -81,8 +80,8 @@ def _lines(value: Mapping[str, Any]) -> str:
 
 
 def _remove(path: Path) -> None:
-    """An earlier report's file must not stand beside a new report as if it belonged to it."""
+    """Remove a file of an earlier report, which does not belong to the new one."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{path} is in the way and cannot be removed: {error.strerror}") from error
+        raise CheckpointError(f"{path} of an earlier report cannot be removed: {error_reason(error)}") from error

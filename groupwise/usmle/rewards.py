@@ -1,74 +1,34 @@
-"""Medical words in an answer, and a reward that adds a little for them and takes a little from answers that are short.
+"""Rewards and grades of multiple-choice answers: the right letter, optionally with a bonus and a penalty.
 
-The words are those of ICD-10-CM's descriptions that ordinary English does not have; tools/medical_words.py makes the
-list. That an answer uses them says nothing of its being right, so what they earn is small beside what being right does.
+Medical words in an answer do not make it right, so their bonus is small beside the reward for the right letter.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.resources
 import math
-import os
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
-from groupwise.errors import ConfigError, DataError, check_choice
+from groupwise.errors import ConfigError, check_choice
+from groupwise.rewards import text_of
 from groupwise.rewards.text import excerpt
+from groupwise.tasks.base import TaskRow
+from groupwise.usmle.answers import extract_answer
+from groupwise.usmle.medical_words import uses_medical_terms
 
 BonusWhen = Literal["always", "right"]
-
-# Letters with no letter or digit beside them; possessive, so that no text makes the search go back over what it read.
-_WORD = re.compile(r"(?<![^\W_])[^\W\d_]++(?![^\W_])")
 
 
 @dataclass(frozen=True)
 class EnhancedReward:
-    """A reward and what it is made of: total = correctness + term_bonus + short_penalty + clamped."""
+    """A reward and its parts: total = correctness + term_bonus + short_penalty + clamped."""
 
     total: float
     correctness: float  # 1 or 0
     term_bonus: float
     short_penalty: float  # 0 or below
-    clamped: float  # what the limits took (below 0) or gave (above 0)
-
-
-def load_medical_vocabulary(path: str | Path | None = None) -> frozenset[str]:
-    """The medical words that come with groupwise, or those of a file of one's own, in lower case.
-
-    The file has one word a line; what follows a ``#`` is a comment. It is read again only when it has changed.
-    """
-    if path is None:
-        return _packaged()
-    path = Path(os.path.expanduser(path))
-    try:
-        status = path.stat()
-        return _from_file(path, status.st_mtime_ns, status.st_size)
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
-        raise DataError(
-            f"the medical vocabulary {path} cannot be read: {reason}; give a text file with one word a line, or leave "
-            "the path out to use the words that come with groupwise"
-        ) from error
-
-
-def medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> list[str]:
-    """The distinct words of the vocabulary that the text uses, as the vocabulary has them, in the order of first use.
-
-    Only whole words count, in upper or lower case; a plural in -s or -es counts as its singular if that is what the
-    vocabulary has.
-    """
-    return list(_terms(text, vocabulary))
-
-
-def uses_medical_terms(text: str, vocabulary: frozenset[str] | None = None, at_least: int = 1) -> bool:
-    """Whether the text uses ``at_least`` different medical words."""
-    _check_count("at_least", at_least, 1)
-    return sum(1 for _ in islice(_terms(text, vocabulary), at_least)) == at_least
+    clamped: float  # what clamping to the limits added or subtracted
 
 
 def enhanced_reward(
@@ -81,11 +41,10 @@ def enhanced_reward(
     bonus_when: BonusWhen = "always",
     vocabulary: frozenset[str] | None = None,
 ) -> EnhancedReward:
-    """The reward of an answer: 1 if it is right, a bonus for medical words, a penalty for being short.
+    """1 for a right answer, a bonus for medical words, a penalty for a text of fewer than ``short_length`` characters.
 
-    Short is a text of less than ``short_length`` characters, white space included. With ``bonus_when="always"`` wrong
-    answers get the bonus too, and the sum is clamped to [0, 1]; with ``"right"`` only right ones get it, and the upper
-    limit is 1 + ``term_bonus``. With the default weights the total is:
+    With ``bonus_when="always"`` wrong answers get the bonus too, and the sum is clamped to [0, 1]; with ``"right"``
+    only right ones get it, and the upper limit is 1 + ``term_bonus``. With the default weights the total is:
 
     ====== ============= ===== ======== =======
     answer medical words short "always" "right"
@@ -100,18 +59,18 @@ def enhanced_reward(
     wrong  no            yes   0        0
     ====== ============= ===== ======== =======
 
-    So with ``"always"`` the clamp takes the bonus from a right answer of full length, 1.05 becoming 1, and leaves it to
-    a wrong one: medical words are learned from wrong answers rather than from right ones. With ``"right"`` it is the
-    right ones that they are learned from, and all wrong answers are alike. In both forms a wrong answer without the
-    bonus loses nothing by being short.
+    So with ``"always"`` the clamp removes the bonus from a long right answer and leaves it to a long wrong one: medical
+    words are reinforced by wrong answers. With ``"right"`` they are reinforced by right answers, and all wrong ones
+    have the same reward.
     """
     _check_weight("term_bonus", term_bonus)
     _check_weight("short_penalty", short_penalty)
-    _check_count("short_length", short_length, 0)
+    if isinstance(short_length, bool) or not isinstance(short_length, int) or short_length < 0:
+        raise ConfigError(f"short_length must be a whole number of at least 0, got {excerpt(short_length)}")
     check_choice("bonus_when", bonus_when, get_args(BonusWhen), ConfigError)
-    pays = bonus_when == "always" or correct
+    has_bonus = (bonus_when == "always" or correct) and uses_medical_terms(text, vocabulary)
     correctness = 1.0 if correct else 0.0
-    bonus = float(term_bonus) if pays and uses_medical_terms(text, vocabulary) else 0.0
+    bonus = float(term_bonus) if has_bonus else 0.0
     penalty = 0.0 - short_penalty if len(text) < short_length else 0.0
     added = correctness + bonus + penalty
     limit = 1.0 if bonus_when == "always" else 1.0 + term_bonus
@@ -119,64 +78,78 @@ def enhanced_reward(
     return EnhancedReward(total, correctness, bonus, penalty, clamped=total - added)
 
 
-def _terms(text: str, vocabulary: frozenset[str] | None) -> Iterator[str]:
-    words = load_medical_vocabulary() if vocabulary is None else vocabulary
-    seen = set()
-    for match in _WORD.finditer(text):
-        term = _term(match[0].lower(), words)
-        if term is not None and term not in seen:
-            seen.add(term)
-            yield term
+def correct_letter(
+    completions: Sequence[Any],
+    options: Sequence[Mapping[str, str]],
+    answer: Sequence[str],
+    log_extra: Any = None,
+    log_metric: Any = None,
+    *,
+    strict: bool = True,
+) -> list[float]:
+    """1 for the right letter, 0 for any other and for none."""
+    texts = [text_of(completion) for completion in completions]
+    choices = [extract_answer(text, letters, strict=strict) for text, letters in zip(texts, options, strict=True)]
+    predicted = [choice.letter for choice in choices]
+    correct = [letter == right for letter, right in zip(predicted, answer, strict=True)]
+    if log_extra is not None:
+        log_extra("predicted", predicted)
+        log_extra("ground_truth", list(answer))
+        log_extra("correct", correct)
+        log_extra("has_valid_answer", [letter is not None for letter in predicted])
+        log_extra("response_length", [len(text) for text in texts])
+        log_extra("rule", [choice.rule for choice in choices])
+    if log_metric is not None:
+        _log_letters(log_metric, predicted, options, answer)
+    return [float(right) for right in correct]
 
 
-def _term(word: str, vocabulary: frozenset[str]) -> str | None:
-    if word in vocabulary:
-        return word
-    singulars = (word.removesuffix(ending) for ending in ("s", "es") if word.endswith(ending))
-    return next((singular for singular in singulars if singular in vocabulary), None)
+def enhanced(
+    completions: Sequence[Any],
+    options: Sequence[Mapping[str, str]],
+    answer: Sequence[str],
+    log_extra: Any = None,
+    log_metric: Any = None,
+    *,
+    strict: bool = True,
+    score: Callable[[bool, str], EnhancedReward] = enhanced_reward,
+) -> list[float]:
+    """`enhanced_reward` of each completion; its parts are logged."""
+    correct = correct_letter(completions, options, answer, log_extra, log_metric, strict=strict)
+    parts = [score(bool(right), text_of(completion)) for right, completion in zip(correct, completions, strict=True)]
+    for name in ("correctness", "term_bonus", "short_penalty", "clamped"):
+        values = [float(getattr(part, name)) for part in parts]
+        if log_extra is not None:
+            log_extra(f"enhanced/{name}", values)
+        if log_metric is not None:
+            log_metric(f"enhanced/{name}", sum(values) / len(values))
+    return [part.total for part in parts]
 
 
-@functools.cache
-def _packaged() -> frozenset[str]:
-    file = importlib.resources.files("groupwise.usmle").joinpath("medical_words.txt")
-    return _parse(file.read_text(encoding="utf-8"), "groupwise's own list")
+def strict_grade(row: TaskRow, answer: str) -> bool | None:
+    """Right only in the form that was asked for."""
+    letter = extract_answer(answer, row["options"], strict=True).letter
+    return None if letter is None else letter == row["answer"]
 
 
-@functools.lru_cache(maxsize=8)
-def _from_file(path: Path, modified: int, size: int) -> frozenset[str]:
-    """The words of a file; when it was modified and its size are there for the cache to see a change."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the medical vocabulary {path} is not a text in UTF-8; give a text file with one word a line"
-        ) from error
-    return _parse(text, str(path))
+def lenient_grade(row: TaskRow, answer: str) -> bool | None:
+    """Right in any form that a careful reader understands."""
+    letter = extract_answer(answer, row["options"]).letter
+    return None if letter is None else letter == row["answer"]
 
 
-def _parse(text: str, name: str) -> frozenset[str]:
-    words = set()
-    for number, line in enumerate(text.splitlines(), start=1):
-        word = line.partition("#")[0].strip()
-        if not word:
-            continue
-        if not _WORD.fullmatch(word):
-            raise DataError(
-                f"line {number} of the medical vocabulary {name} is {excerpt(word)}, but a line is one word of letters "
-                "alone, since texts are searched word by word; write each word of a phrase on a line of its own"
-            )
-        words.add(word.lower())
-    if not words:
-        raise DataError(f"the medical vocabulary {name} has no words; write one a line")
-    return frozenset(words)
+def _log_letters(
+    log_metric: Any, predicted: Sequence[str | None], options: Sequence[Mapping[str, str]], answer: Sequence[str]
+) -> None:
+    """The accuracy of guessing, and each letter's share of the predicted and of the right answers."""
+    log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
+    answered = [letter for letter in predicted if letter is not None]
+    for letter in sorted({letter for letters in options for letter in letters}):
+        log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
+        log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
 
 
 def _check_weight(name: str, value: float) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or value < 0:
         raise ConfigError(f"{name} must be a finite number of at least 0, got {excerpt(value)}; 0 turns it off")
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} must be a whole number of at least {least}, got {excerpt(value)}")

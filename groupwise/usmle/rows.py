@@ -1,10 +1,10 @@
-"""Multiple-choice rows in one shape from the shapes that they are published in; what is no sound question is refused.
+"""Multiple-choice questions in one format, from the formats of the public data sets. Invalid questions are refused.
 
 | from | question | options | the right one |
 |---|---|---|---|
-| the first document | question | options {A: …} | answer, a letter |
+| groupwise | question | options {A: …} | answer, a letter |
 | MedQA (files, hub) | question | options {A: …} or [{key, value}] | answer_idx, a letter; answer, its text |
-| MedMCQA | question | opa, opb, opc, opd | cop: 1 to 4 in the makers' files, 0 to 3 on the hub |
+| MedMCQA | question | opa, opb, opc, opd | cop: 1 to 4 in the original files, 0 to 3 on the hub |
 | MMLU | question | A, B, C, D in a .csv without a header; choices on the hub | answer: a letter; a number on the hub |
 """
 
@@ -23,32 +23,34 @@ from typing import Any
 from groupwise import data
 from groupwise.config import Recipe
 from groupwise.errors import DataError
-from groupwise.tasks.base import Row
+from groupwise.tasks.base import TaskRow
 from groupwise.tasks.rows import hold_out, read_both
 
 SAMPLE, SAMPLE_HELD_OUT = "usmle_sample.jsonl", 16
 LETTERS = "ABCDEFGHIJ"
 MMLU_COLUMNS = ("question", "A", "B", "C", "D", "answer")
 MEDMCQA_OPTIONS = ("opa", "opb", "opc", "opd")
-# Columns that become part of the row; all others go into its metadata.
-TAKEN = {"question", "options", "answer", "answer_idx", "explanation", "exp", "category", "subject_name", "subject",
-         "step", "meta_info", "id", "choices", "cop", *MEDMCQA_OPTIONS, *LETTERS}  # fmt: skip
+# Columns that are read; all others go into the row's metadata.
+READ_COLUMNS = {
+    "question", "options", "answer", "answer_idx", "explanation", "exp", "category", "subject_name", "subject",
+    "step", "meta_info", "id", "choices", "cop", *MEDMCQA_OPTIONS, *LETTERS,
+}  # fmt: skip
 
 
-def read_questions(recipe: Recipe, skipped: Counter[str] | None) -> tuple[list[Row], list[Row]]:
+def read_questions(recipe: Recipe, skipped: Counter[str] | None) -> tuple[list[TaskRow], list[TaskRow]]:
     """The training and the held-out questions that ``[data]`` names.
 
-    ``skipped``: count rows that are no sound questions there, by their fault, and leave them out; None: refuse them.
+    ``skipped`` counts the invalid questions that are left out, by reason; with None an invalid one is an error.
     """
 
-    def read(source: str, **options: Any) -> list[Row]:
-        return _sound(_read(source, **options), skipped)
+    def read(source: str, **options: Any) -> list[TaskRow]:
+        return _valid(_read(source, **options), skipped)
 
     return read_both(recipe, read)
 
 
-def sample_questions(recipe: Recipe) -> tuple[list[Row], list[Row]]:
-    """The packaged sample: its last 16 questions are held out, or as many as the recipe says."""
+def sample_questions(recipe: Recipe) -> tuple[list[TaskRow], list[TaskRow]]:
+    """The packaged sample. Its last 16 questions are held out, unless the recipe draws others."""
     text = (resources.files("groupwise.usmle") / SAMPLE).read_text(encoding="utf-8")
     lines = [json.loads(line) for line in text.splitlines()]
     rows = [question_of(data.Row(values, f"{SAMPLE}, line {at}")) for at, values in enumerate(lines, start=1)]
@@ -60,8 +62,8 @@ def sample_questions(recipe: Recipe) -> tuple[list[Row], list[Row]]:
     return train, held_out[: settings.held_out_rows]
 
 
-def question_of(row: Mapping[str, Any]) -> Row:
-    """A row in the task's own shape; a `DataError` that names its place where it is no sound question."""
+def question_of(row: Mapping[str, Any]) -> TaskRow:
+    """A row in the task's format; a `DataError` that names the row's file and line if it is not a valid question."""
     where = data.where_of(row, 0)
     if "question" not in row:
         raise DataError(f"{where}: there is no column 'question' (there are {', '.join(map(repr, row)) or 'none'})")
@@ -69,7 +71,7 @@ def question_of(row: Mapping[str, Any]) -> Row:
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: the question is empty")
     options = _options(row, where)
-    found: Row = {
+    parsed: TaskRow = {
         "question": question.strip(),
         "options": options,
         "answer": _answer(row, options, where),
@@ -77,13 +79,13 @@ def question_of(row: Mapping[str, Any]) -> Row:
         "category": _text(row, "category", "subject_name", "subject"),
         "step": _text(row, "step", "meta_info"),
         "id": _text(row, "id"),
-        "metadata": {name: value for name, value in row.items() if name not in TAKEN},
+        "metadata": {name: value for name, value in row.items() if name not in READ_COLUMNS},
     }
-    return data.Row(found, where)
+    return data.Row(parsed, where)
 
 
 def _read(source: str, *, split: str | None, subset: str | None, limit: int | None) -> list[dict[str, Any]]:
-    """`data.read_rows`, also for MMLU's files, which have no header and their subject in their name."""
+    """`data.read_rows`, also for MMLU's files, which have no header and the subject in their name."""
     path = Path(source).expanduser()
     if path.is_dir() and (files := sorted(path.glob("[!.]*.csv"))) and all(map(_has_no_header, files)):
         rows = [row for file in files for row in _read(str(file), split=split, subset=subset, limit=limit)]
@@ -94,9 +96,9 @@ def _read(source: str, *, split: str | None, subset: str | None, limit: int | No
         subject = re.sub(r"^mmlu_|_(?:test|dev|val)$", "", path.stem).replace("_", " ")
         return [data.Row({**row, "subject": subject}, data.where_of(row, 0)) for row in rows]
     on_hub = not path.exists()
-    # How a file counts shows in all of its rows, not in the first few.
-    whole = rows if on_hub or limit is None or "cop" not in rows[0] else data.read_rows(source)
-    return _counted_from_one(rows, whole, on_hub=on_hub)
+    # A few rows do not show whether a file counts from 0 or from 1.
+    all_rows = rows if on_hub or limit is None or "cop" not in rows[0] else data.read_rows(source)
+    return _counted_from_one(rows, all_rows, on_hub=on_hub)
 
 
 def _has_no_header(path: Path) -> bool:
@@ -106,25 +108,25 @@ def _has_no_header(path: Path) -> bool:
         with path.open(encoding="utf-8-sig", newline="") as file:
             fields = next(csv.reader(file), [])
     except (OSError, UnicodeDecodeError, csv.Error):
-        return False  # whoever reads the file has a sentence for it
+        return False  # reading the file gives the error
     names = {field.strip().casefold() for field in fields}
     return len(fields) == len(MMLU_COLUMNS) and fields[-1].strip() in set("ABCD") and not names & {"question", "answer"}
 
 
 def _counted_from_one(
-    rows: list[dict[str, Any]], whole: Sequence[Mapping[str, Any]], *, on_hub: bool
+    rows: list[dict[str, Any]], all_rows: Sequence[Mapping[str, Any]], *, on_hub: bool
 ) -> list[dict[str, Any]]:
-    """MedMCQA's ``cop`` as its makers' files count it. The hub counts from 0, and so does what was saved from there.
+    """MedMCQA's ``cop`` counted from 1, as in the original files. The hub, and files saved from it, count from 0.
 
-    ``whole`` are the rows that tell: some from 0 have a 0 among them, some from 1 a 4.
+    A 0 anywhere in ``all_rows`` means counting from 0, a 4 means counting from 1.
     """
-    numbers = {cop for row in whole if isinstance(cop := _cop(row), int)}
+    numbers = {cop for row in all_rows if isinstance(cop := _cop(row), int)}
     if 0 in numbers and 4 in numbers:
-        where = next(data.where_of(row, 0) for row in whole if _cop(row) == 4)
+        where = next(data.where_of(row, 0) for row in all_rows if _cop(row) == 4)
         raise DataError(f"{where}: cop is 4, but other rows have cop 0; it counts either from 0 or from 1, not both")
     if 0 not in numbers and (4 in numbers or not on_hub):
         return rows
-    # A row without a right answer has -1 in both ways of counting.
+    # -1 marks a row without a right answer in both.
     return [
         data.Row({**row, "cop": cop + 1}, data.where_of(row, 0))
         if isinstance(cop := _cop(row), int) and cop >= 0
@@ -134,54 +136,51 @@ def _counted_from_one(
 
 
 def _cop(row: Mapping[str, Any]) -> Any:
-    """The number of MedMCQA's right option; a .csv file has it as a text, which must not be taken for an option's."""
+    """The number of MedMCQA's right option, which is a text in a .csv file."""
     cop = row.get("cop")
     return int(cop) if isinstance(cop, str) and re.fullmatch(r"-?[0-9]+", cop.strip()) else cop
 
 
-def _sound(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> list[Row]:
-    found: list[Row] = []
-    first: DataError | None = None
+def _valid(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> list[TaskRow]:
+    questions: list[TaskRow] = []
+    first_error: DataError | None = None
     for row in rows:
         try:
-            found.append(question_of(row))
+            questions.append(question_of(row))
         except DataError as error:
             if skipped is None:
-                raise DataError(
-                    f"{error}; mend the row, or leave such rows out with usmle.bad_rows = 'skip'"
-                ) from error
-            first = first or error
+                raise DataError(f"{error}; correct the row, or set task_options.bad_rows = 'skip'") from error
+            first_error = first_error or error
             skipped[str(error).removeprefix(f"{data.where_of(row, 0)}: ").split(" (")[0]] += 1
-    if first is not None and not found:
-        raise DataError(f"{first}; and none of the {len(rows)} rows is a sound question") from first
-    return found
+    if first_error is not None and not questions:
+        raise DataError(f"{first_error}; none of the {len(rows)} rows is a valid question") from first_error
+    return questions
 
 
 def _options(row: Mapping[str, Any], where: str) -> dict[str, str]:
-    given = row.get("options")
-    if isinstance(given, Mapping):
-        pairs = [(letter, text) for letter, text in given.items() if text is not None]  # Arrow fills with nulls
-    elif (
-        isinstance(given, Sequence) and not isinstance(given, str) and all(isinstance(each, Mapping) for each in given)
-    ):
-        pairs = [(each.get("key"), each.get("value")) for each in given]
+    column: Any = row.get("options")
+    is_list = isinstance(column, Sequence) and not isinstance(column, str)
+    if isinstance(column, Mapping):
+        pairs = [(letter, text) for letter, text in column.items() if text is not None]  # Arrow fills with nulls
+    elif is_list and all(isinstance(option, Mapping) for option in column):
+        pairs = [(option.get("key"), option.get("value")) for option in column]
     else:
-        listed = given if isinstance(given, Sequence) and not isinstance(given, str) else row.get("choices")
-        if listed is None:
+        texts = column if is_list else row.get("choices")
+        if texts is None:
             names = MEDMCQA_OPTIONS if MEDMCQA_OPTIONS[0] in row else [name for name in LETTERS if name in row]
-            listed = [row.get(name) for name in names]
-        pairs = list(zip(string.ascii_uppercase, listed, strict=False))
+            texts = [row.get(name) for name in names]
+        pairs = list(zip(string.ascii_uppercase, texts, strict=False))
     return check_options(pairs, where)
 
 
 def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str]:
-    """Options by their letters, in order; a `DataError` if they are too few or too many, empty, or twice the same."""
+    """Options by letter, in order; a `DataError` if there are too few or too many, or if one is empty or repeated."""
     if not 2 <= len(pairs) <= len(LETTERS):
         raise DataError(f"{where}: a question needs 2 to 10 options (it has {len(pairs)})")
     options: dict[str, str] = {}
     for letter, text in pairs:
         if not isinstance(letter, str) or letter not in set(LETTERS) or letter in options:
-            raise DataError(f"{where}: options are named by the letters A to J, each once (got {letter!r})")
+            raise DataError(f"{where}: options need distinct letters from A to J (got {letter!r})")
         if not isinstance(text, (str, int, float)) or not str(text).strip():
             raise DataError(f"{where}: an option is empty ({letter})")
         options[letter] = str(text).strip()
@@ -194,34 +193,34 @@ def check_options(pairs: Sequence[tuple[Any, Any]], where: str) -> dict[str, str
 
 def _answer(row: Mapping[str, Any], options: Mapping[str, str], where: str) -> str:
     if "cop" in row:
-        given = _cop(row)
-        letter = _letter(given - 1, options) if isinstance(given, int) else None
+        value = _cop(row)
+        letter = _letter(value - 1, options) if isinstance(value, int) else None
     else:
-        given = row["answer_idx"] if row.get("answer_idx") is not None else row.get("answer")
-        letter = _letter(given, options)
+        value = row["answer_idx"] if row.get("answer_idx") is not None else row.get("answer")
+        letter = _letter(value, options)
     if letter is None:
-        raise DataError(f"{where}: the answer is none of the options (got {given!r}, options {', '.join(options)})")
-    # In MedQA the answer is the option's text, which may be a letter itself: that of a place in a picture.
-    told = row.get("answer")
-    if "cop" not in row and told != options[letter] and _letter(told, options) not in (None, letter):
-        raise DataError(f"{where}: answer_idx and answer are different options ({given!r} and {told!r})")
+        raise DataError(f"{where}: the answer is none of the options (got {value!r}, options {', '.join(options)})")
+    # In MedQA the answer is the option's text, which may itself be a letter: a place in a picture.
+    answer = row.get("answer")
+    if "cop" not in row and answer != options[letter] and _letter(answer, options) not in (None, letter):
+        raise DataError(f"{where}: answer_idx and answer are different options ({value!r} and {answer!r})")
     return letter
 
 
-def _letter(given: Any, options: Mapping[str, str]) -> str | None:
+def _letter(value: Any, options: Mapping[str, str]) -> str | None:
     """The letter of an option that is given by its letter, by its number from 0, or by its text."""
-    if given is None:
-        return None  # and not the option "None"
-    if isinstance(given, int) and not isinstance(given, bool):
-        letter = LETTERS[given] if 0 <= given < len(LETTERS) else ""
+    if value is None:
+        return None  # not the option "None"
+    if isinstance(value, int) and not isinstance(value, bool):
+        letter = LETTERS[value] if 0 <= value < len(LETTERS) else ""
         return letter if letter in options else None
-    text = str(given).strip()
+    text = str(value).strip()
     if text in options:
         return text
     return next((letter for letter, option in options.items() if option == text), None)
 
 
 def _text(row: Mapping[str, Any], *names: str) -> str | None:
-    """The first of these columns that holds something, as a text."""
+    """The first of these columns that is not empty, as a text."""
     values = [str(row[name]).strip() for name in names if row.get(name) is not None]
     return next((value for value in values if value), None)

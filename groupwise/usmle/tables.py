@@ -1,4 +1,4 @@
-"""The tables of a report on multiple choice: plain values all of them, so that a file can hold them."""
+"""The tables of a report on multiple choice, as plain values that can be stored as JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from groupwise.errors import CheckpointError
 from groupwise.stats import Interval, mean_interval, paired_test, proportion_interval
 
 VERSION = 1
-FEW = 5  # fewer questions than this say next to nothing, and are marked
+FEW = 5  # groups of fewer questions are marked
 
 
 @dataclass(frozen=True)
-class Share:
+class Proportion:
     """A share of ``n`` questions, such as an accuracy, with its 95 % interval."""
 
     value: float
@@ -27,18 +27,18 @@ class Share:
     n: int
 
     @classmethod
-    def of(cls, outcomes: Sequence[bool]) -> Share:
-        """The share of the true ones, with Wilson's interval."""
+    def of(cls, outcomes: Sequence[bool]) -> Proportion:
+        """The share of true outcomes, with Wilson's interval."""
         return cls._from(proportion_interval(sum(outcomes), len(outcomes)), len(outcomes))
 
     @classmethod
-    def mean(cls, values: Sequence[float]) -> Share:
+    def mean(cls, values: Sequence[float]) -> Proportion:
         """The mean of one share per question."""
         return cls._from(mean_interval(values), len(values))
 
     @classmethod
-    def _from(cls, interval: Interval, number: int) -> Share:
-        # Rounding can put a bound a hair beyond the estimate: 0 of 20 with an interval from 1e-17.
+    def _from(cls, interval: Interval, number: int) -> Proportion:
+        # Rounding can put a bound beyond the estimate: 0 of 20 with an interval from 1e-17.
         low, high = min(interval.low, interval.estimate), max(interval.high, interval.estimate)
         return cls(float(interval.estimate), float(low), float(high), number)
 
@@ -54,59 +54,59 @@ class Difference:
 
     @classmethod
     def between(cls, after: ArrayLike, before: ArrayLike) -> Difference:
-        found = paired_test(np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64))
-        return cls(found.difference.estimate, found.difference.low, found.difference.high, found.p_value)
+        test = paired_test(np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64))
+        return cls(test.difference.estimate, test.difference.low, test.difference.high, test.p_value)
 
 
 @dataclass(frozen=True)
-class Slice:
-    """The accuracy on the questions of one category or exam step; None for those that name none."""
+class GroupAccuracy:
+    """The accuracy on the questions of one category or exam step; the name is None for those without one."""
 
     name: str | None
-    accuracy: Share
+    accuracy: Proportion
     few: bool
 
 
 @dataclass(frozen=True)
-class Letter:
-    """A letter as the right one and as the predicted one; the shares are of the questions that have an answer."""
+class LetterCounts:
+    """How often a letter is right and how often it is predicted. The shares are of the answered questions."""
 
     letter: str
     right: int
     predicted: int
     right_share: float | None
     predicted_share: float | None
-    accuracy: Share | None  # on the questions whose right letter it is
+    accuracy: Proportion | None  # on the questions with this right letter
 
 
 @dataclass(frozen=True)
 class Confusion:
-    """How often each right letter (rows) was answered by each letter, or by none (columns).
+    """How often each right letter (rows) was answered with each letter, or with none (columns).
 
-    ``bias`` is the total variation distance between the predicted and the right letters of the questions that have an
-    answer: 0 if each letter is predicted as often as it is right, 1 if never. None without any answer.
+    ``bias`` is the total variation distance between the predicted and the right letters of the answered questions: 0 if
+    each letter is predicted as often as it is right. None if there is no answer.
     """
 
-    letters: tuple[Letter, ...]
+    letters: tuple[LetterCounts, ...]
     counts: tuple[tuple[int, ...], ...]
     bias: float | None
 
 
 @dataclass(frozen=True)
-class Shuffled:
-    """The same questions with their options in another order: a model that knows the answer does not mind."""
+class ShuffledOptions:
+    """The same questions with shuffled options."""
 
-    accuracy: Share
-    difference: Difference  # shuffled minus plain
-    consistency: Share  # the questions for which both orders led to the same option
+    accuracy: Proportion
+    difference: Difference  # shuffled minus original
+    consistency: Proportion  # questions with the same option chosen in both orders
 
 
 @dataclass(frozen=True)
-class PassAt:
-    """How likely at least one of ``k`` answers is right."""
+class PassAtK:
+    """The probability that at least one of ``k`` answers is right."""
 
     k: int
-    share: Share
+    share: Proportion
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,13 @@ class SampledAccuracy:
     """Several answers to each question."""
 
     samples: int
-    accuracy: Share
-    majority: Share
-    pass_at: tuple[PassAt, ...]
+    accuracy: Proportion
+    majority: Proportion
+    pass_at: tuple[PassAtK, ...]
 
 
 @dataclass(frozen=True)
-class Bin:
+class CalibrationBin:
     """The questions whose likeliest letter has a probability between ``low`` and ``high``."""
 
     low: float
@@ -131,19 +131,19 @@ class Bin:
 
 
 @dataclass(frozen=True)
-class Scored:
-    """The likeliest letter as the answer, which needs no form and no reader."""
+class LetterScores:
+    """The accuracy of the likeliest letter, without a written answer."""
 
-    accuracy: Share
+    accuracy: Proportion
     right_probability: float
-    bins: tuple[Bin, ...]
+    bins: tuple[CalibrationBin, ...]
     calibration_error: float
-    agreement: Share | None  # with the answer that was written to the same form of the question
-    order: Shuffled | None  # for the shuffled form: against the plain one
+    agreement: Proportion | None  # with the written answer
+    order: ShuffledOptions | None  # shuffled options against the original ones
 
 
 @dataclass(frozen=True)
-class Example:
+class ErrorExample:
     number: int
     question: str
     right: str
@@ -152,26 +152,26 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Pattern:
-    """One way to be wrong: how often it happened, its share of all errors, and some examples."""
+class ErrorPattern:
+    """One kind of error: its count, its share of all errors, and examples."""
 
     name: str
     count: int
     share: float
-    examples: tuple[Example, ...]
+    examples: tuple[ErrorExample, ...]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule of the lenient reader: how often it fired, and how often its letter was right."""
+class RuleAccuracy:
+    """A rule of the lenient reader: how often it was used, and how often its letter was right."""
 
     name: str
-    accuracy: Share
+    accuracy: Proportion
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What became of one question: letters, None where there is none."""
+class QuestionOutcome:
+    """The result of one question as letters; None where there is none."""
 
     number: int
     question: str
@@ -180,73 +180,74 @@ class Outcome:
     lenient: str | None
     strict: str | None
     letters: str | None  # the likeliest letter
-    sampled: float | None  # the share of its samples that are right
+    sampled: float | None  # the share of right samples
 
 
 @dataclass(frozen=True)
 class ExamReport:
-    """All that was found. Where a table has no word about the reader, the lenient one read the answers."""
+    """All results. A table without a word about the reader is by the lenient one."""
 
     fingerprint: str
     n: int
     chance: float
-    lenient: Share
-    strict: Share
+    lenient: Proportion
+    strict: Proportion
     unread_lenient: int
     unread_strict: int
     mean_tokens: float
     cut_off: float
-    by_category: tuple[Slice, ...]
-    by_step: tuple[Slice, ...]
+    by_category: tuple[GroupAccuracy, ...]
+    by_step: tuple[GroupAccuracy, ...]
     confusion: Confusion
-    shuffled: Shuffled | None
+    shuffled: ShuffledOptions | None
     sampled: SampledAccuracy | None
-    letters: Scored | None
-    shuffled_letters: Scored | None
-    errors: int  # answers that are wrong by one reader or by both
-    patterns: tuple[Pattern, ...]
-    rules: tuple[Rule, ...]
-    outcomes: tuple[Outcome, ...]
+    letters: LetterScores | None
+    shuffled_letters: LetterScores | None
+    errors: int  # answers that are wrong for at least one reader
+    patterns: tuple[ErrorPattern, ...]
+    rules: tuple[RuleAccuracy, ...]
+    outcomes: tuple[QuestionOutcome, ...]
     version: int = VERSION
 
-    def accuracies(self) -> dict[str, Share]:
-        """Every way in which the model was measured, by its name."""
-        found = {"strict": self.strict, "lenient": self.lenient}
+    def accuracies(self) -> dict[str, Proportion]:
+        """Every measure of accuracy, by name."""
+        accuracies = {"strict": self.strict, "lenient": self.lenient}
         if self.sampled:
-            found["majority vote"] = self.sampled.majority
+            accuracies["majority vote"] = self.sampled.majority
         if self.letters:
-            found["likeliest letter"] = self.letters.accuracy
+            accuracies["likeliest letter"] = self.letters.accuracy
         if self.shuffled:
-            found["shuffled"] = self.shuffled.accuracy
-        return found
+            accuracies["shuffled"] = self.shuffled.accuracy
+        return accuracies
 
     def to_json(self) -> dict[str, Any]:
         return to_plain(self)
 
     @classmethod
     def from_json(cls, value: Any, where: str = "the report") -> ExamReport:
-        """The report that `to_json` gave; ``where`` names it in an error."""
+        """The report from the result of `to_json`; ``where`` names it in an error."""
         if not isinstance(value, dict) or "version" not in value:
-            raise CheckpointError(f"{where} is no report of an evaluation: it has no version")
+            raise CheckpointError(f"{where} is not a report of an evaluation: it has no version")
         if value["version"] != VERSION:
             raise CheckpointError(
-                f"{where} has version {value['version']!r}; this groupwise reads {VERSION}. Evaluate the model again"
+                f"{where} has the format {value['version']!r}, but this version of groupwise reads {VERSION}; evaluate "
+                "the model again"
             )
         try:
             report = TypeAdapter(ExamReport).validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{where} is damaged: {place}: {first['msg']}. Evaluate the model again") from error
+            raise CheckpointError(f"{where} is damaged: {place}: {first['msg']}; evaluate the model again") from error
         if len(report.outcomes) != report.n:
             raise CheckpointError(
-                f"{where} is damaged: it is about {report.n} questions but lists {len(report.outcomes)}. Evaluate the "
-                "model again"
+                f"{where} is damaged: it is about {report.n} questions but lists {len(report.outcomes)}; evaluate "
+                "the model again"
             )
         return report
 
 
 def to_plain(table: Any) -> dict[str, Any]:
-    """A table as dictionaries, lists, text and numbers."""
+    """A table as dictionaries, lists, strings and numbers."""
     plain: dict[str, Any] = TypeAdapter(type(table)).dump_python(table, mode="json")
     return plain

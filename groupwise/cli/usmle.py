@@ -1,0 +1,110 @@
+"""`groupwise usmle ask`: a model's answer to one multiple-choice question."""
+
+from __future__ import annotations
+
+import argparse
+import string
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from groupwise.cli.common import Commands, add, console
+from groupwise.cli.sample import MODEL_HELP, add_sampling_arguments, load_model_of, sampling_of
+from groupwise.errors import InputError
+
+if TYPE_CHECKING:
+    from groupwise.usmle.records import ModelAnswer
+
+FORMS = ("chat", "direct", "completion")  # the choices of task_options.prompt
+
+# Why no letter was found in an answer, by the reader's rule (`groupwise.usmle.answers.NO_ANSWER`).
+NO_LETTER = {
+    "nothing": "it chooses no option",
+    "several": "it names several options",
+    "declined": "it declines to choose",
+    "beyond the options": "it names a letter beyond the options",
+}
+
+
+def add_usmle(commands: Commands) -> None:
+    help_text = "multiple-choice questions of medical exams"
+    parser = commands.add_parser("usmle", help=help_text, description=help_text, allow_abbrev=False)
+    ask = add(
+        parser.add_subparsers(title="commands", metavar="COMMAND", required=True),
+        "ask",
+        _ask,
+        "answer a multiple-choice question: the completion, its letter, and the probability of each option",
+    )
+    ask.add_argument("model", metavar="MODEL", help=MODEL_HELP)
+    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument(
+        "--option", action="append", default=[], metavar="TEXT", help="an option, A first; give 2 to 10 of them"
+    )
+    ask.add_argument("--form", choices=FORMS, default=FORMS[0], help=f"form of the prompt (default: {FORMS[0]})")
+    add_sampling_arguments(ask, samples=1, max_new_tokens=400)
+    ask.epilog = "One answer is always greedy; --temperature and the like are for -n above 1."
+
+
+def _ask(arguments: argparse.Namespace) -> int:
+    from groupwise.usmle.prompts import with_prompt
+    from groupwise.usmle.rows import check_options
+
+    if not arguments.question.strip():
+        raise InputError("the question is empty")
+    options = check_options(list(zip(string.ascii_uppercase, arguments.option, strict=False)), "--option")
+    row = with_prompt({"question": arguments.question.strip(), "options": options}, form=arguments.form)
+    sampling = sampling_of(arguments)
+    if arguments.samples == 1:
+        sampling = replace(sampling, greedy=True)
+    model, tokenizer = load_model_of(arguments)
+    from groupwise.data import PromptBuilder
+    from groupwise.generate import Engine, StopStrings
+    from groupwise.model import prepare
+    from groupwise.usmle.exam import ModelUnderTest
+
+    handle = prepare(model)
+    under_test = ModelUnderTest(
+        handle,
+        Engine(handle),
+        tokenizer,
+        PromptBuilder(tokenizer, chat=False if arguments.raw else None, max_prompt_length=None),
+        stop=StopStrings(tokenizer, arguments.stop) if arguments.stop else None,
+    )
+    answers = under_test.answer([row], sampling, arguments.samples)
+    probabilities = under_test.letters([row], arguments.form)[0].probabilities
+    out = console()
+    for answer in answers:
+        out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
+        out.print(f"[{answer.stop_reason}, {answer.tokens} tokens]\n", markup=False, highlight=False)
+    out.print(_table(options, answers, probabilities))
+    for line in _conclusions(answers):
+        out.print(line, markup=False, highlight=False)
+    return 0
+
+
+def _table(options: dict[str, str], answers: Sequence[ModelAnswer], probabilities: Any) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("option", "", "probability", "chosen"):
+        table.add_column(column, justify="right" if column in ("probability", "chosen") else "left")
+    letters = [answer.lenient for answer in answers]
+    for letter, text in options.items():
+        times = letters.count(letter)
+        chosen = "" if not times else "yes" if len(answers) == 1 else f"{times} of {len(answers)}"
+        table.add_row(letter, Text(text), f"{probabilities[letter]:.1%}", chosen)  # Text: brackets are not markup
+    return table
+
+
+def _conclusions(answers: Sequence[ModelAnswer]) -> list[str]:
+    single = answers[0] if len(answers) == 1 else None
+    if single is not None and single.lenient is not None:
+        form = "in the requested form" if single.strict else f"by the rule '{single.rule}'"
+        return [f"answer: {single.lenient}, {form}"]
+    counts = Counter(answer.rule for answer in answers if answer.lenient is None)
+    which = {
+        rule: "this answer" if single else f"{number} of {len(answers)} answers" for rule, number in counts.items()
+    }
+    return [f"no letter found in {which[rule]}: {NO_LETTER[rule]}" for rule in counts]

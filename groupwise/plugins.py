@@ -1,0 +1,38 @@
+"""Plug-ins by name, registered as entry points. Those of groupwise itself are registered in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from groupwise.errors import ConfigError, check_choice
+from groupwise.text import error_reason
+
+
+def plugin_names(group: str, builtin: Mapping[str, str]) -> list[str]:
+    """The names in a group of entry points, ours first."""
+    return list(_entry_points(group, builtin))
+
+
+def load_plugin(group: str, builtin: Mapping[str, str], name: str, what: str) -> Any:
+    """The object registered under ``name``.
+
+    ``builtin`` repeats the entries of pyproject.toml, for a source tree that is on the path but not installed.
+    """
+    known = _entry_points(group, builtin)
+    check_choice(what, name, known, ConfigError)
+    try:
+        return known[name].load()
+    except Exception as error:
+        raise ConfigError(
+            f"the {what} {name!r} cannot be loaded from {known[name].value}: {type(error).__name__}: "
+            f"{error_reason(error)}"
+        ) from error
+
+
+def _entry_points(group: str, builtin: Mapping[str, str]) -> dict[str, EntryPoint]:
+    known = {name: EntryPoint(name, value, group) for name, value in builtin.items()}
+    for entry in entry_points(group=group):
+        known.setdefault(entry.name, entry)
+    return known

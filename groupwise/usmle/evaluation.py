@@ -1,0 +1,141 @@
+"""`groupwise eval --report` for this task: the exam of a recipe's model, written as a report and summed up."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from groupwise.config import Recipe
+from groupwise.generate import Engine
+from groupwise.rundir import package_versions
+from groupwise.tasks import TaskReport, find_task
+from groupwise.tasks.rows import listed
+from groupwise.text import Say
+from groupwise.training.components import load_components
+from groupwise.training.seeds import derive_seed
+from groupwise.usmle.compare import ExamComparison, compare
+from groupwise.usmle.exam import ExamProgress, ModelUnderTest, run_exam
+from groupwise.usmle.records import ModelAnswer
+from groupwise.usmle.report import REPORT, read_report, write_report
+from groupwise.usmle.tables import ExamReport
+
+BEFORE = "before"  # folder, within a report's, of the report on the model that it is compared with
+
+
+def report_on_model(
+    recipe: Recipe,
+    folder: Path,
+    *,
+    against: str | None = None,
+    progress: ExamProgress = lambda stage, done, total: None,
+    say: Say = lambda text: None,
+) -> TaskReport:
+    """Run the exam and write its report; ``against`` is a model, or a folder with an earlier report."""
+    before = None
+    if against is not None:
+        path = Path(against)
+        if (path / REPORT).exists() or path.name == REPORT:
+            before = read_report(path)
+        else:
+            earlier = recipe.with_settings({"model.source": against})
+            before, _ = exam_of_recipe(earlier, progress, say)
+            write_report(folder / BEFORE, before, title=_title(earlier), facts=facts_of(earlier))
+    report, answers = exam_of_recipe(recipe, progress, say, before)
+    comparison = None if before is None else compare(before, report)
+    files = write_report(folder, report, title=_title(recipe), facts=facts_of(recipe), comparison=comparison)
+    return TaskReport(files, _summary(report, comparison), [asdict(answer) for answer in answers])
+
+
+def exam_of_recipe(
+    recipe: Recipe,
+    progress: ExamProgress = lambda stage, done, total: None,
+    say: Say = lambda text: None,
+    like: ExamReport | None = None,
+) -> tuple[ExamReport, list[ModelAnswer]]:
+    """Load a recipe's model and held-out questions, and run the exam."""
+    components = load_components(recipe, say=say)
+    settings = recipe.evaluate
+    model = ModelUnderTest(
+        components.handle,
+        Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs),
+        components.tokenizer,
+        components.builder,
+        recipe.data.prompt,
+        components.stop,
+    )
+    return run_exam(
+        model,
+        components.held_out.rows,
+        form=_prompt_form(recipe),
+        max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
+        samples=settings.samples,
+        temperature=settings.temperature or recipe.sampling.temperature,
+        seed=derive_seed(recipe.train.seed, 2),
+        like=like,
+        progress=lambda stage, done, total: progress(f"{recipe.model.source}: {stage}", done, total),
+    )
+
+
+def facts_of(recipe: Recipe) -> dict[str, str]:
+    """What is needed to repeat an evaluation."""
+    settings = recipe.evaluate
+    facts = {
+        "model": recipe.model.source,
+        "questions": _source(recipe),
+        "prompt": _prompt_form(recipe),
+        "longest answer": f"{settings.max_new_tokens or recipe.sampling.max_new_tokens} tokens",
+    }
+    if settings.samples > 1:
+        temperature = settings.temperature or recipe.sampling.temperature
+        facts["samples"] = f"{settings.samples}, temperature {temperature:g}"
+    facts["seed"] = str(recipe.train.seed)
+    versions = package_versions(("torch", "transformers"))
+    names = [name for name in ("groupwise", "torch", "transformers") if name in versions]
+    facts["versions"] = ", ".join(f"{name} {versions[name]}" for name in names)
+    return facts
+
+
+def _prompt_form(recipe: Recipe) -> str:
+    form: str = find_task(recipe.task).read_options(recipe).prompt
+    return form
+
+
+def _title(recipe: Recipe) -> str:
+    return f"{recipe.model.source} on {recipe.task}"
+
+
+def _source(recipe: Recipe) -> str:
+    """The files or data sets of the held-out questions, without their folders."""
+    data = recipe.data
+    named = ", ".join(Path(source).name for source in listed(data.held_out) or listed(data.train))
+    if not named:
+        return "the task's own rows"
+    if data.held_out_from_train:
+        return f"{data.held_out_from_train} held out from {named}"
+    return named if data.held_out_split is None else f"{named}, {data.held_out_split}"
+
+
+def _summary(report: ExamReport, comparison: ExamComparison | None) -> list[Any]:
+    """The accuracies as a table, and sentences on the answers and on each change."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    before = comparison.before if comparison is not None else {}
+    for column in ("measure", "value", "95 % interval", *(("before",) if before else ())):
+        table.add_column(column, justify="left" if column == "measure" else "right")
+    for name, share in report.accuracies().items():
+        cells = [name, f"{share.value:.1%}", f"{share.low:.1%} – {share.high:.1%}"]
+        if before:
+            cells.append(f"{before[name].value:.1%}" if name in before else "")
+        table.add_row(*cells)
+    unread = f"{report.unread_strict / report.n:.1%} strictly, {report.unread_lenient / report.n:.1%} leniently"
+    lines = [
+        f"{report.n:,} questions; without an answer: {unread}; {report.mean_tokens:.1f} tokens per answer, "
+        f"{report.cut_off:.1%} cut off"
+    ]
+    for measure in comparison.measures if comparison is not None else ():
+        verdict = "significant" if measure.real else "not significant"
+        test = "McNemar" if measure.changes is not None else "permutation test"
+        lines.append(f"{measure.name}: {measure.difference.value:+.1%}, {verdict} ({test} p = {measure.p_value:.2g})")
+    return [table, *lines]

@@ -1,0 +1,74 @@
+"""Multiple-choice questions as prompts, and the answers that go with each form of prompt."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise import data
+from groupwise.tasks.base import TaskRow
+
+INSTRUCTIONS = {
+    "chat": "Reason step by step in a few sentences. End with a line that says 'Answer:' and the letter of the right "
+    "option ({letters}).",
+    "direct": "Reply with one line that says 'Answer:' and the letter of the right option ({letters}), nothing else.",
+}
+
+
+def format_prompt(row: Mapping[str, Any], form: str = "chat") -> str:
+    """The question, its options, and the instruction of one of the forms chat, direct and completion."""
+    listed = "".join(f"{letter}. {text}\n" for letter, text in sorted(row["options"].items()))
+    letters = _join_letters(sorted(row["options"]))
+    if form == "completion":
+        return (
+            f"Medical Question: {row['question']}\n\nOptions:\n{listed}\n"
+            f"Analyze the case and provide the correct answer ({letters}): "
+        )
+    return f"{row['question']}\n\n{listed}\n{INSTRUCTIONS[form].format(letters=letters)}"
+
+
+def with_prompt(row: TaskRow, *, form: str) -> TaskRow:
+    """The row with its prompt."""
+    return data.Row({**row, "prompt": format_prompt(row, form)}, data.where_of(row, 0))
+
+
+def letter_answers(row: TaskRow, *, form: str) -> dict[str, str]:
+    """The shortest answer for each letter, from which the letters' probabilities are computed."""
+    return {letter: letter if form == "completion" else f"Answer: {letter}" for letter in sorted(row["options"])}
+
+
+def worked_answer(row: TaskRow, form: str) -> str:
+    """The target of SFT: the explanation, if there is one, and the letter."""
+    letter = row["answer"]
+    if form == "completion":
+        return f"{letter}. {row['options'][letter]}"
+    explanation = row.get("explanation")
+    return f"{explanation.strip()}\n\nAnswer: {letter}" if explanation and form == "chat" else f"Answer: {letter}"
+
+
+def shuffle_options(row: TaskRow, seed: str, *, form: str) -> TaskRow:
+    """The same question with its options under other letters, never in the order that they had.
+
+    The column ``moved`` maps each old letter to its new one. The explanation is dropped, since it may mention letters.
+    """
+    letters = sorted(row["options"])
+    places = letters.copy()
+    generator = random.Random(seed)
+    while places == letters:
+        generator.shuffle(places)
+    moved = dict(zip(letters, places, strict=True))
+    options = {moved[letter]: row["options"][letter] for letter in letters}
+    changed = {
+        **row,
+        "options": dict(sorted(options.items())),
+        "answer": moved[row["answer"]],
+        "explanation": None,
+        "moved": moved,
+    }
+    return with_prompt(data.Row(changed, data.where_of(row, 0)), form=form)
+
+
+def _join_letters(letters: Sequence[str]) -> str:
+    """``A or B``; ``A, B, or C``."""
+    return " or ".join(letters) if len(letters) < 3 else f"{', '.join(letters[:-1])}, or {letters[-1]}"
