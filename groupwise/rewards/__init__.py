@@ -3,6 +3,7 @@
 from groupwise.rewards.contract import RewardFunction, RowFailure, Scores, named, weighted_total
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
+from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.maths import (
     correct_number,
     gold_number,
@@ -36,6 +37,7 @@ __all__ = [
     "lenient_correct",
     "load_function",
     "make_reward",
+    "math_equal",
     "named",
     "number_format",
     "overlong_penalty",

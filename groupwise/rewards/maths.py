@@ -1,7 +1,7 @@
-r"""Numbers in answers: found with regular expressions, kept as exact fractions, never evaluated as code.
+r"""Numbers in answers: read with regular expressions as exact fractions, never evaluated as code.
 
-The strict answer is where it was asked for: after ``####`` (GSM8K's mark) or in ``\boxed{}``. The lenient one is
-where a reader would find it. Train on the strict one, so that the form is learned too; report both.
+The strict answer follows ``####`` (GSM8K's format) or is in ``\boxed{}``. The lenient one may be the last number of the
+text. Train on the strict one, so that the policy also learns the format; report both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 from groupwise.errors import DataError
 from groupwise.rewards.text import excerpt, text_of
 
-LONGEST = (
-    100  # characters of a number with its unit, and its largest exponent: 1e999999999 is not a number to be computed
-)
+LONGEST = 100  # characters of a number with its unit; also its largest exponent, so that 1e999999999 is not computed
 
 Number = Fraction | int | float
 
@@ -34,40 +32,43 @@ _NUMBER = rf"""
 _WORD = r"[^\W\d_](?:[^\W\d_]|['’./-])*(?:\^[23])?"
 _FLAGS = re.VERBOSE | re.IGNORECASE
 
-# A number with nothing around it but a unit of up to three words: "$1,234.50", "50%", "18 dollars per hour".
+# A number alone, or with a unit of up to three words: "$1,234.50", "50%", "18 dollars per hour".
 _ALONE = re.compile(rf"{_NUMBER}[ ]?(?:%|°|{_CURRENCY})?[ ]?(?:/?{_WORD}(?:[ ]{_WORD}){{0,2}})?\.?", _FLAGS)
-# A number in a text. The 2 of "H2O" is none, and the minus of "5-3" is no sign.
+# A number in a text. The 2 of "H2O" is not one, and the minus of "5-3" is not a sign.
 _WITHIN = re.compile(rf"(?<![A-Za-z0-9_])(?<![0-9]\.){_NUMBER}", _FLAGS)
 _LAST_LINE = re.compile(rf"\#{{4}}[ ]+{_NUMBER}%?(?<!\.)", _FLAGS)
 _MARK = re.compile(r"(?<!#)####(?!#)")
-# "the answer is 3 · 6 = 18": what stands before the last equals sign is how it was found.
+# "the answer is 3 · 6 = 18": the part up to the last equals sign is the calculation.
 _SAYS = re.compile(r"\banswer(?:\s+is\b|\s*:)(?:[\s0-9.,:$+*/x×·÷()-]*=)*", re.IGNORECASE)
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The number that the text is, or None if it is anything else.
+    """The value of a text that is a number and nothing else, or None.
 
-    Commas separate thousands, and only thousands; currency signs, a percent sign and a unit after the number do not
-    count ("50%" is 50), but "million" does. Fractions ("3/4", "1 1/2", also LaTeX's) and "1.5e3" are read.
+    Commas separate thousands. Currency signs, a percent sign and a unit are ignored ("50%" is 50), but "million" is
+    not. Fractions ("3/4", "1 1/2", also in LaTeX) and "1.5e3" are understood.
     """
     match = _ALONE.fullmatch(" ".join(_plain(text).split()))
     return _value(match) if match else None
 
 
-def strict_answer(text: str) -> Fraction | None:
-    r"""The number after the last ``####`` or in the last ``\boxed{}``, whichever comes later in the text.
-
-    There may be nothing beside it, on its line or in its box, but what `parse_number` allows.
-    """
+def marked_answer(text: str) -> str | None:
+    r"""The text after the last ``####``, up to the end of its line, or in the last ``\boxed{}`` if that comes later."""
     mark = max((match.end() for match in _MARK.finditer(text)), default=-1)
     box = text.rfind("\\boxed{")
     if box >= 0 and box >= mark:
-        return parse_number(_braced(text, box + len("\\boxed")))
-    return parse_number(text[mark:].partition("\n")[0]) if mark >= 0 else None
+        return _braced(text, box + len("\\boxed"))
+    return text[mark:].partition("\n")[0] if mark >= 0 else None
+
+
+def strict_answer(text: str) -> Fraction | None:
+    """The number in the `marked_answer`, which may contain nothing else but what `parse_number` allows."""
+    answer = marked_answer(text)
+    return None if answer is None else parse_number(answer)
 
 
 def lenient_answer(text: str) -> Fraction | None:
-    """The strict answer if there is one; else the number after the last "answer is"; else the last number."""
+    """The strict answer, or else the number after the last "answer is", or else the last number."""
     strict = strict_answer(text)
     if strict is not None:
         return strict
@@ -82,13 +83,13 @@ def lenient_answer(text: str) -> Fraction | None:
 
 
 def same_number(a: Number | str | None, b: Number | str | None) -> bool:
-    """Whether both are numbers, or texts of numbers, of exactly the same value. None is the same as nothing."""
+    """Whether both are numbers, or texts of numbers, with exactly the same value. None equals nothing."""
     first, second = _exact(a), _exact(b)
     return first is not None and first == second
 
 
 def gold_number(answer: Any) -> Fraction:
-    """The number of a gold answer: "… #### 18", "18" or 18. A `DataError` if there is none."""
+    """The number of a gold answer: "… #### 18", "18" or 18. Raises a `DataError` if there is none."""
     marked = isinstance(answer, str) and (_MARK.search(answer) or "\\boxed{" in answer)
     value = strict_answer(answer) if marked else _exact(answer)
     if value is None:
@@ -147,21 +148,21 @@ def _exact(value: Any) -> Fraction | None:
         return None
     if isinstance(value, Integral):
         return Fraction(int(value))
-    # A float is read as it is written: 0.1 is a tenth, as it is in a text.
+    # 0.1 is exactly a tenth, as in a text.
     return Fraction(value) if isinstance(value, Rational) else Fraction(repr(float(value)))
 
 
 def _plain(text: str) -> str:
-    """The text with a plain minus, and without the LaTeX that numbers are dressed in."""
-    for dressed, bare in (("−", "-"), ("–", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%")):
-        text = text.replace(dressed, bare)
+    """The text with a plain minus, and without the LaTeX markup of numbers."""
+    for markup, plain in (("−", "-"), ("–", "-"), ("{,}", ","), ("\\,", ""), ("\\!", ""), ("\\$", "$"), ("\\%", "%")):
+        text = text.replace(markup, plain)
     text = re.sub(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}", r" \1", text)
     text = re.sub(r"(?<=[0-9])(?=\\[dt]?frac)", " ", text)
     return re.sub(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
 
 
 def _braced(text: str, start: int) -> str:
-    """What is in the braces that open at ``start``; nothing if they are never closed."""
+    """The text inside the braces that open at ``start``; empty if they are never closed."""
     depth = 0
     for end in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[end], 0)

@@ -11,6 +11,7 @@ from groupwise.errors import ConfigError, GroupwiseError, InputError, check_choi
 from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
+from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.reward_model import reward_model
 from groupwise.rewards.text import excerpt
 from groupwise.rewards.writing import keywords, length_band, repetition
@@ -21,6 +22,7 @@ BUILTIN: dict[str, Callable[..., Callable[..., Any]]] = {
     "length_band": length_band,
     "repetition": repetition,
     "keywords": keywords,
+    "math_equal": math_equal,
 }
 """The rewards that a recipe can name without a module: put one here to add it."""
 
