@@ -1,14 +1,14 @@
-"""What each enhancement of Enhanced GRPO does, on the quiz: accuracy, KL and stability over several seeds.
+"""Ablation of the enhancements of GRPO on the quiz: accuracy, KL and stability over several seeds.
 
-The quiz of `make train`, made harder in the ways that the enhancements are for: each batch is used for several updates
-(so that samples go stale), answers are sampled among the three likeliest bytes (so that the sampler's distribution is
-not the policy's), and the warm-up is short (so that a good part of the first answers is no letter at all). Each variant
-adds one thing to plain GRPO; two have all three, in DeepSeek-V3.2's forms and in the first document's.
+The quiz of `make train` is made harder: each batch is used for several updates (so that samples become off-policy),
+answers are sampled from the three most likely bytes (so that the sampling distribution differs from the policy), and
+the SFT warm-up is short (so that many of the first answers are not a letter). Each variant adds one enhancement to
+plain GRPO; two have all three, as in DeepSeek-V3.2 (arXiv 2512.02556) and as in the Enhanced GRPO design for USMLE.
 
 Usage::
 
     python benchmarks/ablation.py --keep runs/ablation --at-once 2     # 8 variants, 5 seeds: over an hour on two cores
-    python benchmarks/ablation.py --draw runs/ablation                 # table and picture of runs that are there
+    python benchmarks/ablation.py --draw runs/ablation                 # table and plot of finished runs
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from groupwise.rundir import metric_column, read_metrics
 from groupwise.stats import bootstrap_interval, paired_test
 
 HARDER = {
-    "loss.name": "reinforce",  # the document's loss: nothing is clipped, so only a mask can stop a stale sample
+    "loss.name": "reinforce",  # without clipping, only a mask can drop an off-policy sample
     "advantages.scale": "none",
     "train.steps": "100",
     "train.iterations": "2",
@@ -44,44 +44,44 @@ HARDER = {
     "model.device": "cpu",
 }
 PLAIN = "plain"
-PAPER = {
+V32 = {
     "unbiased KL": {"loss.kl": "unbiased"},
     "off-policy mask": {"masks.off_policy": "v3.2"},
     "keep sampling mask": {"masks.keep_sampling_mask": "true"},
     "all three (V3.2)": {"loss.kl": "unbiased", "masks.off_policy": "v3.2", "masks.keep_sampling_mask": "true"},
 }
-DOCUMENT = {
-    "exact KL (document)": {"loss.kl": "full_ratio_weighted"},
-    "validity filter (document)": {"masks.validity": "true"},
-    "all three (literal)": {
+ENHANCED = {
+    "full KL × mean ratio": {"loss.kl": "full_ratio_weighted"},
+    "validity filter": {"masks.validity": "true"},
+    "all three (Enhanced GRPO)": {
         "loss.kl": "full_ratio_weighted",
         "masks.off_policy": "reference_drift",
         "masks.validity": "true",
     },
 }
-VARIANTS: dict[str, dict[str, str]] = {PLAIN: {}, **PAPER, **DOCUMENT}
+VARIANTS: dict[str, dict[str, str]] = {PLAIN: {}, **V32, **ENHANCED}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; each uses one core")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, with the picture")
-    parser.add_argument("--draw", type=Path, help="only read the runs that are in this folder")
-    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="these variants alone")
+    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel; each uses one core")
+    parser.add_argument("--keep", type=Path, help="keep the runs and the plot in this folder")
+    parser.add_argument("--draw", type=Path, help="only read the runs in this folder")
+    parser.add_argument("--only", nargs="*", choices=list(VARIANTS), help="only these variants")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = args.draw or args.keep or Path(temporary)
         names = args.only or list(VARIANTS)
         if args.draw is None:
-            wanted = [(name, seed) for seed in range(args.seeds) for name in names]
+            runs = [(name, seed) for seed in range(args.seeds) for name in names]
             with ThreadPoolExecutor(args.at_once) as pool:
-                list(pool.map(lambda pair: train("quiz.toml", settings_of(*pair), folder_of(root, *pair)), wanted))
-        found = {name: [read(folder_of(root, name, seed)) for seed in range(args.seeds)] for name in names}
-        tell(found)
+                list(pool.map(lambda pair: train("quiz.toml", settings_of(*pair), folder_of(root, *pair)), runs))
+        results = {name: [read(folder_of(root, name, seed)) for seed in range(args.seeds)] for name in names}
+        report(results)
         if args.draw or args.keep:
-            draw(found, root / "ablation.png")
-            print(f"picture: {root / 'ablation.png'}")
+            draw(results, root / "ablation.png")
+            print(f"plot: {root / 'ablation.png'}")
 
 
 def settings_of(name: str, seed: int) -> dict[str, str]:
@@ -89,7 +89,7 @@ def settings_of(name: str, seed: int) -> dict[str, str]:
 
 
 def read(folder: Path) -> dict[str, np.ndarray]:
-    """A run's curves: held-out accuracy with its steps, KL, gradient norm, kept and unanswered shares."""
+    """A run's curves: held-out accuracy and its steps, KL, gradient norm, shares kept and without answer."""
     rows = read_metrics(folder / "metrics.jsonl")
     steps, accuracy = metric_column(rows, "eval/accuracy")
     curves = {"at": steps, "accuracy": accuracy}
@@ -98,12 +98,12 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.asarray(values, dtype=np.float64) for name, values in curves.items()}
 
 
-def tell(found: dict[str, list[dict[str, np.ndarray]]]) -> None:
-    plain = [run["accuracy"][-1] for run in found.get(PLAIN, [])]
+def report(results: dict[str, list[dict[str, np.ndarray]]]) -> None:
+    plain = [run["accuracy"][-1] for run in results.get(PLAIN, [])]
     heads = (("", -27), ("held out, at the end", 24), ("mean over the run", 19), ("worst fall", 12), ("KL", 8),
              ("no answer", 11), ("kept", 7), ("p", 8))  # fmt: skip
     print("".join(f"{head:<{-width}}" if width < 0 else f"{head:>{width}}" for head, width in heads))
-    for name, runs in found.items():
+    for name, runs in results.items():
         last = bootstrap_interval([run["accuracy"][-1] for run in runs])
         over = np.mean([run["accuracy"].mean() for run in runs])
         fall = max(float((np.maximum.accumulate(run["accuracy"]) - run["accuracy"]).max()) for run in runs)
@@ -117,16 +117,16 @@ def tell(found: dict[str, list[dict[str, np.ndarray]]]) -> None:
         print(f"{name:27}{span:>24}{over:>19.1%}{fall:>12.1%}{kl:>8.3f}{silent:>11.1%}{kept:>7.1%}{differs:>8}")
 
 
-def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
-    """Curves of the held-out accuracy with intervals on the left; the end and the KL of each variant on the right."""
+def draw(results: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
+    """Held-out accuracy over steps on the left; final accuracy and KL on the right."""
     figure = new_figure(11, 6.6)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
-    halves = (("DeepSeek-V3.2's forms, one by one", PAPER), ("the first document's forms", DOCUMENT))
+    halves = (("as in DeepSeek-V3.2", V32), ("as in Enhanced GRPO for USMLE", ENHANCED))
     colours = {PLAIN: "0.45"} | dict(zip([name for name in VARIANTS if name != PLAIN], COLOURS, strict=False))
     for row, (title, forms) in enumerate(halves):
         axes = figure.add_subplot(grid[row, 0])
-        for name in (name for name in (PLAIN, *forms) if name in found):
-            runs = found[name]
+        for name in (name for name in (PLAIN, *forms) if name in results):
+            runs = results[name]
             band = bootstrap_interval(np.stack([run["accuracy"] for run in runs]))
             axes.plot(runs[0]["at"], band.estimate, color=colours[name], linewidth=2, label=name)
             axes.fill_between(runs[0]["at"], band.low, band.high, color=colours[name], alpha=0.13, linewidth=0)
@@ -141,16 +141,16 @@ def draw(found: dict[str, list[dict[str, np.ndarray]]], path: Path) -> None:
         )
     ):
         axes = figure.add_subplot(grid[row, 1])
-        for place, (name, runs) in enumerate(found.items()):
+        for place, (name, runs) in enumerate(results.items()):
             tail = 1 if values == "accuracy" else 20
-            each = [run[values][-tail:].mean() for run in runs]
-            band = bootstrap_interval(each)
+            ends = [run[values][-tail:].mean() for run in runs]
+            band = bootstrap_interval(ends)
             axes.plot([band.low, band.high], [place, place], color=colours[name], linewidth=3, alpha=0.4)
-            axes.plot(each, [place] * len(each), "o", color=colours[name], markersize=3.5, alpha=0.6)
+            axes.plot(ends, [place] * len(ends), "o", color=colours[name], markersize=3.5, alpha=0.6)
             axes.plot(band.estimate, place, "D", color=colours[name], markersize=6)
             if values == "accuracy":
                 axes.plot(np.mean([run[values].mean() for run in runs]), place, "o", mfc="white", color=colours[name])
-        axes.set_yticks(range(len(found)), list(found), fontsize=8)
+        axes.set_yticks(range(len(results)), list(results), fontsize=8)
         axes.invert_yaxis()
         axes.set_title(title, loc="left", fontsize=10)
     save_figure(figure, path)

@@ -1,4 +1,4 @@
-"""What the benchmarks of generation and log-probs share: the work, the model, the device's own limits, a clock."""
+"""Shared by the benchmarks of generation and log-probs: arguments, models, prompts, timing and device limits."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHAPES = {
     },
 }  # fmt: skip
 
-WORK = {"cpu": (4, 240, 8, 48), "cuda": (16, 250, 16, 512)}  # prompts, tokens of a prompt, samples, new tokens
+WORK = {"cpu": (4, 240, 8, 48), "cuda": (16, 250, 16, 512)}  # prompts, prompt tokens, samples, new tokens
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, choices=("cpu", "cuda"))
-    parser.add_argument("--model", help="a name or folder for real weights, or a shape with random ones")
-    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, what the CPU computes fastest in otherwise")
+    parser.add_argument("--model", help="a model's name or folder, or a shape with random weights")
+    parser.add_argument("--dtype", help="default: bfloat16 on a GPU, else the fastest of the CPU")
     for name in ("prompts", "prompt-tokens", "samples", "new-tokens"):
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--repeat", type=int, default=3)
@@ -39,7 +39,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def fill(args: argparse.Namespace) -> None:
-    """Defaults that depend on the device."""
+    """Fill in the defaults that depend on the device."""
     from groupwise.model.device import set_threads
 
     for name, number in zip(("prompts", "prompt_tokens", "samples", "new_tokens"), WORK[args.device], strict=True):
@@ -64,7 +64,7 @@ def load(args: argparse.Namespace) -> PreTrainedModel:
 
 
 def make_prompts(args: argparse.Namespace, vocabulary: int) -> list[torch.Tensor]:
-    """Prompts of about the length asked for: a few tokens more or less, as real ones."""
+    """Prompts of about ``args.prompt_tokens`` tokens."""
     torch.manual_seed(1)
     spread = range(-(args.prompts // 2), args.prompts - args.prompts // 2)
     return [torch.randint(10, vocabulary, (max(1, args.prompt_tokens + more),)) for more in spread]
@@ -82,8 +82,8 @@ def describe(args: argparse.Namespace, model: PreTrainedModel, prompts: list[tor
 
 
 @contextmanager
-def own_attention(model: PreTrainedModel) -> Iterator[None]:
-    """The attention that transformers chooses itself, while a peer runs."""
+def default_attention(model: PreTrainedModel) -> Iterator[None]:
+    """The attention that transformers uses by default."""
     ours = model.config._attn_implementation
     model.set_attn_implementation("sdpa")
     try:
@@ -98,7 +98,7 @@ def synchronize(device: str) -> None:
 
 
 def in_turn(device: str, repeat: int, work: dict[str, Callable[[], object]]) -> dict[str, list[float]]:
-    """Seconds of each, one after another, ``repeat`` times, after one round that does not count."""
+    """Seconds of each function, called in turn ``repeat`` times, after a warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for turn in range(repeat + 1):
         for name, function in work.items():
@@ -118,19 +118,19 @@ def median(numbers: list[float]) -> float:
 
 
 def peak_memory(device: str, function: Callable[[], object]) -> int:
-    """The most memory while the function ran, the GPU's or this process's, model included."""
+    """Peak memory of the GPU or of this process while the function runs, model included."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     function()
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(peak.split()[1]) * 1024
 
 
 def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
-    """What this device reaches here and now: bytes per second of a large copy, operations per second of a product."""
+    """Measured limits of the device: bytes/s of a large copy, operations/s of a matrix product."""
     size = 2**30 if device == "cuda" else 2**27
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -154,7 +154,7 @@ def ceilings(device: str, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def product_rate(device: str, dtype: torch.dtype, rows: int, inner: int, outer: int) -> float:
-    """Operations per second of a product with few rows, as a decode step has."""
+    """Operations/s of a matrix product with few rows, as in a decode step."""
     a, b = torch.randn(rows, inner, device=device).to(dtype), torch.randn(outer, inner, device=device).to(dtype)
     best = float("inf")
     for _ in range(20):
@@ -172,11 +172,11 @@ def profile(device: str, function: Callable[[], object]) -> None:
     from torch.profiler import profile as record
 
     activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
-    with record(activities=[activity]) as found:
+    with record(activities=[activity]) as recording:
         function()
     times = {
         entry.key: entry.self_device_time_total if device == "cuda" else entry.self_cpu_time_total
-        for entry in found.key_averages()
+        for entry in recording.key_averages()
     }
     total = sum(times.values())
     for name, took in sorted(times.items(), key=lambda item: -item[1])[:12]:

@@ -1,20 +1,19 @@
-"""CartPole-v1 by the control presets and by Stable-Baselines3's PPO, side by side: steps and CPU seconds until solved.
+"""CartPole-v1: the control presets against Stable-Baselines3's PPO, in steps and CPU seconds until solved.
 
 Usage::
 
     python benchmarks/control.py                                             # ten seeds of every contender
     python benchmarks/control.py --seeds 3 --only ppo-fast,sb3-tuned
-    python benchmarks/control.py --first-seed 10 --only ppo-fast,grpo-fast   # ten that the presets were not chosen on
-    python benchmarks/control.py --json control.json                         # every evaluation, besides the tables
+    python benchmarks/control.py --first-seed 10 --only ppo-fast,grpo-fast   # ten not used to tune the presets
+    python benchmarks/control.py --json control.json                         # also write every evaluation
 
-All are judged alike: by the greedy return on the same 20 held-out starts, after the first update that ends 2,048 or
-more environment steps after the evaluation before. Solved is a mean of 475 at two evaluations in a row; steps and CPU
-seconds count up to the second of them, and evaluating is not counted. Everything runs on one thread. The contenders
-take turns seed by seed, so that a busy machine slows all alike: read the ratios. A short run of each comes first and
-does not count, for whatever is done only once in a process.
+All are evaluated in the same way: the greedy return on the same 20 held-out starts, after the first update that ends at
+least 2,048 environment steps after the previous evaluation. Solved means a mean of 475 at two evaluations in a row;
+steps and CPU seconds are counted up to the second one, without the evaluations. Everything runs on one thread. The
+contenders take turns seed by seed; compare the ratios. A short warm-up run of each is not counted.
 
-A run that is not solved within its steps counts as infinite; the update in which they end is finished and counts.
-Where neither side of a ratio is solved, the ratio is 0, which is against groupwise.
+A run that is not solved within its budget counts as infinite; its last update is completed. If neither side of a ratio
+is solved, the ratio is 0, to the disadvantage of groupwise.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ SCHEDULE = 100_000  # steps in which RL Zoo's learning rate and clip range fall 
 
 @dataclass
 class Outcome:
-    """How one run went. A row of ``rows`` is an evaluation: environment steps, CPU seconds and greedy return."""
+    """The result of one run; each row is an evaluation: environment steps, CPU seconds and greedy return."""
 
     contender: str
     seed: int
@@ -68,21 +67,21 @@ class Outcome:
         return self.solved_at or (math.inf, math.inf)
 
     def __str__(self) -> str:
-        how = "not solved by" if self.solved_at is None else "solved after"  # where it ended
-        return f"{how} {self.env_steps:,} steps and {self.cpu_seconds:.2f} CPU seconds"
+        status = "not solved by" if self.solved_at is None else "solved after"
+        return f"{status} {self.env_steps:,} steps and {self.cpu_seconds:.2f} CPU seconds"
 
 
 Outcomes = dict[str, list[Outcome]]  # by contender, one for each seed
-Ratios = dict[tuple[str, str], dict[str, Interval]]  # of (SB3's, groupwise's), by each of `WAYS`
-Promises = dict[str, tuple[bool, str]]  # whether it holds, and the figure
-WAYS = ("ratio of medians", "median of the seeds' ratios")
+Ratios = dict[tuple[str, str], dict[str, Interval]]  # by (SB3, groupwise) and by statistic
+Claims = dict[str, tuple[bool, str]]  # by claim: whether it holds, and the figure
+STATISTICS = ("ratio of medians", "median of the seeds' ratios")
 
 # --- the contenders --------------------------------------------------------------------------------------------------
 
 
 def run_groupwise(contender: str, seed: int, budget: int) -> Outcome:
-    judged = {"evaluate_every": EVERY, "starts": STARTS, "threshold": SOLVED, "stop_when_solved": True}
-    config = config_of(environment=ENVIRONMENT, algorithm=contender, seed=seed, steps=budget, **judged)
+    evaluation = {"evaluate_every": EVERY, "starts": STARTS, "threshold": SOLVED, "stop_when_solved": True}
+    config = config_of(environment=ENVIRONMENT, algorithm=contender, seed=seed, steps=budget, **evaluation)
     with tempfile.TemporaryDirectory() as temporary:
         training = train(config, Path(temporary) / "run")
     training.close()
@@ -98,7 +97,7 @@ def run_sb3(contender: str, seed: int, budget: int) -> Outcome:
     from stable_baselines3.common.env_util import make_vec_env
 
     def falling(start: float) -> Callable[[float], float]:
-        """From ``start`` to 0 in `SCHEDULE` steps; SB3 tells the part of the budget that is left."""
+        """From ``start`` to 0 in `SCHEDULE` steps; SB3 passes the remaining share of the budget."""
         return lambda left: start * max(0.0, 1 - (1 - left) * budget / SCHEDULE)
 
     tuned = contender == "sb3-tuned"
@@ -106,21 +105,21 @@ def run_sb3(contender: str, seed: int, budget: int) -> Outcome:
     environments = make_vec_env(ENVIRONMENT, n_envs=8 if tuned else 1, seed=seed)
     model = PPO("MlpPolicy", environments, seed=seed, device="cpu", verbose=0, **(tuning if tuned else {}))
     outcome = Outcome(contender, seed, budget)
-    model.learn(budget, callback=judging(outcome))
+    model.learn(budget, callback=evaluation_callback(outcome))
     environments.close()
     return outcome
 
 
-def judging(outcome: Outcome) -> Any:
-    """A callback of SB3 that evaluates between two updates, as groupwise does, and stops the clock meanwhile."""
+def evaluation_callback(outcome: Outcome) -> Any:
+    """An SB3 callback that evaluates between updates, as groupwise does, outside the measured time."""
     from stable_baselines3.common.callbacks import BaseCallback
 
-    class Judging(BaseCallback):
+    class Evaluation(BaseCallback):
         def _on_training_start(self) -> None:
             self.held_out = make_environments(ENVIRONMENT, STARTS)
             self.started = time.process_time()
 
-        def _on_rollout_start(self) -> None:  # the update before is done
+        def _on_rollout_start(self) -> None:  # after an update
             outcome.env_steps = self.model.num_timesteps
             outcome.cpu_seconds += time.process_time() - self.started
             is_over = outcome.env_steps >= outcome.budget
@@ -136,7 +135,7 @@ def judging(outcome: Outcome) -> Any:
                 outcome.solved_at = outcome.env_steps, outcome.cpu_seconds
 
         def get_action(self, states: np.ndarray, **_: Any) -> tuple[np.ndarray, None]:
-            """What `play_out` asks an agent for."""
+            """The method of an agent that `play_out` calls."""
             return self.model.predict(states, deterministic=True)[0], None
 
         def _on_step(self) -> bool:
@@ -147,7 +146,7 @@ def judging(outcome: Outcome) -> Any:
                 self._on_rollout_start()
             self.held_out.close()
 
-    return Judging()
+    return Evaluation()
 
 
 CONTENDERS = dict.fromkeys(("ppo-fast", "ppo", "grpo-fast", "grpo-paper"), run_groupwise)
@@ -193,15 +192,15 @@ def spread(values: list[float], form: str, budget: int) -> str:
     return f"{middle} [{low}, {high}]" if low != never else never
 
 
-def ratio_interval(peer: list[Outcome], ours: list[Outcome], way: str) -> Interval:
-    """A ratio of CPU seconds to solve, with the interval that drawing seeds with replacement gives.
+def ratio_interval(theirs: list[Outcome], ours: list[Outcome], statistic: str) -> Interval:
+    """A ratio of CPU seconds to solve, with a bootstrap interval over seeds.
 
-    The bounds are drawn ratios: beside an infinite one there is nothing to interpolate.
+    The bounds are bootstrap ratios without interpolation, since ratios may be infinite.
     """
-    draws = np.random.default_rng(0).integers(len(peer), size=(2000, len(peer)))
-    rows = np.vstack([np.arange(len(peer)), draws])  # the first row is what was measured
-    above, below = (np.array([run.to_solve[1] for run in runs])[rows] for runs in (peer, ours))
-    if way == "ratio of medians":
+    draws = np.random.default_rng(0).integers(len(theirs), size=(2000, len(theirs)))
+    rows = np.vstack([np.arange(len(theirs)), draws])  # the first row is the original sample
+    above, below = (np.array([run.to_solve[1] for run in runs])[rows] for runs in (theirs, ours))
+    if statistic == "ratio of medians":
         above, below = (np.median(seconds, axis=1, keepdims=True) for seconds in (above, below))
     with np.errstate(invalid="ignore"):
         ratios = above / below
@@ -211,23 +210,23 @@ def ratio_interval(peer: list[Outcome], ours: list[Outcome], way: str) -> Interv
     return Interval(estimate, drawn[math.floor(0.025 * len(drawn))], drawn[math.ceil(0.975 * len(drawn)) - 1])
 
 
-def compared(outcomes: Outcomes) -> Ratios:
-    pairs = [(peer, ours) for ours in ("ppo-fast", "grpo-fast") for peer in ("sb3-default", "sb3-tuned")]
+def compare(outcomes: Outcomes) -> Ratios:
+    pairs = [(theirs, ours) for ours in ("ppo-fast", "grpo-fast") for theirs in ("sb3-default", "sb3-tuned")]
     return {
-        (peer, ours): {way: ratio_interval(outcomes[peer], outcomes[ours], way) for way in WAYS}
-        for peer, ours in pairs
-        if peer in outcomes and ours in outcomes
+        (theirs, ours): {name: ratio_interval(outcomes[theirs], outcomes[ours], name) for name in STATISTICS}
+        for theirs, ours in pairs
+        if theirs in outcomes and ours in outcomes
     }
 
 
 def ratios_table(ratios: Ratios) -> list[str]:
-    lines = [f"| CPU seconds to solve | {' [95 %] | '.join(WAYS)} [95 %] |", "|---|---|---|"]
+    lines = [f"| CPU seconds to solve | {' [95 %] | '.join(STATISTICS)} [95 %] |", "|---|---|---|"]
     return lines + [f"| {' / '.join(pair)} | {' | '.join(map(str, both.values()))} |" for pair, both in ratios.items()]
 
 
-# --- the promises ----------------------------------------------------------------------------------------------------
+# --- the claims ------------------------------------------------------------------------------------------------------
 
-SOLVES = {  # environment steps and CPU seconds, within which nine seeds in ten are to be solved
+SOLVES = {  # environment steps and CPU seconds within which nine of ten seeds must be solved
     "ppo-fast": (30_000, 5.0),
     "ppo": (math.inf, math.inf),
     "grpo-fast": (60_000, 1.0),
@@ -236,35 +235,35 @@ SOLVES = {  # environment steps and CPU seconds, within which nine seeds in ten 
 TIMES_AS_FAST = {("sb3-default", "ppo-fast"): 5, ("sb3-tuned", "ppo-fast"): 2}  # by the ratio of medians
 
 
-def promises(outcomes: Outcomes, ratios: Ratios) -> Promises:
-    """What is promised of those that ran."""
-    found: Promises = {}
+def check_claims(outcomes: Outcomes, ratios: Ratios) -> Claims:
+    """The claims about the contenders that ran."""
+    claims: Claims = {}
     for name in (name for name in SOLVES if name in outcomes):
         runs, (steps, seconds) = outcomes[name], SOLVES[name]
         solved = [run.solved_at for run in runs if run.solved_at]
-        there = sum(after <= steps and took <= seconds for after, took in solved)
+        count = sum(after <= steps and took <= seconds for after, took in solved)
         needed = -(-9 * len(runs) // 10)
         limits = [f"{steps:,} steps"] * math.isfinite(steps) + [f"{seconds:g} CPU s"] * math.isfinite(seconds)
         within = f" within {' and '.join(limits)}" if limits else ""
-        found[f"{name} solves at least {needed} of {len(runs)} seeds{within}"] = there >= needed, f"it is {there}"
+        claims[f"{name} solves at least {needed} of {len(runs)} seeds{within}"] = count >= needed, f"it is {count}"
     for pair, times in TIMES_AS_FAST.items():
         if pair in ratios:
             ratio = ratios[pair]["ratio of medians"]
-            found[f"{pair[1]} is at least {times} times as fast as {pair[0]}"] = ratio.estimate >= times, str(ratio)
-    return found
+            claims[f"{pair[1]} is at least {times} times as fast as {pair[0]}"] = ratio.estimate >= times, str(ratio)
+    return claims
 
 
-def as_json(outcomes: Outcomes, ratios: Ratios, held: Promises, machine: str) -> str:
+def as_json(outcomes: Outcomes, ratios: Ratios, held: Claims, machine: str) -> str:
     def plain(interval: Interval) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in asdict(interval).items()}
 
-    found = {
+    figures = {
         "runs": [asdict(run) for runs in outcomes.values() for run in runs],
-        "ratios": {" / ".join(pair): {way: plain(r) for way, r in both.items()} for pair, both in ratios.items()},
+        "ratios": {" / ".join(pair): {name: plain(r) for name, r in both.items()} for pair, both in ratios.items()},
         "promises": {words: {"holds": holds, "found": figure} for words, (holds, figure) in held.items()},
         "machine": machine,
     }
-    return json.dumps(found, indent=1) + "\n"
+    return json.dumps(figures, indent=1) + "\n"
 
 
 def arguments() -> argparse.Namespace:
@@ -274,12 +273,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", metavar="NAME,...", help=f"only these contenders, of {', '.join(CONTENDERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file; null is infinite")
     for name, steps in (("ppo", 100_000), ("grpo-fast", 60_000), ("grpo-paper", 500_000)):
-        whose = "of every PPO, SB3's too," if name == "ppo" else f"of {name}"
-        words = f"environment steps after which a run {whose} is given up (default: {steps:,})"
+        runs = "of every PPO, SB3's too," if name == "ppo" else f"of {name}"
+        words = f"environment steps after which a run {runs} is stopped (default: {steps:,})"
         parser.add_argument(f"--{name}-steps", type=int, default=steps, metavar="STEPS", help=words)
     args = parser.parse_args()
-    asked = args.only.split(",") if args.only else list(CONTENDERS)
-    if unknown := [name for name in asked if name not in CONTENDERS]:
+    names = args.only.split(",") if args.only else list(CONTENDERS)
+    if unknown := [name for name in names if name not in CONTENDERS]:
         parser.error(f"--only: there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
     if args.first_seed < 0:
         parser.error("--first-seed must be 0 or more")
@@ -287,7 +286,7 @@ def arguments() -> argparse.Namespace:
         parser.error("seeds and steps must be 1 or more")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
-    args.names = [name for name in CONTENDERS if name in asked]
+    args.names = [name for name in CONTENDERS if name in names]
     if find_spec("stable_baselines3") is None and any(name.startswith("sb3") for name in args.names):
         parser.error("stable_baselines3 is missing: pip install 'groupwise[dev]', or leave it out with --only")
     return args
@@ -302,8 +301,8 @@ def main() -> None:
         outcomes = measure(args.names, range(args.first_seed, args.first_seed + args.seeds), budgets)
     except KeyboardInterrupt:
         raise SystemExit("stopped before the end: nothing to show") from None
-    ratios = compared(outcomes)
-    held = promises(outcomes, ratios)
+    ratios = compare(outcomes)
+    held = check_claims(outcomes, ratios)
     versions = package_versions(("torch", "numpy", "gymnasium", "stable_baselines3"))
     machine = f"{platform.system()} {versions.pop('machine')}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; "
     machine += ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -1,13 +1,13 @@
-"""Generation: groupwise's engine beside transformers' `generate`, and its continuous batching where it runs.
+"""Generation: groupwise's engine against transformers' `generate`, and its continuous batching.
 
 Usage::
 
-    python benchmarks/generate.py                                  # the GPU's work where there is one, else the CPU's
+    python benchmarks/generate.py                                  # on the GPU if there is one, else on the CPU
     python benchmarks/generate.py --device cuda --continuous 120   # also transformers' continuous batching, 120 s each
 
-Every sample has its full length. Times are medians of runs taken in turn in one process, after a first round that
-compiles and captures: read the ratios. The memory floor is what a decode step must read, weights and caches, the
-prompt's once per group, at the speed of a large copy measured in the same run.
+Every sample has its full length. Times are medians of runs taken in turn in one process, after a warm-up round;
+compare the ratios. The memory floor is the time to read what decode steps must read (weights, and caches with the
+prompt once per group) at the measured speed of a large copy.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from common import (
     arguments,
     ceilings,
+    default_attention,
     describe,
     fill,
     in_turn,
     load,
     make_prompts,
     median,
-    own_attention,
     peak_memory,
     product_rate,
     profile,
@@ -38,12 +38,12 @@ from groupwise.generate.types import Sampling
 
 
 def generate_plainly(model: PreTrainedModel, prompts: list[torch.Tensor], args: argparse.Namespace) -> None:
-    """Every sample a row with its prompt, padded on the left: what `model.generate` takes."""
+    """`model.generate` with a left-padded row per sample."""
     width = max(map(len, prompts))
     rows = torch.stack([torch.cat([ids.new_zeros(width - len(ids)), ids]) for ids in prompts])
     mask = torch.stack([(torch.arange(width) >= width - len(ids)).long() for ids in prompts])
     rows, mask = (x.repeat_interleave(args.samples, 0).to(model.device) for x in (rows, mask))
-    with own_attention(model):
+    with default_attention(model):
         out = model.generate(rows, attention_mask=mask, generation_config=settings(args))
     if out.shape[1] != width + args.new_tokens:
         raise SystemExit("model.generate stopped early; the comparison would not be fair")
@@ -71,7 +71,7 @@ def main() -> None:
     )
     parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--no-peer", action="store_true", help="the engine alone")
-    parser.add_argument("--profile", action="store_true", help="where the time of one run goes, by operation")
+    parser.add_argument("--profile", action="store_true", help="print the operations that take the most time")
     args = parser.parse_args()
     fill(args)
     model = load(args)
@@ -119,10 +119,10 @@ def main() -> None:
     print(f"tokens to compute: {plain_work:,} plainly, {shared_work:,} with shared prompts, {times:.2f} times")
     bandwidth, rate = ceilings(args.device, model.dtype)
     shapes = engine.handle.shapes
-    token_bytes = sum(2 * shape.heads * shape.width for shape in shapes) * model.dtype.itemsize
+    token_bytes = sum(2 * shape.heads * shape.head_dim for shape in shapes) * model.dtype.itemsize
     weights = sum(p.numel() for p in model.parameters()) * model.dtype.itemsize
-    own = len(prompts) * args.samples * args.new_tokens * (args.new_tokens - 1) / 2
-    moved = (args.new_tokens - 1) * (weights + total * token_bytes) + own * token_bytes
+    cached = len(prompts) * args.samples * args.new_tokens * (args.new_tokens - 1) / 2
+    moved = (args.new_tokens - 1) * (weights + total * token_bytes) + cached * token_bytes
     operations = 2 * sum(p.numel() for p in model.parameters()) * shared_work
     print(
         f"memory: {moved / 1e9:,.0f} GB must be read, {moved / ours / 1e9:,.0f} of {bandwidth / 1e9:,.0f} GB/s "
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def continuous_batching(limit: int, ours: float) -> str:
-    """In a process of its own, which can be ended."""
+    """In a separate process, with a time limit."""
     command = [sys.executable, __file__, *sys.argv[1:], "--only-continuous"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -146,7 +146,7 @@ def continuous_batching(limit: int, ours: float) -> str:
         return f"continuous batching: two runs were not done in {limit} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith("CONTINUOUS")]
     if not lines:
-        return f"continuous batching failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}"
+        return f"continuous batching failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
     took = float(lines[0].split()[1])
     return f"continuous batching: {took:.2f} s, {took / ours:.2f} times groupwise's"
 

@@ -1,13 +1,13 @@
-"""Log-probs with gradients: packed rows with shared prompts beside the padded forward and backward pass.
+"""Log-probs with gradients: packed rows with shared prompts against padded rows.
 
 Usage::
 
-    python benchmarks/logprobs.py                  # the GPU's work where there is one, else the CPU's
-    python benchmarks/logprobs.py --no-gradients   # the forward pass alone, as for a reference
+    python benchmarks/logprobs.py                  # on the GPU if there is one, else on the CPU
+    python benchmarks/logprobs.py --no-gradients   # only the forward pass, as for a reference model
 
-The padded way is the usual one: every sample a row with its prompt, the model's own forward pass, logits for the
-completion only, log-softmax, gather. Both get the same token budget per micro-batch. Times are medians of runs taken
-in turn in one process, after a first round that compiles: read the ratios.
+Padded: one row per sample with its prompt, the model's forward pass, logits of the completion, log-softmax, gather.
+Both have the same token budget per micro-batch. Times are medians of runs taken in turn in one process, after a warm-up
+round; compare the ratios.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from common import (
     arguments,
     ceilings,
+    default_attention,
     describe,
     fill,
     in_turn,
     load,
     make_prompts,
     median,
-    own_attention,
     peak_memory,
     profile,
 )
@@ -32,7 +32,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from groupwise.model.handle import ModelHandle, prepare
-from groupwise.model.logprobs import default_token_budget, each_pack
+from groupwise.model.logprobs import iter_packs
+from groupwise.model.packing import default_token_budget
 
 
 def packed(
@@ -40,8 +41,8 @@ def packed(
 ) -> float:
     total = torch.zeros((), device=handle.device)
     with torch.set_grad_enabled(not args.no_gradients):
-        for _, found in each_pack(handle, prompts, completions, token_budget=args.token_budget):
-            loss = -found.logps.sum()
+        for _, result in iter_packs(handle, prompts, completions, token_budget=args.token_budget):
+            loss = -result.logps.sum()
             if not args.no_gradients:
                 loss.backward()
             total += loss.detach()
@@ -52,7 +53,7 @@ def packed(
 def padded(
     model: PreTrainedModel, prompts: list[Tensor], completions: list[list[Tensor]], args: argparse.Namespace
 ) -> float:
-    """Rows padded on the left, so that all completions end together and logits_to_keep cuts them out."""
+    """Rows are padded on the left, so that all completions end together and logits_to_keep selects them."""
     pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
     rows = torch.stack(
@@ -63,7 +64,7 @@ def padded(
     total = torch.zeros((), device=model.device)
     step = max(1, args.token_budget // width)
     keep = args.new_tokens
-    with own_attention(model), torch.set_grad_enabled(not args.no_gradients):
+    with default_attention(model), torch.set_grad_enabled(not args.no_gradients):
         for start in range(0, len(rows), step):
             part, seen = rows[start : start + step], mask[start : start + step]
             logits = model(part, attention_mask=seen, use_cache=False, logits_to_keep=keep + 1).logits[:, :-1]
@@ -82,7 +83,7 @@ def main() -> None:
     parser.add_argument("--no-gradients", action="store_true")
     parser.add_argument("--no-compile", action="store_true", help="packed without torch.compile")
     parser.add_argument("--no-peer", action="store_true", help="packed alone")
-    parser.add_argument("--profile", action="store_true", help="where the time of one run goes, by operation")
+    parser.add_argument("--profile", action="store_true", help="print the operations that take the most time")
     args = parser.parse_args()
     fill(args)
     model = load(args)

@@ -1,15 +1,15 @@
-"""What does a preference term add to GRPO? The quiz by GRPO, by DPO, and by both at several weights.
+"""The preference term: the quiz with GRPO, with DPO, and with both at several weights.
 
-Two experiments. In the first the reward is right, and pairs come from the groups themselves: a right answer against a
-wrong one, which says nothing that the reward has not said. In the second the reward is wrong four times in ten, and the
-preferences are clean: 512 pairs about other questions, or a judge who puts the answers of each group in order
-(recipes/preference.py). Each run is `groupwise train recipes/preference.toml` with a few settings changed.
+Two experiments. In the first, the reward is correct and pairs come from the groups: a right answer against a wrong one,
+which adds no information to the reward. In the second, the reward is wrong four times in ten, and the preferences are
+correct: 512 pairs about other questions, or a judge that ranks the answers of each group (recipes/preference.py). Each
+run is `groupwise train recipes/preference.toml` with a few settings changed.
 
 Usage::
 
     python benchmarks/preference.py --keep runs/preference --at-once 2      # 60 runs: over an hour on two cores
     python benchmarks/preference.py --seeds 2 --steps 60 --at-once 2        # a first look
-    python benchmarks/preference.py --draw runs/preference                  # tables and picture of runs that are there
+    python benchmarks/preference.py --draw runs/preference                  # tables and plot of finished runs
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from preference import write_pairs
 
 PAIRS = 512
 GOAL = 0.9
-GROUP, NOISY = "a right reward, pairs of the groups", "a noisy reward, clean preferences"
+GROUP, NOISY = "correct reward, pairs from groups", "noisy reward, correct preferences"
 GRPO = "GRPO"
 DATA = {
     "task": f"{RECIPES / 'preference.py'}:noisy_quiz",
     "preference.pairs": "data",
-    "preference.shuffle": "false",  # four questions about the same options follow one another, as in the quiz itself
+    "preference.shuffle": "false",  # four questions about the same options in a row, as in the quiz
     "preference.batch_size": "64",
 }
 JUDGE = {"task": DATA["task"], "preference.reward": "correct"}
-WAYS: dict[str, dict[str, dict[str, str]]] = {
+VARIANTS: dict[str, dict[str, dict[str, str]]] = {
     GROUP: {
         GRPO: {"preference.weight": "0"},
         "DPO": {"loss.policy_coef": "0", "loss.kl_coef": "0", "preference.weight": "1"},
@@ -71,85 +71,85 @@ SAME = {
     "train.log_term_gradients_every": "0",
 }
 
-Curves = dict[str, np.ndarray]  # by way: accuracy (seeds, evaluations)
+Curves = dict[str, np.ndarray]  # by variant: accuracy (seeds, evaluations)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="by default the recipe's")
-    parser.add_argument("--at-once", type=int, default=1, help="runs side by side; each uses one core")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, with the picture")
-    parser.add_argument("--draw", type=Path, help="only read the runs that are in this folder")
+    parser.add_argument("--steps", type=int, help="default: those of the recipe")
+    parser.add_argument("--at-once", type=int, default=1, help="runs in parallel; each uses one core")
+    parser.add_argument("--keep", type=Path, help="keep the runs and the plot in this folder")
+    parser.add_argument("--draw", type=Path, help="only read the runs in this folder")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         root = args.draw or args.keep or Path(temporary)
         root.mkdir(parents=True, exist_ok=True)
-        wanted = [(kind, way, seed) for seed in range(args.seeds) for kind, ways in WAYS.items() for way in ways]
+        runs = [(kind, name, seed) for seed in range(args.seeds) for kind in VARIANTS for name in VARIANTS[kind]]
         if args.draw is None:
             for seed in range(args.seeds):
                 write_pairs(pairs_of(root, seed), PAIRS, seed)
             with ThreadPoolExecutor(args.at_once) as pool:
-                list(pool.map(lambda run: one_run(root, *run, args.steps), wanted))
-        found = {kind: read(root, kind, ways, args.seeds) for kind, ways in WAYS.items()}
-        for kind, (samples, curves) in found.items():
-            tell(kind, samples, curves)
+                list(pool.map(lambda run: one_run(root, *run, args.steps), runs))
+        results = {kind: read(root, kind, variants, args.seeds) for kind, variants in VARIANTS.items()}
+        for kind, (samples, curves) in results.items():
+            report(kind, samples, curves)
         if args.draw or args.keep:
-            draw(found, root / "preference.png")
-            print(f"picture: {root / 'preference.png'}")
+            draw(results, root / "preference.png")
+            print(f"plot: {root / 'preference.png'}")
 
 
 def pairs_of(root: Path, seed: int) -> Path:
     return root / f"pairs-{seed}.jsonl"
 
 
-def one_run(root: Path, kind: str, way: str, seed: int, steps: int | None) -> None:
-    settings = {**SAME, **WAYS[kind][way], "train.seed": seed, **({"train.steps": steps} if steps else {})}
+def one_run(root: Path, kind: str, variant: str, seed: int, steps: int | None) -> None:
+    settings = {**SAME, **VARIANTS[kind][variant], "train.seed": seed, **({"train.steps": steps} if steps else {})}
     if "preference.pairs" in settings:
         settings["preference.train"] = pairs_of(root, seed)
-    train("preference.toml", settings, folder_of(root, kind, way, seed))
+    train("preference.toml", settings, folder_of(root, kind, variant, seed))
 
 
-def read(root: Path, kind: str, ways: Mapping[str, object], seeds: int) -> tuple[np.ndarray, Curves]:
-    """How many answers had been sampled at each evaluation, and the accuracy there."""
+def read(root: Path, kind: str, variants: Mapping[str, object], seeds: int) -> tuple[np.ndarray, Curves]:
+    """The number of answers sampled before each evaluation, and the accuracies."""
     curves, samples = {}, np.zeros(0)
-    for way in ways:
-        found = []
+    for variant in variants:
+        accuracies = []
         for seed in range(seeds):
-            rows = read_metrics(folder_of(root, kind, way, seed) / "metrics.jsonl")
+            rows = read_metrics(folder_of(root, kind, variant, seed) / "metrics.jsonl")
             steps, accuracy = metric_column(rows, "eval/accuracy")
             _, tokens = metric_column(rows, "num_tokens")  # an answer is one token
             samples = np.array([tokens[step - 1] if step else 0 for step in steps], dtype=np.float64)
-            found.append(accuracy)
-        curves[way] = np.array(found, dtype=np.float64)
+            accuracies.append(accuracy)
+        curves[variant] = np.array(accuracies, dtype=np.float64)
     return samples, curves
 
 
-def tell(kind: str, samples: np.ndarray, curves: Curves) -> None:
+def report(kind: str, samples: np.ndarray, curves: Curves) -> None:
     heads = (("at the end", 24), ("p", 7), ("mean of the curve", 24), ("p", 7), (f"{GOAL:.0%} in", 9), ("answers", 10))
     print(f"\n{kind + f', {samples[-1]:,.0f} answers':52}{''.join(f'{head:>{width}}' for head, width in heads)}")
-    for way, accuracy in curves.items():
+    for variant, accuracy in curves.items():
         cells = []
         for value, against in ((accuracy[:, -1], curves[GRPO][:, -1]), (accuracy.mean(1), curves[GRPO].mean(1))):
             band = bootstrap_interval(value)
             span = f"{band.estimate:.1%} [{band.low:.1%}, {band.high:.1%}]"
-            differs = "" if way == GRPO or len(value) < 2 else f"{paired_test(value, against).p_value:.2f}"
+            differs = "" if variant == GRPO or len(value) < 2 else f"{paired_test(value, against).p_value:.2f}"
             cells.append(f"{span:>24}{differs:>7}")
-        there = [next((at for at, right in enumerate(run) if right >= GOAL), None) for run in accuracy]
-        reached = [samples[at] for at in there if at is not None]
-        middle = f"{np.median(reached):,.0f}" if len(reached) > len(there) / 2 else "–"
-        cells.append(f"{f'{len(reached)} of {len(there)}':>9}{middle:>10}")
-        print(f"{way:52}{''.join(cells)}")
+        first = [next((at for at, right in enumerate(run) if right >= GOAL), None) for run in accuracy]
+        reached = [samples[at] for at in first if at is not None]
+        middle = f"{np.median(reached):,.0f}" if len(reached) > len(first) / 2 else "–"
+        cells.append(f"{f'{len(reached)} of {len(first)}':>9}{middle:>10}")
+        print(f"{variant:52}{''.join(cells)}")
 
 
-def draw(found: Mapping[str, tuple[np.ndarray, Curves]], path: Path) -> None:
+def draw(results: Mapping[str, tuple[np.ndarray, Curves]], path: Path) -> None:
     figure = new_figure(12, 4.6)
-    grid = figure.add_gridspec(1, len(found))
-    for place, (kind, (samples, curves)) in enumerate(found.items()):
+    grid = figure.add_gridspec(1, len(results))
+    for place, (kind, (samples, curves)) in enumerate(results.items()):
         axes = figure.add_subplot(grid[0, place])
-        for colour, (way, accuracy) in zip(COLOURS, curves.items(), strict=False):
+        for colour, (variant, accuracy) in zip(COLOURS, curves.items(), strict=False):
             band = bootstrap_interval(accuracy)
-            axes.plot(samples / 1000, 100 * band.estimate, color=colour, linewidth=2, label=way)
+            axes.plot(samples / 1000, 100 * band.estimate, color=colour, linewidth=2, label=variant)
             axes.fill_between(samples / 1000, 100 * band.low, 100 * band.high, color=colour, alpha=0.12, linewidth=0)
         axes.set_title(kind, loc="left", fontsize=10)
         axes.set(xlabel="answers sampled, in thousands", ylim=(15, 102))

@@ -1,8 +1,8 @@
-"""The embedded default, `make train`, with several seeds: what each reached on held-out questions, and how fast.
+"""The recipe of `make train` with several seeds: held-out accuracy and time.
 
 Usage::
 
-    python benchmarks/quiz_seeds.py                  # five seeds, one after another
+    python benchmarks/quiz_seeds.py                  # five seeds, one after the other
     python benchmarks/quiz_seeds.py --seeds 3 --keep runs/seeds
 """
 
@@ -16,10 +16,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from trials import RECIPES
+
 from groupwise.plots import Curve, plot_curves
 from groupwise.rundir import metric_column, read_metrics
 
-RECIPE = Path(__file__).parents[1] / "recipes" / "quiz.toml"
 GOAL = 0.9
 
 
@@ -27,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--at-once", type=int, default=1, help="runs side by side; each uses one core")
-    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, with a picture of all curves")
+    parser.add_argument("--keep", type=Path, help="keep the runs in this folder, with a plot of all curves")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.at_once) as pool:
         root = args.keep or Path(temporary)
@@ -49,9 +50,9 @@ def main() -> None:
 
 
 def train(seed: int, folder: Path) -> tuple[list[int], list[float]]:
-    """One run in a process of its own; the steps and the held-out accuracy there."""
+    """One run in a separate process: the steps of its evaluations and their accuracy."""
     start = time.perf_counter()
-    command = [sys.executable, "-m", "groupwise", "train", str(RECIPE), "--train.seed", str(seed)]
+    command = [sys.executable, "-m", "groupwise", "train", str(RECIPES / "quiz.toml"), "--train.seed", str(seed)]
     done = subprocess.run([*command, "--run.folder", str(folder)], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])

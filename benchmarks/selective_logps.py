@@ -1,13 +1,13 @@
-"""Log-probs from hidden states: the plain log-softmax, `selective_logps` and TRL's fused head, side by side.
+"""Log-probs from hidden states: the plain log-softmax, `selective_logps` and TRL's fused head.
 
 Usage::
 
     python benchmarks/selective_logps.py                          # 4,096 tokens, SmolLM2-135M's head, on the CPU
     python benchmarks/selective_logps.py --device cuda --dtype bfloat16 --rows 32768
 
-Forward and backward on the same tensors. Times are medians of runs taken in turn in one process, so that a busy
-machine slows all alike: read the ratios. Peak memory is taken in a process of its own for each, from just before the
-step, so it holds the gradients of the inputs, which any way of computing must make, and what it needs beside them.
+Forward and backward on the same tensors. Times are medians of runs taken in turn in one process; compare the ratios.
+Peak memory is measured in a separate process for each, from just before the step. It includes the gradients of the
+inputs, which every variant needs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torc
     return (hidden @ weight.T).float().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
 
 
-def peer(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def trl_logps(hidden: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return ChunkedLogProbFunction.apply(hidden, weight, None, ids, 1.0, 8192, None, 1.0, ())[0]
 
 
@@ -47,7 +47,7 @@ try:
 except ImportError as error:
     print(f"without TRL: {error}")
 else:
-    VARIANTS["trl"] = peer
+    VARIANTS["trl"] = trl_logps
 
 
 def make_inputs(args: argparse.Namespace, rows: int) -> Tensors:
@@ -71,7 +71,7 @@ def step(variant: str, tensors: Tensors) -> torch.Tensor:
 
 
 def status(field: str) -> int:
-    """A line of this process's memory as Linux counts it, in bytes."""
+    """A field of /proc/self/status, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
@@ -87,7 +87,7 @@ def measure_peak(variant: str, args: argparse.Namespace, result: multiprocessing
         step(variant, tensors)
         result.put(torch.cuda.max_memory_allocated() - before)
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # start the peak anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = status("VmRSS")
         step(variant, tensors)
         result.put(status("VmHWM") - before)
@@ -105,7 +105,7 @@ def peak_memory(variant: str, args: argparse.Namespace) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=4096, help="tokens whose log-prob is wanted")
+    parser.add_argument("--rows", type=int, default=4096, help="number of tokens")
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--width", type=int, default=576)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -1,15 +1,15 @@
-"""A whole GRPO step, groupwise's trainer beside TRL's: the same model, prompts, settings and token counts.
+"""A complete GRPO step: groupwise's trainer against TRL's, with the same model, prompts, settings and token counts.
 
 Usage::
 
-    python benchmarks/step.py --against trl            # the GPU's work where there is one, else the CPU's
-    python benchmarks/step.py                          # groupwise alone
+    python benchmarks/step.py --against trl            # on the GPU if there is one, else on the CPU
+    python benchmarks/step.py                          # only groupwise
     python benchmarks/step.py --against trl --micro 16 # TRL with micro-batches of 16 answers
 
-Every answer has its full length, the loss is DAPO's, there is no KL and no gradient checkpointing. Each side runs in a
-process of its own, one after the other in one call, so that its peak memory is its own; the first steps, which compile
-and capture, do not count. Beforehand both compute loss and gradient of the same samples, in float32: they must agree.
-Read the ratios: the machines are shared and noisy.
+Every answer has its full length, the loss is DAPO's, without KL and gradient checkpointing. Each side runs in a
+separate process, one after the other, so that peak memory is measured separately; the first steps (compilation, graph
+capture) are not counted. Before that both compute loss and gradient of the same samples in float32, which must agree.
+Compare the ratios rather than the seconds.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, fill, load, median
+from common import arguments, fill, load, median, synchronize
 
-GIVEN = dict(os.environ)
+ENVIRONMENT = dict(os.environ)
 LEARNING_RATE = 1e-6
 LETTERS = "abcdefghijklmnopqrstuvwxyz     "
 
 
 def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Something that differs from answer to answer and costs nothing."""
+    """A cheap reward that differs between answers."""
     return [sum(ids) % 101 / 100 for ids in completion_ids]
 
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--against", choices=("trl",), help="the peer to run beside groupwise")
+    parser.add_argument("--against", choices=("trl",), help="the library to compare with")
     parser.add_argument("--micro", type=int, help="TRL's micro-batch in answers (default: 32 on a GPU, 8 on a CPU)")
     parser.add_argument("--top-k", type=int, default=40)
     parser.add_argument("--side", choices=("groupwise", "trl", "agreement"), help=argparse.SUPPRESS)
@@ -57,14 +57,14 @@ def main() -> None:
         save_model(args)
         print(describe(args), flush=True)
         if args.against:
-            report_agreement(in_own_process(args, "agreement"))
+            report_agreement(in_new_process(args, "agreement"))
         report(
-            args, {side: in_own_process(args, side) for side in ("groupwise", *([args.against] * bool(args.against)))}
+            args, {side: in_new_process(args, side) for side in ("groupwise", *([args.against] * bool(args.against)))}
         )
 
 
 def save_model(args: argparse.Namespace) -> None:
-    """One folder for both sides: the model, with a tokenizer whose tokens are bytes, so that lengths are exact."""
+    """The model for both sides, with a byte tokenizer, so that lengths are exact."""
     from groupwise.model.tiny import tiny_tokenizer
 
     model = load(args)
@@ -76,14 +76,14 @@ def save_model(args: argparse.Namespace) -> None:
 
 
 def rows(args: argparse.Namespace) -> list[dict[str, str]]:
-    """Prompts of about the length asked for, a few tokens more or less."""
+    """Prompts of about ``args.prompt_tokens`` tokens."""
     draw = torch.Generator().manual_seed(1)
-    found = []
+    prompts = []
     for number in range(args.prompts):
         length = args.prompt_tokens - args.prompts // 2 + number
         letters = torch.randint(len(LETTERS), (max(1, length),), generator=draw).tolist()
-        found.append({"prompt": "".join(LETTERS[letter] for letter in letters)})
-    return found
+        prompts.append({"prompt": "".join(LETTERS[letter] for letter in letters)})
+    return prompts
 
 
 def describe(args: argparse.Namespace) -> str:
@@ -94,7 +94,7 @@ def describe(args: argparse.Namespace) -> str:
     )
 
 
-def in_own_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
+def in_new_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
     command = [sys.executable, __file__, "--side", side, "--folder", str(args.folder), "--model", args.model]
     for name in ("device", "prompts", "prompt_tokens", "samples", "new_tokens", "repeat", "micro", "top_k"):
         command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
@@ -107,8 +107,8 @@ def in_own_process(args: argparse.Namespace, side: str) -> dict[str, Any]:
 
 
 def environment(side: str) -> dict[str, str]:
-    """The user's environment; for groupwise with the variable that its command line sets."""
-    return GIVEN if side != "groupwise" else {"MIMALLOC_PURGE_DELAY": "10000", **GIVEN}
+    """The environment; for groupwise with the variable that its command line sets."""
+    return ENVIRONMENT if side != "groupwise" else {"MIMALLOC_PURGE_DELAY": "10000", **ENVIRONMENT}
 
 
 # --- the two sides ---------------------------------------------------------------------------------------------------
@@ -146,14 +146,14 @@ def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
     warm = 3 if args.device == "cuda" else 1
     recipe = recipe_of(args, warm + args.repeat)
     task = Task("benchmark", rows(args))
-    seen: list[dict[str, float]] = []
+    steps: list[dict[str, float]] = []
     with Trainer(recipe, task=task, rewards=[reward], folder=args.folder / "run") as trainer:
         start_counting(args)
-        for report_ in trainer.steps():
-            seen.append(report_.metrics)
-            if len(seen) == warm + args.repeat:
+        for result in trainer.steps():
+            steps.append(result.metrics)
+            if len(steps) == warm + args.repeat:
                 break
-    counted = seen[warm:]
+    counted = steps[warm:]
     tokens = args.prompts * args.samples * args.new_tokens
     if any(step["completions/mean_length"] != args.new_tokens for step in counted):
         raise SystemExit("groupwise stopped early; the comparison would not be fair")
@@ -174,23 +174,23 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
 
     class Watch(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            synchronize(args)
+            synchronize(args.device)
             self.start = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize(args)
+            synchronize(args.device)
             times["step"].append(time.perf_counter() - self.start)
 
     trainer = make_trl(args, warm + args.repeat, [Watch()])
     generate = trainer._generate
 
-    def timed(*given: Any, **named: Any) -> Any:
-        synchronize(args)
+    def timed(*args_: Any, **kwargs: Any) -> Any:
+        synchronize(args.device)
         start = time.perf_counter()
-        found = generate(*given, **named)
-        synchronize(args)
+        completions = generate(*args_, **kwargs)
+        synchronize(args.device)
         times["generation"].append(time.perf_counter() - start)
-        return found
+        return completions
 
     trainer._generate = timed
     start_counting(args)
@@ -291,13 +291,13 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     group_advantages = GroupAdvantages(rewards, batch.prompt_of, advantages, {}, none)
     masters = MasterWeights(model)
     updater = Updater(handle, masters, make_optimizer(recipe, model, masters), None, 10**6, LOSSES["dapo"])
-    found = updater._gradient(build_minibatch(batch, group_advantages, [0, 1], recipe), recipe, False, False)
+    result = updater._gradient(build_minibatch(batch, group_advantages, [0, 1], recipe), recipe, False, False)
     ours = {name: master.grad.clone() for name, master in masters.named_parameters()}
     masters.close()
 
     trainer = make_trl(args, 1, [], torch.float32)
-    peer = trainer.model
-    device = next(peer.parameters()).device
+    trl_model = trainer.model
+    device = next(trl_model.parameters()).device
     width = max(map(len, prompts))
     padded = torch.tensor([[256] * (width - len(p)) + list(p) for p in prompts]).repeat_interleave(args.samples, 0)
     seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]).repeat_interleave(args.samples, 0)
@@ -306,17 +306,17 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
         "completion_mask": torch.ones(len(ids), args.new_tokens, dtype=torch.long), "advantages": advantages,
         "num_items_in_batch": torch.tensor(len(ids) * args.new_tokens),
     }  # fmt: skip
-    # Outside its loop TRL divides by the accumulation that is under way, of which there is none here.
+    # TRL divides by the accumulation steps of its loop, which does not run here.
     trainer.current_gradient_accumulation_steps = 1
-    loss = trainer._compute_loss(peer.train(), {name: value.to(device) for name, value in inputs.items()})
+    loss = trainer._compute_loss(trl_model.train(), {name: value.to(device) for name, value in inputs.items()})
     loss.backward()
-    theirs = {name: parameter.grad for name, parameter in peer.named_parameters() if parameter.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in trl_model.named_parameters() if parameter.grad is not None}
     if ours.keys() != theirs.keys():
-        raise SystemExit(f"the two models have other weights: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+        raise SystemExit(f"the two models have different weights: {sorted(ours.keys() ^ theirs.keys())[:3]}")
     difference = sum(float((ours[name] - theirs[name]).double().square().sum()) for name in ours) ** 0.5
     size = sum(float(gradient.double().square().sum()) for gradient in theirs.values()) ** 0.5
     return {
-        "ours": float(sum(found.values.values())),
+        "ours": float(sum(result.values.values())),
         "theirs": float(loss.detach()),
         "gradient": difference / size,
         "size": size,
@@ -326,12 +326,7 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
 SIDES = {"groupwise": run_groupwise, "trl": run_trl, "agreement": run_agreement}
 
 
-# --- measuring and saying --------------------------------------------------------------------------------------------
-
-
-def synchronize(args: argparse.Namespace) -> None:
-    if args.device == "cuda":
-        torch.cuda.synchronize()
+# --- measuring and reporting -----------------------------------------------------------------------------------------
 
 
 def start_counting(args: argparse.Namespace) -> None:
@@ -340,28 +335,28 @@ def start_counting(args: argparse.Namespace) -> None:
 
 
 def peak(args: argparse.Namespace) -> float:
-    """GiB: the GPU allocator's peak, or this process's."""
+    """Peak memory in GiB, of the GPU's allocator or of this process."""
     if args.device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def report_agreement(found: dict[str, float]) -> None:
+def report_agreement(result: dict[str, float]) -> None:
     print(
-        f"on the same samples, float32: loss {found['ours']:.3e} and {found['theirs']:.3e}; the gradients differ by "
-        f"{found['gradient']:.1e} of their norm {found['size']:.3g}",
+        f"on the same samples, float32: loss {result['ours']:.3e} and {result['theirs']:.3e}; the gradients differ by "
+        f"{result['gradient']:.1e} of their norm {result['size']:.3g}",
         flush=True,
     )
-    if found["gradient"] > 1e-3:
-        raise SystemExit("loss and gradient do not agree; the comparison would mean nothing")
+    if result["gradient"] > 1e-3:
+        raise SystemExit("loss and gradient do not agree; the comparison is meaningless")
 
 
 def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> None:
     print(f"\n{'':12}{'step':>9}{'generation':>12}{'training':>10}{'peak GiB':>10}{'tokens/s':>10}")
-    for side, found in results.items():
+    for side, result in results.items():
         print(
-            f"{side:12}{found['step']:8.2f}s{found['generation']:11.2f}s{found['training']:9.2f}s{found['peak']:10.1f}"
-            f"{found['tokens'] / found['step']:10,.0f}"
+            f"{side:12}{result['step']:8.2f}s{result['generation']:11.2f}s{result['training']:9.2f}s{result['peak']:10.1f}"
+            f"{result['tokens'] / result['step']:10,.0f}"
         )
     if args.against:
         ours, theirs = results["groupwise"], results[args.against]

@@ -1,4 +1,4 @@
-"""Many small runs of one recipe, with other settings and seeds, each in a process of its own."""
+"""Many small runs of a recipe with different settings and seeds, each in a separate process."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 def folder_of(root: Path, *names: object) -> Path:
-    """Where a run is kept: its names in a row, with dashes for what a file's name should not have."""
+    """The folder of a run: its names, with dashes for special characters."""
     return root / "-".join("".join(letter if letter.isalnum() else "-" for letter in str(name)) for name in names)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
-    """Means over the last few steps: a batch has few answers."""
+    """Running means over the last `SMOOTH` steps."""
     return np.array([values[max(0, end - SMOOTH) : end].mean() for end in range(1, len(values) + 1)])
 
 
 def train(recipe: str, settings: Mapping[str, object], folder: Path) -> None:
-    """One run of a recipe; one that is there already is left alone."""
+    """Run a recipe, unless the folder has a finished run."""
     if (folder / "model").exists():
         return
-    whole = {**settings, "run.folder": folder}
-    words = [word for key, value in whole.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "groupwise", "train", str(RECIPES / recipe), "--overwrite", *words]
+    settings = {**settings, "run.folder": folder}
+    options = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "groupwise", "train", str(RECIPES / recipe), "--overwrite", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{folder.name}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")

@@ -1,4 +1,4 @@
-"""The learning curve of USMLE runs against sampled tokens, as a table and a picture, beside the document's promise.
+"""The learning curves of USMLE runs over sampled tokens, as tables and a plot, with the curve the design expects.
 
 Usage::
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.rundir import read_metrics
 
-# The document's table: tokens, accuracy, average reward, KL.
-PROMISED = (
+# Expected by the Enhanced GRPO design: tokens, accuracy, average reward, KL.
+EXPECTED = (
     (0, 0.25, 0.25, 0.00),
     (50e6, 0.28, 0.28, 0.05),
     (150e6, 0.33, 0.33, 0.15),
@@ -31,20 +31,20 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
     parser.add_argument("--out", type=Path, help="draw the curves into this file")
     args = parser.parse_args()
-    found = {run.name: curve(run) for run in args.runs}
-    for name, points in found.items():
+    curves = {run.name: curve(run) for run in args.runs}
+    for name, points in curves.items():
         print(f"\n{name}\n\n| step | tokens | held out | reward | KL |\n|---|---|---|---|---|")
         for point in points:
             accuracy = f"{100 * point['accuracy']:.1f} % [{100 * point['low']:.1f}, {100 * point['high']:.1f}]"
             rest = [f"{point[key]:.3f}" if math.isfinite(point[key]) else "" for key in ("reward", "kl")]
             print(f"| {point['step']:.0f} | {point['tokens'] / 1e6:.2f} M | {accuracy} | {rest[0]} | {rest[1]} |")
     if args.out:
-        draw(found, args.out)
+        draw(curves, args.out)
         print(f"\npicture: {args.out}")
 
 
 def curve(run: Path) -> list[dict[str, float]]:
-    """What was measured at each evaluation of a run, after how many sampled tokens."""
+    """The evaluations of a run, with sampled tokens, reward and KL."""
     steps: list[dict[str, float]] = []
     points = []
     for row in read_metrics(run / "metrics.jsonl"):
@@ -71,16 +71,16 @@ def mean(rows: list[dict[str, float]], name: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def draw(found: dict[str, list[dict[str, float]]], path: Path) -> None:
+def draw(curves: dict[str, list[dict[str, float]]], path: Path) -> None:
     figure = new_figure(7.5, 4.4)
     axes = figure.add_subplot()
-    start = min(point["tokens"] for points in found.values() for point in points if point["tokens"])
-    for (name, points), colour in zip(found.items(), COLOURS, strict=False):
+    start = min(point["tokens"] for points in curves.values() for point in points if point["tokens"])
+    for (name, points), colour in zip(curves.items(), COLOURS, strict=False):
         at = [max(point["tokens"], start / 2) for point in points]
         axes.fill_between(at, [p["low"] for p in points], [p["high"] for p in points], color=colour, alpha=0.12, lw=0)
         axes.plot(at, [p["accuracy"] for p in points], "o-", color=colour, linewidth=2, markersize=4, label=name)
-    promised = [(max(tokens, start / 2), accuracy) for tokens, accuracy, _, _ in PROMISED]
-    axes.plot(*zip(*promised, strict=True), "s--", color="0.5", markersize=4, label="the document's table")
+    expected = [(max(tokens, start / 2), accuracy) for tokens, accuracy, _, _ in EXPECTED]
+    axes.plot(*zip(*expected, strict=True), "s--", color="0.5", markersize=4, label="expected by the design")
     axes.set(xscale="log", xlabel="sampled tokens (the first point is before training)", ylabel="right, held out")
     axes.legend(frameon=False, fontsize=8)
     save_figure(figure, path)
