@@ -1,4 +1,4 @@
-"""From rewards to advantages: what is not scored, what is masked_out and why, and functions of one's own."""
+"""From rewards to advantages: missing rewards, masks and their reasons, custom functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.training.rollout.advantages import (
     ADVANTAGES,
     GROUPINGS,
-    compare,
+    add_overlong_penalty,
+    compute_group_advantages,
     find_advantage,
     find_grouping,
     repetition,
-    with_overlong_penalty,
 )
-from tests.training.factories import made_batch, made_recipe, made_trainer
+from tests.training.factories import make_batch, make_trainer, short_recipe
 
 NAN = math.nan
 LENGTHS = [[2, 3, 4, 5], [1, 2, 3, 4]]
@@ -29,11 +29,11 @@ def batch_of(columns, **more):
     """Two prompts with four samples each; ``columns`` is (8,) or (8, K)."""
     table = torch.tensor(columns, dtype=torch.float64)
     table = table[:, None] if table.dim() == 1 else table
-    return made_batch([[0.0] * 4] * 2, LENGTHS, columns=table, **more)
+    return make_batch([[0.0] * 4] * 2, LENGTHS, columns=table, **more)
 
 
-def close(found, wanted):
-    assert found.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+def close(result, wanted):
+    assert result.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-7)
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -41,16 +41,16 @@ def close(found, wanted):
 
 def test_advantages_by_hand():
     """Group 0: mean 1, deviations ±1; with n − 1 their standard deviation is √(4/3)."""
-    found = compare(batch_of([2, 0, 2, 0, 5, 5, 5, 5]), made_recipe({"advantages.eps": 0.0}), [1.0])
-    close(found.advantages, [math.sqrt(0.75), -math.sqrt(0.75)] * 2 + [0.0] * 4)
-    assert found.advantages.dtype == torch.float32
-    assert found.rewards.tolist() == [2, 0, 2, 0, 5, 5, 5, 5]
-    assert found.groups.tolist() == [0] * 4 + [1] * 4
-    assert found.equal.tolist() == [False] * 4 + [True] * 4
-    assert found.contributes.tolist() == [True] * 4 + [False] * 4
-    assert found.skip_reasons() == [None] * 4 + ["equal_rewards"] * 4
-    assert found.masked_out == {}
-    assert found.graded == {}
+    result = compute_group_advantages(batch_of([2, 0, 2, 0, 5, 5, 5, 5]), short_recipe({"advantages.eps": 0.0}), [1.0])
+    close(result.advantages, [math.sqrt(0.75), -math.sqrt(0.75)] * 2 + [0.0] * 4)
+    assert result.advantages.dtype == torch.float32
+    assert result.rewards.tolist() == [2, 0, 2, 0, 5, 5, 5, 5]
+    assert result.groups.tolist() == [0] * 4 + [1] * 4
+    assert result.equal.tolist() == [False] * 4 + [True] * 4
+    assert result.contributes.tolist() == [True] * 4 + [False] * 4
+    assert result.skip_reasons() == [None] * 4 + ["equal_rewards"] * 4
+    assert result.masked_out == {}
+    assert result.graded == {}
 
 
 @pytest.mark.parametrize(
@@ -62,51 +62,53 @@ def test_advantages_by_hand():
         ({"advantages.unbiased": False, "advantages.eps": 1.0}, [0.5, -0.5, 0.5, -0.5]),
     ],
 )
-def test_the_settings_of_advantages_reach_them(settings, wanted):
-    found = compare(batch_of([2, 0, 2, 0, 5, 5, 5, 5]), made_recipe(settings), [1.0])
-    close(found.advantages[:4], wanted)
+def test_the_settings_of_advantages_are_used(settings, wanted):
+    result = compute_group_advantages(batch_of([2, 0, 2, 0, 5, 5, 5, 5]), short_recipe(settings), [1.0])
+    close(result.advantages[:4], wanted)
 
 
-def test_what_was_not_scored_takes_no_part():
-    """Sample 1 has no reward at all: the others' mean is 2, and it is neither better nor worse."""
-    found = compare(batch_of([1, NAN, 3, 2, 0, 0, 0, NAN]), made_recipe({"advantages.scale": "none"}), [1.0])
-    close(found.advantages, [-1, 0, 1, 0, 0, 0, 0, 0])
-    assert math.isnan(found.rewards[1])
-    assert found.equal.tolist() == [False] * 4 + [True] * 4
-    assert found.skip_reasons() == [None, "no_advantage", None, "no_advantage"] + ["equal_rewards"] * 4
+def test_samples_without_a_reward_are_ignored():
+    """Sample 1 has no reward: the mean of the others is 2, and its advantage is 0."""
+    result = compute_group_advantages(
+        batch_of([1, NAN, 3, 2, 0, 0, 0, NAN]), short_recipe({"advantages.scale": "none"}), [1.0]
+    )
+    close(result.advantages, [-1, 0, 1, 0, 0, 0, 0, 0])
+    assert math.isnan(result.rewards[1])
+    assert result.equal.tolist() == [False] * 4 + [True] * 4
+    assert result.skip_reasons() == [None, "no_advantage", None, "no_advantage"] + ["equal_rewards"] * 4
 
 
-def test_several_rewards_are_summed_by_weight_and_none_counts_nothing():
-    """Column 1 says nothing about samples 0 and 3, and no column about sample 2."""
+def test_several_rewards_are_summed_by_weight_and_none_adds_nothing():
+    """Samples 0 and 3 have no second reward, sample 2 has none."""
     columns = [[1, NAN], [0, 2], [NAN, NAN], [3, NAN]] + [[0, 0]] * 4
-    found = compare(batch_of(columns), made_recipe({"advantages.scale": "none"}), [1.0, 0.5])
-    assert found.rewards[[0, 1, 3]].tolist() == [1.0, 1.0, 3.0]
-    assert math.isnan(found.rewards[2])
-    close(found.advantages[:4], [-2 / 3, -2 / 3, 0.0, 4 / 3])
+    result = compute_group_advantages(batch_of(columns), short_recipe({"advantages.scale": "none"}), [1.0, 0.5])
+    assert result.rewards[[0, 1, 3]].tolist() == [1.0, 1.0, 3.0]
+    assert math.isnan(result.rewards[2])
+    close(result.advantages[:4], [-2 / 3, -2 / 3, 0.0, 4 / 3])
 
 
 def test_rewards_can_be_normalised_before_they_are_summed():
     columns = [[1, 10], [0, 20], [1, 30], [0, 40]] + [[0, 0]] * 4
     settings = {"advantages.combine": "normalize_then_sum", "advantages.scale": "none"}
     batch = batch_of(columns)
-    found = compare(batch, made_recipe(settings), [2.0, 0.1])
-    close(found.advantages[:4], [2 * 0.5 - 1.5, -2 * 0.5 - 0.5, 2 * 0.5 + 0.5, -2 * 0.5 + 1.5])
+    result = compute_group_advantages(batch, short_recipe(settings), [2.0, 0.1])
+    close(result.advantages[:4], [2 * 0.5 - 1.5, -2 * 0.5 - 0.5, 2 * 0.5 + 0.5, -2 * 0.5 + 1.5])
 
 
-def test_dropped_samples_count_nowhere():
-    """Their group's mean is that of the others, and they are masked_out with their reason."""
+def test_dropped_samples_are_ignored():
+    """The group's mean is that of the others, and they are masked with a reason."""
     batch = batch_of([9, 0, 1, 2, 0, 0, 0, 7], dropped=[0, 7])
-    found = compare(batch, made_recipe({"advantages.scale": "none"}), [1.0])
-    close(found.advantages, [0, -1, 0, 1, 0, 0, 0, 0])
-    assert found.masked_out["dropped"].tolist() == [True] + [False] * 6 + [True]
-    assert math.isnan(found.rewards[0])
-    assert found.equal.tolist() == [False] * 4 + [True] * 4
-    assert found.skip_reasons()[0] == "dropped"
-    assert found.contributes.tolist() == [False, True, False, True, False, False, False, False]
+    result = compute_group_advantages(batch, short_recipe({"advantages.scale": "none"}), [1.0])
+    close(result.advantages, [0, -1, 0, 1, 0, 0, 0, 0])
+    assert result.masked_out["dropped"].tolist() == [True] + [False] * 6 + [True]
+    assert math.isnan(result.rewards[0])
+    assert result.equal.tolist() == [False] * 4 + [True] * 4
+    assert result.skip_reasons()[0] == "dropped"
+    assert result.contributes.tolist() == [False, True, False, True, False, False, False, False]
 
 
 def test_none_and_failures_of_a_reward_function_in_a_run(tmp_path):
-    """None is left out of mean and baseline; a row that fails is dropped, said and counted."""
+    """None is left out of the mean and the baseline; a failed reward is dropped, reported and counted."""
 
     def reward(prompts, completions, **_):
         values = [0.0, 1.0, None, 2.0] * (len(completions) // 4)
@@ -114,7 +116,7 @@ def test_none_and_failures_of_a_reward_function_in_a_run(tmp_path):
         return values
 
     settings = {"train.steps": 1, "scoring.on_error": "drop", "advantages.scale": "none"}
-    with made_trainer(tmp_path, settings, reward=reward) as trainer:
+    with make_trainer(tmp_path, settings, reward=reward) as trainer:
         (report,) = trainer.steps()
     close(report.group_advantages.advantages, [0, -0.5, 0, 0.5, -1, 0, 0, 1])
     assert report.group_advantages.skip_reasons()[0] == "dropped"
@@ -124,23 +126,23 @@ def test_none_and_failures_of_a_reward_function_in_a_run(tmp_path):
     assert any("failed; the first: reward: " in text for text in trainer.display.said)
 
 
-def test_the_overlong_penalty_is_a_column_of_its_own():
-    """Up to 6 of 8 tokens free, then −1/2 and −1, times the weight."""
-    now = made_recipe({"scoring.overlong_buffer": 2, "scoring.overlong_weight": 0.5})
+def test_the_overlong_penalty_is_one_more_column():
+    """No penalty up to 6 of 8 tokens, then −1/2 and −1, times the weight."""
+    recipe = short_recipe({"scoring.overlong_buffer": 2, "scoring.overlong_weight": 0.5})
     rewards = torch.tensor([[1.0], [2.0], [NAN], [4.0]], dtype=torch.float64)
-    found = with_overlong_penalty(rewards, [1, 6, 7, 8], now)
-    assert found[:, 1].tolist() == [0.0, 0.0, -0.25, -0.5]
-    assert found[:2, 0].tolist() == [1.0, 2.0]
-    wide = made_recipe({"scoring.overlong_buffer": 100})
-    assert with_overlong_penalty(rewards, [0, 4, 8, 2], wide)[:, 1].tolist() == [0.0, -0.5, -1.0, -0.25]
+    result = add_overlong_penalty(rewards, [1, 6, 7, 8], recipe)
+    assert result[:, 1].tolist() == [0.0, 0.0, -0.25, -0.5]
+    assert result[:2, 0].tolist() == [1.0, 2.0]
+    wide = short_recipe({"scoring.overlong_buffer": 100})
+    assert add_overlong_penalty(rewards, [0, 4, 8, 2], wide)[:, 1].tolist() == [0.0, -0.5, -1.0, -0.25]
 
 
 def test_the_overlong_penalty_in_a_run(tmp_path):
     settings = {"train.steps": 1, "scoring.overlong_buffer": 4, "scoring.overlong_weight": 2.0}
-    with made_trainer(tmp_path, settings, reward=lambda prompts, completions, **_: [1.0] * len(completions)) as trainer:
+    with make_trainer(tmp_path, settings, reward=lambda prompts, completions, **_: [1.0] * len(completions)) as trainer:
         (report,) = trainer.steps()
-    assert trainer.sampler.names[-1] == "overlong"
-    assert trainer.sampler.weights == [1.0, 1.0]
+    assert trainer.collector.names[-1] == "overlong"
+    assert trainer.collector.weights == [1.0, 1.0]
     full = [reason == "length" for reason in report.batch.stop_reasons]
     assert sum(full) > 4
     assert [total == -1.0 for total in report.group_advantages.rewards.tolist()] == full
@@ -150,10 +152,10 @@ def test_the_overlong_penalty_in_a_run(tmp_path):
 # --- masks ------------------------------------------------------------------------------------------------------------
 
 
-def test_truncated_answers_are_silenced_and_stay_in_the_baseline():
+def test_truncated_samples_are_masked_and_stay_in_the_baseline():
     batch = batch_of([2, 0, 2, 0, 1, 0, 0, 0], cut=[1, 4])
-    off = compare(batch, made_recipe(), [1.0])
-    on = compare(batch, made_recipe({"masks.truncated": True}), [1.0])
+    off = compute_group_advantages(batch, short_recipe(), [1.0])
+    on = compute_group_advantages(batch, short_recipe({"masks.truncated": True}), [1.0])
     assert torch.equal(on.advantages, off.advantages)
     assert off.masked_out == {}
     assert on.masked_out["truncated"].tolist() == [i in (1, 4) for i in range(8)]
@@ -165,36 +167,38 @@ TEXTS = ["short", "a b c a b c a b c", "no answer here", "all is well: 4", *["fi
 
 
 @pytest.mark.parametrize("metric", ["right", None])
-def test_validity_says_why(metric):
-    """Too short, repetitive, without an answer (None of the grade that judges); each sample's first reason is told."""
+def test_the_validity_mask_gives_its_reasons(metric):
+    """Too short, repetitive, or without an answer (the main grade is None); the first reason is reported."""
     grades = {
         "right": lambda row, text: text.endswith("4") if any(c.isdigit() for c in text) else None,
         "other": lambda row, text: None,
     }
-    now = made_recipe({"masks.validity": True, "masks.max_repetition": 0.3})
+    recipe = short_recipe({"masks.validity": True, "masks.max_repetition": 0.3})
     batch = batch_of([2, 0, 2, 0, 1, 0, 0, 0], texts=TEXTS)
-    found = compare(batch, now, [1.0], grades=grades, metric=metric)
-    assert found.masked_out["too_short"].tolist() == [True] + [False] * 7
-    assert found.masked_out["repetitive"].tolist() == [False, True] + [False] * 6
+    result = compute_group_advantages(batch, recipe, [1.0], grades=grades, metric=metric)
+    assert result.masked_out["too_short"].tolist() == [True] + [False] * 7
+    assert result.masked_out["repetitive"].tolist() == [False, True] + [False] * 6
     if metric is None:
-        assert "no_answer" not in found.masked_out
-        assert found.skip_reasons()[:4] == ["too_short", "repetitive", None, None]
+        assert "no_answer" not in result.masked_out
+        assert result.skip_reasons()[:4] == ["too_short", "repetitive", None, None]
     else:
-        assert found.masked_out["no_answer"].tolist() == [True, True, True] + [False] * 5
-        assert found.skip_reasons()[:4] == ["too_short", "no_answer", "no_answer", None]
-    assert found.graded == {"right": [None, None, None, True] + [False] * 4, "other": [None] * 8}
+        assert result.masked_out["no_answer"].tolist() == [True, True, True] + [False] * 5
+        assert result.skip_reasons()[:4] == ["too_short", "no_answer", "no_answer", None]
+    assert result.graded == {"right": [None, None, None, True] + [False] * 4, "other": [None] * 8}
 
 
-def test_the_fewest_characters_are_a_setting():
+def test_the_minimum_length_is_a_setting():
     batch = batch_of([2, 0, 2, 0, 1, 0, 0, 0], texts=["12345", "1234", "", "123456"] * 2)
-    found = compare(batch, made_recipe({"masks.validity": True, "masks.min_length": 5}), [1.0])
-    assert found.masked_out["too_short"].tolist() == [False, True, True, False] * 2
+    result = compute_group_advantages(batch, short_recipe({"masks.validity": True, "masks.min_length": 5}), [1.0])
+    assert result.masked_out["too_short"].tolist() == [False, True, True, False] * 2
 
 
 def test_grades_see_the_row_of_each_sample():
     batch = batch_of([2, 0, 2, 0, 1, 0, 0, 0])
-    found = compare(batch, made_recipe(), [1.0], grades={"g": lambda row, text: row["prompt"] == "row 1"}, metric="g")
-    assert found.graded["g"] == [False] * 4 + [True] * 4
+    result = compute_group_advantages(
+        batch, short_recipe(), [1.0], grades={"g": lambda row, text: row["prompt"] == "row 1"}, metric="g"
+    )
+    assert result.graded["g"] == [False] * 4 + [True] * 4
 
 
 @pytest.mark.parametrize(
@@ -212,11 +216,11 @@ def test_repetition_is_the_share_of_word_triples_seen_before(text, wanted):
     assert repetition(text) == pytest.approx(wanted)
 
 
-# --- functions of one's own -------------------------------------------------------------------------------------------
+# --- custom functions -------------------------------------------------------------------------------------------------
 
 
-def test_an_advantage_of_ones_own_sees_everything():
-    """Rewards by function with NaN for what was dropped, groups and weights; what it returns is used."""
+def test_a_custom_advantage_function():
+    """It gets the rewards, NaN for dropped samples, the groups and the weights, and its result is used."""
     seen = []
 
     def advantage(rewards, groups, weights):
@@ -224,14 +228,14 @@ def test_an_advantage_of_ones_own_sees_everything():
         return torch.arange(8.0)
 
     columns = [[float(i), NAN] for i in range(8)]
-    found = compare(batch_of(columns, dropped=[3]), made_recipe(), [1.0, 2.0], advantage=advantage)
+    result = compute_group_advantages(batch_of(columns, dropped=[3]), short_recipe(), [1.0, 2.0], advantage=advantage)
     rewards, groups, weights = seen[0]
     assert rewards.shape == (8, 2)
     assert bool(rewards[3].isnan().all())
     assert rewards[2].tolist()[0] == 2.0
     assert groups.tolist() == [0] * 4 + [1] * 4
     assert weights.tolist() == [1.0, 2.0]
-    assert found.advantages.tolist() == [0, 1, 2, 0, 4, 5, 6, 7]
+    assert result.advantages.tolist() == [0, 1, 2, 0, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -245,24 +249,24 @@ def test_an_advantage_of_ones_own_sees_everything():
         torch.arange(8, dtype=torch.bfloat16),
     ],
 )
-def test_an_advantage_may_be_any_list_of_numbers(returned):
-    found = compare(batch_of([0.0] * 8), made_recipe(), [1.0], advantage=lambda *_: returned)
-    assert found.advantages.tolist() == list(range(8))
-    assert found.advantages.dtype == torch.float32
-    assert not found.advantages.requires_grad
+def test_advantages_may_be_any_list_of_numbers(returned):
+    result = compute_group_advantages(batch_of([0.0] * 8), short_recipe(), [1.0], advantage=lambda *_: returned)
+    assert result.advantages.tolist() == list(range(8))
+    assert result.advantages.dtype == torch.float32
+    assert not result.advantages.requires_grad
 
 
 @pytest.mark.parametrize(
     ("returned", "sentence"),
     [
-        (None, "returned NoneType, not one number each"),
-        ("12345678", "returned str, not one number each"),
-        ([1.0] * 7 + [None], "returned list, not one number each"),
-        (["1"] * 8, "returned list, not one number each"),
-        ([[1.0], [1.0, 2.0]], "returned list, not one number each"),
-        ({"a": 1.0}, "returned dict, not one number each"),
-        ((x for x in range(8)), "returned generator, not one number each"),
-        ([10**400] * 8, "returned list, not one number each"),
+        (None, "returned NoneType, not one number per sample"),
+        ("12345678", "returned str, not one number per sample"),
+        ([1.0] * 7 + [None], "returned list, not one number per sample"),
+        (["1"] * 8, "returned list, not one number per sample"),
+        ([[1.0], [1.0, 2.0]], "returned list, not one number per sample"),
+        ({"a": 1.0}, "returned dict, not one number per sample"),
+        ((x for x in range(8)), "returned generator, not one number per sample"),
+        ([10**400] * 8, "returned list, not one number per sample"),
         (1.0, r"returned shape \(\); expected \(8,\)"),
         ([], r"returned shape \(0,\); expected \(8,\)"),
         ([1.0] * 7, r"returned shape \(7,\); expected \(8,\)"),
@@ -271,9 +275,9 @@ def test_an_advantage_may_be_any_list_of_numbers(returned):
         ([0.0] * 7 + [-math.inf], "returned -inf for sample 7"),
     ],
 )
-def test_an_advantage_that_cannot_be_used(returned, sentence):
+def test_advantages_that_cannot_be_used(returned, sentence):
     with pytest.raises(RewardError, match=f"the advantage function {sentence}"):
-        compare(batch_of([0.0] * 8), made_recipe(), [1.0], advantage=lambda *_: returned)
+        compute_group_advantages(batch_of([0.0] * 8), short_recipe(), [1.0], advantage=lambda *_: returned)
 
 
 @pytest.mark.parametrize(
@@ -285,22 +289,22 @@ def test_an_advantage_that_cannot_be_used(returned, sentence):
         np.array(["x", "y"] * 4),
     ],
 )
-def test_a_grouping_of_ones_own(labels):
-    """Even samples against even ones, odd against odd, across prompts."""
-    found = compare(
-        batch_of([0, 5, 0, 5, 2, 5, 2, 5]), made_recipe({"advantages.scale": "none"}), [1.0], grouping=lambda _: labels
+def test_a_custom_grouping(labels):
+    """Even and odd samples are compared among themselves, across prompts."""
+    result = compute_group_advantages(
+        batch_of([0, 5, 0, 5, 2, 5, 2, 5]), short_recipe({"advantages.scale": "none"}), [1.0], grouping=lambda _: labels
     )
-    close(found.advantages, [-1, 0, -1, 0, 1, 0, 1, 0])
-    assert found.equal.tolist() == [False, True] * 4
-    assert len(set(found.groups[::2].tolist())) == 1
-    assert found.groups[0] != found.groups[1]
+    close(result.advantages, [-1, 0, -1, 0, 1, 0, 1, 0])
+    assert result.equal.tolist() == [False, True] * 4
+    assert len(set(result.groups[::2].tolist())) == 1
+    assert result.groups[0] != result.groups[1]
 
 
-def test_a_grouping_may_be_a_number_of_neighbours():
-    found = compare(
-        batch_of([0, 2, 5, 5, 0, 4, 1, 1]), made_recipe({"advantages.scale": "none"}), [1.0], grouping=lambda _: 2
+def test_a_grouping_may_be_a_group_size():
+    result = compute_group_advantages(
+        batch_of([0, 2, 5, 5, 0, 4, 1, 1]), short_recipe({"advantages.scale": "none"}), [1.0], grouping=lambda _: 2
     )
-    close(found.advantages, [-1, 1, 0, 0, -2, 2, 0, 0])
+    close(result.advantages, [-1, 1, 0, 0, -2, 2, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -320,32 +324,32 @@ def test_a_grouping_may_be_a_number_of_neighbours():
 )
 def test_a_grouping_that_cannot_be_used(labels, sentence):
     with pytest.raises(ConfigError, match=f"the grouping function returned labels that cannot be used: .*{sentence}"):
-        compare(batch_of([0.0] * 8), made_recipe(), [1.0], grouping=lambda _: labels)
+        compute_group_advantages(batch_of([0.0] * 8), short_recipe(), [1.0], grouping=lambda _: labels)
 
 
-OWN = """
+CUSTOM = """
 def doubled(rewards, groups, weights):
     return [2.0 * number for number in range(len(groups))]
 
-def everybody(batch):
+def one_group(batch):
     return [0] * len(batch)
 """
 
 
 def test_functions_are_found_by_name_or_by_file(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN)
-    own = lambda *_: None  # noqa: E731
-    monkeypatch.setitem(ADVANTAGES, "mine", own)
-    monkeypatch.setitem(GROUPINGS, "ours", own)
+    (tmp_path / "custom.py").write_text(CUSTOM)
+    custom = lambda *_: None  # noqa: E731
+    monkeypatch.setitem(ADVANTAGES, "mine", custom)
+    monkeypatch.setitem(GROUPINGS, "ours", custom)
     assert find_advantage(None) is None
-    assert find_advantage("mine") is own
-    assert find_advantage(f"{tmp_path}/own.py:doubled")(None, [0, 0], None) == [0.0, 2.0]
+    assert find_advantage("mine") is custom
+    assert find_advantage(f"{tmp_path}/custom.py:doubled")(None, [0, 0], None) == [0.0, 2.0]
     assert find_grouping("prompt") is None
-    assert find_grouping("ours") is own
-    assert find_grouping(f"{tmp_path}/own.py:everybody")([1, 2, 3]) == [0, 0, 0]
+    assert find_grouping("ours") is custom
+    assert find_grouping(f"{tmp_path}/custom.py:one_group")([1, 2, 3]) == [0, 0, 0]
 
 
-def test_names_that_are_not_known(monkeypatch):
+def test_unknown_names(monkeypatch):
     monkeypatch.setitem(ADVANTAGES, "mine", lambda *_: None)
     with pytest.raises(ConfigError, match=r"unknown advantages\.function 'mime'; did you mean 'mine'\?"):
         find_advantage("mime")
@@ -357,26 +361,28 @@ def test_names_that_are_not_known(monkeypatch):
         find_grouping("json:absent")
 
 
-def test_functions_of_ones_own_in_a_run(tmp_path):
-    """The whole batch is one group, and the function's advantages teach though all rewards are equal."""
-    (tmp_path / "own.py").write_text(OWN)
+def test_custom_functions_in_a_run(tmp_path):
+    """The batch is one group, and the custom advantages are used although all rewards are equal."""
+    (tmp_path / "custom.py").write_text(CUSTOM)
     settings = {
         "train.steps": 1,
-        "advantages.function": f"{tmp_path}/own.py:doubled",
-        "advantages.grouping": f"{tmp_path}/own.py:everybody",
+        "advantages.function": f"{tmp_path}/custom.py:doubled",
+        "advantages.grouping": f"{tmp_path}/custom.py:one_group",
     }
-    with made_trainer(tmp_path, settings, reward=lambda prompts, completions, **_: [1.0] * len(completions)) as trainer:
+    with make_trainer(tmp_path, settings, reward=lambda prompts, completions, **_: [1.0] * len(completions)) as trainer:
         (report,) = trainer.steps()
     assert report.group_advantages.advantages.tolist() == [2.0 * number for number in range(8)]
     assert report.group_advantages.groups.tolist() == [0] * 8
     assert report.metrics["frac_reward_zero_std"] == 1.0
-    assert report.metrics["signal/teaching"] == 7 / 8
+    assert report.metrics["signal/contributing"] == 7 / 8
     assert report.metrics["updates"] == 1
 
 
 def test_the_built_in_advantages_are_the_core_s():
     columns = torch.rand(8, 3, dtype=torch.float64)
     columns[2, 1] = NAN
-    found = compare(batch_of(columns.tolist()), made_recipe({"advantages.scale": "batch"}), [1.0, -2.0, 0.5])
+    result = compute_group_advantages(
+        batch_of(columns.tolist()), short_recipe({"advantages.scale": "batch"}), [1.0, -2.0, 0.5]
+    )
     wanted = group_advantages(columns, 4, scale="batch", weights=[1.0, -2.0, 0.5])
-    close(found.advantages, wanted.tolist())
+    close(result.advantages, wanted.tolist())

@@ -1,4 +1,4 @@
-"""Sampling for a step: what belongs together stays together, refilling, and where chance comes from."""
+"""The rollout of a step: data of a sample stays together, resampling, and seeds."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.filters import KeptSets
 from groupwise.data import Order, Prompt
 from groupwise.generate.types import Rollout
 from groupwise.rewards import Scorer, named
-from groupwise.training.rollout.advantages import compare
+from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import join
-from groupwise.training.rollout.collector import derive_seed
-from tests.training.factories import made_batch, made_recipe, made_trainer
+from groupwise.training.rollout.collector import RolloutCollector
+from groupwise.training.seeds import derive_seed
+from tests.training.factories import make_batch, make_trainer, short_recipe
 
 
 class Echo:
-    """A generator whose answers say where they come from: the prompt's id, then the sample's number again and again.
+    """A generator whose completions are the prompt's first id and then the sample's number, repeated.
 
-    Every token's kept set is its own id and the prompt's."""
+    Every token's kept set is the token and the prompt's first id."""
 
     def __init__(self, fits=128):
         self.max_num_seqs, self.fits, self.released = 128, fits, 0
@@ -61,11 +62,11 @@ class Words:
         return [" ".join(map(str, row)) for row in ids]
 
 
-def sampler_of(dull, generator=None, rows=30, reward=None, said=None, advantage=None, **more):
-    """Row n has the prompt id 100 + n; the answers to a dull row all get the same reward."""
+def make_collector(no_signal, generator=None, rows=30, reward=None, said=None, advantage=None, **more):
+    """Row n has the prompt id 100 + n; the completions of a row in ``no_signal`` get equal rewards."""
 
     def by_row(prompts, completions, number, **_):
-        return [1.0 if n in dull else float(i % 4) for i, n in enumerate(number)]
+        return [1.0 if n in no_signal else float(i % 4) for i, n in enumerate(number)]
 
     return RolloutCollector(
         generator or Echo(),
@@ -74,7 +75,7 @@ def sampler_of(dull, generator=None, rows=30, reward=None, said=None, advantage=
         [Prompt((100 + number, 7), f"row {number}", None) for number in range(rows)],
         Scorer([named(reward or by_row)], timeout=None),
         Order(rows, shuffle=False),
-        lambda batch, now: compare(batch, now, [1.0], advantage=advantage),
+        lambda batch, recipe: compute_group_advantages(batch, recipe, [1.0], advantage=advantage),
         prompt_column="prompt",
         seed=5,
         say=(said if said is not None else []).append,
@@ -86,12 +87,12 @@ def timer(stage):
     return nullcontext()
 
 
-def sample(sampler, step=0, **changes):
-    return sampler.sample(step, made_recipe({"train.batch_size": 4, **changes}), None, timer)
+def collect(collector, step=0, **changes):
+    return collector.collect(step, short_recipe({"train.batch_size": 4, **changes}), None, timer)
 
 
 def assert_aligned(batch):
-    """Every field of every sample speaks of the same row."""
+    """Every field of every sample belongs to the same row."""
     places = 0
     assert len(batch) == len(batch.prompts) * batch.samples
     for number, ids in enumerate(batch.ids):
@@ -112,14 +113,14 @@ def assert_aligned(batch):
         assert len(batch.kept) == places == int(batch.lengths.sum())
 
 
-# --- refilling --------------------------------------------------------------------------------------------------------
+# --- resampling -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize(
-    ("dull", "resample_rounds", "rows", "rounds", "replaced", "prompts"),
+    ("no_signal", "resample_rounds", "rows", "rounds", "replaced", "prompts"),
     [
-        # Rows 0 to 3 are sampled first; dull ones give way, from the front, to fresh rows that are not.
+        # Rows 0 to 3 are sampled first; those without a signal are replaced, from the front, by fresh rows with one.
         ({1, 3, 4}, 0, [0, 1, 2, 3], 0, 0, 4),
         ({1, 3, 4}, 1, [0, 2, 3, 5], 1, 1, 6),
         ({1, 3, 4}, 2, [0, 2, 5, 6], 2, 2, 7),
@@ -129,23 +130,25 @@ def assert_aligned(batch):
         (set(range(30)), 3, [0, 1, 2, 3], 3, 0, 16),
     ],
 )
-def test_equal_groups_give_way_to_fresh_prompts(dull, refill, rows, rounds, replaced, prompts, keep):
+def test_groups_with_equal_rewards_are_replaced_by_fresh_prompts(
+    no_signal, resample_rounds, rows, rounds, replaced, prompts, keep
+):
     changes = {"masks.keep_sampling_mask": True, "sampling.top_k": 2} if keep else {}
-    sampler = sampler_of(dull)
-    found = sample(sampler, **{"train.resample_rounds": refill}, **changes)
-    assert found.batch.row_numbers == rows
-    assert (found.rounds, found.replaced, found.prompts) == (rounds, replaced, prompts)
-    assert found.tokens == sum(1 + (100 + row + g) % 3 for row in range(prompts) for g in range(4))
-    assert_aligned(found.batch)
-    assert found.batch.rewards[:, 0].tolist() == [
-        1.0 if row in dull else float(g) for row in found.batch.row_numbers for g in range(4)
+    collector = make_collector(no_signal)
+    result = collect(collector, **{"train.resample_rounds": resample_rounds}, **changes)
+    assert result.batch.row_numbers == rows
+    assert (result.rounds, result.replaced, result.prompts) == (rounds, replaced, prompts)
+    assert result.tokens == sum(1 + (100 + row + g) % 3 for row in range(prompts) for g in range(4))
+    assert_aligned(result.batch)
+    assert result.batch.rewards[:, 0].tolist() == [
+        1.0 if row in no_signal else float(g) for row in result.batch.row_numbers for g in range(4)
     ]
-    assert sampler.order.take(1) == [prompts]
+    assert collector.order.take(1) == [prompts]
 
 
-def test_every_round_has_its_own_chance():
+def test_every_round_has_its_own_seed():
     generator = Echo()
-    sample(sampler_of(set(range(30)), generator), step=3, **{"train.resample_rounds": 2})
+    collect(make_collector(set(range(30)), generator), step=3, **{"train.resample_rounds": 2})
     seeds = [sampling.seed for _, sampling in generator.calls]
     assert seeds == [derive_seed(5, 3, 0), derive_seed(5, 3, 1), derive_seed(5, 3, 2)]
     assert len(set(seeds)) == 3
@@ -156,48 +159,52 @@ def test_groups_without_a_score_are_replaced_too():
     def nothing(prompts, completions, number, **_):
         return [None if n == 2 else float(i % 4) for i, n in enumerate(number)]
 
-    found = sample(sampler_of(set(), reward=nothing), **{"train.resample_rounds": 1})
-    assert found.batch.row_numbers == [0, 1, 3, 4]
+    result = collect(make_collector(set(), reward=nothing), **{"train.resample_rounds": 1})
+    assert result.batch.row_numbers == [0, 1, 3, 4]
 
 
-def test_groups_that_teach_otherwise_are_kept():
-    """What contributes is what the comparison says: with a baseline of none, equal rewards teach too; masks silence."""
-    found = sample(sampler_of({1}), **{"train.resample_rounds": 1, "advantages.baseline": "none"})
-    assert found.batch.row_numbers == [0, 1, 2, 3]
-    own = sampler_of({1}, advantage=lambda rewards, groups, weights: (groups != 2).float())
-    assert sample(own, **{"train.resample_rounds": 1}).batch.row_numbers == [0, 1, 3, 4]
+def test_groups_with_equal_rewards_but_advantages_are_kept():
+    """With baseline "none", or with a custom advantage function."""
+    result = collect(make_collector({1}), **{"train.resample_rounds": 1, "advantages.baseline": "none"})
+    assert result.batch.row_numbers == [0, 1, 2, 3]
+    collector = make_collector({1}, advantage=lambda rewards, groups, weights: (groups != 2).float())
+    assert collect(collector, **{"train.resample_rounds": 1}).batch.row_numbers == [0, 1, 3, 4]
 
 
-def test_what_rewards_record_stays_with_its_sample():
-    """Columns and metrics that a reward logs, also in later rounds."""
+def test_columns_logged_by_rewards_stay_with_their_sample():
+    """Columns and metrics, also of later rounds."""
 
     def noting(prompts, completions, number, log_extra, log_metric, **_):
         log_extra("seen", [f"{n}" for n in number])
         log_metric("rounds_seen", float(min(number)))
         return [1.0 if n == 1 else float(i % 4) for i, n in enumerate(number)]
 
-    found = sample(sampler_of(set(), reward=noting), **{"train.resample_rounds": 1})
-    assert found.batch.row_numbers == [0, 2, 3, 4]
-    assert found.batch.extra["seen"] == [str(row) for row in found.batch.row_numbers for _ in range(4)]
-    assert found.metrics == {"rounds_seen": pytest.approx((4 * 0.0 + 1 * 4.0) / 5)}  # a round weighs by its prompts
-    assert [batch.row_numbers for batch in found.left_out] == [[1]]
+    result = collect(make_collector(set(), reward=noting), **{"train.resample_rounds": 1})
+    assert result.batch.row_numbers == [0, 2, 3, 4]
+    assert result.batch.extra["seen"] == [str(row) for row in result.batch.row_numbers for _ in range(4)]
+    assert result.metrics == {
+        "rounds_seen": pytest.approx((4 * 0.0 + 1 * 4.0) / 5)
+    }  # weighted by the prompts of each round
+    assert [batch.row_numbers for batch in result.left_out] == [[1]]
 
 
-def test_prompts_that_came_for_nothing_are_left_out_too():
-    found = sample(sampler_of({1, 2, 4}), **{"train.resample_rounds": 1})
-    assert found.batch.row_numbers == [0, 2, 3, 5]
-    assert [batch.row_numbers for batch in found.left_out] == [[1], [4]]
-    assert sample(sampler_of(set()), **{"train.resample_rounds": 1}).left_out == []
+def test_fresh_prompts_without_a_signal_are_left_out_too():
+    result = collect(make_collector({1, 2, 4}), **{"train.resample_rounds": 1})
+    assert result.batch.row_numbers == [0, 2, 3, 5]
+    assert [batch.row_numbers for batch in result.left_out] == [[1], [4]]
+    assert collect(make_collector(set()), **{"train.resample_rounds": 1}).left_out == []
 
 
-def test_what_the_filters_cut_away_stays_with_its_sample():
-    one, other = (replace(made_batch(seed=seed), cut_away=torch.arange(16.0) + 100 * seed) for seed in (0, 1))
+def test_the_filtered_probability_stays_with_its_sample():
+    one, other = (
+        replace(make_batch(seed=seed), filtered_probability=torch.arange(16.0) + 100 * seed) for seed in (0, 1)
+    )
     both = join([one.take([2]), other.take([0, 3])])
-    assert both.cut_away.tolist() == [8, 9, 10, 11, *range(100, 104), *range(112, 116)]
-    assert join([made_batch(), made_batch()]).cut_away is None
+    assert both.filtered_probability.tolist() == [8, 9, 10, 11, *range(100, 104), *range(112, 116)]
+    assert join([make_batch(), make_batch()]).filtered_probability is None
 
 
-def test_the_sizes_and_settings_of_a_step_reach_the_generator():
+def test_the_settings_of_a_step_are_passed_to_the_generator():
     generator = Echo()
     changes = {
         "train.accumulation": 3,
@@ -208,37 +215,37 @@ def test_the_sizes_and_settings_of_a_step_reach_the_generator():
         "sampling.min_p": 0.0,
         "sampling.min_new_tokens": 1,
     }
-    found = sample(sampler_of(set(), generator), **changes)
+    result = collect(make_collector(set(), generator), **changes)
     ((number, sampling),) = generator.calls
     assert number == 12
-    assert len(found.batch) == 24
+    assert len(result.batch) == 24
     assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.5, None, 0.9, None)
     assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.keep_sets) == (8, 1, False)
 
 
-def test_memory_runs_out_while_sampling():
+def test_out_of_memory_while_sampling():
     said = []
     generator = Echo(fits=40)
-    found = sample(sampler_of(set(), generator, said=said))
-    assert_aligned(found.batch)
+    result = collect(make_collector(set(), generator, said=said))
+    assert_aligned(result.batch)
     assert generator.max_num_seqs == 32
     assert generator.released == 2
     assert said == [
-        "memory ran out while sampling: done again with 64 answers at once",
-        "memory ran out while sampling: done again with 32 answers at once",
+        "memory ran out while sampling: repeated with 64 completions at once",
+        "memory ran out while sampling: repeated with 32 completions at once",
     ]
     with pytest.raises(torch.OutOfMemoryError):
-        sample(sampler_of(set(), Echo(fits=1)))
+        collect(make_collector(set(), Echo(fits=1)))
 
 
-def test_refilling_in_a_run(tmp_path):
-    """Groups with equal rewards are rarer than without, and what it cost is counted."""
+def test_resampling_in_a_run(tmp_path):
+    """No group has equal rewards, and the cost is counted."""
 
     def reward(prompts, completions, number, **_):
         return [1.0 if n % 2 else float(i % 4) for i, n in enumerate(number)]
 
     settings = {"train.steps": 2, "train.resample_rounds": 4, "data.shuffle": False}
-    with made_trainer(tmp_path, settings, reward=reward) as trainer:
+    with make_trainer(tmp_path, settings, reward=reward) as trainer:
         reports = list(trainer.steps())
     assert [report.batch.row_numbers for report in reports] == [[0, 2], [4, 6]]
     for report in reports:
@@ -251,16 +258,16 @@ def test_refilling_in_a_run(tmp_path):
     assert reports[-1].metrics["num_tokens"] == sampled
 
 
-# --- chance -----------------------------------------------------------------------------------------------------------
+# --- seeds ------------------------------------------------------------------------------------------------------------
 
 
-def ids_of(found):
-    return [row.tolist() for row in found.batch.ids]
+def ids_of(result):
+    return [row.tolist() for row in result.batch.ids]
 
 
 def test_samples_depend_on_seed_and_step_alone(tmp_path):
-    """Not on the global random state, on what was sampled before, or on how many are generated at once."""
-    found = {}
+    """Not on the global random state, earlier samples, or the number of sequences at once."""
+    results = {}
     for name, changes, step in (
         ("first", {}, 3),
         ("again", {}, 3),
@@ -268,29 +275,29 @@ def test_samples_depend_on_seed_and_step_alone(tmp_path):
         ("later", {}, 4),
         ("other", {"train.seed": 1}, 3),
     ):
-        with made_trainer(tmp_path / name, {"data.shuffle": False, **changes}) as trainer:
-            now = trainer.now()
+        with make_trainer(tmp_path / name, {"data.shuffle": False, **changes}) as trainer:
+            recipe = trainer.step_recipe()
             if name == "again":
                 torch.manual_seed(99)
-                trainer.sampler.sample(0, now, None, timer)
+                trainer.collector.collect(0, recipe, None, timer)
                 trainer.order.load_state(Order(10, shuffle=False).state())
-            found[name] = trainer.sampler.sample(step, now, None, timer)
-    assert found["again"].batch.row_numbers == found["first"].batch.row_numbers
-    assert ids_of(found["again"]) == ids_of(found["first"]) == ids_of(found["narrow"])
-    assert ids_of(found["later"]) != ids_of(found["first"])
-    assert ids_of(found["other"]) != ids_of(found["first"])
-    assert len({tuple(row) for row in ids_of(found["first"])}) == 8
+            results[name] = trainer.collector.collect(step, recipe, None, timer)
+    assert results["again"].batch.row_numbers == results["first"].batch.row_numbers
+    assert ids_of(results["again"]) == ids_of(results["first"]) == ids_of(results["narrow"])
+    assert ids_of(results["later"]) != ids_of(results["first"])
+    assert ids_of(results["other"]) != ids_of(results["first"])
+    assert len({tuple(row) for row in ids_of(results["first"])}) == 8
 
 
-def test_chance_is_the_same_everywhere():
-    """Recorded once; a change of these would change every run that is resumed."""
+def test_seeds_do_not_change():
+    """A change would change every run that is resumed."""
     assert derive_seed(0, 0, 0) == 136345500341227
     assert derive_seed(0, 0, 1) == 237325388874986
     assert derive_seed(12, 3) != derive_seed(1, 23)
     assert 0 <= derive_seed(7) < 2**48
 
 
-# --- taking and joining -----------------------------------------------------------------------------------------------
+# --- parts of batches -------------------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -298,14 +305,14 @@ def batches(draw):
     prompts, samples = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     lengths = [[draw(st.integers(1, 4)) for _ in range(samples)] for _ in range(prompts)]
     rewards = [[float(10 * p + g) for g in range(samples)] for p in range(prompts)]
-    batch = made_batch(rewards, lengths, seed=draw(st.integers(0, 99)), kept=draw(st.booleans()), dropped=[0])
+    batch = make_batch(rewards, lengths, seed=draw(st.integers(0, 99)), kept=draw(st.booleans()), dropped=[0])
     return replace(batch, extra={"who": [f"{p}-{g}" for p in range(prompts) for g in range(samples)]})
 
 
 def described(batch):
-    """One record per sample, of everything that belongs to it."""
+    """One record per sample, of all its data."""
     places = 0
-    found = []
+    result = []
     for number, ids in enumerate(batch.ids):
         prompt = number // batch.samples
         sets = []
@@ -314,7 +321,7 @@ def described(batch):
                 start, end = batch.kept.offsets[places : places + 2].tolist()
                 sets.append(batch.kept.ids[start:end].tolist())
             places += 1
-        found.append(
+        result.append(
             (
                 batch.rows[prompt]["prompt"],
                 batch.row_numbers[prompt],
@@ -329,25 +336,23 @@ def described(batch):
                 batch.extra["who"][number],
             )
         )
-    assert int(batch.prompt_of.numel()) == len(found)
+    assert int(batch.prompt_of.numel()) == len(result)
     assert batch.kept is None or len(batch.kept) == places
-    return found
+    return result
 
 
-@settings(max_examples=60)
 @given(batches(), st.data())
-def test_taking_keeps_together_what_belongs_together(batch, data):
-    whole = described(batch)
+def test_take_keeps_the_data_of_samples_together(batch, data):
+    samples = described(batch)
     chosen = data.draw(st.lists(st.integers(0, len(batch.prompts) - 1), max_size=5))
     taken = batch.take(chosen)
-    assert described(taken) == [whole[p * batch.samples + g] for p in chosen for g in range(batch.samples)]
+    assert described(taken) == [samples[p * batch.samples + g] for p in chosen for g in range(batch.samples)]
     assert taken.samples == batch.samples
     assert taken.prompt_of.tolist() == [n for n in range(len(chosen)) for _ in range(batch.samples)]
 
 
-@settings(max_examples=60)
 @given(batches(), st.data())
-def test_joining_is_the_inverse_of_taking_parts(batch, data):
+def test_join_is_the_inverse_of_take(batch, data):
     order = data.draw(st.permutations(range(len(batch.prompts))))
     cut = data.draw(st.integers(0, len(order)))
     joined = join([batch.take(order[:cut]), batch.take(order[cut:])])
@@ -355,16 +360,15 @@ def test_joining_is_the_inverse_of_taking_parts(batch, data):
     assert join([batch]) is batch
 
 
-@settings(max_examples=40)
 @given(batches(), st.data())
-def test_places_are_those_of_the_samples_tokens(batch, data):
+def test_token_indices(batch, data):
     chosen = data.draw(st.lists(st.integers(0, len(batch) - 1), max_size=5))
     flat = torch.cat(batch.ids)
     wanted = [token for i in chosen for token in batch.ids[i].tolist()]
-    assert flat[batch.places(chosen)].tolist() == wanted
+    assert flat[batch.token_indices(chosen)].tolist() == wanted
 
 
-def test_a_column_that_only_one_batch_has_is_empty_in_the_other():
-    one = replace(made_batch([[1.0, 0.0]], [[1, 2]]), extra={"a": [1, 2]})
-    other = replace(made_batch([[1.0, 0.0]], [[1, 2]]), extra={"b": [3, 4]})
+def test_a_column_of_only_one_batch_is_none_for_the_other():
+    one = replace(make_batch([[1.0, 0.0]], [[1, 2]]), extra={"a": [1, 2]})
+    other = replace(make_batch([[1.0, 0.0]], [[1, 2]]), extra={"b": [3, 4]})
     assert join([one, other]).extra == {"a": [1, 2, None, None], "b": [None, None, 3, 4]}

@@ -1,4 +1,4 @@
-"""The reference policy: in the model's place for a block and no longer, and where its moves lead."""
+"""The reference policy: it replaces the model's weights within a block only, and can be refreshed and saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.reference import Reference
-from tests.training.factories import made_trainer, perturb, small_llama
+from tests.training.factories import make_trainer, perturb, small_llama
 from tests.training.runs import small_trainer
 
 PROMPTS, COMPLETIONS = [[5, 6, 7]], [[[1, 2, 3], [4, 5]]]
@@ -36,7 +36,7 @@ def masters():
         yield masters
 
 
-# --- in the model's place ---------------------------------------------------------------------------------------------
+# --- in place of the policy -------------------------------------------------------------------------------------------
 
 
 def test_within_the_block_the_model_is_the_reference(masters):
@@ -58,15 +58,14 @@ def test_the_policy_is_restored_after_an_exception(masters):
     reference = Reference(masters)
     perturb(model)
     moved = copies(model.named_parameters())
-    own = {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()}
+    original = {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()}
     with pytest.raises(KeyError, match="in the middle"), reference.in_place():
         raise KeyError("in the middle")
     assert same(copies(model.named_parameters()), moved)
-    assert {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()} == own
+    assert {name: (id(weight), weight.data_ptr()) for name, weight in model.named_parameters()} == original
 
 
-def test_the_policy_learns_on_without_touching_the_reference(masters):
-    """Its own memory, also with tied weights: a step of the optimizer is not seen by the reference."""
+def test_an_optimizer_step_does_not_change_the_reference(masters):
     model = masters.model
     reference = Reference(masters)
     first = copies(reference.state_dict().items())
@@ -80,7 +79,7 @@ def test_the_policy_learns_on_without_touching_the_reference(masters):
     assert not torch.equal(model.lm_head.weight, first["lm_head.weight"])
 
 
-def test_the_tiny_model_whose_head_is_its_embedding():
+def test_a_model_with_tied_embeddings():
     model = load_model("tiny", dtype="float32", device="cpu")
     before = logps(model)
     with MasterWeights(model) as masters:
@@ -91,7 +90,7 @@ def test_the_tiny_model_whose_head_is_its_embedding():
         assert not torch.equal(logps(model), before)
 
 
-# --- moves ------------------------------------------------------------------------------------------------------------
+# --- refreshes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -122,7 +121,7 @@ def test_a_mix_moves_part_of_the_way(masters):
 
 
 def test_small_mixes_add_up_in_bfloat16():
-    """Each moves a weight by less than bfloat16 can tell; a thousand of them arrive."""
+    """One moves a weight by less than bfloat16 resolves; a thousand of them arrive."""
     model = small_llama(torch.bfloat16)
     with MasterWeights(model) as masters:
         reference = Reference(masters, mixes=True)
@@ -146,17 +145,17 @@ def test_small_mixes_add_up_in_bfloat16():
         assert not same(got, first)
 
 
-def test_a_reference_that_was_not_made_to_mix_says_so(masters):
+def test_a_partial_refresh_needs_mixes(masters):
     reference = Reference(masters)
     first = copies(reference.state_dict().items())
     perturb(masters.model)
-    with pytest.raises(InputError, match=r"is to move 0\.5 of the way must be made with mixes=True"):
+    with pytest.raises(InputError, match=r"0\.5 of the way.*mixes=True"):
         reference.refresh(0.5)
     assert same(copies(reference.state_dict().items()), first)
     assert reference.refreshes == 0
 
 
-def test_with_an_adapter_only_the_adapter_is_held_twice():
+def test_with_lora_the_reference_is_an_adapter():
     model = load_model("tiny", dtype="float32", device="cpu", lora=LoraSettings(rank=2))
     with MasterWeights(model) as masters:
         reference = Reference(masters)
@@ -176,7 +175,7 @@ def test_with_an_adapter_only_the_adapter_is_held_twice():
             assert not torch.equal(logps(model), before)
 
 
-# --- into a checkpoint and back ---------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -195,28 +194,28 @@ def test_a_reference_is_loaded_bit_for_bit(masters, mixes):
         assert same(copies(masters.model.named_parameters()), saved)
 
 
-@pytest.mark.parametrize("how", ["missing", "more", "dtype", "shape"])
-def test_a_reference_that_does_not_fit(masters, how):
+@pytest.mark.parametrize("fault", ["missing", "more", "dtype", "shape"])
+def test_a_reference_that_does_not_fit(masters, fault):
     reference = Reference(masters)
-    own = copies(reference.state_dict().items())
-    saved = copies(own.items())
-    if how == "missing":
+    original = copies(reference.state_dict().items())
+    saved = copies(original.items())
+    if fault == "missing":
         del saved["lm_head.weight"]
-    elif how == "more":
+    elif fault == "more":
         saved["other.weight"] = torch.zeros(1)
-    elif how == "dtype":
+    elif fault == "dtype":
         saved["lm_head.weight"] = saved["lm_head.weight"].bfloat16()
     else:
         saved["lm_head.weight"] = saved["lm_head.weight"][:, :1].clone()
-    name = "other.weight" if how == "more" else "lm_head.weight"
-    with pytest.raises(CheckpointError, match=f"in the checkpoint does not fit the model: {name} differs"):
+    name = "other.weight" if fault == "more" else "lm_head.weight"
+    with pytest.raises(CheckpointError, match=f"does not fit the model: {name}"):
         reference.load(saved, 3)
-    assert same(copies(reference.state_dict().items()), own)
+    assert same(copies(reference.state_dict().items()), original)
     assert reference.refreshes == 0
 
 
-def test_a_run_whose_reference_is_mixed(tmp_path):
-    """The KL is not 0 after a refresh that goes only a part of the way."""
+def test_a_run_with_partial_refreshes(tmp_path):
+    """The KL is not 0 after a partial refresh."""
     settings = {
         "loss.kl_coef": 0.1,
         "train.steps": 3,
@@ -224,7 +223,7 @@ def test_a_run_whose_reference_is_mixed(tmp_path):
         "reference.refresh_every": 1,
         "reference.mix": 0.5,
     }
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         kls = [report.metrics["kl"] for report in trainer.steps()]
     assert kls[0] == pytest.approx(0.0, abs=1e-9)
     assert min(kls[1:]) > 1e-7
@@ -239,10 +238,10 @@ def test_the_reference_has_no_dropout(tmp_path):
     }
     with small_trainer(tmp_path / "run", changes) as trainer:
         report = next(trainer.steps())
-        now, minibatches = trainer.now(), []
+        recipe, minibatches = trainer.step_recipe(), []
         for _ in range(2):
-            minibatch = build_minibatch(report.batch, report.group_advantages, range(3), now)
-            trainer.updater.precompute_logps(minibatch, now, old=True)
+            minibatch = build_minibatch(report.batch, report.group_advantages, range(3), recipe)
+            trainer.updater.precompute_logps(minibatch, recipe, old=True)
             minibatches.append(minibatch)
         assert torch.equal(minibatches[0].ref_logps, minibatches[1].ref_logps)
         assert not torch.equal(minibatches[0].old_logps, minibatches[1].old_logps)

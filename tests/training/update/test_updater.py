@@ -1,4 +1,4 @@
-"""One update: its gradient is the literal one however it is packed, and it moves the weights whole or not at all."""
+"""One update: its gradient is the naive one however samples are packed, and it changes all weights or none."""
 
 from __future__ import annotations
 
@@ -7,45 +7,45 @@ import math
 import pytest
 import torch
 
-import groupwise.training.update.updater as step_module
+import groupwise.training.update.updater as updater_module
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
-from groupwise.training.components import make_optimizer
 from groupwise.training.errors import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError
-from groupwise.training.rollout.advantages import compare
+from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.trainer import Callback
 from groupwise.training.update.minibatch import build_minibatch
-from groupwise.training.update.policy_masks import near
+from groupwise.training.update.optimizer import make_optimizer
+from groupwise.training.update.policy_masks import on_policy_samples
 from groupwise.training.update.updater import Updater
 from tests.training.factories import (
     assert_same,
     gradient_of,
     last_gradient,
-    literal_logps,
-    literal_terms,
-    made_batch,
-    made_recipe,
-    made_trainer,
-    made_updater,
+    make_batch,
+    make_trainer,
+    make_updater,
+    naive_logps,
+    naive_terms,
     perturb,
+    short_recipe,
     small_llama,
 )
 
 PROMPTS = (3, 0, 1)
-WHOLE = [name for name, loss in LOSSES.items() if loss.aggregation != "local_token_mean"]
+SEPARABLE = [name for name, loss in LOSSES.items() if loss.aggregation != "local_token_mean"]
 CASES = {
     "on policy": {},
     "kl": {"loss.kl_coef": 0.3, "loss.kl": "unbiased"},
     "entropy": {"loss.entropy_coef": 0.2, "sampling.temperature": 0.7},
     "masks": {"masks.truncated": True, "masks.off_policy": "v3.2", "masks.off_policy_threshold": 0.8},
     "high entropy": {"masks.high_entropy": 0.4},
-    "left by masks": {
+    "mask denominator": {
         "masks.truncated": True,
         "masks.off_policy": "v3.2",
         "masks.off_policy_threshold": 0.8,
         "loss.denominator": "policy_mask",
         "loss.kl_coef": 0.3,
     },
-    "left by entropy": {"masks.truncated": True, "masks.high_entropy": 0.4, "loss.denominator": "policy_mask"},
+    "entropy denominator": {"masks.truncated": True, "masks.high_entropy": 0.4, "loss.denominator": "policy_mask"},
     "reference_drift": {
         "masks.off_policy": "reference_drift",
         "masks.off_policy_threshold": 0.2,
@@ -67,132 +67,133 @@ SHORT = {"sampling.max_new_tokens": 2}  # where bfloat16 is slow
 BUDGETS = (1, 40, 10**6)  # one sample at a time, a few, all at once
 
 
-def prepared_work(settings, *, budget=10**6, old=True, literal=True):
-    """A mini-batch whose policy has moved away from the one that made its old log-probs and from the reference."""
-    now = made_recipe(settings)
-    batch = made_batch(cut=[1, 3, 12], kept=now.masks.keep_sampling_mask)
-    group_advantages = compare(batch, now, [1.0])
-    updater = made_updater(now, budget=budget, reference=True)
+def prepared_minibatch(settings, *, budget=10**6, old=True, naive=True):
+    """A mini-batch whose policy has moved away from its old log-probs and from the reference."""
+    recipe = short_recipe(settings)
+    batch = make_batch(cut=[1, 3, 12], kept=recipe.masks.keep_sampling_mask)
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
+    updater = make_updater(recipe, budget=budget, reference=True)
     model = updater.handle.model
-    minibatch = build_minibatch(batch, group_advantages, PROMPTS, now)
+    minibatch = build_minibatch(batch, group_advantages, PROMPTS, recipe)
 
     def logps():
         with torch.no_grad():
-            return literal_logps(updater.handle, batch, PROMPTS, now)
+            return naive_logps(updater.handle, batch, PROMPTS, recipe)
 
-    given = {"ref": logps()["logps"]} if literal else {}
+    inputs = {"ref": logps()["logps"]} if naive else {}
     perturb(model, seed=2, size=0.02)
-    if literal:
+    if naive:
         before = logps()
-        given["old"] = before["logps"] if old else None
-        if now.loss.importance_cap is not None:
-            given["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=now.loss.importance_cap)
-    updater.precompute_logps(minibatch, now, old=old)
+        inputs["old"] = before["logps"] if old else None
+        if recipe.loss.importance_cap is not None:
+            inputs["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=recipe.loss.importance_cap)
+    updater.precompute_logps(minibatch, recipe, old=old)
     perturb(model, seed=3, size=0.02)
-    return now, batch, group_advantages, updater, minibatch, given
+    return recipe, batch, group_advantages, updater, minibatch, inputs
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-def check_against_literal(settings, *, old=True):
-    now, batch, group_advantages, updater, minibatch, given = prepared_work(settings, old=old)
+def check_against_naive(settings, *, old=True):
+    recipe, batch, group_advantages, updater, minibatch, inputs = prepared_minibatch(settings, old=old)
     assert (minibatch.old_logps is None) is not old
-    terms = literal_terms(updater.handle, batch, group_advantages, PROMPTS, now, **given)
+    terms = naive_terms(updater.handle, batch, group_advantages, PROMPTS, recipe, **inputs)
     wanted = gradient_of(updater.handle.model, torch.stack(list(terms.values())).sum())
     for budget in BUDGETS:
         updater.token_budget = budget
-        found = updater.update(minibatch, now)
+        result = updater.update(minibatch, recipe)
         assert_same(last_gradient(updater), wanted)
         for name, value in terms.items():
-            assert found.values[name] == pytest.approx(float(value.detach()), rel=1e-9, abs=1e-12), name
-        assert found.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in wanted.values())))
+            assert result.values[name] == pytest.approx(float(value.detach()), rel=1e-9, abs=1e-12), name
+        assert result.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in wanted.values())))
 
 
-@pytest.mark.parametrize("loss", WHOLE)
-def test_the_gradient_is_the_literal_one_however_it_is_packed(loss):
-    """The literal one computes each sample alone, with its prompt, and applies the formulas to all of them at once."""
-    check_against_literal({"loss.name": loss, **RICH})
+@pytest.mark.parametrize("loss", SEPARABLE)
+def test_the_gradient_is_the_naive_one_for_every_loss_however_samples_are_packed(loss):
+    """The naive one computes each sample on its own and applies the formulas to all of them at once."""
+    check_against_naive({"loss.name": loss, **RICH})
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_and_with_every_term_and_mask(case):
-    check_against_literal(CASES[case])
+def test_the_gradient_is_the_naive_one_for_every_term_and_mask(case):
+    check_against_naive(CASES[case])
 
 
-def test_and_with_denominators_that_masks_decide():
+def test_the_gradient_is_the_naive_one_with_mask_denominators():
     for loss in ("grpo", "reinforce", "gspo"):
-        check_against_literal({"loss.name": loss, **CASES["left by masks"]})
+        check_against_naive({"loss.name": loss, **CASES["mask denominator"]})
 
 
-@pytest.mark.parametrize(("case", "masked_out"), [("masks", 3), ("left by masks", 3), ("reference_drift", 3)])
-def test_the_masks_above_silence_some_and_not_all(case, masked_out):
-    now, _, _, updater, minibatch, _ = prepared_work(CASES[case], literal=False)
-    found = updater.update(minibatch, now).masked_out
-    assert list(found) == ["off_policy"]
-    assert len(found["off_policy"]) == masked_out < len(minibatch)
-    assert set(found["off_policy"]) <= set(minibatch.samples)
+@pytest.mark.parametrize(("case", "masked_out"), [("masks", 3), ("mask denominator", 3), ("reference_drift", 3)])
+def test_the_masks_of_these_cases_drop_some_samples_but_not_all(case, masked_out):
+    recipe, _, _, updater, minibatch, _ = prepared_minibatch(CASES[case], naive=False)
+    result = updater.update(minibatch, recipe).masked_out
+    assert list(result) == ["off_policy"]
+    assert len(result["off_policy"]) == masked_out < len(minibatch)
+    assert set(result["off_policy"]) <= set(minibatch.samples)
 
 
-def test_the_importance_weights_above_reach_their_cap_for_some():
-    _, _, _, _, minibatch, _ = prepared_work(CASES["importance"], literal=False)
+def test_some_importance_weights_of_these_cases_are_capped():
+    _, _, _, _, minibatch, _ = prepared_minibatch(CASES["importance"], naive=False)
     assert 0 < (minibatch.weights[minibatch.mask] == 1.05).double().mean() < 1
 
 
-def test_used_once_without_old_logps():
-    check_against_literal({"loss.name": "grpo"}, old=False)
+def test_a_batch_that_is_used_once_needs_no_old_logps():
+    check_against_naive({"loss.name": "grpo"}, old=False)
 
 
-def test_mini_batches_together_are_the_samples_of_the_batch():
-    """Each mini-batch is normalised by itself: their gradients are the literal ones of their own samples."""
-    now = made_recipe({"loss.name": "dapo"})
-    batch = made_batch()
-    group_advantages = compare(batch, now, [1.0])
+def test_each_mini_batch_is_normalised_by_its_own_samples():
+    recipe = short_recipe({"loss.name": "dapo"})
+    batch = make_batch()
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
     for prompts in ([0], [2, 3]):
-        updater = made_updater(now, budget=20)
-        minibatch = build_minibatch(batch, group_advantages, prompts, now)
-        value = literal_terms(updater.handle, batch, group_advantages, prompts, now)["policy"]
+        updater = make_updater(recipe, budget=20)
+        minibatch = build_minibatch(batch, group_advantages, prompts, recipe)
+        value = naive_terms(updater.handle, batch, group_advantages, prompts, recipe)["policy"]
         wanted = gradient_of(updater.handle.model, value)
-        updater.update(minibatch, now)
+        updater.update(minibatch, recipe)
         assert_same(last_gradient(updater), wanted)
 
 
-def test_gradients_are_clipped_to_the_norm_and_reported_before():
-    now = made_recipe({"optimizer.max_grad_norm": 1e-3})
-    batch = made_batch()
-    updater = made_updater(now)
-    found = updater.update(build_minibatch(batch, compare(batch, now, [1.0]), [0, 1, 2, 3], now), now)
+def test_gradients_are_clipped_and_the_norm_before_is_reported():
+    recipe = short_recipe({"optimizer.max_grad_norm": 1e-3})
+    batch = make_batch()
+    updater = make_updater(recipe)
+    result = updater.update(
+        build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), [0, 1, 2, 3], recipe), recipe
+    )
     clipped = math.sqrt(sum(float(g.square().sum()) for g in last_gradient(updater).values()))
     assert clipped == pytest.approx(1e-3, rel=1e-3)
-    assert found.grad_norm > 1e-2
+    assert result.grad_norm > 1e-2
 
 
 # --- skipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("kl", "entropy", "left by masks")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("kl", "entropy", "mask denominator")])
 def test_skipping_equal_groups_changes_nothing(case):
     gradients = {}
     for skip in (True, False):
         settings = {**CASES[case], "train.skip_equal_rewards": skip}
-        now, _, _, updater, minibatch, _ = prepared_work(settings, budget=40, literal=False)
-        updater.update(minibatch, now)
+        recipe, _, _, updater, minibatch, _ = prepared_minibatch(settings, budget=40, naive=False)
+        updater.update(minibatch, recipe)
         gradients[skip] = last_gradient(updater)
         assert (len(minibatch) < 12) is (skip and case != "reference_drift")
     assert_same(gradients[True], gradients[False], 1e-12)
 
 
 def test_what_is_skipped_is_not_computed(monkeypatch):
-    """Equal group 1 and everything that is masked_out or exactly average is left out of the forward pass."""
+    """Samples with equal rewards, masked ones and those with advantage 0 are left out of the forward pass."""
     seen = []
 
     def spy(model, prompts, completions, **options):
         seen.append((list(prompts), [list(map(len, members)) for members in completions]))
         yield from real(model, prompts, completions, **options)
 
-    real = step_module.each_pack
-    monkeypatch.setattr(step_module, "each_pack", spy)
-    batch = made_batch(cut=[0])
+    real = updater_module.iter_packs
+    monkeypatch.setattr(updater_module, "iter_packs", spy)
+    batch = make_batch(cut=[0])
     for settings, wanted in (
         ({}, [[3, 7, 1, 5], [8, 1], [5, 2, 7, 7]]),
         ({"masks.truncated": True}, [[7, 1, 5], [8, 1], [5, 2, 7, 7]]),
@@ -201,22 +202,22 @@ def test_what_is_skipped_is_not_computed(monkeypatch):
         ({"loss.entropy_coef": 0.1}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
         ({"loss.entropy_coef": -0.1}, [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]),
     ):
-        now = made_recipe(settings)
-        updater = made_updater(now, reference=True)
-        minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
-        updater.precompute_logps(minibatch, now, old=False)
-        updater.update(minibatch, now)
+        recipe = short_recipe(settings)
+        updater = make_updater(recipe, reference=True)
+        minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
+        updater.precompute_logps(minibatch, recipe, old=False)
+        updater.update(minibatch, recipe)
         prompts, lengths = seen.pop()
         assert lengths == wanted, settings
         assert prompts == [batch.prompts[n].ids for n in ((0, 2, 3) if len(wanted) == 3 else (0, 1, 2, 3))]
         assert not seen
 
 
-def test_a_step_in_which_nothing_teaches_moves_nothing(tmp_path):
+def test_a_step_without_a_learning_signal_changes_no_weight(tmp_path):
     def same(prompts, completions, **_):
         return [1.0] * len(completions)
 
-    with made_trainer(tmp_path, {"optimizer.weight_decay": 0.5}, reward=same) as trainer:
+    with make_trainer(tmp_path, {"optimizer.weight_decay": 0.5}, reward=same) as trainer:
         before = {name: weight.clone() for name, weight in trainer.masters.state_dict().items()}
         reports = list(trainer.steps())
     assert [report.metrics["updates"] for report in reports] == [0.0, 0.0]
@@ -234,62 +235,62 @@ def test_a_step_in_which_nothing_teaches_moves_nothing(tmp_path):
         ({"loss.name": "grpo"}, -(0.5 - 0.5) / 4),
         ({"loss.name": "dr_grpo"}, -(0.5 * 2 - 0.5 * 3) / (4 * 8)),
         ({"loss.name": "luspo"}, -(0.5 * 2 - 0.5 * 3) / 4),
-        # Sample 1 was cut off: it still makes sample 0 better than average, and still counts below the line …
+        # Sample 1 was truncated: it still counts in the baseline and in the denominator …
         ({"loss.name": "dapo", "masks.truncated": True}, -(0.5 * 2) / 14),
         ({"loss.name": "grpo", "masks.truncated": True}, -0.5 / 4),
         ({"loss.name": "dr_grpo", "masks.truncated": True}, -(0.5 * 2) / (4 * 8)),
-        # … unless the masks decide there; the equal group, which is not computed, counts all the same.
+        # … unless the denominator is the policy mask; the group with equal rewards still counts there.
         ({"loss.name": "dapo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -(0.5 * 2) / 11),
         ({"loss.name": "grpo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -0.5 / 3),
         ({"loss.name": "dr_grpo", "masks.truncated": True, "loss.denominator": "policy_mask"}, -(0.5 * 2) / (3 * 8)),
     ],
 )
-def test_what_is_masked_or_skipped_stays_in_denominators_and_baselines(settings, wanted):
-    batch = made_batch([[1.0, 0.0], [1.0, 1.0]], [[2, 3], [4, 5]], cut=[1])
-    now = made_recipe({"advantages.scale": "none", **settings})
-    group_advantages = compare(batch, now, [1.0])
+def test_masked_and_skipped_samples_stay_in_denominators_and_baselines(settings, wanted):
+    batch = make_batch([[1.0, 0.0], [1.0, 1.0]], [[2, 3], [4, 5]], cut=[1])
+    recipe = short_recipe({"advantages.scale": "none", **settings})
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
     assert group_advantages.advantages.tolist() == [0.5, -0.5, 0.0, 0.0]
-    minibatch = build_minibatch(batch, group_advantages, [0, 1], now)
-    assert minibatch.samples == ([0] if now.masks.truncated else [0, 1])
-    found = made_updater(now, budget=4).update(minibatch, now)
-    assert found.values["policy"] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
+    minibatch = build_minibatch(batch, group_advantages, [0, 1], recipe)
+    assert minibatch.samples == ([0] if recipe.masks.truncated else [0, 1])
+    result = make_updater(recipe, budget=4).update(minibatch, recipe)
+    assert result.values["policy"] == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
 # --- old log-probs and the ratio --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("iterations", "parts"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_old_logps_are_known_before_the_first_update(tmp_path, monkeypatch, iterations, components):
-    """For all mini-batches of the batch; a batch that is used once needs none."""
+@pytest.mark.parametrize(("iterations", "count"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_old_logps_are_computed_before_the_first_update(tmp_path, monkeypatch, iterations, count):
+    """For all mini-batches; a batch that is used once needs none."""
     done, minibatches = [], []
 
     class Spy(Updater):
-        def know(self, minibatch, now, *, old):
-            super().precompute_logps(minibatch, now, old=old)
-            done.append("know")
+        def precompute_logps(self, minibatch, recipe, *, old):
+            super().precompute_logps(minibatch, recipe, old=old)
+            done.append("precompute")
             minibatches.append(minibatch)
 
-        def update(self, minibatch, now, **options):
+        def update(self, minibatch, recipe, **options):
             done.append("update")
-            return super().update(minibatch, now, **options)
+            return super().update(minibatch, recipe, **options)
 
     monkeypatch.setattr("groupwise.training.trainer.Updater", Spy)
     settings = {
         "train.steps": 1,
         "train.iterations": iterations,
-        "train.mini_batches": components,
+        "train.mini_batches": count,
         "loss.clip_low": 1e-4,
         "train.batch_size": 4,
     }
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         (report,) = trainer.steps()
-    assert done == ["know"] * components + ["update"] * (components * iterations)
-    assert report.metrics["updates"] == components * iterations
-    known = [sample for minibatch in minibatches for sample in minibatch.samples]
-    assert sorted(known) == [
+    assert done == ["precompute"] * count + ["update"] * (count * iterations)
+    assert report.metrics["updates"] == count * iterations
+    computed = [sample for minibatch in minibatches for sample in minibatch.samples]
+    assert sorted(computed) == [
         i for i, contributes in enumerate(report.group_advantages.contributes.tolist()) if contributes
     ]
-    if iterations * components == 1:
+    if iterations * count == 1:
         assert minibatches[0].old_logps is None
         assert report.metrics["approx_kl"] == 0.0
         assert report.metrics["ratio"] == pytest.approx(1.0, abs=1e-6)
@@ -305,8 +306,8 @@ def test_old_logps_are_known_before_the_first_update(tmp_path, monkeypatch, iter
 # --- the self-check ---------------------------------------------------------------------------------------------------
 
 
-class Meddler(Callback):
-    """Somebody who changes the weights between sampling and training."""
+class ChangesWeights(Callback):
+    """Changes the weights between sampling and training."""
 
     def on_rollout(self, trainer, batch, group_advantages):
         perturb(trainer.components.model, size=0.05)
@@ -322,8 +323,8 @@ class Meddler(Callback):
     ],
 )
 def test_sampler_and_trainer_agree(tmp_path, settings):
-    with made_trainer(tmp_path, settings) as trainer:
-        perturb(trainer.components.model, size=0.1)  # away from the first weights, where every token is equally likely
+    with make_trainer(tmp_path, settings) as trainer:
+        perturb(trainer.components.model, size=0.1)  # at the first weights all tokens are equally likely
         reports = list(trainer.steps())
     for report in reports:
         assert report.metrics["sampler/logp_difference_mean"] < 1e-4
@@ -340,8 +341,8 @@ def test_sampler_and_trainer_agree(tmp_path, settings):
         ({"model.lora": {"rank": 2, "dropout": 0.1}}, "dropout is the likely cause: set model.lora.dropout = 0"),
     ],
 )
-def test_a_difference_is_said_once_with_its_likely_cause(tmp_path, settings, cause):
-    with made_trainer(tmp_path, settings, callbacks=[Meddler()]) as trainer:
+def test_a_mismatch_is_reported_once_with_its_likely_cause(tmp_path, settings, cause):
+    with make_trainer(tmp_path, settings, callbacks=[ChangesWeights()]) as trainer:
         reports = list(trainer.steps())
     assert all(report.metrics["sampler/logp_difference_mean"] > 0.1 for report in reports)
     assert all(
@@ -370,29 +371,29 @@ def broken(value, after=0):
 
 
 @pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (math.nan, "bfloat16")])
-def test_not_finite_stops_before_anything_moves(tmp_path, value, dtype):
+def test_nan_and_inf_stop_the_run_before_a_weight_changes(tmp_path, value, dtype):
     settings = {"train.steps": 3, "model.dtype": dtype, "optimizer.weight_decay": 0.1, **SHORT}
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         steps = trainer.steps()
         next(steps)
         trainer.updater.loss = broken(value)
         weights = {name: weight.clone() for name, weight in trainer.components.model.state_dict().items()}
         masters = {name: weight.clone() for name, weight in trainer.masters.state_dict().items()}
-        state = [{k: v.clone() for k, v in own.items()} for own in trainer.optimizer.state.values()]
-        with pytest.raises(NotFiniteError, match=r"the gradient's norm is .*\(terms: policy .*have not moved.*'skip'"):
+        state = [{k: v.clone() for k, v in entry.items()} for entry in trainer.optimizer.state.values()]
+        with pytest.raises(NotFiniteError, match=r"norm is .*\(terms: policy .*have not changed.*'skip'"):
             next(steps)
     assert all(torch.equal(weight, weights[name]) for name, weight in trainer.components.model.state_dict().items())
     assert all(torch.equal(weight, masters[name]) for name, weight in trainer.masters.state_dict().items())
-    now = list(trainer.optimizer.state.values())
-    assert len(now) == len(state) > 0
-    assert all(torch.equal(a[k], b[k]) for a, b in zip(now, state, strict=True) for k in a)
+    after = list(trainer.optimizer.state.values())
+    assert len(after) == len(state) > 0
+    assert all(torch.equal(a[k], b[k]) for a, b in zip(after, state, strict=True) for k in a)
     assert all(master.grad is None for master in trainer.masters.parameters())
 
 
-def test_not_finite_is_skipped_and_counted(tmp_path):
-    """The first of two updates is skipped; the second moves, and metrics are of that one alone."""
+def test_nan_is_skipped_and_counted(tmp_path):
+    """The second of two updates is skipped; the metrics are those of the first one."""
     settings = {"train.steps": 2, "train.iterations": 2, "train.on_non_finite": "skip"}
-    with made_trainer(tmp_path, settings) as trainer:
+    with make_trainer(tmp_path, settings) as trainer:
         trainer.updater.loss = broken(math.nan, after=1)
         before = trainer.masters.state_dict()["model.embed_tokens.weight"].clone()
         steps = trainer.steps()
@@ -409,84 +410,86 @@ def test_not_finite_is_skipped_and_counted(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_a_mask_asks_only_about_samples_that_it_may_take(monkeypatch, kept):
-    """V3.2's looks at answers that did worse than their group: the others cost no pass of their own."""
+def test_a_mask_computes_only_the_samples_that_it_may_drop(monkeypatch, kept):
+    """The mask of DeepSeek-V3.2 only drops samples with a negative advantage."""
     settings = {"masks.off_policy": "v3.2", "masks.off_policy_threshold": 0.01, "train.skip_equal_rewards": False}
-    now = made_recipe({**settings, **({"masks.keep_sampling_mask": True, "sampling.top_k": 5} if kept else {})})
-    batch = made_batch(kept=kept)
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(len(batch.prompts)), now)
-    asked, real = [], step_module.completion_logps
+    recipe = short_recipe({**settings, **({"masks.keep_sampling_mask": True, "sampling.top_k": 5} if kept else {})})
+    batch = make_batch(kept=kept)
+    minibatch = build_minibatch(
+        batch, compute_group_advantages(batch, recipe, [1.0]), range(len(batch.prompts)), recipe
+    )
+    asked, real = [], updater_module.completion_logps
 
     def completion_logps(model, prompts, completions, **options):
         asked.append([len(members) for members in completions])
         return real(model, prompts, completions, **options)
 
-    updater = made_updater(now)
+    updater = make_updater(recipe)
     perturb(updater.handle.model, size=0.05)
-    everything = updater._logps(minibatch, now).logps
-    wanted = near(minibatch, now, everything)
-    monkeypatch.setattr(step_module, "completion_logps", completion_logps)
-    found = updater.update(minibatch, now)
+    everything = updater._logps(minibatch, recipe).logps
+    wanted = on_policy_samples(minibatch, recipe, everything)
+    monkeypatch.setattr(updater_module, "completion_logps", completion_logps)
+    result = updater.update(minibatch, recipe)
     worse = (minibatch.allowed & (minibatch.advantages < 0)).tolist()
     groups, numbers = [], iter(worse)
     for members in minibatch.completions:
         groups.append(sum(next(numbers) for _ in members))
     assert asked == [[number for number in groups if number]]
-    assert found.masked_out["off_policy"] == [minibatch.samples[row] for row in (~wanted).nonzero().flatten().tolist()]
-    assert 0 < len(found.masked_out["off_policy"]) <= sum(worse) < len(minibatch)
+    assert result.masked_out["off_policy"] == [minibatch.samples[row] for row in (~wanted).nonzero().flatten().tolist()]
+    assert 0 < len(result.masked_out["off_policy"]) <= sum(worse) < len(minibatch)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
 def short_of_memory(monkeypatch, most, error=None, after=0):
-    """Packs of more than ``most`` tokens do not fit; ``after`` that many packs, to fail in the middle of a step."""
+    """Packs of more than ``most`` tokens do not fit; fails after ``after`` packs, in the middle of a step."""
     budgets = []
-    real = step_module.each_pack
+    real = updater_module.iter_packs
 
-    def each_pack(*arguments, token_budget, **options):
+    def iter_packs(*arguments, token_budget, **options):
         budgets.append(token_budget)
         for number, pack in enumerate(real(*arguments, token_budget=token_budget, **options)):
             if token_budget > most and number >= after:
                 raise error or torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
             yield pack
 
-    monkeypatch.setattr(step_module, "each_pack", each_pack)
+    monkeypatch.setattr(updater_module, "iter_packs", iter_packs)
     return budgets
 
 
-@pytest.mark.parametrize("compare_terms", [False, True])
+@pytest.mark.parametrize("log_term_gradients", [False, True])
 @pytest.mark.parametrize("error", [None, RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
-def test_out_of_memory_halves_the_packs_and_does_the_step_again(monkeypatch, error, compare_terms):
-    now = made_recipe({"loss.entropy_coef": 0.1})
-    batch = made_batch(lengths=[[9 + n % 3 for n in range(4)] for _ in range(4)])
-    group_advantages = compare(batch, now, [1.0])
-    minibatch = build_minibatch(batch, group_advantages, range(4), now)
-    small = made_updater(now, budget=75)
-    wanted = small.update(minibatch, now, check=True, compare_terms=compare_terms)
+def test_out_of_memory_halves_the_packs_and_repeats_the_step(monkeypatch, error, log_term_gradients):
+    recipe = short_recipe({"loss.entropy_coef": 0.1})
+    batch = make_batch(lengths=[[9 + n % 3 for n in range(4)] for _ in range(4)])
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
+    minibatch = build_minibatch(batch, group_advantages, range(4), recipe)
+    small = make_updater(recipe, budget=75)
+    wanted = small.update(minibatch, recipe, check=True, log_term_gradients=log_term_gradients)
     said, released = [], []
     budgets = short_of_memory(monkeypatch, most=80, error=error, after=1)
-    updater = made_updater(now, budget=151, say=said.append, release=lambda: released.append(True))
-    found = updater.update(minibatch, now, check=True, compare_terms=compare_terms)
+    updater = make_updater(recipe, budget=151, say=said.append, release=lambda: released.append(True))
+    result = updater.update(minibatch, recipe, check=True, log_term_gradients=log_term_gradients)
     assert budgets[0] == 151
     assert set(budgets[1:]) == {75}
-    assert said == ["memory ran out: the step is done again with a token budget of 75; same result"]
+    assert said == ["memory ran out: the step is repeated with a token budget of 75; same result"]
     assert released == [True]
     assert updater.token_budget == 75
     gradient = last_gradient(small)
     assert all(torch.equal(value, gradient[name]) for name, value in last_gradient(updater).items())
-    assert found == wanted
-    updater.update(minibatch, now)
+    assert result == wanted
+    updater.update(minibatch, recipe)
     assert budgets[-1] == 75
     assert len(said) == 1
 
 
 def test_out_of_memory_before_the_first_update(monkeypatch):
-    """Old log-probs and the reference's; the policy is in its place again afterwards."""
-    now = made_recipe({"loss.kl_coef": 0.1})
-    batch = made_batch(lengths=[[9, 9, 9, 9]] * 4)
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
-    budgets, real = [], step_module.completion_logps
+    """While old and reference log-probs are computed; afterwards the model has the policy's weights again."""
+    recipe = short_recipe({"loss.kl_coef": 0.1})
+    batch = make_batch(lengths=[[9, 9, 9, 9]] * 4)
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
+    budgets, real = [], updater_module.completion_logps
 
     def completion_logps(*arguments, token_budget, **options):
         budgets.append(token_budget)
@@ -494,28 +497,28 @@ def test_out_of_memory_before_the_first_update(monkeypatch):
             raise torch.OutOfMemoryError("out of memory")
         return real(*arguments, token_budget=token_budget, **options)
 
-    monkeypatch.setattr(step_module, "completion_logps", completion_logps)
-    updater = made_updater(now, budget=130, reference=True)
-    own = {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()}
-    updater.precompute_logps(minibatch, now, old=True)
+    monkeypatch.setattr(updater_module, "completion_logps", completion_logps)
+    updater = make_updater(recipe, budget=130, reference=True)
+    pointers = {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()}
+    updater.precompute_logps(minibatch, recipe, old=True)
     assert budgets == [130, 65, 65, 64]
     torch.testing.assert_close(minibatch.old_logps, minibatch.ref_logps)
-    assert {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()} == own
+    assert {name: weight.data_ptr() for name, weight in updater.handle.model.named_parameters()} == pointers
 
 
-def test_the_smallest_packs_and_the_longest_sample_are_the_end(monkeypatch):
-    now = made_recipe()
+def test_out_of_memory_with_the_smallest_packs_or_a_single_sample_is_an_error(monkeypatch):
+    recipe = short_recipe()
     for lengths, longest, wanted in ((9, 9 + 9, [200, 100, SMALLEST_BUDGET]), (90, 90 + 9, [200, 100])):
-        batch = made_batch(lengths=[[lengths] * 4] * 4)
-        minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+        batch = make_batch(lengths=[[lengths] * 4] * 4)
+        minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
         with monkeypatch.context() as patch:
             budgets = short_of_memory(patch, most=10)
-            updater = made_updater(now, budget=200)
+            updater = make_updater(recipe, budget=200)
             before = {name: weight.clone() for name, weight in updater.masters.state_dict().items()}
             with pytest.raises(
                 OutOfMemoryError, match=rf"a single sample of {longest} tokens; use a smaller model.*lora"
             ):
-                updater.update(minibatch, now)
+                updater.update(minibatch, recipe)
         assert budgets[: len(wanted)] == wanted
         assert len(budgets) <= 4
         assert all(torch.equal(weight, before[name]) for name, weight in updater.masters.state_dict().items())
@@ -523,7 +526,7 @@ def test_the_smallest_packs_and_the_longest_sample_are_the_end(monkeypatch):
 
 
 def short_optimizer(updater, monkeypatch, failures):
-    """An optimizer whose first steps run out of memory while it makes room for its second number."""
+    """An optimizer that runs out of memory in its first steps, with half of its state allocated."""
     real, state = updater.optimizer.step, updater.optimizer.state
 
     def step():
@@ -536,83 +539,83 @@ def short_optimizer(updater, monkeypatch, failures):
     monkeypatch.setattr(updater.optimizer, "step", step)
 
 
-def test_an_optimizer_without_room_is_tried_again_when_generation_has_given_back_its_own(monkeypatch):
-    now = made_recipe()
-    batch = made_batch()
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
-    usual, released = made_updater(now), []
-    wanted = usual.update(minibatch, now)
-    updater = made_updater(now, release=lambda: released.append(True))
+def test_the_optimizer_is_retried_after_generations_memory_is_released(monkeypatch):
+    recipe = short_recipe()
+    batch = make_batch()
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
+    usual, released = make_updater(recipe), []
+    wanted = usual.update(minibatch, recipe)
+    updater = make_updater(recipe, release=lambda: released.append(True))
     short_optimizer(updater, monkeypatch, [1])
-    assert updater.update(minibatch, now) == wanted
+    assert updater.update(minibatch, recipe) == wanted
     assert released == [True]
     for name, weight in updater.masters.state_dict().items():
         assert torch.equal(weight, usual.masters.state_dict()[name])
 
 
-def test_what_has_moved_does_not_move_again_when_the_next_group_has_no_room(monkeypatch):
-    """AdamW's first step: the norms' group has moved when there is no room for what the matrices' group needs."""
-    now = made_recipe()
-    batch = made_batch()
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
-    updaters = [made_updater(now) for _ in range(2)]
+def test_a_parameter_group_is_not_stepped_twice_if_the_next_runs_out_of_memory(monkeypatch):
+    """In AdamW's first step, the norms' group was stepped when the matrices' state does not fit."""
+    recipe = short_recipe()
+    batch = make_batch()
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
+    updaters = [make_updater(recipe) for _ in range(2)]
     for updater in updaters:
-        updater.optimizer = make_optimizer(now, updater.handle.model, updater.masters)
+        updater.optimizer = make_optimizer(recipe, updater.handle.model, updater.masters)
     usual, short = updaters
     assert len(short.optimizer.param_groups) > 1
     failures, real = [True], short.optimizer._init_group
 
-    def without_room(group, *arguments):
+    def out_of_memory(group, *arguments):
         if group["decays"] and failures:
             failures.pop()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 892 MiB")
         return real(group, *arguments)
 
-    monkeypatch.setattr(short.optimizer, "_init_group", without_room)
-    assert usual.update(minibatch, now) == short.update(minibatch, now)
+    monkeypatch.setattr(short.optimizer, "_init_group", out_of_memory)
+    assert usual.update(minibatch, recipe) == short.update(minibatch, recipe)
     for name, weight in short.masters.named_parameters():
         assert torch.equal(weight, dict(usual.masters.named_parameters())[name]), name
         assert int(short.optimizer.state[weight]["step"]) == 1
     assert len(short.optimizer.param_groups) == len(usual.optimizer.param_groups)
 
 
-def test_an_optimizer_that_never_fits_says_what_to_do(monkeypatch):
-    now = made_recipe()
-    batch = made_batch()
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
-    updater = made_updater(now)
+def test_an_optimizer_that_does_not_fit_is_an_error(monkeypatch):
+    recipe = short_recipe()
+    batch = make_batch()
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
+    updater = make_updater(recipe)
     short_optimizer(updater, monkeypatch, [1, 1])
     with pytest.raises(OutOfMemoryError, match=r"memory ran out for the optimizer.*lora"):
-        updater.update(minibatch, now)
+        updater.update(minibatch, recipe)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyboardInterrupt()])
 def test_other_errors_pass_through(monkeypatch, error):
-    now = made_recipe()
-    batch = made_batch()
-    minibatch = build_minibatch(batch, compare(batch, now, [1.0]), range(4), now)
+    recipe = short_recipe()
+    batch = make_batch()
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe)
     budgets = short_of_memory(monkeypatch, most=10, error=error)
-    updater = made_updater(now, budget=200)
+    updater = make_updater(recipe, budget=200)
     with pytest.raises(type(error)) as caught:
-        updater.update(minibatch, now)
+        updater.update(minibatch, recipe)
     assert caught.value is error
     assert budgets == [200]
     assert updater.token_budget == 200
 
 
-def test_memory_runs_out_in_a_run(tmp_path, monkeypatch):
-    """The line reaches the display, the metric shows the budget, and the run ends as with the small one."""
+def test_out_of_memory_in_a_run(tmp_path, monkeypatch):
+    """It is reported, the metric shows the budget, and the result is that of a run with the small budget."""
     ends = {}
     for name, budget in (("small", 80), ("large", 160)):
         with monkeypatch.context() as patch:
             if name == "large":
                 short_of_memory(patch, most=100)
-            with made_trainer(tmp_path / name, {"train.token_budget": budget, "train.batch_size": 4}) as trainer:
+            with make_trainer(tmp_path / name, {"train.token_budget": budget, "train.batch_size": 4}) as trainer:
                 reports = list(trainer.steps())
             ends[name] = {key: weight.clone() for key, weight in trainer.masters.state_dict().items()}
             assert reports[-1].metrics["token_budget"] == 80
             assert [text for text in trainer.display.said if "token budget of 80" in text] == (
-                ["memory ran out: the step is done again with a token budget of 80; same result"]
+                ["memory ran out: the step is repeated with a token budget of 80; same result"]
                 if name == "large"
                 else []
             )
@@ -620,13 +623,13 @@ def test_memory_runs_out_in_a_run(tmp_path, monkeypatch):
 
 
 def test_bfloat16_trains_in_float32_masters():
-    """The model's own gradients are gone; the masters have them, and the model computes with what moved."""
-    now = made_recipe()
-    batch = made_batch()
+    """The masters have the gradients, and the model gets the updated weights."""
+    recipe = short_recipe()
+    batch = make_batch()
     model = small_llama(torch.bfloat16)
-    updater = made_updater(now, model=model, lr=0.5)
+    updater = make_updater(recipe, model=model, lr=0.5)
     before = model.lm_head.weight.detach().clone()
-    updater.update(build_minibatch(batch, compare(batch, now, [1.0]), range(4), now), now)
+    updater.update(build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), range(4), recipe), recipe)
     assert last_gradient(updater)["lm_head.weight"].dtype == torch.float32
     assert all(parameter.grad is None for parameter in model.parameters())
     assert not torch.equal(model.lm_head.weight, before)
