@@ -1,8 +1,8 @@
 """Reward and diversity on writing prompts: GRPO within prompts and within similarity groups.
 
 `groupwise train recipes/creative.toml` with both groupings and several seeds. Diversity is that of the training
-answers: the mean cosine distance of two answers to a prompt, and the share of distinct word pairs. A policy that learned
-less also lost less diversity, so diversity is compared at equal reward too.
+answers: the mean cosine distance of two answers to a prompt, and the share of distinct word pairs. A policy that
+learned less also lost less diversity, so diversity is compared at equal reward too.
 
 Usage::
 
