@@ -54,11 +54,15 @@ class MissingExtraError(GroupwiseError, ImportError):
         return type(self), self._arguments
 
 
+def did_you_mean(name: object, allowed: Iterable[str]) -> str:
+    """The end of a sentence that suggests the nearest allowed name; empty if none is near."""
+    nearest = difflib.get_close_matches(name, list(allowed), n=1) if isinstance(name, str) else []
+    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
 def check_choice(what: str, value: object, allowed: Iterable[str], error: type[GroupwiseError] = InputError) -> None:
     """Raise ``error`` unless ``value`` is one of ``allowed``; the message suggests the nearest one."""
     names = list(allowed)
-    if isinstance(value, str) and value in names:
-        return
-    nearest = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else []
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-    raise error(f"unknown {what} {value!r}{hint} (allowed: {', '.join(map(repr, names))})")
+    if not isinstance(value, str) or value not in names:
+        listed = ", ".join(map(repr, names))
+        raise error(f"unknown {what} {value!r}{did_you_mean(value, names)} (allowed: {listed})")

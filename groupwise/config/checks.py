@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from groupwise.config.fields import hint
 from groupwise.config.sections import Recipe
 from groupwise.core.losses import LOSSES
 from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
-from groupwise.errors import ConfigError, InputError
+from groupwise.errors import ConfigError, InputError, did_you_mean
 
 
 def check_recipe(recipe: Recipe, where: str) -> None:
@@ -21,7 +20,7 @@ def check_recipe(recipe: Recipe, where: str) -> None:
 def _loss(recipe: Recipe) -> Iterator[str]:
     name, ratio = recipe.loss.name, recipe.loss.ratio
     if name not in LOSSES and ":" not in name:
-        yield f"unknown loss {name!r}{hint(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
+        yield f"unknown loss {name!r}{did_you_mean(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
     if name in LOSSES and ratio is not None and ratio not in LOSSES[name].ratios:
         yield f"the loss {name!r} has no {ratio} ratio; leave loss.ratio out or use {LOSSES[name].ratios[0]!r}"
 

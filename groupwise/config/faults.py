@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from groupwise.config.fields import choices_of, expected_of, field_at, hint, remedy_for, section_of
+from groupwise.config.fields import choices_of, expected_of, field_at, remedy_for, section_of
 from groupwise.config.names import RENAMED_VALUES, new_name, suggest
 from groupwise.config.sections import Recipe
+from groupwise.errors import did_you_mean
 
 
 def recipe_fault(fault: Any, table: Mapping[str, Any], where: str, overrides: Collection[str]) -> str:
@@ -33,7 +34,9 @@ def option_fault(fault: Any, table: Mapping[str, Any], model: type[BaseModel]) -
     if key not in model.model_fields:
         if fault["type"] != "extra_forbidden":
             return str(fault["msg"])  # from a validator of the model
-        return f"unknown option {key!r}{hint(key, model.model_fields)} (allowed: {', '.join(model.model_fields)})"
+        return (
+            f"unknown option {key!r}{did_you_mean(key, model.model_fields)} (allowed: {', '.join(model.model_fields)})"
+        )
     if fault["type"] == "missing":
         return f"{key!r} is required"
     path, field = field_at(model, [str(part) for part in fault["loc"]])
@@ -47,7 +50,7 @@ def wrong_value(name: str, value: Any, key: str, field: FieldInfo, renamed: Mapp
     if isinstance(value, str) and renamed and value in renamed:
         return f"{name} {value!r} is now {renamed[value]!r}"
     if choices := choices_of(field):
-        return f"{name} cannot be {value!r}{hint(str(value), choices)} (allowed: {', '.join(choices)})"
+        return f"{name} cannot be {value!r}{did_you_mean(str(value), choices)} (allowed: {', '.join(choices)})"
     return f"{name} = {value!r} cannot be used; it should be {expected_of(key, field)}{remedy_for(value, field)}"
 
 
@@ -64,7 +67,7 @@ def _unknown_key(place: Sequence[str]) -> str:
     model: Any = Recipe
     for part in parents:
         model = model if part.isdigit() else section_of(model.model_fields[part])
-    near = suggest(key) or hint(key, model.model_fields)
+    near = suggest(key) or did_you_mean(key, model.model_fields)
     known = "" if near else f" (there are: {', '.join(model.model_fields)})"
     in_list = len(place) > 1 and place[1].isdigit()
     shown = f"{key!r} in {_shown(parents)}" if in_list else repr(name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -13,12 +12,6 @@ from pydantic.fields import FieldInfo
 
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-
-
-def hint(name: str, allowed: Iterable[str]) -> str:
-    """The nearest neighbour of a misspelt name, as the end of a sentence."""
-    nearest = difflib.get_close_matches(name, list(allowed), n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from groupwise.config.fields import fields_of, hint, types_of
+from groupwise.config.fields import fields_of, types_of
 from groupwise.config.sections import Recipe
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, did_you_mean
 
 # Former names of sections and settings. They are errors that give the present name.
 RENAMED = {
@@ -119,7 +119,9 @@ def resolve_scheduled(recipe: Recipe, name: str) -> str:
         if name in (old, _key(old)) and new in scheduled:
             raise ConfigError(f"{old} is now {new}")
     other = OTHER_LIBRARIES.get(_key(name))
-    near = f"; did you mean {other!r}?" if other in scheduled else hint(name, [*scheduled, *map(_key, scheduled)])
+    near = (
+        f"; did you mean {other!r}?" if other in scheduled else did_you_mean(name, [*scheduled, *map(_key, scheduled)])
+    )
     raise ConfigError(f"unknown setting {name!r} in a schedule{near}")
 
 
@@ -148,8 +150,8 @@ def find_field(name: str) -> FieldInfo:
     if (renamed := new_name(name)) is not None:
         raise ConfigError(f"--{name} is now --{renamed}")
     key = _key(name)
-    near = hint(name, [full for full in fields if _key(full) == key]) if "." in name else ""
-    near = near or suggest(key) or (hint(name, fields) if "." in name else "")
+    near = did_you_mean(name, [full for full in fields if _key(full) == key]) if "." in name else ""
+    near = near or suggest(key) or (did_you_mean(name, fields) if "." in name else "")
     if not near and (keys := difflib.get_close_matches(key, map(_key, fields), n=1)):
         near = suggest(keys[0])
     raise ConfigError(f"unknown setting --{name}{near} (`groupwise train --help` lists all)")

@@ -1,4 +1,4 @@
-"""Data: rows from files and the hub, prompts as token ids, and the order in which training sees them."""
+"""Data: rows from files and the hub, prompts and preference pairs as token ids, and the order of training."""
 
 from groupwise.data.completions import DecodedCompletions, decode_completions
 from groupwise.data.order import Order

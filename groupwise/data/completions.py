@@ -1,4 +1,4 @@
-"""Sampled token ids as texts. The engine knows no tokenizer, so this is where its output becomes something to read."""
+"""Sampled token ids as texts. The generation engine has no tokenizer, so they are decoded here."""
 
 from __future__ import annotations
 

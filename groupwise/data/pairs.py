@@ -1,7 +1,7 @@
-"""From rows with a better and a worse answer to pairs of token ids.
+"""Preference pairs as token ids.
 
-The ids are those of TRL's DPOTrainer: prompt and answer go through the tokenizer together, and the answer is what
-follows the ids of the prompt. Where the last of these change when an answer follows, they are left out of the prompt.
+The ids are those of TRL's DPOTrainer: prompt and completion are tokenized together, and the completion is what follows
+the ids of the prompt. If the last prompt tokens change when a completion follows, they belong to the completion.
 """
 
 from __future__ import annotations
@@ -10,25 +10,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from groupwise.data.preferences import NO_ANSWER, SAME_ANSWER, Preference, PreferenceReader, common_length
+from groupwise.data.pair_formats import NO_ANSWER, SAME_ANSWER, Preference, PreferenceReader, common_length
 from groupwise.data.prompts import CHUNK, TOO_LONG, PromptBuilder, check_length, check_tokens
 from groupwise.data.rows import where_of
 from groupwise.errors import ConfigError, DataError, check_choice
 
-REFUSALS = {SAME_ANSWER: "two answers alike", NO_ANSWER: "an answer without text", "too_long": "too many tokens"}
+REFUSALS = {SAME_ANSWER: "equal answers", NO_ANSWER: "an empty answer", "too_long": "too many tokens"}
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two answers to one prompt as token ids; the first is the better one."""
+    """A prompt with a chosen and a rejected answer, as token ids."""
 
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
 
 
-class _Ids(NamedTuple):
-    """The ids of a prompt alone, and with each answer behind it."""
+class _PairIds(NamedTuple):
+    """The ids of a prompt, alone and followed by each answer."""
 
     prompt: list[int]
     with_chosen: list[int]
@@ -36,19 +36,17 @@ class _Ids(NamedTuple):
 
 
 class PairBuilder:
-    """Turns rows with a better and a worse answer into pairs of token ids.
+    """Turns rows with a chosen and a rejected answer into pairs of token ids.
 
-    prompts: renders them; its tokenizer, system prompt and treatment of texts hold for pairs too, its limit on the
-        length of a prompt does not.
-    prompt, chosen, rejected: the columns. An answer is a text, a message or a list of messages. Where there is no
-        prompt it is what both answers begin with: messages, the turns of a dialogue ``Human: … Assistant: …``, or
-        whole words. Rows of ShareGPT (``conversations``) and of LLMBar (``input``, ``output_1``, ``output_2``,
-        ``label``) are read as well.
-    max_length, on_too_long: a pair whose prompt and longer answer have more tokens is an ``"error"``, left out
-        (``"drop"``), or has the ends of its answers ``"cut"`` off, unless the prompt alone leaves them no room.
+    prompts: renders prompts; its tokenizer, system prompt and ``chat`` apply to pairs too, its length limit does not.
+    prompt, chosen, rejected: the columns, in any format that `PreferenceReader` reads.
+    max_length, on_too_long: a pair whose prompt and longer answer have more tokens is an ``"error"``, is left out
+        (``"drop"``), or has its answers truncated at the end (``"truncate"``); it is left out if the prompt alone is as
+        long.
 
-    After `build`, ``refused`` counts the rows that were left out, by reason (``same_answer``, ``no_answer``,
-    ``on_too_long``), ``kept`` are the numbers of the others, and in ``retokenised`` pairs the prompt lost its end.
+    After `build`, ``refused`` counts the rows that were left out by reason (``same_answer``, ``no_answer``,
+    ``too_long``), ``kept`` are the numbers of the others, and ``retokenised`` is the number of pairs whose prompt lost
+    its last tokens to the answers.
     """
 
     def __init__(
@@ -72,34 +70,34 @@ class PairBuilder:
         self._reader = PreferenceReader(prompt, chosen, rejected, prompts.chat)
 
     def build(self, rows: Sequence[Mapping[str, Any]]) -> list[Pair]:
-        """The pairs of ``rows``, in their order, without those that are left out."""
+        """The pairs of ``rows``, in order, without those that are left out."""
         if not rows:
-            raise DataError("there are no rows, so there are no pairs")
+            raise DataError("there are no rows")
         places = [where_of(row, number) for number, row in enumerate(rows)]
         read = [self._reader.read(row, where) for row, where in zip(rows, places, strict=True)]
-        found: dict[int, Pair | str] = {number: each for number, each in enumerate(read) if isinstance(each, str)}
-        whole: dict[int, int] = {}  # the length of each prompt before it lost its end, if it did
-        preferences = {number: each for number, each in enumerate(read) if isinstance(each, Preference)}
+        results: dict[int, Pair | str] = {number: item for number, item in enumerate(read) if isinstance(item, str)}
+        prompt_lengths: dict[int, int] = {}  # before a prompt loses its last tokens
+        preferences = {number: item for number, item in enumerate(read) if isinstance(item, Preference)}
         for number, ids in self._tokenised(preferences, rows, places):
-            found[number], whole[number] = self._parted(ids, places[number]), len(ids.prompt)
-        self._check_lengths(found, places)
+            results[number], prompt_lengths[number] = self._split(ids, places[number]), len(ids.prompt)
+        self._check_lengths(results, places)
         pairs: dict[int, Pair] = {}
         refused = dict.fromkeys(REFUSALS, 0)
         for number in range(len(rows)):
-            fitted = self._fitted(found[number])
-            if isinstance(fitted, str):
-                refused[fitted] += 1
+            result = self._fit(results[number])
+            if isinstance(result, str):
+                refused[result] += 1
             else:
-                pairs[number] = fitted
+                pairs[number] = result
         if not pairs:
             raise self._none_left(refused)
         self.refused, self.kept = refused, tuple(pairs)
-        self.retokenised = sum(len(pair.prompt) < whole[number] for number, pair in pairs.items())
+        self.retokenised = sum(len(pair.prompt) < prompt_lengths[number] for number, pair in pairs.items())
         return list(pairs.values())
 
     def _tokenised(
         self, preferences: Mapping[int, Preference], rows: Sequence[Mapping[str, Any]], places: Sequence[str]
-    ) -> Iterator[tuple[int, _Ids]]:
+    ) -> Iterator[tuple[int, _PairIds]]:
         texts = [number for number, preference in preferences.items() if isinstance(preference.prompt, str)]
         chats = [number for number, preference in preferences.items() if not isinstance(preference.prompt, str)]
         if chats:
@@ -112,35 +110,35 @@ class PairBuilder:
                 ids = ids_of([preferences[number] for number in chunk], [places[number] for number in chunk])
                 yield from zip(chunk, ids, strict=True)
 
-    def _chat_ids(self, preferences: list[Preference], places: list[str]) -> list[_Ids]:
-        asked = [self.prompts.messages(preference.prompt) for preference in preferences]
-        ids = self.prompts.render(asked, places)
-        self.prompts.check_system_prompt(asked, ids)
-        chosen = [chat + preference.chosen for chat, preference in zip(asked, preferences, strict=True)]
-        rejected = [chat + preference.rejected for chat, preference in zip(asked, preferences, strict=True)]
-        with_chosen = self.prompts.render(chosen, places, to_answer=False)
-        with_rejected = self.prompts.render(rejected, places, to_answer=False)
-        return list(map(_Ids, ids, with_chosen, with_rejected))
+    def _chat_ids(self, preferences: list[Preference], places: list[str]) -> list[_PairIds]:
+        prompts = [self.prompts.messages(preference.prompt) for preference in preferences]
+        ids = self.prompts.render(prompts, places)
+        self.prompts.check_system_prompt(prompts, ids)
+        chosen = [chat + preference.chosen for chat, preference in zip(prompts, preferences, strict=True)]
+        rejected = [chat + preference.rejected for chat, preference in zip(prompts, preferences, strict=True)]
+        with_chosen = self.prompts.render(chosen, places, open_answer=False)
+        with_rejected = self.prompts.render(rejected, places, open_answer=False)
+        return list(map(_PairIds, ids, with_chosen, with_rejected))
 
-    def _text_ids(self, preferences: list[Preference], places: list[str]) -> list[_Ids]:
+    def _text_ids(self, preferences: list[Preference], places: list[str]) -> list[_PairIds]:
         end = self.prompts.tokenizer.eos_token
         texts = [
             (prompt, *(prompt + answer.removesuffix(end) + end for answer in answers))
             for prompt, *answers in preferences
         ]
         columns = (self.prompts.tokenizer(list(column))["input_ids"] for column in zip(*texts, strict=True))
-        return list(map(_Ids, *columns))
+        return list(map(_PairIds, *columns))
 
     def _check_plain(self) -> None:
         self.prompts.check_plain()
         if self.prompts.tokenizer.eos_token is None:
             raise ConfigError(
-                "the tokenizer has no EOS token, so answers that are plain texts would have no end; choose a model "
-                "whose tokenizer has one, or one with a chat template"
+                "the tokenizer has no EOS token to end plain texts with; choose a model whose tokenizer has one, or "
+                "one with a chat template"
             )
 
-    def _parted(self, ids: _Ids, where: str) -> Pair | str:
-        """The pair, unless it is none."""
+    def _split(self, ids: _PairIds, where: str) -> Pair | str:
+        """The pair, or why the row has none."""
         length = min(common_length(ids.prompt, ids.with_chosen), common_length(ids.prompt, ids.with_rejected))
         prompt, chosen, rejected = ids.prompt[:length], ids.with_chosen[length:], ids.with_rejected[length:]
         if not chosen or not rejected:
@@ -150,36 +148,35 @@ class PairBuilder:
         check_tokens(ids.prompt, where, "prompt")
         if not prompt:
             raise DataError(
-                f"{where}: all tokens of the prompt change when an answer follows it, so nothing of it is left; end "
-                "it with a whole word, or remove the row"
+                f"{where}: all tokens of the prompt change when an answer follows; end it with a complete word, or "
+                "remove the row"
             )
         return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
 
-    def _check_lengths(self, found: Mapping[int, Pair | str], places: Sequence[str]) -> None:
+    def _check_lengths(self, results: Mapping[int, Pair | str], places: Sequence[str]) -> None:
         limit = self.max_length
         if limit is None or self.on_too_long != "error":
             return
-        lengths = {number: _length(found[number]) for number in sorted(found)}
+        lengths = {number: _length(results[number]) for number in sorted(results)}
         long = [number for number, length in lengths.items() if length > limit]
         if long:
             most = max(lengths.values())
             others = f" ({len(long)} pairs are too long, the longest has {most})" if len(long) > 1 else ""
             raise DataError(
                 f"{places[long[0]]}: the prompt and the longer answer have {lengths[long[0]]} tokens, more than "
-                f"max_length={limit}{others}; raise max_length, leave such pairs out with on_too_long='drop', or shorten "
-                "their answers with 'cut'"
+                f"max_length={limit}{others}; raise max_length, or use on_too_long='drop' or 'truncate'"
             )
 
-    def _fitted(self, pair: Pair | str) -> Pair | str:
-        """The pair, shortened if it must be; or why there is none."""
+    def _fit(self, pair: Pair | str) -> Pair | str:
+        """The pair, truncated if necessary, or why it is left out."""
         limit = self.max_length
         if isinstance(pair, str) or limit is None or _length(pair) <= limit:
             return pair
         room = limit - len(pair.prompt)
         if self.on_too_long == "drop" or room < 1:
             return "too_long"
-        cut = Pair(pair.prompt, pair.chosen[:room], pair.rejected[:room])
-        return SAME_ANSWER if cut.chosen == cut.rejected else cut
+        truncated = Pair(pair.prompt, pair.chosen[:room], pair.rejected[:room])
+        return SAME_ANSWER if truncated.chosen == truncated.rejected else truncated
 
     def _none_left(self, refused: Mapping[str, int]) -> DataError:
         reasons = ", ".join(f"{count} with {REFUSALS[reason]}" for reason, count in refused.items() if count)

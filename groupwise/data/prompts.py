@@ -1,4 +1,4 @@
-"""From the prompts of rows to the token ids that the model is given."""
+"""The prompts of rows as token ids."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.read import reason_of
-from groupwise.data.rows import check_prompts, has_half_a_character, text_of, where_of
+from groupwise.data.rows import check_prompts, content_text, has_lone_surrogate, where_of
 from groupwise.errors import ConfigError, DataError, check_choice
+from groupwise.text import error_reason
 
 Message = dict[str, Any]
 
-TOO_LONG = ("error", "drop", "cut")
-# Arguments of apply_chat_template that decide what it returns, which is not a user's to choose here.
+TOO_LONG = ("error", "drop", "truncate")
+# Arguments of apply_chat_template that PromptBuilder sets itself.
 RESERVED = (
     "add_generation_prompt",
     "continue_final_message",
@@ -27,12 +27,12 @@ RESERVED = (
     "tokenizer_kwargs",
     "truncation",
 )
-CHUNK = 1000  # prompts that go through the tokenizer at once
+CHUNK = 1000  # prompts per call of the tokenizer
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model is given: its ids, these ids as text, and the messages they were rendered from, if any."""
+    """The model's input: the ids, their text, and the messages they were rendered from, if any."""
 
     ids: tuple[int, ...]
     text: str
@@ -42,14 +42,14 @@ class Prompt:
 class PromptBuilder:
     """Turns the prompts of rows into token ids.
 
-    A list of messages goes through the tokenizer's chat template. A text is wrapped as one message of the user with
-    ``chat=True``, used as it is with ``chat=False``; by default it is wrapped if the tokenizer has a template.
+    The chat template is applied to lists of messages. A text becomes one user message with ``chat=True`` and is used as
+    it is with ``chat=False``; by default it becomes a message if the tokenizer has a template.
 
-    system_prompt: put in front as a system message, unless the row's messages begin with one of their own.
-    chat_template_kwargs: handed on to the chat template, such as ``{"enable_thinking": False}``.
-    max_prompt_length, on_too_long: a prompt of more tokens is an ``"error"``, left out (``"drop"``), or ``"cut"`` to its
-        last tokens, which only a text without a template bears. After `build`, ``dropped`` is how many were left out,
-        and ``kept`` are the numbers of the rows that were not.
+    system_prompt: a system message put first, unless the row's messages begin with one.
+    chat_template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``.
+    max_prompt_length, on_too_long: a longer prompt is an ``"error"``, is left out (``"drop"``), or keeps only its last
+        tokens (``"truncate"``, for texts without a template). After `build`, ``dropped`` is the number of prompts left
+        out, and ``kept`` are the numbers of the other rows.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class PromptBuilder:
     ) -> None:
         check_choice("on_too_long", on_too_long, TOO_LONG, ConfigError)
         check_length("max_prompt_length", max_prompt_length)
-        if system_prompt is not None and (not isinstance(system_prompt, str) or has_half_a_character(system_prompt)):
-            raise ConfigError(f"system_prompt must be a text of whole characters, or None, got {system_prompt!r}")
+        if system_prompt is not None and (not isinstance(system_prompt, str) or has_lone_surrogate(system_prompt)):
+            raise ConfigError(f"system_prompt must be a text without lone surrogates, or None, got {system_prompt!r}")
         self.template_kwargs = dict(chat_template_kwargs or {})
-        taken = [name for name in RESERVED if name in self.template_kwargs]
-        if taken:
-            raise ConfigError(f"chat_template_kwargs may not set {', '.join(taken)}: that is decided here; remove it")
+        reserved = [name for name in RESERVED if name in self.template_kwargs]
+        if reserved:
+            raise ConfigError(f"chat_template_kwargs may not set {', '.join(reserved)}; remove it")
         self.tokenizer = tokenizer
         self.has_template = bool(self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
         if chat and not self.has_template:
             raise ConfigError(
-                "chat=True, but the tokenizer has no chat template; use chat=False to give the model the texts as "
-                "they are, or choose a model with a template"
+                "chat=True, but the tokenizer has no chat template; use chat=False for plain texts, or choose a model "
+                "with a template"
             )
         self.chat = self.has_template if chat is None else chat
         self.system_prompt = system_prompt
@@ -85,7 +85,7 @@ class PromptBuilder:
         self.kept: tuple[int, ...] = ()
 
     def build(self, rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> list[Prompt]:
-        """The prompts of ``rows``, in their order, without those that are dropped."""
+        """The prompts of ``rows``, in order, without dropped ones."""
         check_prompts(rows, column)
         places = [where_of(row, number) for number, row in enumerate(rows)]
         values = [row[column] for row in rows]
@@ -93,7 +93,7 @@ class PromptBuilder:
         chats: list[list[Message]] | None = None
         if conversational(values[0]) or self.chat:
             self.check_template(column)
-            self._check_cut()
+            self._check_truncation()
             chats = [self.messages(value) for value in values]
             for start in range(0, len(chats), CHUNK):
                 ids += self.render(chats[start : start + CHUNK], places[start : start + CHUNK])
@@ -113,83 +113,83 @@ class PromptBuilder:
         ]
 
     def check_template(self, column: str) -> None:
-        """Raise if there is no template for the messages in a column."""
+        """Raise a DataError if there is no template for the messages in a column."""
         if not self.has_template:
             raise DataError(
-                f"the column {column!r} holds messages, but the tokenizer has no chat template to render them with; "
-                "give texts as prompts, or choose a model with a template"
+                f"the column {column!r} holds messages, but the tokenizer has no chat template; use texts as prompts, "
+                "or choose a model with a template"
             )
 
-    def _check_cut(self) -> None:
-        if self.on_too_long == "cut" and self.max_prompt_length is not None:
+    def _check_truncation(self) -> None:
+        if self.on_too_long == "truncate" and self.max_prompt_length is not None:
             raise ConfigError(
-                "on_too_long='cut' would cut a chat prompt's opening tokens off, and the model would not understand the "
-                "rest; use 'drop' or 'error', or a larger max_prompt_length"
+                "on_too_long='truncate' would remove the first tokens of a chat prompt, and with them its structure; "
+                "use 'drop' or 'error', or a larger max_prompt_length"
             )
 
     def check_plain(self) -> None:
-        """Raise if texts cannot be given to the model as they are, for want of a place for the system prompt."""
+        """Raise a ConfigError if there is a system prompt, which plain texts have no place for."""
         if self.system_prompt is None:
             return
         remedy = "use chat=True" if self.has_template else "choose a model with a chat template"
         raise ConfigError(
-            "a system_prompt is a chat message, but these prompts are given to the model as plain texts; "
+            "system_prompt is a chat message, but these prompts are plain texts; "
             f"{remedy}, or write it into the prompts and leave system_prompt out"
         )
 
     def messages(self, value: Any) -> list[Message]:
-        """The messages to render for a prompt, the system prompt among them."""
+        """The messages of a prompt, with the system prompt."""
         messages = as_messages(value)
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages.insert(0, self._system_message())
         return messages
 
-    def render(self, chats: list[list[Message]], places: list[str], *, to_answer: bool = True) -> list[list[int]]:
-        """The ids of conversations; ``to_answer`` has the template open the turn of the assistant behind them."""
+    def render(self, chats: list[list[Message]], places: list[str], *, open_answer: bool = True) -> list[list[int]]:
+        """The ids of conversations; with ``open_answer`` followed by the beginning of the assistant's turn."""
         try:
-            return self._apply(chats, to_answer)
-        except Exception:  # a template is somebody else's program, and may raise whatever it likes
-            return [self._render_one(chat, where, to_answer) for chat, where in zip(chats, places, strict=True)]
+            return self._apply(chats, open_answer)
+        except Exception:  # a template may raise anything; find the row
+            return [self._render_one(chat, where, open_answer) for chat, where in zip(chats, places, strict=True)]
 
-    def _render_one(self, chat: list[Message], where: str, to_answer: bool) -> list[int]:
+    def _render_one(self, chat: list[Message], where: str, open_answer: bool) -> list[int]:
         try:
-            return self._apply([chat], to_answer)[0]
+            return self._apply([chat], open_answer)[0]
         except Exception as error:
-            reason = reason_of(error)
-            if self._without_system_prompt(chat, to_answer) is not None:
+            reason = error_reason(error)
+            if self._without_system_prompt(chat, open_answer) is not None:
                 raise ConfigError(
-                    f"the tokenizer's chat template does not take a system message ({reason}); leave system_prompt "
+                    f"the tokenizer's chat template rejects system messages ({reason}); leave system_prompt "
                     "out, or write it into the prompts"
                 ) from error
-            raise DataError(f"{where}: the tokenizer's chat template does not take these messages: {reason}") from error
+            raise DataError(f"{where}: the tokenizer's chat template rejects these messages: {reason}") from error
 
     def check_system_prompt(self, chats: list[list[Message]], ids: list[list[int]]) -> None:
-        """Raise if the template passes over the system prompt: nobody would notice that the model never saw it."""
+        """Raise a ConfigError if the template silently ignores the system prompt."""
         number = next((number for number, chat in enumerate(chats) if chat[0] == self._system_message()), None)
         if self.system_prompt is None or number is None or self._without_system_prompt(chats[number]) != ids[number]:
             return
-        # A template with a default system message renders the two alike if the system prompt is that very text.
+        # The two are also equal if the template has a default system message and the system prompt is the same text.
         if self.system_prompt.strip() not in self._decode([ids[number]])[0]:
             raise ConfigError(
-                "the tokenizer's chat template leaves system messages out, so the model would never see system_prompt; "
+                "the tokenizer's chat template ignores system messages, so the model would never see system_prompt; "
                 "write it into the prompts instead"
             )
 
-    def _without_system_prompt(self, chat: list[Message], to_answer: bool = True) -> list[int] | None:
-        """The ids without the system prompt that was put in front; None if there is none, or no doing without it."""
+    def _without_system_prompt(self, chat: list[Message], open_answer: bool = True) -> list[int] | None:
+        """The ids without the added system prompt; None if there is none, or if the template fails without it."""
         if self.system_prompt is None or chat[0] != self._system_message():
             return None
         try:
-            return self._apply([chat[1:]], to_answer)[0]
-        except Exception:  # as above
+            return self._apply([chat[1:]], open_answer)[0]
+        except Exception:
             return None
 
     def _system_message(self) -> Message:
         return {"role": "system", "content": self.system_prompt}
 
-    def _apply(self, chats: list[list[Message]], to_answer: bool) -> list[list[int]]:
+    def _apply(self, chats: list[list[Message]], open_answer: bool) -> list[list[int]]:
         rendered = self.tokenizer.apply_chat_template(
-            chats, add_generation_prompt=to_answer, return_dict=True, **self.template_kwargs
+            chats, add_generation_prompt=open_answer, return_dict=True, **self.template_kwargs
         )
         ids: list[list[int]] = rendered["input_ids"]
         return ids
@@ -201,18 +201,18 @@ class PromptBuilder:
         return texts
 
     def _fit(self, ids: list[list[int]], places: list[str], column: str) -> list[int]:
-        """The numbers of the prompts that stay; those that are to be cut are cut in place."""
+        """The numbers of the prompts to keep; prompts are truncated in place."""
         limit = self.max_prompt_length
-        everyone = list(range(len(ids)))
+        all_numbers = list(range(len(ids)))
         if limit is None:
-            return everyone
-        if self.on_too_long == "cut":
+            return all_numbers
+        if self.on_too_long == "truncate":
             for number, tokens in enumerate(ids):
                 ids[number] = tokens[-limit:]
-            return everyone
-        long = [number for number in everyone if len(ids[number]) > limit]
+            return all_numbers
+        long = [number for number in all_numbers if len(ids[number]) > limit]
         if not long:
-            return everyone
+            return all_numbers
         lengths = [len(ids[number]) for number in long]
         if self.on_too_long == "error":
             others = f" ({len(long)} prompts are too long, the longest has {max(lengths)})" if len(long) > 1 else ""
@@ -225,38 +225,37 @@ class PromptBuilder:
                 f"every {column} has more than max_prompt_length={limit} tokens (the shortest has {min(lengths)}), so "
                 "none is left; raise max_prompt_length"
             )
-        gone = set(long)
-        return [number for number in everyone if number not in gone]
+        return [number for number in all_numbers if len(ids[number]) <= limit]
 
 
 def as_messages(value: Any) -> list[Message]:
-    """A prompt as messages. Contents become texts, for many templates know nothing else; Arrow's nulls go."""
+    """A prompt as messages. Contents become texts, because many templates expect that; nulls from Arrow are removed."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     return [
-        {key: text_of(entry) if key == "content" else entry for key, entry in message.items() if entry is not None}
+        {key: content_text(entry) if key == "content" else entry for key, entry in message.items() if entry is not None}
         for message in value
     ]
 
 
 def check_length(name: str, length: Any) -> None:
-    """Raise a ConfigError unless this is None or a number of tokens."""
-    whole = isinstance(length, int) and not isinstance(length, bool)
-    if length is not None and (not whole or length < 1):
-        raise ConfigError(f"{name} must be a number of tokens from 1, or None, got {length!r}")
+    """Raise a ConfigError unless this is None or a positive number of tokens."""
+    is_integer = isinstance(length, int) and not isinstance(length, bool)
+    if length is not None and (not is_integer or length < 1):
+        raise ConfigError(f"{name} must be a whole number of at least 1, or None, got {length!r}")
 
 
 def check_tokens(ids: Sequence[int], where: str, column: str) -> None:
-    """Raise a DataError that names the place if nothing came out of the tokenizer."""
+    """Raise a DataError if there are no tokens."""
     if not ids:
-        raise DataError(f"{where}: the {column} comes out of the tokenizer as no tokens at all; remove the row")
+        raise DataError(f"{where}: the {column} has no tokens; remove the row")
 
 
 def conversational(prompt: Any) -> bool:
-    """Whether the prompt of a row is a list of chat messages rather than a text."""
+    """Whether a prompt is a list of chat messages, not a text."""
     return isinstance(prompt, (list, tuple))
 
 
 def completion_for_reward(prompt: Any, text: str) -> Any:
-    """A completion in the form that rewards expect: the kind that the row's prompt has, a message or a text."""
+    """A completion as rewards expect it: like the prompt, a list of messages or a text."""
     return [{"role": "assistant", "content": text}] if conversational(prompt) else text

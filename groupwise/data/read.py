@@ -1,13 +1,11 @@
-"""Rows of data from wherever they are: a file, a folder of files, the hub.
+"""Rows from a file, a folder of files, or the hub.
 
-What exists on this machine comes first, and what looks like a path never reaches a network. Every complaint names the
-file and the line.
+Local files come first, and a name that looks like a path is never looked up on the hub. Errors name the file and line.
 """
 
 from __future__ import annotations
 
 import csv
-import difflib
 import gzip
 import io
 import json
@@ -21,10 +19,11 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
-from groupwise.data.rows import Row, has_half_a_character, kind_of
-from groupwise.errors import DataError, MissingExtraError
+from groupwise.data.rows import Row, describe_type, has_lone_surrogate
+from groupwise.errors import DataError, MissingExtraError, did_you_mean
+from groupwise.text import error_reason
 
-# How a file's name ends, and the kind of file that it is.
+# File name endings and their formats.
 ENDINGS = {
     ".jsonl": "jsonl",
     ".jsonl.gz": "jsonl",
@@ -48,37 +47,37 @@ def read_rows(
     limit: int | None = None,
     header: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of ``source``, the first ``limit`` of them if it is given; what comes after those is not looked at.
+    """The rows of ``source``, or the first ``limit``; rows after those are not read.
 
-    source: a file (.jsonl, .json with a list of objects or with one on each line, both also with .gz; .parquet; .csv
-        with a header, whose values are all texts), a folder of files of one kind, read in the order of their names, or
-        ``owner/name`` on the hub.
-    split, subset: the part of a data set on the hub, ``"train"`` and the only one if not given. Files have none.
-    header: the columns of a .csv file that has no line with their names.
+    source: a file (.jsonl; .json with a list of objects or one object per line; both also with .gz; .parquet; .csv with
+        a header, all values are texts), a folder of files of one format, read in the order of their names, or a hub
+        dataset ``owner/name``.
+    split, subset: of a hub dataset; default: ``"train"`` and its only subset. Files have none.
+    header: the column names of a .csv file without a header line.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source):
-        raise DataError(f"a data set is named by a text or a path, not by {source!r}")
+        raise DataError(f"a dataset is named by a text or a path, not by {source!r}")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise DataError(f"limit={limit!r} is no number of rows: give a whole number from 1, or None for all rows")
+        raise DataError(f"limit must be a whole number of at least 1, or None for all rows, got {limit!r}")
     name = str(source)
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):
         for option, value in (("split", split), ("subset", subset)):
             if value is not None:
                 raise DataError(
-                    f"{option}={value!r} chooses among the parts of a data set on the hub, but {path} is on this "
-                    f"machine, and files have none: leave {option} out and name the file you want"
+                    f"{option}={value!r} is for hub datasets, but {path} is a local path; leave {option} out and name "
+                    "the file"
                 )
-        found = _files(path, header) if path.is_dir() else _file(path, header)
+        iterator = _files(path, header) if path.is_dir() else _file(path, header)
     elif isinstance(source, os.PathLike) or _looks_like_a_path(name):
         raise DataError(_missing(path))
     elif _HUB_ID.fullmatch(name):
-        found = _hub(name, subset, split or "train")
+        iterator = _hub(name, subset, split or "train")
     else:
-        raise DataError(f"{_missing(path)}. A data set on the hub is written owner/name")
-    rows: list[dict[str, Any]] = list(islice(found, limit))
+        raise DataError(f"{_missing(path)}. A hub dataset is written owner/name")
+    rows: list[dict[str, Any]] = list(islice(iterator, limit))
     if not rows:
-        raise DataError(f"{name} is empty: there is not a single row in it")
+        raise DataError(f"{name} is empty: it has no rows")
     return rows
 
 
@@ -91,40 +90,38 @@ def _looks_like_a_path(name: str) -> bool:
 
 
 def _missing(path: Path) -> str:
-    """That a file is not there, where it was looked for, and what is there that has nearly its name."""
+    """The message for a missing file, with the nearest name in its folder."""
     folder = path.absolute().parent
     if not os.path.isdir(folder):
-        there = next((parent for parent in folder.parents if os.path.isdir(parent)), folder.anchor)
-        return f"there is no file or folder {path}: the folder {folder} does not exist, only {there}"
+        existing = next((parent for parent in folder.parents if os.path.isdir(parent)), folder.anchor)
+        return f"there is no file or folder {path}: the folder {folder} does not exist, only {existing}"
     try:
         names = os.listdir(folder)
     except OSError:
         names = []
-    near = difflib.get_close_matches(path.name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"there is no file or folder {path.name!r} in {folder}{hint}"
+    return f"there is no file or folder {path.name!r} in {folder}{did_you_mean(path.name, names)}"
 
 
 def _files(folder: Path, header: Sequence[str] | None) -> Iterator[Row]:
-    """The rows of all data files of a folder. Other files, such as a README, are left alone."""
+    """The rows of all data files in a folder. Other files, such as a README, are ignored."""
     try:
         entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
-        raise DataError(f"{folder} cannot be read: {reason_of(error)}") from error
+        raise DataError(f"{folder} cannot be read: {error_reason(error)}") from error
     names = [entry.name for entry in entries if _ending(entry.name) and entry.is_file()]
     if not names:
         inner = [entry.name for entry in entries if entry.is_dir()]
-        hint = f"; there are folders in it ({', '.join(inner)}), give one of those" if inner else ""
-        raise DataError(f"{folder} holds no data files (names that end in {', '.join(ENDINGS)}){hint}")
+        hint = f"; it contains folders ({', '.join(inner)}), name one of them" if inner else ""
+        raise DataError(f"{folder} has no data files (names that end in {', '.join(ENDINGS)}){hint}")
     by_kind = {ENDINGS[_ending(name) or ""]: name for name in reversed(names)}
     if len(by_kind) > 1:
         some = ", ".join(sorted(by_kind.values()))
-        raise DataError(f"{folder} holds files of several kinds ({some}); give one file, or a folder of one kind")
-    # A folder with train and test files read as one data set would train on its own test.
+        raise DataError(f"{folder} has files of several formats ({some}); name one file, or a folder of one format")
+    # Do not mix the train and test files of a folder.
     by_split = {match[1].lower(): name for name in reversed(names) if (match := _SPLIT.match(name))}
     if len(by_split) > 1:
         some = ", ".join(sorted(by_split.values()))
-        raise DataError(f"{folder} holds several splits ({some}); give one file, or a folder for each split")
+        raise DataError(f"{folder} has several splits ({some}); name one file, or use a folder per split")
     for name in names:
         yield from _file(folder / name, header)
 
@@ -132,7 +129,7 @@ def _files(folder: Path, header: Sequence[str] | None) -> Iterator[Row]:
 def _file(path: Path, header: Sequence[str] | None) -> Iterator[Row]:
     ending = _ending(path.name)
     if ending is None:
-        raise DataError(f"{path} is of no kind that can be read here; its name must end in {', '.join(ENDINGS)}")
+        raise DataError(f"{path} has an unknown format; its name must end in {', '.join(ENDINGS)}")
     if ENDINGS[ending] == "parquet":
         yield from _parquet(path)
         return
@@ -142,14 +139,14 @@ def _file(path: Path, header: Sequence[str] | None) -> Iterator[Row]:
             yield from read(file, path.name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path} is damaged or no gzip file at all: {error or 'it ends too early'}. Get it anew"
+            f"{path} is damaged or not a gzip file: {error or 'it ends too early'}; download it again"
         ) from error
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {reason_of(error)}") from error
+        raise DataError(f"{path} cannot be read: {error_reason(error)}") from error
 
 
 def _lines(file: Iterable[bytes], name: str) -> Iterator[str]:
-    """The lines of a file, split at line feeds alone: other separators occur within texts."""
+    """The lines of a file, split only at line feeds: other line separators occur within texts."""
     for number, line in enumerate(file, start=1):
         try:
             yield (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).decode()
@@ -181,7 +178,7 @@ def _json(file: IO[bytes], name: str) -> Iterator[Row]:
 
 
 def _is_one_value(text: str) -> bool:
-    """Whether the whole text is one JSON value. Where each line is one, this has its answer after the first."""
+    """Whether the text is one JSON value; fast if it is one value per line."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -202,19 +199,19 @@ def _parse(text: str, name: str, first_line: int) -> Any:
 def _object(value: Any, where: str, escapes: bool) -> Row:
     if not isinstance(value, dict):
         raise DataError(
-            f'{where} is no object: expected {{"prompt": …}} with the columns of one row, got {kind_of(value)} (a file '
-            "that is one list of objects is named .json, one with an object on each line .jsonl)"
+            f'{where} is not an object: expected {{"prompt": …}} with the columns of a row, got {describe_type(value)} '
+            "(a .json file is a list of objects, a .jsonl file has one object per line)"
         )
-    # Half a character would fail much later, when it is tokenised or written; only an escape can make one.
-    if escapes and has_half_a_character(json.dumps(value, ensure_ascii=False)):
-        raise DataError(f"{where} holds half a character (a lone surrogate, \\ud800 to \\udfff); mend the text")
+    # A lone surrogate, which only an escape can produce, would fail later in the tokenizer.
+    if escapes and has_lone_surrogate(json.dumps(value, ensure_ascii=False)):
+        raise DataError(f"{where} contains a lone surrogate (\\ud800 to \\udfff); fix the text")
     return Row(value, where)
 
 
 def _csv(file: Iterable[bytes], name: str, header: Sequence[str] | None = None) -> Iterator[Row]:
     reader = csv.reader(_lines(file, name), strict=True)
     while True:
-        # A record may span lines; the reader counts those it has taken.
+        # A record may span several lines.
         where = f"{name}, line {reader.line_num + 1}"
         try:
             with _long_fields():
@@ -240,7 +237,7 @@ def _csv(file: Iterable[bytes], name: str, header: Sequence[str] | None = None) 
 
 @contextmanager
 def _long_fields() -> Iterator[None]:
-    """Let a field be as long as it is. The limit is the whole process's, so it is put back."""
+    """Allow fields of any length. The limit is global, so it is restored."""
     before = csv.field_size_limit(2**31 - 1)
     try:
         yield
@@ -263,9 +260,9 @@ def _parquet(path: Path) -> Iterator[Row]:
                     number += 1
                     yield Row(values, f"{path.name}, row {number}")
     except (pyarrow.ArrowException, ValueError, OSError) as error:
-        if getattr(error, "errno", None):  # the system's own; Arrow's errors of this class have no number
-            raise DataError(f"{path} cannot be read: {reason_of(error)}") from error
-        raise DataError(f"{path} is damaged or no parquet file at all: {reason_of(error)}. Get it anew") from error
+        if getattr(error, "errno", None):  # from the system: Arrow's own errors have no errno
+            raise DataError(f"{path} cannot be read: {error_reason(error)}") from error
+        raise DataError(f"{path} is damaged or not a parquet file: {error_reason(error)}; download it again") from error
 
 
 def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
@@ -279,23 +276,15 @@ def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
         data = datasets.load_dataset(name, subset, split=split)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise DataError(
-            f"there is no file or folder {name}, and no such data set on the hub, or none that you may see: "
-            f"{reason_of(error)}. Mind the spelling, and log in (hf auth login) if it is private or gated"
+            f"there is no file or folder {name}, and no accessible dataset of that name on the hub: "
+            f"{error_reason(error)}. Check the spelling, and log in (hf auth login) if it is private or gated"
         ) from error
     except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-        raise DataError(f"{part}, split {split!r} cannot be had from the hub: {reason_of(error)}") from error
+        raise DataError(f"{part}, split {split!r} cannot be loaded from the hub: {error_reason(error)}") from error
     except OSError as error:
         raise DataError(
-            f"there is no file or folder {name}, and the hub cannot be asked for it: {reason_of(error)}. Without a way "
-            f"to the hub, download it where you can (hf download {name} --repo-type dataset --local-dir FOLDER) and "
-            "give its files"
+            f"there is no file or folder {name}, and the hub cannot be reached: {error_reason(error)}. Download it on "
+            f"another machine (hf download {name} --repo-type dataset --local-dir FOLDER) and name its files"
         ) from error
     for number, values in enumerate(data, start=1):
         yield Row(values, f"{part} ({split}), row {number}")
-
-
-def reason_of(error: BaseException) -> str:
-    """Why something was refused: the system's words, or the first line of a longer message."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")

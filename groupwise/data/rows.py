@@ -1,22 +1,21 @@
-"""What a row is, and what its prompt must be.
+"""Rows and the checks of their prompts.
 
-A row is a dict that remembers where it came from, so that whoever finds fault with it later can name the line. Rows
-that a program has made are plain dicts; they are counted instead.
+A row from a file knows its file and line, so that later errors can name them. Rows made by a program are plain dicts;
+errors name their number.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import DataError, check_choice
+from groupwise.errors import DataError, check_choice, did_you_mean
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
 class Row(dict[str, Any]):
-    """One row: a plain dict, and ``where`` it was found, for messages (``"questions.jsonl, line 12"``)."""
+    """A dict with its origin ``where`` (``"questions.jsonl, line 12"``), for error messages."""
 
     __slots__ = ("where",)
 
@@ -26,13 +25,13 @@ class Row(dict[str, Any]):
 
 
 def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> None:
-    """Raise a DataError that names the first row whose prompt cannot be used.
+    """Raise a DataError for the first row with an invalid prompt.
 
-    A prompt is a text that is not blank, or a list of chat messages of which the last is not the assistant's: there
-    must be something to answer. All rows hold texts or all hold messages, for rewards are given the one or the other.
+    A prompt is a text that is not blank, or a list of chat messages that does not end with the assistant's. All rows
+    must have the same kind, because rewards get completions of that kind.
     """
     if not rows:
-        raise DataError("there are no rows, so there is nothing to ask")
+        raise DataError("there are no rows")
     for number, row in enumerate(rows):
         where = where_of(row, number)
         check_column(row, column, where)
@@ -47,48 +46,42 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
 
 
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
-    """Raise a DataError unless the row has the column; it names the nearest one."""
+    """Raise a DataError unless the row has the column."""
     if column not in row:
-        has = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where} has no column {column!r}{nearest(column, row)} (it has: {has})")
-
-
-def nearest(column: str, row: Mapping[str, Any]) -> str:
-    """The column of a row that is spelt most like this one, for messages; nothing if none is."""
-    near = difflib.get_close_matches(column, map(str, row), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+        columns = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{where} has no column {column!r}{did_you_mean(column, map(str, row))} (it has: {columns})")
 
 
 def check_prompt(value: Any, where: str, column: str = "prompt") -> None:
-    """Raise a DataError that names the place unless this can be a prompt, as `check_prompts` has it."""
+    """Raise a DataError unless the value is a valid prompt (see `check_prompts`)."""
     if isinstance(value, str):
         check_text(value, f"{where}: the {column}")
     elif isinstance(value, (list, tuple)):
         _check_messages(value, where, column)
     else:
         raise DataError(
-            f"{where}: the {column} is {kind_of(value)}; it must be a text or a list of messages such as "
+            f"{where}: the {column} is {describe_type(value)}; it must be a text or a list of messages such as "
             '[{"role": "user", "content": "…"}]'
         )
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], *, without: str | None = None) -> dict[str, list[Any]]:
-    """The rows as columns: every key of any row, with None where a row lacks it; all but the column ``without``."""
+    """The rows as columns: every key of any row but ``without``; None if a row does not have it."""
     names = {name: None for row in rows for name in row if name != without}
     return {name: [row.get(name) for row in rows] for name in names}
 
 
 def where_of(row: Mapping[str, Any], number: int) -> str:
-    """Where a row came from; its place among its fellows, counted from 1, if it was made by a program."""
+    """The origin of a row; its number, from 1, if it was made by a program."""
     return getattr(row, "where", None) or f"row {number + 1}"
 
 
 def check_text(text: str, what: str, may_be_empty: bool = False) -> None:
-    """Raise a DataError that names ``what`` if the text is blank, or holds half a character."""
+    """Raise a DataError about ``what`` if the text is blank or contains a lone surrogate."""
     if not may_be_empty and not text.strip():
-        raise DataError(f"{what} is empty; give it something to answer, or remove the row")
-    if has_half_a_character(text):
-        raise DataError(f"{what} holds half a character (a lone surrogate), which no tokenizer reads; mend the text")
+        raise DataError(f"{what} is empty; fill it in or remove the row")
+    if has_lone_surrogate(text):
+        raise DataError(f"{what} contains a lone surrogate, which no tokenizer accepts; fix the text")
 
 
 def _check_messages(messages: Sequence[Any], where: str, column: str) -> None:
@@ -100,16 +93,15 @@ def _check_messages(messages: Sequence[Any], where: str, column: str) -> None:
         last = number == len(messages)
         if last and message["role"] == "assistant":
             raise DataError(
-                f"{where}: the {column} ends with a message of the assistant, which leaves nothing to answer; end with "
-                "what the model is to reply to"
+                f"{where}: the {column} ends with a message of the assistant; end it with the message to reply to"
             )
         check_text(text, what, may_be_empty=not last or message["role"] == "tool")
 
 
 def check_message(message: Any, what: str) -> str:
-    """The text of a message. Raise a DataError that names ``what`` unless it has a known role and a content of text."""
+    """The text of a message; a DataError about ``what`` unless it has a valid role and text content."""
     if not isinstance(message, Mapping):
-        raise DataError(f'{what} is {kind_of(message)}; a message is an object {{"role": …, "content": …}}')
+        raise DataError(f'{what} is {describe_type(message)}; a message is an object {{"role": …, "content": …}}')
     for key in ("role", "content"):
         if key not in message:
             raise DataError(f"{what} has no {key!r} (it has: {', '.join(map(repr, message)) or 'none'})")
@@ -117,28 +109,28 @@ def check_message(message: Any, what: str) -> str:
         check_choice("role", message["role"], ROLES, DataError)
     except DataError as error:
         raise DataError(f"{what}: {error}") from None
-    text = text_of(message["content"])
+    text = content_text(message["content"])
     if text is None:
         raise DataError(
-            f"{what}: its content is {kind_of(message['content'])}; it must be a text or a list of text parts "
+            f"{what}: its content is {describe_type(message['content'])}; it must be a text or a list of text parts "
             '{"type": "text", "text": …}'
         )
     return text
 
 
-def text_of(content: Any) -> str | None:
-    """The content of a message as one text: its own, or its text parts joined. None if it is neither."""
+def content_text(content: Any) -> str | None:
+    """The content of a message as one text, with text parts joined; None if it is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, (list, tuple)) or not content:
         return None
     texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-    known = [text for text in texts if isinstance(text, str)]
-    return "".join(known) if len(known) == len(texts) else None
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(texts) else None
 
 
-def has_half_a_character(text: str) -> bool:
-    """Whether a text holds a lone surrogate: Python bears it, but neither a tokenizer nor a file does."""
+def has_lone_surrogate(text: str) -> bool:
+    """Whether a text contains a lone surrogate, which Python allows but UTF-8 does not."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -146,6 +138,6 @@ def has_half_a_character(text: str) -> bool:
     return False
 
 
-def kind_of(value: Any) -> str:
-    """What a value is, for messages."""
+def describe_type(value: Any) -> str:
+    """The type of a value, for error messages."""
     return "missing (null)" if value is None else f"of type {type(value).__name__}"

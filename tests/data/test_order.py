@@ -1,4 +1,4 @@
-"""The order of rows: each epoch whole, no row twice in a batch, and the same again after a stop."""
+"""The order of rows: complete epochs, no row twice in a batch, and resuming."""
 
 from __future__ import annotations
 
@@ -26,40 +26,39 @@ def flat(order, takes):
     return [row for n in takes for row in order.take(n)]
 
 
-def test_the_numbers_are_the_same_on_every_machine():
-    """Recorded once; a change of these would change every run that is resumed."""
+def test_the_permutations_are_stable():
+    """Recorded values: a change would change every resumed run."""
     order = Order(8, seed=0)
     assert [order.take(8), order.take(8)] == [RECORDED_0, RECORDED_1]
     assert Order(8, seed=1).take(8) == RECORDED_OTHER_SEED
 
 
-def test_one_batch_or_many_it_is_the_same_permutation():
+def test_batches_split_the_same_permutation():
     order = Order(8, seed=0)
     assert order.take(3) + order.take(1) + order.take(4) == RECORDED_0
 
 
-def test_a_row_that_the_batch_has_waits_for_the_next_one():
-    """By hand, from the two permutations above."""
+def test_a_repeated_row_is_deferred_to_the_next_batch():
     order = Order(8, seed=0)
     assert order.take(5) == RECORDED_0[:5]
     tail = RECORDED_0[5:]
     new = [row for row in RECORDED_1 if row not in tail]
     deferred = [row for row in RECORDED_1[: RECORDED_1.index(new[1]) + 1] if row in tail]
-    assert deferred  # otherwise this shows nothing
+    assert deferred
     assert order.take(5) == tail + new[:2]
     assert order.state()["deferred"] == deferred
     rest = [row for row in RECORDED_1 if row not in (*new[:2], *deferred)]
     assert order.take(6) == deferred + rest
 
 
-def test_without_shuffling_it_counts():
+def test_without_shuffling():
     order = Order(3, shuffle=False, seed=5)
     assert [order.take(2) for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
     assert order.take(7) == [0, 1, 2, 0, 1, 2, 0]
 
 
 @given(rows, seeds, st.booleans(), sizes)
-def test_every_epoch_shows_each_row_once(rows, seed, shuffle, takes):
+def test_every_epoch_contains_each_row_once(rows, seed, shuffle, takes):
     seen = flat(Order(rows, seed=seed, shuffle=shuffle), takes)
     assert len(seen) == sum(takes)
     for start in range(0, len(seen) - rows + 1, rows):
@@ -74,7 +73,7 @@ def test_a_batch_repeats_a_row_only_if_it_must(rows, seed, takes):
 
 
 @given(rows, seeds, st.booleans(), sizes, sizes)
-def test_it_goes_on_where_it_stopped(rows, seed, shuffle, before, after):
+def test_resume(rows, seed, shuffle, before, after):
     order = Order(rows, seed=seed, shuffle=shuffle)
     flat(order, before)
     state = json.loads(json.dumps(order.state()))
@@ -86,7 +85,7 @@ def test_it_goes_on_where_it_stopped(rows, seed, shuffle, before, after):
 
 
 @given(rows, sizes)
-def test_the_epoch_counts_what_was_seen(rows, takes):
+def test_the_epoch_counts_the_rows_taken(rows, takes):
     order = Order(rows)
     assert order.epoch == 0
     for count, n in enumerate(takes):
@@ -106,7 +105,7 @@ def test_epochs_and_seeds_differ():
     assert len({tuple(first), tuple(second), tuple(Order(100, seed=4).take(100)), tuple(range(100))}) == 4
 
 
-def test_a_state_is_not_touched_by_going_on():
+def test_a_state_is_a_copy():
     order = Order(8, seed=0)
     order.take(5), order.take(5)
     state = order.state()
@@ -119,26 +118,26 @@ def test_a_state_is_not_touched_by_going_on():
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "3"])
-def test_refused_numbers(value):
-    with pytest.raises(InputError, match="an order needs a number of rows from 1, got"):
+def test_invalid_numbers(value):
+    with pytest.raises(InputError, match="rows must be a whole number of at least 1, got"):
         Order(value)
-    with pytest.raises(InputError, match="take needs a whole number from 1, got"):
+    with pytest.raises(InputError, match="n must be a whole number of at least 1, got"):
         Order(3).take(value)
 
 
 @pytest.mark.parametrize("seed", [-1, 0.5, True, None])
-def test_refused_seeds(seed):
-    with pytest.raises(InputError, match="seed of an order must be a whole number from 0, got"):
+def test_invalid_seeds(seed):
+    with pytest.raises(InputError, match="seed must be a whole number of at least 0, got"):
         Order(3, seed=seed)
 
 
-def test_a_state_of_other_data_or_settings():
+def test_a_state_from_other_data_or_settings():
     order = Order(8, seed=0)
-    with pytest.raises(DataError, match="over 9 rows, but there are 8 now; go on with the same data"):
+    with pytest.raises(DataError, match="over 9 rows, but there are 8; resume"):
         order.load_state(Order(9).state())
-    with pytest.raises(ConfigError, match="made with seed=1, but seed=0 is set now"):
+    with pytest.raises(ConfigError, match="made with seed=1, but seed=0 is set"):
         order.load_state(Order(8, seed=1).state())
-    with pytest.raises(ConfigError, match="made with shuffle=False, but shuffle=True is set now"):
+    with pytest.raises(ConfigError, match="made with shuffle=False, but shuffle=True is set"):
         order.load_state(Order(8, shuffle=False).state())
 
 
@@ -161,12 +160,12 @@ def test_a_damaged_state_changes_nothing(change):
     order = Order(8, seed=0)
     order.take(8)
     before = order.state()
-    with pytest.raises(CheckpointError, match=r"damaged: epoch=.* is no place in an order over 8 rows"):
+    with pytest.raises(CheckpointError, match=r"damaged: epoch=.* is not a position in an order over 8 rows"):
         order.load_state({**before, **change})
     assert order.state() == before
 
 
 @pytest.mark.parametrize("state", [{}, {"rows": 8}, None, []])
-def test_a_state_that_lacks_something(state):
+def test_an_incomplete_state(state):
     with pytest.raises(CheckpointError, match=r"it lacks .*epoch, position, deferred"):
         Order(8).load_state(state)

@@ -1,4 +1,4 @@
-"""Pairs beside the peer's: TRL's DPOTrainer makes the same ids of random texts and conversations and of real data."""
+"""TRL's DPOTrainer makes the same ids from random texts and conversations and from real data."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import DPOTrainer
-from trl.data_utils import maybe_extract_prompt
-from trl.trainer.dpo_trainer import DataCollatorForPreference
 
 from groupwise.data import Pair, PairBuilder, PromptBuilder, read_rows
 from groupwise.model.tiny import tiny_tokenizer
 from tests.weights import smollm2
+
+pytestmark = pytest.mark.slow
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
 
 @cache
 def smol():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(str(smollm2()))
 
 
@@ -41,8 +40,12 @@ def system(text):
     return {"role": "system", "content": text}
 
 
-def peers(rows, tokenizer):
-    """What the peer makes of rows that are all messages or all texts."""
+def trl_pairs(rows, tokenizer):
+    """TRL's pairs of rows that are all messages or all texts."""
+    from datasets import Dataset
+    from trl import DPOTrainer
+    from trl.data_utils import maybe_extract_prompt
+
     args = SimpleNamespace(dataset_num_proc=None, max_length=None, truncation_mode="keep_start")
     data = Dataset.from_list([maybe_extract_prompt(row) for row in rows])
     made = DPOTrainer._prepare_dataset(SimpleNamespace(_tokenizer=tokenizer), data, tokenizer, args, "train")
@@ -77,32 +80,34 @@ def scribble(rng):
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_random_texts_have_the_peers_ids(name):
+def test_random_texts(name):
     rng = random.Random(0)
     rows = [
         {"prompt": f"Q{scribble(rng)}", "chosen": scribble(rng), "rejected": f"2{scribble(rng)}"} for _ in range(300)
     ]
     builder = PairBuilder(PromptBuilder(TOKENIZERS[name](), chat=False))
-    expected = peers(rows, TOKENIZERS[name]())
+    expected = trl_pairs(rows, TOKENIZERS[name]())
     assert builder.build(rows) == [expected[number] for number in builder.kept]
     assert len(builder.kept) > 290
-    assert (builder.retokenised > 20) == (name == "smollm2")  # a byte never becomes another token
+    assert (builder.retokenised > 20) == (name == "smollm2")  # bytes never merge
 
 
-def test_what_is_cut_is_what_the_peer_cuts():
+def test_truncation_is_trls():
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+
     rng = random.Random(2)
     rows = [
         {"prompt": scribble(rng), "chosen": f"1{scribble(rng)}", "rejected": f"2{scribble(rng)}"} for _ in range(99)
     ]
     limit = 20
-    builder = PairBuilder(PromptBuilder(tiny_tokenizer(), chat=False), max_length=limit, on_too_long="cut")
+    builder = PairBuilder(PromptBuilder(tiny_tokenizer(), chat=False), max_length=limit, on_too_long="truncate")
     pairs = builder.build(rows)
-    whole = peers(rows, tiny_tokenizer())
-    assert builder.kept == tuple(number for number, pair in enumerate(whole) if len(pair.prompt) < limit)
+    complete = trl_pairs(rows, tiny_tokenizer())
+    assert builder.kept == tuple(number for number, pair in enumerate(complete) if len(pair.prompt) < limit)
     assert 0 < builder.refused["too_long"] < 50
     collate = DataCollatorForPreference(pad_token_id=256, max_length=limit)
     for number, pair in zip(builder.kept, pairs, strict=True):
-        ids = {f"{name}_ids": list(getattr(whole[number], name)) for name in ("prompt", "chosen", "rejected")}
+        ids = {f"{name}_ids": list(getattr(complete[number], name)) for name in ("prompt", "chosen", "rejected")}
         made = collate([ids])
         for answer, tokens, mask in zip(
             (pair.chosen, pair.rejected), made["input_ids"], made["completion_mask"], strict=True
@@ -113,7 +118,7 @@ def test_what_is_cut_is_what_the_peer_cuts():
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("form", ["prompt", "no prompt", "text"])
-def test_random_conversations_have_the_peers_ids(name, form):
+def test_random_conversations(name, form):
     rng = random.Random(1)
     rows = []
     for _ in range(150):
@@ -129,7 +134,7 @@ def test_random_conversations_have_the_peers_ids(name, form):
             rows.append({"chosen": prompt + chosen, "rejected": prompt + rejected})
             if form == "text":
                 rows[-1]["prompt"] = prompt[-1]["content"]
-    assert PairBuilder(PromptBuilder(TOKENIZERS[name]())).build(rows) == peers(rows, TOKENIZERS[name]())
+    assert PairBuilder(PromptBuilder(TOKENIZERS[name]())).build(rows) == trl_pairs(rows, TOKENIZERS[name]())
 
 
 def paragraphs_of(text):
@@ -181,7 +186,7 @@ ODD = (667, 763, 1254, 1319, 1688, 1849, 1950, 1952, 2036)
         real("llmbar_LLMBar_Natural.json", from_llmbar, 100, 0, ()),
     ],
 )
-def test_real_data_have_the_peers_ids(path, convert, rows, no_answer, odd):
+def test_real_data(path, convert, rows, no_answer, odd):
     data = read_rows(path)
     builder = PairBuilder(PromptBuilder(smol()))
     pairs = builder.build(data)
@@ -191,7 +196,7 @@ def test_real_data_have_the_peers_ids(path, convert, rows, no_answer, odd):
     by_row = dict(zip(builder.kept, pairs, strict=True))
     assert len(by_row) == rows - no_answer
     some = sorted({*builder.kept[::12], *odd})
-    assert [by_row[number] for number in some] == peers([convert(data[number]) for number in some], smol())
+    assert [by_row[number] for number in some] == trl_pairs([convert(data[number]) for number in some], smol())
 
 
 @pytest.mark.parametrize("path", [real("hh_harmless_base_test.jsonl.gz")])

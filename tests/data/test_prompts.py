@@ -1,9 +1,8 @@
-"""Prompts as token ids: what the model is given, and which rows are refused, dropped or cut."""
+"""Prompts as token ids, and prompts that are invalid, too long, dropped or truncated."""
 
 from __future__ import annotations
 
 import pytest
-from transformers import AutoTokenizer
 
 from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, conversational, read_rows
 from groupwise.errors import ConfigError, DataError
@@ -41,10 +40,12 @@ def turn(role, text):
 
 @pytest.fixture(scope="module")
 def smol():
+    from transformers import AutoTokenizer
+
     return AutoTokenizer.from_pretrained(str(smollm2()))
 
 
-def test_a_text_is_a_message_of_the_user_if_there_is_a_template():
+def test_a_text_becomes_a_user_message_if_there_is_a_template():
     ids = [*turn("user", "größer?"), START, *b"assistant\n"]
     text = "<|start|>user\ngrößer?<|end|><|start|>assistant\n"
     expected = Prompt(tuple(ids), text, [{"role": "user", "content": "größer?"}])
@@ -52,13 +53,13 @@ def test_a_text_is_a_message_of_the_user_if_there_is_a_template():
     assert PromptBuilder(tiny(), chat=True).build([{"prompt": "größer?"}]) == [expected]
 
 
-def test_a_text_as_it_is():
+def test_a_plain_text():
     expected = Prompt(tuple("größer?".encode()), "größer?", None)
     assert PromptBuilder(tiny(), chat=False).build(rows_of("größer?")) == [expected]
     assert PromptBuilder(tiny(template="")).build(rows_of("größer?")) == [expected]
 
 
-def test_messages_go_through_the_template_whatever_chat_says():
+def test_messages_are_rendered_whatever_chat_is():
     ids = (*turn("system", "Be brief."), *turn("user", "Why?"), START, *b"assistant\n")
     for chat in (None, True, False):
         (prompt,) = PromptBuilder(tiny(), chat=chat).build(rows_of([SYSTEM, USER]))
@@ -73,11 +74,11 @@ def test_another_column():
 
 def test_the_system_prompt_comes_first():
     builder = PromptBuilder(tiny(), system_prompt="Be brief.")
-    own = [{"role": "system", "content": "Be long."}, USER]
-    with_ours, with_own = builder.build(rows_of([USER], own))
+    row = [{"role": "system", "content": "Be long."}, USER]
+    with_ours, with_rows = builder.build(rows_of([USER], row))
     assert with_ours.text == "<|start|>system\nBe brief.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
     assert with_ours.messages == [SYSTEM, USER]
-    assert with_own.text == "<|start|>system\nBe long.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
+    assert with_rows.text == "<|start|>system\nBe long.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
     (wrapped,) = builder.build(rows_of("Why?"))
     assert wrapped == with_ours
 
@@ -91,7 +92,7 @@ def test_the_rows_are_left_as_they_were():
     assert len(message) == 3
 
 
-def test_settings_of_the_template():
+def test_chat_template_kwargs():
     template = "{{ '<|start|>' + messages[0]['content'] + ('!' if loud else '') }}"
     for settings, text in (({}, "<|start|>Why?"), ({"loud": True}, "<|start|>Why?!")):
         (prompt,) = PromptBuilder(tiny(template), chat_template_kwargs=settings).build(rows_of([USER]))
@@ -101,8 +102,8 @@ def test_settings_of_the_template():
 
 
 @pytest.mark.parametrize("name", ["tokenize", "add_generation_prompt", "padding", "return_tensors", "return_dict"])
-def test_settings_that_are_not_the_users(name):
-    with pytest.raises(ConfigError, match=rf"chat_template_kwargs may not set {name}: that is decided here"):
+def test_reserved_chat_template_kwargs(name):
+    with pytest.raises(ConfigError, match=rf"chat_template_kwargs may not set {name}; remove it"):
         PromptBuilder(tiny(), chat_template_kwargs={name: True, "loud": 1})
 
 
@@ -116,7 +117,7 @@ def test_a_real_tokenizer(smol):
     assert raw == Prompt(tuple(smol("Hello world, a . b")["input_ids"]), "Hello world, a . b", None)
 
 
-def test_one_by_one_or_all_together(smol):
+def test_prompts_do_not_depend_on_the_batch(smol):
     for tokenizer in (smol, tiny()):
         for chat in (True, False):
             builder = PromptBuilder(tokenizer, chat=chat)
@@ -130,7 +131,7 @@ def test_one_by_one_or_all_together(smol):
 
 
 class Counting:
-    """The tiny tokenizer, and how many prompts it was asked for each time."""
+    """The tiny tokenizer; counts the prompts of each call."""
 
     def __init__(self):
         self.real = tiny()
@@ -149,15 +150,14 @@ class Counting:
 
 
 @pytest.mark.parametrize("chat", [True, False])
-def test_the_tokenizer_is_asked_for_a_thousand_at_once(chat):
-    """One call for each prompt is several times slower."""
+def test_the_tokenizer_is_called_with_a_thousand_prompts(chat):
     tokenizer = Counting()
     assert len(PromptBuilder(tokenizer, chat=chat).build(rows_of(*["a"] * 2300))) == 2300
     assert tokenizer.calls == [1000, 1000, 300]
 
 
 def test_messages_from_a_file(tmp_path):
-    """Arrow fills what one message lacks with nulls, and a template that asks for a key would find it."""
+    """Arrow adds nulls for missing keys; templates must not see them."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -170,7 +170,7 @@ def test_messages_from_a_file(tmp_path):
     assert prompt.text == "aN!b"
 
 
-def test_too_long_is_an_error_with_both_remedies():
+def test_too_long_is_an_error():
     builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4)
     assert len(builder.build(rows_of("abcd", "abc"))) == 2
     with pytest.raises(
@@ -198,8 +198,8 @@ def test_too_long_is_dropped_and_counted():
     assert len(prompt.ids) == 19  # three special tokens, "user\n" and "assistant\n" beside the text; the other has 24
 
 
-def test_too_long_is_cut_to_its_end():
-    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="cut")
+def test_too_long_is_truncated():
+    builder = PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="truncate")
     prompts = builder.build(rows_of("abcdef", "abcd", "a"))
     assert [(prompt.ids, prompt.text) for prompt in prompts] == [
         ((99, 100, 101, 102), "cdef"),
@@ -209,25 +209,27 @@ def test_too_long_is_cut_to_its_end():
     assert builder.dropped == 0
 
 
-def test_a_chat_prompt_is_not_cut():
-    with pytest.raises(ConfigError, match="on_too_long='cut' would cut a chat prompt's opening tokens off"):
-        PromptBuilder(tiny(), max_prompt_length=4, on_too_long="cut").build(rows_of("a"))
+def test_a_chat_prompt_is_not_truncated():
+    with pytest.raises(ConfigError, match="on_too_long='truncate' would remove the first tokens of a chat prompt"):
+        PromptBuilder(tiny(), max_prompt_length=4, on_too_long="truncate").build(rows_of("a"))
     with pytest.raises(ConfigError, match="use 'drop' or 'error'"):
-        PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="cut").build(rows_of([USER]))
-    assert len(PromptBuilder(tiny(), on_too_long="cut").build(rows_of("a"))) == 1  # without a length nothing is cut
+        PromptBuilder(tiny(), chat=False, max_prompt_length=4, on_too_long="truncate").build(rows_of([USER]))
+    assert (
+        len(PromptBuilder(tiny(), on_too_long="truncate").build(rows_of("a"))) == 1
+    )  # no limit, so nothing is truncated
 
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "8"])
-def test_impossible_lengths(length):
-    with pytest.raises(ConfigError, match="max_prompt_length must be a number of tokens from 1, or None, got"):
+def test_invalid_lengths(length):
+    with pytest.raises(ConfigError, match="max_prompt_length must be a whole number of at least 1, or None, got"):
         PromptBuilder(tiny(), max_prompt_length=length)
 
 
-def test_impossible_settings():
+def test_invalid_settings():
     with pytest.raises(ConfigError, match=r"unknown on_too_long 'dorp'; did you mean 'drop'\?"):
         PromptBuilder(tiny(), on_too_long="dorp")
     for prompt in ("\ud83d", 5):
-        with pytest.raises(ConfigError, match="system_prompt must be a text of whole characters, or None, got"):
+        with pytest.raises(ConfigError, match="system_prompt must be a text without lone surrogates, or None, got"):
             PromptBuilder(tiny(), system_prompt=prompt)
 
 
@@ -238,73 +240,69 @@ def test_without_a_template():
         PromptBuilder(tiny("")).build(rows_of([USER]))
 
 
-def test_a_system_prompt_needs_a_chat():
-    with pytest.raises(ConfigError, match="given to the model as plain texts; use chat=True, or write it into the"):
+def test_a_system_prompt_needs_the_chat_template():
+    with pytest.raises(ConfigError, match="these prompts are plain texts; use chat=True, or write it into the"):
         PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of("a"))
     with pytest.raises(ConfigError, match="plain texts; choose a model with a chat template, or write it"):
         PromptBuilder(tiny(""), system_prompt="S").build(rows_of("a"))
     assert PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of([USER]))[0].messages[0]["content"] == "S"
 
 
-def test_a_template_that_takes_no_system_message():
+def test_a_template_that_rejects_system_messages():
     assert len(PromptBuilder(tiny(NO_SYSTEM)).build(rows_of("a"))) == 1
     with pytest.raises(
-        ConfigError, match=r"does not take a system message \(System role not supported\); leave system_prompt out, or"
+        ConfigError, match=r"rejects system messages \(System role not supported\); leave system_prompt out, or"
     ):
         PromptBuilder(tiny(NO_SYSTEM), system_prompt="S").build(rows_of("a", "b"))
-    with pytest.raises(
-        DataError, match=r"^q.jsonl, line 2: .* does not take these messages: System role not supported"
-    ):
+    with pytest.raises(DataError, match=r"^q.jsonl, line 2: .* rejects these messages: System role not supported"):
         PromptBuilder(tiny(NO_SYSTEM)).build(rows_of([USER], [SYSTEM, USER]))
 
 
-def test_a_template_that_passes_over_the_system_message():
-    own = [{"role": "system", "content": "own"}, USER]
-    assert len(PromptBuilder(tiny(SILENT)).build(rows_of(own))) == 1
-    for rows in (rows_of("a"), rows_of(own, [USER])):
-        with pytest.raises(
-            ConfigError, match=r"leaves system messages out, so the model would never see system_prompt"
-        ):
+def test_a_template_that_ignores_system_messages():
+    row = [{"role": "system", "content": "own"}, USER]
+    assert len(PromptBuilder(tiny(SILENT)).build(rows_of(row))) == 1
+    for rows in (rows_of("a"), rows_of(row, [USER])):
+        with pytest.raises(ConfigError, match=r"ignores system messages, so the model would never see system_prompt"):
             PromptBuilder(tiny(SILENT), system_prompt="S").build(rows)
 
 
-def test_the_templates_own_system_message_may_be_given(smol):
+def test_the_templates_default_system_message(smol):
     default = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
     plain = PromptBuilder(smol).build(rows_of("a"))
     assert default in plain[0].text
-    given = PromptBuilder(smol, system_prompt=default).build(rows_of("a"))
-    assert given[0].ids == plain[0].ids
+    same = PromptBuilder(smol, system_prompt=default).build(rows_of("a"))
+    assert same[0].ids == plain[0].ids
     nothing = PromptBuilder(smol, system_prompt="").build(rows_of("a"))
     assert nothing[0].text.startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user")
 
 
-def test_the_row_that_a_template_refuses_is_named():
+def test_errors_name_the_row_that_a_template_rejects():
     answer = {"role": "assistant", "content": "Because."}
     rows = rows_of([USER], [USER, answer, USER], [USER, USER])
-    with pytest.raises(DataError, match=r"^q.jsonl, line 3: .*does not take these messages: roles must alternate$"):
+    with pytest.raises(DataError, match=r"^q.jsonl, line 3: .*rejects these messages: roles must alternate$"):
         PromptBuilder(tiny(ALTERNATING)).build(rows)
     with pytest.raises(DataError, match=r"^q.jsonl, line 3: .*: roles must alternate"):
         PromptBuilder(tiny(ALTERNATING)).build([*rows_of([USER]) * 1002, rows[2]])
-    with pytest.raises(DataError, match=r"^q.jsonl, line 1: .*does not take these messages: "):
+    with pytest.raises(DataError, match=r"^q.jsonl, line 1: .*rejects these messages: "):
         PromptBuilder(tiny("{{ messages[0].nothing.at_all }}")).build(rows)
 
 
 def test_no_tokens_at_all():
     silent = tiny("{% if messages[0]['content'] != 'b' %}{{ messages[0]['content'] }}{% endif %}")
-    with pytest.raises(DataError, match=r"^q.jsonl, line 2: the prompt comes out of the tokenizer as no tokens at all"):
+    with pytest.raises(DataError, match=r"^q.jsonl, line 2: the prompt has no tokens"):
         PromptBuilder(silent).build(rows_of("a", "b"))
 
 
-def test_a_bad_row_is_named_before_anything_is_tokenised():
+def test_invalid_rows_are_found_first():
     with pytest.raises(DataError, match=r"^q.jsonl, line 2: the prompt is empty"):
         PromptBuilder(tiny()).build(rows_of("a", ""))
-    with pytest.raises(DataError, match=r"^q.jsonl, line 1: the prompt holds half a character"):
+    with pytest.raises(DataError, match=r"^q.jsonl, line 1: the prompt contains a lone surrogate"):
         PromptBuilder(tiny(), chat=False).build(rows_of("\udc80"))
     with pytest.raises(DataError, match="there are no rows"):
         PromptBuilder(tiny()).build([])
 
 
-def test_what_rewards_are_given():
+def test_completions_for_rewards():
     assert conversational([USER])
     assert not conversational("Why?")
     assert completion_for_reward([USER], "Because.") == [{"role": "assistant", "content": "Because."}]

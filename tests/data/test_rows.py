@@ -1,4 +1,4 @@
-"""What a prompt must be, and rows turned into columns."""
+"""Checks of prompts, and rows as columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GOOD = [
     [USER, {"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "", "name": "f"}],
     [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "extra": None}],
 ]
-HALF = "caf\ud83d"
+SURROGATE = "caf\ud83d"
 
 
 def refused(value):
@@ -29,47 +29,47 @@ def refused(value):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", GOOD)
-def test_good(value):
-    check_prompts([{"prompt": value}, {"prompt": value}])
-    check_prompts([{"question": value, "prompt": None}], column="question")
+def test_valid_prompts():
+    for value in GOOD:
+        check_prompts([{"prompt": value}, {"prompt": value}])
+        check_prompts([{"question": value, "prompt": None}], column="question")
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (None, "the prompt is missing (null); it must be a text or a list of messages such as [{"),
-        (5, "the prompt is of type int; it must be"),
-        (b"x", "the prompt is of type bytes"),
-        ({"role": "user", "content": "x"}, "the prompt is of type dict"),
-        ("", "the prompt is empty; give it something to answer, or remove the row"),
-        (" \n\t", "the prompt is empty"),
-        (HALF, "the prompt holds half a character (a lone surrogate), which no tokenizer reads"),
-        ([], "the prompt is an empty list; it needs at least one message"),
-        (["Why?"], "message 1 of the prompt is of type str; a message is an object {"),
-        ([USER, None], "message 2 of the prompt is missing (null)"),
-        ([{"content": "x"}], "message 1 of the prompt has no 'role' (it has: 'content')"),
-        ([{"role": "user", "text": "x"}], "message 1 of the prompt has no 'content' (it has: 'role', 'text')"),
-        ([{"role": "usr", "content": "x"}], "message 1 of the prompt: unknown role 'usr'; did you mean 'user'?"),
-        ([{"role": None, "content": "x"}], "unknown role None (allowed: 'system', 'user', 'assistant', 'tool')"),
-        ([{"role": ["user"], "content": "x"}], "unknown role ['user']"),
-        ([{"role": "user", "content": None}], "message 1 of the prompt: its content is missing (null); it must be"),
-        ([{"role": "user", "content": 3}], "its content is of type int; it must be a text or a list of text parts"),
-        ([{"role": "user", "content": []}], "its content is of type list"),
-        ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "its content is of type list"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "its content is of type list"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "its content is of type list"),
-        ([{"role": "user", "content": " "}], "message 1 of the prompt is empty"),
-        ([{"role": "user", "content": [{"type": "text", "text": ""}]}], "message 1 of the prompt is empty"),
-        ([{"role": "system", "content": HALF}, USER], "message 1 of the prompt holds half a character"),
-        ([USER, {"role": "assistant", "content": "x"}], "the prompt ends with a message of the assistant"),
-        ([USER, {"role": "assistant", "content": ""}], "the prompt ends with a message of the assistant"),
-    ],
-)
-def test_refused_with_its_place(value, sentence):
-    message = refused(value)
-    assert message.startswith("q.jsonl, line 7: ")
-    assert sentence in message
+BAD = [
+    (None, "the prompt is missing (null); it must be a text or a list of messages such as [{"),
+    (5, "the prompt is of type int; it must be"),
+    (b"x", "the prompt is of type bytes"),
+    ({"role": "user", "content": "x"}, "the prompt is of type dict"),
+    ("", "the prompt is empty; fill it in or remove the row"),
+    (" \n\t", "the prompt is empty"),
+    (SURROGATE, "the prompt contains a lone surrogate"),
+    ([], "the prompt is an empty list; it needs at least one message"),
+    (["Why?"], "message 1 of the prompt is of type str; a message is an object {"),
+    ([USER, None], "message 2 of the prompt is missing (null)"),
+    ([{"content": "x"}], "message 1 of the prompt has no 'role' (it has: 'content')"),
+    ([{"role": "user", "text": "x"}], "message 1 of the prompt has no 'content' (it has: 'role', 'text')"),
+    ([{"role": "usr", "content": "x"}], "message 1 of the prompt: unknown role 'usr'; did you mean 'user'?"),
+    ([{"role": None, "content": "x"}], "unknown role None (allowed: 'system', 'user', 'assistant', 'tool')"),
+    ([{"role": ["user"], "content": "x"}], "unknown role ['user']"),
+    ([{"role": "user", "content": None}], "message 1 of the prompt: its content is missing (null); it must be"),
+    ([{"role": "user", "content": 3}], "its content is of type int; it must be a text or a list of text parts"),
+    ([{"role": "user", "content": []}], "its content is of type list"),
+    ([{"role": "user", "content": [{"type": "image", "text": "x"}]}], "its content is of type list"),
+    ([{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}], "its content is of type list"),
+    ([{"role": "user", "content": [{"type": "text"}]}], "its content is of type list"),
+    ([{"role": "user", "content": " "}], "message 1 of the prompt is empty"),
+    ([{"role": "user", "content": [{"type": "text", "text": ""}]}], "message 1 of the prompt is empty"),
+    ([{"role": "system", "content": SURROGATE}, USER], "message 1 of the prompt contains a lone surrogate"),
+    ([USER, {"role": "assistant", "content": "x"}], "the prompt ends with a message of the assistant"),
+    ([USER, {"role": "assistant", "content": ""}], "the prompt ends with a message of the assistant"),
+]
+
+
+def test_invalid_prompts():
+    for value, sentence in BAD:
+        message = refused(value)
+        assert message.startswith("q.jsonl, line 7: "), value
+        assert sentence in message, value
 
 
 def test_a_column_that_is_missing():
@@ -110,7 +110,7 @@ def test_columns():
 
 
 @given(st.lists(st.dictionaries(st.sampled_from("abc"), st.integers())))
-def test_columns_hold_all_that_the_rows_do(rows):
+def test_columns_hold_all_values(rows):
     columns = columns_of(rows)
     assert set(columns) == {name for row in rows for name in row}
     for number, row in enumerate(rows):

@@ -1,6 +1,8 @@
-"""What a row with a better and a worse answer says, in whichever of the usual forms it says it.
+"""Reads rows with a chosen and a rejected answer in the common formats.
 
-The form is told row by row, by the columns and by what is in them.
+The format is detected for each row from its columns and their values: texts; chat messages; without a prompt, whose
+text is then the common beginning of both answers; dialogues ``Human: … Assistant: …`` (Anthropic's HH); ShareGPT
+(``conversations``); LLMBar (``input``, ``output_1``, ``output_2``, ``label``).
 """
 
 from __future__ import annotations
@@ -11,18 +13,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from groupwise.data.prompts import Message, as_messages
-from groupwise.data.rows import check_column, check_message, check_prompt, check_text, kind_of, nearest
-from groupwise.errors import DataError, check_choice
+from groupwise.data.rows import check_column, check_message, check_prompt, check_text, describe_type
+from groupwise.errors import DataError, check_choice, did_you_mean
 
 SAME_ANSWER, NO_ANSWER = "same_answer", "no_answer"
-CONVERSATIONS = "conversations"  # ShareGPT's column of the prompt
+CONVERSATIONS = "conversations"  # the prompt column of ShareGPT
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 LLMBAR = ("input", "output_1", "output_2", "label")
 TURN = re.compile(r"(?:^|\n\n)(Human|Assistant):")  # in the dialogues of Anthropic's HH
 
 
 class Preference(NamedTuple):
-    """A prompt and the answers to it, the better one first: three texts, or three lists of messages."""
+    """A prompt with its two answers: three texts, or three lists of messages."""
 
     prompt: Any
     chosen: Any
@@ -30,7 +32,7 @@ class Preference(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn of a dialogue that is one text, and where in it the words of the turn begin."""
+    """A turn of a dialogue, and where its words begin in the dialogue's text."""
 
     role: str
     words: str
@@ -39,7 +41,7 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceReader:
-    """Reads rows whose columns have these names; with ``chat``, texts become messages of the user and the assistant."""
+    """Reads rows with these column names; with ``chat``, texts become user and assistant messages."""
 
     prompt: str
     chosen: str
@@ -47,7 +49,7 @@ class PreferenceReader:
     chat: bool
 
     def read(self, row: Mapping[str, Any], where: str) -> Preference | str:
-        """What the row says; ``"no_answer"`` or ``"same_answer"`` if it can be seen here that there is no choice."""
+        """The preference, or ``"no_answer"`` or ``"same_answer"`` if the row has none."""
         names = self._columns(row, where)
         prompt = row.get(names[0])
         if prompt is not None:
@@ -58,33 +60,33 @@ class PreferenceReader:
         if isinstance(chosen, str) and isinstance(rejected, str) and not isinstance(prompt, (list, tuple)):
             return self._texts(row, where, names[0], chosen, rejected)
         answers = [_messages_of(answer) for answer in (chosen, rejected)]
-        inside = all(answer[0]["role"] != "assistant" for answer in answers)
-        if prompt is None or (isinstance(prompt, str) and inside):
-            return self._parted(row, where, *answers)
+        prompt_in_answers = all(answer[0]["role"] != "assistant" for answer in answers)
+        if prompt is None or (isinstance(prompt, str) and prompt_in_answers):
+            return self._split_messages(row, where, *answers)
         check_prompt(prompt, where, names[0])
         for answer, name in zip(answers, names[1:], strict=True):
             if answer[0]["role"] != "assistant":
                 raise DataError(
-                    f"{where}: the {name} begins with a message of the {answer[0]['role']}, but an answer is the "
+                    f"{where}: the {name} begins with a message of the {answer[0]['role']}, but must begin with the "
                     f"assistant's; leave the prompt out of the answers, or leave the column {names[0]!r} out"
                 )
             _check_end(answer, where, name)
         return Preference(as_messages(prompt), *answers) if all(map(_has_words, answers)) else NO_ANSWER
 
     def column_of_messages(self, row: Mapping[str, Any]) -> str:
-        """The column in which a row has messages, for an error."""
+        """The first column of a row that holds messages, for an error."""
         names = (self.prompt, CONVERSATIONS, self.chosen, self.rejected)
         return next((name for name in names if isinstance(row.get(name), (Mapping, list, tuple))), self.chosen)
 
     def _columns(self, row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
-        """The columns in which this row has its prompt, the better answer and the worse one."""
-        asked, first, second, label = LLMBAR
+        """The columns of this row with the prompt, the chosen and the rejected answer."""
+        prompt, first, second, label = LLMBAR
         if row.get(self.chosen) is None and first in row and second in row:
-            for name in (asked, label):
+            for name in (prompt, label):
                 check_column(row, name, where)
-            check_prompt(row[asked], where, asked)
-            # A .csv file has its numbers as texts; a bool is neither number.
-            orders = {"1": (asked, first, second), "2": (asked, second, first)}
+            check_prompt(row[prompt], where, prompt)
+            # In a .csv file the label is a text.
+            orders = {"1": (prompt, first, second), "2": (prompt, second, first)}
             if str(row[label]) not in orders:
                 raise DataError(
                     f"{where}: the {label} is {row[label]!r}; it must be 1 or 2, the number of the better output"
@@ -92,13 +94,13 @@ class PreferenceReader:
             return orders[str(row[label])]
         for name in (self.chosen, self.rejected):
             check_column(row, name, where)
-        absent = row.get(self.prompt) is None and row.get(CONVERSATIONS) is not None
-        return CONVERSATIONS if absent else self.prompt, self.chosen, self.rejected
+        is_sharegpt = row.get(self.prompt) is None and row.get(CONVERSATIONS) is not None
+        return CONVERSATIONS if is_sharegpt else self.prompt, self.chosen, self.rejected
 
-    def _texts(self, row: Mapping[str, Any], where: str, asked: str, chosen: str, rejected: str) -> Preference | str:
-        prompt = row.get(asked)
+    def _texts(self, row: Mapping[str, Any], where: str, column: str, chosen: str, rejected: str) -> Preference | str:
+        prompt = row.get(column)
         if prompt is not None:
-            check_prompt(prompt, where, asked)
+            check_prompt(prompt, where, column)
         if not (_has_words(chosen) and _has_words(rejected)):
             return NO_ANSWER
         if prompt is not None:
@@ -108,13 +110,13 @@ class PreferenceReader:
         dialogues = _turns(chosen), _turns(rejected)
         if all(dialogues):
             return self._dialogue(row, where, chosen, rejected, *dialogues)
-        seam = _seam(chosen, rejected)
-        prompt, chosen, rejected = chosen[:seam], chosen[seam:], rejected[seam:]
+        split = _split_point(chosen, rejected)
+        prompt, chosen, rejected = chosen[:split], chosen[split:], rejected[split:]
         if not prompt.strip():
-            raise self._no_prompt(row, where, "whole word")
+            raise self._no_prompt(row, where, "complete word")
         if not (_has_words(chosen) and _has_words(rejected)):
             return NO_ANSWER
-        if self.chat:  # the blank between the two belongs to neither message
+        if self.chat:  # the space in between belongs to neither message
             return self._wrapped(prompt.rstrip(), chosen.lstrip(), rejected.lstrip())
         return Preference(prompt, chosen, rejected)
 
@@ -124,22 +126,30 @@ class PreferenceReader:
         return Preference(as_messages(prompt), _messages_of(chosen), _messages_of(rejected))
 
     def _dialogue(
-        self, row: Mapping[str, Any], where: str, chosen: str, rejected: str, better: list[Turn], worse: list[Turn]
+        self,
+        row: Mapping[str, Any],
+        where: str,
+        chosen: str,
+        rejected: str,
+        chosen_turns: list[Turn],
+        rejected_turns: list[Turn],
     ) -> Preference | str:
-        both = [[{"role": turn.role, "content": turn.words} for turn in turns] for turns in (better, worse)]
-        found = self._parted(row, where, *both)
-        if self.chat or isinstance(found, str):
-            return found
-        # As texts, the prompt ends where the assistant is to speak.
-        number = len(found.prompt)
-        start, start_of_worse = better[number].start, worse[number].start
-        return Preference(chosen[:start], chosen[start:], rejected[start_of_worse:])
+        both = [
+            [{"role": turn.role, "content": turn.words} for turn in turns] for turns in (chosen_turns, rejected_turns)
+        ]
+        preference = self._split_messages(row, where, *both)
+        if self.chat or isinstance(preference, str):
+            return preference
+        # As texts, the prompt ends with "Assistant:".
+        number = len(preference.prompt)
+        start = chosen_turns[number].start
+        return Preference(chosen[:start], chosen[start:], rejected[rejected_turns[number].start :])
 
-    def _parted(
+    def _split_messages(
         self, row: Mapping[str, Any], where: str, chosen: list[Message], rejected: list[Message]
     ) -> Preference | str:
-        """The prompt is what both begin with, but for the last message of the shorter one, and ends where both go on
-        with the assistant: where the user's words differ it ends earlier."""
+        """The prompt is the common beginning, without the last message of the shorter one, up to the last place where
+        both continue with the assistant."""
         if chosen == rejected:
             return SAME_ANSWER
         for answer, name in ((chosen, self.chosen), (rejected, self.rejected)):
@@ -154,21 +164,21 @@ class PreferenceReader:
         return Preference(chosen[:number], *answers) if all(map(_has_words, answers)) else NO_ANSWER
 
     def _no_prompt(self, row: Mapping[str, Any], where: str, what: str) -> DataError:
-        hint = nearest(self.prompt, row) if self.prompt not in row else ""
+        hint = did_you_mean(self.prompt, map(str, row)) if self.prompt not in row else ""
         return DataError(
-            f"{where}: the {self.chosen} and the {self.rejected} begin with no {what} in common that could be the "
-            f"prompt; give it in the column {self.prompt!r}, and in the others the answers alone{hint}"
+            f"{where}: the {self.chosen} and the {self.rejected} do not begin with a common {what} that could be the "
+            f"prompt; put the prompt into the column {self.prompt!r}{hint}"
         )
 
 
 def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """How many members two sequences have in common at their beginning."""
+    """The length of the common beginning of two sequences."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((number for number, (one, other) in pairs if one != other), min(len(first), len(second)))
 
 
 def _with_roles(value: Any, where: str, column: str) -> Any:
-    """Messages of ShareGPT as messages with role and content; anything else as it is."""
+    """ShareGPT messages as messages with role and content; other values unchanged."""
     if not isinstance(value, (list, tuple)):
         return value
     messages = []
@@ -187,14 +197,14 @@ def _with_roles(value: Any, where: str, column: str) -> Any:
 
 
 def _answer(value: Any, where: str, column: str) -> str | list[Message]:
-    """What a column of an answer holds, checked: a text, or messages."""
+    """The checked value of an answer's column: a text, or messages."""
     if isinstance(value, str):
         check_text(value, f"{where}: the {column}", may_be_empty=True)
         return value
     if not isinstance(value, (Mapping, list, tuple)):
         raise DataError(
-            f"{where}: the {column} is {kind_of(value)}; it must be a text, a message or a list of messages such as "
-            '[{"role": "assistant", "content": "…"}]'
+            f"{where}: the {column} is {describe_type(value)}; it must be a text, a message or a list of messages such "
+            'as [{"role": "assistant", "content": "…"}]'
         )
     messages = _with_roles([value] if isinstance(value, Mapping) else value, where, column)
     for number, message in enumerate(messages, start=1):
@@ -216,23 +226,23 @@ def _has_words(answer: str | list[Message]) -> bool:
 def _check_end(answer: list[Message], where: str, column: str) -> None:
     if answer[-1]["role"] != "assistant":
         raise DataError(
-            f"{where}: the {column} ends with a message of the {answer[-1]['role']}, but an answer ends with the "
+            f"{where}: the {column} ends with a message of the {answer[-1]['role']}, but must end with the "
             "assistant's; remove what follows it, or the row"
         )
 
 
-def _seam(chosen: str, rejected: str) -> int:
-    """Where two texts part: behind the last word that both begin with, and in front of a space, as TRL has it."""
-    seam = common_length(chosen, rejected)
-    if seam == min(len(chosen), len(rejected)):
-        seam -= 1  # one begins with the whole of the other, and the shorter one needs an answer too
-    while seam and not (chosen[seam - 1].isspace() or (chosen[seam].isspace() and rejected[seam].isspace())):
-        seam -= 1
-    return seam - 1 if seam and chosen[seam - 1] == " " else seam
+def _split_point(chosen: str, rejected: str) -> int:
+    """Where two texts diverge: after the last common word, and before a space, as in TRL."""
+    split = common_length(chosen, rejected)
+    if split == min(len(chosen), len(rejected)):
+        split -= 1  # one text begins with the other; the shorter one needs an answer too
+    while split and not (chosen[split - 1].isspace() or (chosen[split].isspace() and rejected[split].isspace())):
+        split -= 1
+    return split - 1 if split and chosen[split - 1] == " " else split
 
 
 def _turns(text: str) -> list[Turn]:
-    """The turns of a dialogue between Human and Assistant; none if the text is no such dialogue."""
+    """The turns of a dialogue between Human and Assistant; empty if the text is something else."""
     marks = list(TURN.finditer(text))
     if not marks or text[: marks[0].start()].strip():
         return []
@@ -241,7 +251,7 @@ def _turns(text: str) -> list[Turn]:
     for mark, end in zip(marks, ends, strict=True):
         role = "user" if mark[1] == "Human" else "assistant"
         turn = Turn(role, text[mark.end() : end].strip(), mark.end())
-        if turns and turns[-1].role == role:  # a template may insist that the two take turns
+        if turns and turns[-1].role == role:  # templates may require alternating roles
             before = turns.pop()
             turn = Turn(role, f"{before.words}\n\n{turn.words}".strip(), before.start)
         turns.append(turn)
