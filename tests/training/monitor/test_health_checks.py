@@ -249,14 +249,19 @@ def test_a_run_shows_and_records_the_warning(tmp_path):
     assert [report.metrics.get("warnings/no_learning_signal") for report in reports] == [None] * 9 + [1.0, None]
 
 
-def test_a_resumed_run_does_not_warn_twice(tmp_path):
+@pytest.mark.parametrize("stop", [pytest.param(8, marks=pytest.mark.slow), 11])
+def test_a_resumed_run_does_not_warn_twice(tmp_path, stop):
+    """The warning is due at step 10: after the interruption, or before it."""
     task = Task("try", [{"prompt": "Say: "}])
-    changes = {"train": {"steps": 12, "batch_size": 1}, "sampling": {"max_new_tokens": 1}, "evaluate": {"every": 0}}
-    for name, first in (("early", 8), ("late", 11)):
-        run_steps(small_trainer(tmp_path / name, changes, task=task, rewards=[same]), first)
-        small_trainer(tmp_path / name, changes, task=task, rewards=[same], resume=True).run()
-        steps = [row["step"] for row in metrics_of(tmp_path / name) if "warnings/no_learning_signal" in row]
-        assert steps == [10]
+    changes = {
+        "train": {"steps": 12, "batch_size": 1},
+        "sampling": {"max_new_tokens": 1},
+        "evaluate": {"every": 0},
+        "run": {"checkpoint_every": stop},
+    }
+    run_steps(small_trainer(tmp_path, changes, task=task, rewards=[same]), stop)
+    small_trainer(tmp_path, changes, task=task, rewards=[same], resume=True).run()
+    assert [row["step"] for row in metrics_of(tmp_path) if "warnings/no_learning_signal" in row] == [10]
 
 
 def test_a_run_gives_the_reason_for_missing_pairs(tmp_path):
