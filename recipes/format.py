@@ -1,4 +1,4 @@
-"""The task of recipes/format.toml: answer in one short sentence. A reward of one's own in a few lines."""
+"""The task of recipes/format.toml: answer in one short sentence. An example of a custom reward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENTENCE = re.compile(r"[A-Z][^.!?\n]*\.")
 
 
 def in_form(completions: list[Any], **_: Any) -> list[float]:
-    """1 for one short sentence; 0.3 for one that is too long; 0 for anything else."""
+    """1 for one short sentence, 0.3 for one that is too long, 0 otherwise."""
     texts = [text_of(completion).strip() for completion in completions]
     return [0.0 if not SENTENCE.fullmatch(text) else 1.0 if len(text.split()) <= WORDS else 0.3 for text in texts]
 
