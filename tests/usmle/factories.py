@@ -1,10 +1,10 @@
-"""Questions and answers made up by chance, as many and as varied as those of a real evaluation."""
+"""Random questions and answers, as many and as varied as those of a real evaluation."""
 
 from __future__ import annotations
 
 import random
 
-from groupwise.usmle.analysis import Letters, ModelAnswer, Question, analyse
+from groupwise.usmle.analysis import LetterProbabilities, ModelAnswer, Question, analyse
 
 LETTERS = "ABCDE"
 
@@ -20,8 +20,8 @@ def question(number, answer="A", *, letters="ABCD", category=None, step=None, te
     )
 
 
-def given(number, lenient, strict="same", *, sample=0, text="", rule=None, tokens=10, stop_reason="eos"):
-    """An answer; the strict reader reads what the lenient one reads if nothing else is said."""
+def answer_to(number, lenient, strict="same", *, sample=0, text="", rule=None, tokens=10, stop_reason="eos"):
+    """An answer; by default both readers find the same letter."""
     return ModelAnswer(
         number,
         sample,
@@ -35,44 +35,44 @@ def given(number, lenient, strict="same", *, sample=0, text="", rule=None, token
 
 
 class Model:
-    """Knows a share of the answers, prefers some letters where it does not, and now and then says nothing."""
+    """Knows a share of the answers, otherwise prefers some letters, and sometimes gives no answer."""
 
     def __init__(self, seed, skill, questions):
-        self.chance, self.skill, self.questions = random.Random(seed), skill, questions
+        self.random, self.skill, self.questions = random.Random(seed), skill, questions
 
     def letter(self, question):
-        if self.chance.random() < 0.04:
+        if self.random.random() < 0.04:
             return None
-        if self.chance.random() < self.skill:
+        if self.random.random() < self.skill:
             return question.answer
-        return self.chance.choices(list(question.options), weights=[4, 2, 1, 1, 1][: len(question.options)])[0]
+        return self.random.choices(list(question.options), weights=[4, 2, 1, 1, 1][: len(question.options)])[0]
 
     def answer(self, question, sample=0, shown=None):
         letter = self.letter(question)
         letter = shown[letter] if shown and letter else letter
         rule, reason = "stated", "eos"
         if letter is None:
-            rule = self.chance.choice(["nothing", "several", "declined", "beyond the options"])
-            reason = self.chance.choice(["length", "eos"])
-        elif self.chance.random() < 0.1:
-            rule = self.chance.choice(["alone", "option text", "alone, text disagrees"])
+            rule = self.random.choice(["nothing", "several", "declined", "beyond the options"])
+            reason = self.random.choice(["length", "eos"])
+        elif self.random.random() < 0.1:
+            rule = self.random.choice(["alone", "option text", "alone, text disagrees"])
         strict = letter if rule == "stated" else None
         text = f"The patient has many findings. Therefore the answer is {letter}."
-        return ModelAnswer(question.number, sample, text, letter, strict, rule, self.chance.randrange(50, 400), reason)
+        return ModelAnswer(question.number, sample, text, letter, strict, rule, self.random.randrange(50, 400), reason)
 
     def letters(self, question, shown=None):
         sure = self.letter(question) or question.answer
         raw = {
-            letter: self.chance.random() + 2 * self.chance.random() * (letter == sure) for letter in question.options
+            letter: self.random.random() + 2 * self.random.random() * (letter == sure) for letter in question.options
         }
         total = sum(raw.values())
-        return Letters(
+        return LetterProbabilities(
             question.number, {(shown or {}).get(letter, letter): value / total for letter, value in raw.items()}
         )
 
     def order(self, question):
         shown = list(question.options)
-        self.chance.shuffle(shown)
+        self.random.shuffle(shown)
         return dict(zip(question.options, shown, strict=True))
 
     def report(self, *, samples=0, shuffled=False, letters=False):
@@ -91,17 +91,17 @@ class Model:
 
 
 def exam(number, categories=(), steps=(), *, seed=0, options=4):
-    """Questions of an exam; the first categories have the most."""
-    chance = random.Random(seed)
+    """Questions of an exam; the first categories are the largest."""
+    generator = random.Random(seed)
     weights = [1 / (place + 1) for place in range(len(categories))]
     return [
         question(
             place,
-            chance.choice(LETTERS[:options]),
+            generator.choice(LETTERS[:options]),
             letters=LETTERS[:options],
-            category=chance.choices(categories, weights=weights)[0] if categories else None,
-            step=chance.choice(steps) if steps else None,
-            text=f"A {chance.randrange(20, 90)}-year-old patient comes to the physician with pain, number {place}.",
+            category=generator.choices(categories, weights=weights)[0] if categories else None,
+            step=generator.choice(steps) if steps else None,
+            text=f"A {generator.randrange(20, 90)}-year-old patient comes to the physician with pain, number {place}.",
         )
         for place in range(number)
     ]

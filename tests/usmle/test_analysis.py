@@ -1,35 +1,34 @@
-"""The tables of a report, worked out by hand for a few questions, and what holds for any."""
+"""The tables of a report, computed by hand for a few questions, and properties of any answers."""
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 
 import pytest
-from hypothesis import given as for_all
-from hypothesis import settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.stats import bootstrap_interval, paired_test, proportion_interval
-from groupwise.usmle.analysis import ExamReport, Letters, analyse, majority
-from groupwise.usmle.tables import Bin, Difference, Share
-from tests.usmle.factories import Model, exam, given, question
+from groupwise.usmle.analysis import ExamReport, LetterProbabilities, analyse, majority
+from groupwise.usmle.tables import CalibrationBin, Difference, Proportion
+from tests.usmle.factories import Model, answer_to, exam, question
 
 FOUR = [question(1, "A"), question(2, "B"), question(3, "C"), question(4, "D")]
 FOUR_ANSWERS = [
-    given(1, "A", tokens=10),
-    given(2, "A", tokens=20),
-    given(3, "C", None, tokens=30, rule="alone"),
-    given(4, None, tokens=40, stop_reason="length"),
+    answer_to(1, "A", tokens=10),
+    answer_to(2, "A", tokens=20),
+    answer_to(3, "C", None, tokens=30, rule="alone"),
+    answer_to(4, None, tokens=40, stop_reason="length"),
 ]
 
 
 def wilson(successes, number):
-    found = proportion_interval(successes, number)
-    return Share(found.estimate, found.low, found.high, number)
+    interval = proportion_interval(successes, number)
+    return Proportion(interval.estimate, interval.low, interval.high, number)
 
 
 def same(share, expected):
-    """Equal but for the rounding that keeps the estimate within its interval."""
+    """Equal up to rounding, since the estimate is kept within its interval."""
     return share.n == expected.n and (share.value, share.low, share.high) == pytest.approx(
         (expected.value, expected.low, expected.high)
     )
@@ -51,7 +50,7 @@ def test_the_headline():
 
 def test_guessing_depends_on_the_number_of_options():
     report = analyse([question(1), question(2, letters="ABCDE"), question(3, letters="AB")],
-                     [given(number, "A") for number in (1, 2, 3)])  # fmt: skip
+                     [answer_to(number, "A") for number in (1, 2, 3)])  # fmt: skip
     assert report.chance == pytest.approx((1 / 4 + 1 / 5 + 1 / 2) / 3)
 
 
@@ -60,10 +59,10 @@ def test_the_order_of_questions_and_answers_does_not_matter():
 
 
 def test_by_category_and_step():
-    """The largest first; few are marked; questions that name none have a row of their own."""
+    """The largest first; small groups are marked; questions without a name have their own row."""
     named = ["heart"] * 5 + ["lung"] * 2 + [None] * 6
     questions = [question(place, category=name, step="1" if place < 12 else "2") for place, name in enumerate(named)]
-    report = analyse(questions, [given(place, "A" if place in (0, 1, 5) else "B") for place in range(13)])
+    report = analyse(questions, [answer_to(place, "A" if place in (0, 1, 5) else "B") for place in range(13)])
     assert [(part.name, part.accuracy.n, part.few) for part in report.by_category] == [
         (None, 6, False), ("heart", 5, False), ("lung", 2, True),
     ]  # fmt: skip
@@ -72,13 +71,13 @@ def test_by_category_and_step():
     assert [(part.name, part.accuracy.n) for part in report.by_step] == [("1", 12), ("2", 1)]
 
 
-def test_no_category_no_table():
+def test_without_categories_there_is_no_table():
     report = analyse(FOUR, FOUR_ANSWERS)
     assert report.by_category == report.by_step == ()
 
 
 def test_the_confusion_of_letters():
-    """Three have an answer: right A, B, C, predicted A, A, C, so a third of the predictions is misplaced."""
+    """Three have an answer: right A, B, C, predicted A, A, C, so a third of the predictions is wrong."""
     confusion = analyse(FOUR, FOUR_ANSWERS).confusion
     assert confusion.counts == ((1, 0, 0, 0, 0), (1, 0, 0, 0, 0), (0, 0, 1, 0, 0), (0, 0, 0, 0, 1))
     assert [(letter.letter, letter.right, letter.predicted) for letter in confusion.letters] == [
@@ -91,82 +90,87 @@ def test_the_confusion_of_letters():
 
 
 def test_letters_without_questions_and_questions_without_answers():
-    report = analyse([question(1, "A")], [given(1, None)])
+    report = analyse([question(1, "A")], [answer_to(1, None)])
     assert report.confusion.bias is None
     assert [letter.predicted_share for letter in report.confusion.letters] == [None] * 4
     assert [letter.accuracy is None for letter in report.confusion.letters] == [False, True, True, True]
 
 
-def test_bias_is_one_where_no_letter_is_ever_right():
-    report = analyse([question(1, "A"), question(2, "B")], [given(1, "C"), given(2, "D")])
+def test_bias_is_one_if_no_predicted_letter_is_ever_right():
+    report = analyse([question(1, "A"), question(2, "B")], [answer_to(1, "C"), answer_to(2, "D")])
     assert report.confusion.bias == 1.0
 
 
-# --- another order of the options ------------------------------------------------------------------------------------
+# --- shuffled options ------------------------------------------------------------------------------------------------
 
 
-def test_shuffled_answers_are_read_through_their_order():
-    """Right in plain: 1 and 2. Shuffled: 1 says D, as A is shown (right); 2 says B, while B is shown as C (wrong)."""
+def test_shuffled_answers_are_mapped_back():
+    """Right originally: 1 and 2. Shuffled: 1 answers D, which shows A (right); 2 answers B, which shows C (wrong)."""
     turn = {"A": "D", "B": "C", "C": "B", "D": "A"}
-    shuffled = [(turn, given(1, "D")), (turn, given(2, "B")), (turn, given(3, "B")), (turn, given(4, None))]
-    plain = [given(1, "A"), given(2, "B"), given(3, "A"), given(4, None)]
-    found = analyse(FOUR, plain, shuffled=shuffled).shuffled
-    assert same(found.accuracy, wilson(2, 4))  # questions 1 and 3
+    shuffled = [
+        (turn, answer_to(1, "D")),
+        (turn, answer_to(2, "B")),
+        (turn, answer_to(3, "B")),
+        (turn, answer_to(4, None)),
+    ]
+    plain = [answer_to(1, "A"), answer_to(2, "B"), answer_to(3, "A"), answer_to(4, None)]
+    result = analyse(FOUR, plain, shuffled=shuffled).shuffled
+    assert same(result.accuracy, wilson(2, 4))  # questions 1 and 3
     test = paired_test([1, 0, 1, 0], [1, 1, 0, 0])
-    assert found.difference == Difference(0.0, test.difference.low, test.difference.high, test.p_value)
-    assert same(found.consistency, wilson(1, 4))  # question 1; two silences are no agreement
+    assert result.difference == Difference(0.0, test.difference.low, test.difference.high, test.p_value)
+    assert same(result.consistency, wilson(1, 4))  # question 1; two missing answers do not agree
 
 
-def test_an_order_that_is_no_mirror_is_undone_in_the_right_direction():
-    """A is shown as B, B as C, C as A: who says B means A."""
+def test_an_order_is_inverted_in_the_right_direction():
+    """A is shown as B, B as C, C as A: the answer B means A."""
     turn = {"A": "B", "B": "C", "C": "A"}
     asked = [question(1, "A", letters="ABC")]
-    assert analyse(asked, [given(1, "A")], shuffled=[(turn, given(1, "B"))]).shuffled.accuracy.value == 1.0
-    assert analyse(asked, [given(1, "A")], shuffled=[(turn, given(1, "C"))]).shuffled.accuracy.value == 0.0
+    assert analyse(asked, [answer_to(1, "A")], shuffled=[(turn, answer_to(1, "B"))]).shuffled.accuracy.value == 1.0
+    assert analyse(asked, [answer_to(1, "A")], shuffled=[(turn, answer_to(1, "C"))]).shuffled.accuracy.value == 0.0
 
 
 def test_the_same_text_under_two_letters_is_the_same_option():
     asked = [question(1, "A", options={"A": "yes", "B": "no", "C": "no"})]
     order = {"A": "A", "B": "B", "C": "C"}
-    assert analyse(asked, [given(1, "B")], shuffled=[(order, given(1, "C"))]).shuffled.consistency.value == 1.0
+    assert analyse(asked, [answer_to(1, "B")], shuffled=[(order, answer_to(1, "C"))]).shuffled.consistency.value == 1.0
 
 
-# --- several answers -------------------------------------------------------------------------------------------------
+# --- sampled answers -------------------------------------------------------------------------------------------------
 
 
 def sampled(number, letters):
-    return [given(number, letter, sample=place) for place, letter in enumerate(letters)]
+    return [answer_to(number, letter, sample=place) for place, letter in enumerate(letters)]
 
 
 def test_sampled_answers():
     """Question 1 is right in 3 of 4, question 2 in 1 of 4; pass@2 is 1 − 0/6 and 1 − 3/6."""
     answers = sampled(1, "AABA") + sampled(2, ["B", "C", "C", None])
-    report = analyse(FOUR[:2], [given(1, "A"), given(2, "B")], sampled=answers)
-    found = report.sampled
-    assert found.samples == 4
+    report = analyse(FOUR[:2], [answer_to(1, "A"), answer_to(2, "B")], sampled=answers)
+    result = report.sampled
+    assert result.samples == 4
     interval = bootstrap_interval([0.75, 0.25])
-    assert same(found.accuracy, Share(0.5, interval.low, interval.high, 2))
-    assert same(found.majority, wilson(1, 2))
-    assert [entry.k for entry in found.pass_at] == [1, 2, 4]
-    assert [entry.share.value for entry in found.pass_at] == pytest.approx([0.5, 0.75, 1.0])
-    # Both questions have a right answer among all four: Wilson's interval of 2 of 2, where resampling sees no doubt.
-    assert (found.pass_at[2].share.low, found.pass_at[2].share.high) == pytest.approx((0.3424, 1.0), abs=1e-4)
+    assert same(result.accuracy, Proportion(0.5, interval.low, interval.high, 2))
+    assert same(result.majority, wilson(1, 2))
+    assert [entry.k for entry in result.pass_at] == [1, 2, 4]
+    assert [entry.share.value for entry in result.pass_at] == pytest.approx([0.5, 0.75, 1.0])
+    # Both questions have a right answer among the four: Wilson's interval of 2 of 2.
+    assert (result.pass_at[2].share.low, result.pass_at[2].share.high) == pytest.approx((0.3424, 1.0), abs=1e-4)
     assert [outcome.sampled for outcome in report.outcomes] == [0.75, 0.25]
 
 
 @pytest.mark.parametrize(("samples", "powers"), [(1, [1]), (2, [1, 2]), (7, [1, 2, 4]), (8, [1, 2, 4, 8])])
 def test_pass_at_the_powers_of_two_up_to_the_number_of_samples(samples, powers):
-    found = analyse([question(1)], [given(1, "A")], sampled=sampled(1, "A" * samples)).sampled
-    assert [entry.k for entry in found.pass_at] == powers
+    result = analyse([question(1)], [answer_to(1, "A")], sampled=sampled(1, "A" * samples)).sampled
+    assert [entry.k for entry in result.pass_at] == powers
 
 
 @pytest.mark.parametrize(
     ("letters", "winner"),
     [
         ("ABB", "B"),
-        ("BAAB", "B"),  # tied: the one that came first
+        ("BAAB", "B"),  # tied: the first one
         ("ABBA", "A"),
-        ([None, None, None, "C"], "C"),  # nothing never wins
+        ([None, None, None, "C"], "C"),  # None never wins
         ([None, None], None),
         ("", None),
     ],
@@ -175,9 +179,9 @@ def test_majority(letters, winner):
     assert majority(letters) == winner
 
 
-def test_a_tie_is_broken_by_the_number_of_the_sample():
-    answers = [given(1, "B", sample=1), given(1, "A", sample=0)]
-    assert analyse([question(1, "A")], [given(1, "A")], sampled=answers).sampled.majority.value == 1.0
+def test_the_first_sample_breaks_a_tie():
+    answers = [answer_to(1, "B", sample=1), answer_to(1, "A", sample=0)]
+    assert analyse([question(1, "A")], [answer_to(1, "A")], sampled=answers).sampled.majority.value == 1.0
 
 
 # --- probabilities of the letters ------------------------------------------------------------------------------------
@@ -186,60 +190,73 @@ def test_a_tie_is_broken_by_the_number_of_the_sample():
 def test_letters():
     """Bins 0.6 to 0.7 (0.6 wrong, 0.65 right) and 0.9 to 1 (1.0 right): errors |0.5 − 0.625| · 2/3 and 0 · 1/3."""
     asked = [question(number, "A", letters="AB") for number in (1, 2, 3)]
-    letters = [Letters(1, {"A": 0.4, "B": 0.6}), Letters(2, {"A": 0.65, "B": 0.35}), Letters(3, {"A": 1.0, "B": 0.0})]
-    report = analyse(asked, [given(1, "B"), given(2, "B"), given(3, None)], letters=letters)
-    found = report.letters
-    assert same(found.accuracy, wilson(2, 3))
-    assert found.right_probability == pytest.approx((0.4 + 0.65 + 1) / 3)
-    assert same(found.agreement, wilson(1, 3))
-    assert len(found.bins) == 10
-    assert found.bins[6] == Bin(0.6, 0.7, 2, pytest.approx(0.625), 0.5)
-    assert found.bins[9] == Bin(0.9, 1.0, 1, 1.0, 1.0)
-    assert [entry.n for entry in found.bins] == [0, 0, 0, 0, 0, 0, 2, 0, 0, 1]
-    assert (found.bins[0].confidence, found.bins[0].accuracy) == (None, None)
-    assert found.calibration_error == pytest.approx(0.125 * 2 / 3)
-    assert found.order is None
+    letters = [
+        LetterProbabilities(1, {"A": 0.4, "B": 0.6}),
+        LetterProbabilities(2, {"A": 0.65, "B": 0.35}),
+        LetterProbabilities(3, {"A": 1.0, "B": 0.0}),
+    ]
+    report = analyse(asked, [answer_to(1, "B"), answer_to(2, "B"), answer_to(3, None)], letters=letters)
+    result = report.letters
+    assert same(result.accuracy, wilson(2, 3))
+    assert result.right_probability == pytest.approx((0.4 + 0.65 + 1) / 3)
+    assert same(result.agreement, wilson(1, 3))
+    assert len(result.bins) == 10
+    assert result.bins[6] == CalibrationBin(0.6, 0.7, 2, pytest.approx(0.625), 0.5)
+    assert result.bins[9] == CalibrationBin(0.9, 1.0, 1, 1.0, 1.0)
+    assert [entry.n for entry in result.bins] == [0, 0, 0, 0, 0, 0, 2, 0, 0, 1]
+    assert (result.bins[0].confidence, result.bins[0].accuracy) == (None, None)
+    assert result.calibration_error == pytest.approx(0.125 * 2 / 3)
+    assert result.order is None
     assert [outcome.letters for outcome in report.outcomes] == ["B", "A", "A"]
 
 
-def test_of_equally_likely_letters_the_first_is_taken():
-    report = analyse([question(1, "B", letters="BA")], [given(1, "A")], letters=[Letters(1, {"A": 0.5, "B": 0.5})])
+def test_the_first_of_equally_likely_letters_is_taken():
+    report = analyse(
+        [question(1, "B", letters="BA")], [answer_to(1, "A")], letters=[LetterProbabilities(1, {"A": 0.5, "B": 0.5})]
+    )
     assert report.outcomes[0].letters == "B"
 
 
-def test_shuffled_letters_are_read_through_their_order():
+def test_shuffled_letters_are_mapped_back():
     turn = {"A": "B", "B": "C", "C": "A"}
     asked = [question(1, "A", letters="ABC"), question(2, "B", letters="ABC")]
     report = analyse(
         asked,
-        [given(1, "A"), given(2, "A")],
-        shuffled=[(turn, given(1, "B")), (turn, given(2, "A"))],
-        letters=[Letters(1, {"A": 0.5, "B": 0.3, "C": 0.2}), Letters(2, {"A": 0.5, "B": 0.3, "C": 0.2})],
+        [answer_to(1, "A"), answer_to(2, "A")],
+        shuffled=[(turn, answer_to(1, "B")), (turn, answer_to(2, "A"))],
+        letters=[
+            LetterProbabilities(1, {"A": 0.5, "B": 0.3, "C": 0.2}),
+            LetterProbabilities(2, {"A": 0.5, "B": 0.3, "C": 0.2}),
+        ],
         shuffled_letters=[
-            (turn, Letters(1, {"A": 0.1, "B": 0.7, "C": 0.2})),
-            (turn, Letters(2, {"A": 0.1, "B": 0.2, "C": 0.7})),
+            (turn, LetterProbabilities(1, {"A": 0.1, "B": 0.7, "C": 0.2})),
+            (turn, LetterProbabilities(2, {"A": 0.1, "B": 0.2, "C": 0.7})),
         ],
     )
-    found = report.shuffled_letters
-    assert found.accuracy.value == 1.0  # B stands for A, C for B
-    assert found.right_probability == pytest.approx(0.7)
-    assert found.agreement.value == 0.5  # written: A and C, likeliest: A and B
-    assert found.order.difference.value == 0.5
-    assert found.order.consistency.value == 0.5
+    result = report.shuffled_letters
+    assert result.accuracy.value == 1.0  # B stands for A, C for B
+    assert result.right_probability == pytest.approx(0.7)
+    assert result.agreement.value == 0.5  # written: A and C, likeliest: A and B
+    assert result.order.difference.value == 0.5
+    assert result.order.consistency.value == 0.5
     assert report.letters.accuracy.value == 0.5
 
 
-def test_shuffled_letters_without_shuffled_answers_agree_with_nothing():
+def test_shuffled_letters_without_shuffled_answers_have_no_agreement():
     order = {"A": "B", "B": "A"}
-    report = analyse([question(1, letters="AB")], [given(1, "A")], letters=[Letters(1, {"A": 0.9, "B": 0.1})],
-                     shuffled_letters=[(order, Letters(1, {"A": 0.1, "B": 0.9}))])  # fmt: skip
+    report = analyse(
+        [question(1, letters="AB")],
+        [answer_to(1, "A")],
+        letters=[LetterProbabilities(1, {"A": 0.9, "B": 0.1})],
+        shuffled_letters=[(order, LetterProbabilities(1, {"A": 0.1, "B": 0.9}))],
+    )
     assert report.shuffled_letters.agreement is None
     assert report.shuffled_letters.accuracy.value == 1.0
 
 
-def test_what_is_kept_of_a_question():
+def test_outcome_of_a_question():
     long = question(7, "B", text="word " * 100, category="heart\nand vessels")
-    outcome = analyse([long], [given(7, "B", None)]).outcomes[0]
+    outcome = analyse([long], [answer_to(7, "B", None)]).outcomes[0]
     assert (outcome.number, outcome.right, outcome.lenient, outcome.strict) == (7, "B", "B", None)
     assert len(outcome.question) <= 120
     assert outcome.question.endswith("word…")
@@ -247,12 +264,12 @@ def test_what_is_kept_of_a_question():
     assert (outcome.letters, outcome.sampled) == (None, None)
 
 
-# --- what holds for any answers --------------------------------------------------------------------------------------
+# --- properties of any answers ---------------------------------------------------------------------------------------
 
 
 def shares(value):
-    """Every share in a report, however deep."""
-    if isinstance(value, (Share, Difference)):
+    """Every proportion and difference in a report, at any depth."""
+    if isinstance(value, (Proportion, Difference)):
         yield value
     elif is_dataclass(value):
         for field in fields(value):
@@ -262,8 +279,7 @@ def shares(value):
             yield from shares(entry)
 
 
-@settings(max_examples=25, deadline=None)
-@for_all(
+@given(
     seed=st.integers(0, 10**6),
     number=st.integers(1, 40),
     skill=st.floats(0, 1),
@@ -272,7 +288,7 @@ def shares(value):
     shuffled=st.booleans(),
     letters=st.booleans(),
 )
-def test_of_any_answers(seed, number, skill, options, samples, shuffled, letters):
+def test_any_report_is_consistent(seed, number, skill, options, samples, shuffled, letters):
     questions = exam(number, ["heart", "lung", "mind"], ["1", "2"], seed=seed, options=options)
     report = Model(seed, skill, questions).report(samples=samples, shuffled=shuffled, letters=letters)
     for share in shares(report):

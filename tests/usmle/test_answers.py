@@ -1,8 +1,9 @@
-"""The answer to a multiple-choice question: two labelled corpora, the rules by name, and what holds for every text."""
+"""Reading the answer from a text: two labelled corpora, the rules by name, and properties of any text."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -11,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import InputError
-from groupwise.usmle.answer_text import LONGEST_HEAD, LONGEST_TAIL, handle
+from groupwise.usmle.answer_text import LONGEST_HEAD, LONGEST_TAIL, normalise
 from groupwise.usmle.answers import DISAGREES, FOUND, NO_ANSWER, Choice, extract_answer
 
 
 def corpus(name):
-    """The cases of a file, one to a line; a line is ended by a newline only, since texts hold other line ends."""
+    """The cases of a file, one per line. Texts contain other line separators than the newline."""
     lines = (Path(__file__).parent / name).read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines if line]
 
@@ -31,27 +32,49 @@ LIVER = {
     "E": "Wilson disease",
 }
 DRUGS = {"A": "Doxycycline", "B": "Ceftriaxone", "C": "Vancomycin", "D": "Amoxicillin"}
-PUBLISHED = {*NO_ANSWER, *FOUND, *(rule + DISAGREES for rule in FOUND)}
+RULES = {*NO_ANSWER, *FOUND, *(rule + DISAGREES for rule in FOUND)}
 
 
-@pytest.mark.parametrize("case", CASES + BLIND, ids=lambda case: case["id"])
-def test_the_lenient_reading_takes_what_a_careful_reader_takes(case):
-    assert extract_answer(case["text"], case["options"]).letter == case["lenient"], case["why"]
+@pytest.mark.parametrize("reader", ["lenient", "strict"])
+def test_both_readers_agree_with_the_labels_of_the_corpora(reader):
+    failures = {
+        case["id"]: f"read {letter}, labelled {case[reader]}: {case['why']}"
+        for case in CASES + BLIND
+        if (letter := extract_answer(case["text"], case["options"], strict=reader == "strict").letter) != case[reader]
+    }
+    assert failures == {}
 
 
-@pytest.mark.parametrize("case", CASES + BLIND, ids=lambda case: case["id"])
-def test_the_strict_reading_takes_the_required_form_only(case):
-    assert extract_answer(case["text"], case["options"], strict=True).letter == case["strict"], case["why"]
+def is_well_formed(case):
+    options = case["options"]
+    return (
+        list(case) == ["id", "text", "options", "lenient", "strict", "why"]
+        and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", case["id"]) is not None
+        and all(isinstance(case[key], str) for key in ("text", "why"))
+        and case["why"] != ""
+        and 2 <= len(options) <= 10
+        and "".join(options) == "ABCDEFGHIJ"[: len(options)]
+        and len(set(options.values())) == len(options)
+        and (case["lenient"] is None or case["lenient"] in options)
+        and case["strict"] in (None, case["lenient"])
+    )
 
 
-def test_the_second_corpus_is_sound_and_repeats_nothing_of_the_first():
-    assert len(BLIND) >= 160
-    assert all(list(case) == list(CASES[0]) for case in BLIND)
-    assert all(case["strict"] in (None, case["lenient"]) for case in BLIND)
-    assert all(case["lenient"] is None or case["lenient"] in case["options"] for case in BLIND)
-    cases = [*CASES, *BLIND]
-    for key in (lambda case: case["id"], lambda case: (case["text"], tuple(case["options"].items()))):
+def test_the_corpora_are_well_formed():
+    cases = CASES + BLIND
+    assert [case["id"] for case in cases if not is_well_formed(case)] == []
+    for key in (lambda case: case["id"], lambda case: (case["text"], json.dumps(case["options"], sort_keys=True))):
         assert [value for value, count in Counter(map(key, cases)).items() if count > 1] == []
+
+
+def test_the_corpora_are_large_and_balanced():
+    assert len(CASES) >= 150
+    assert len(BLIND) >= 160
+    kinds = Counter((case["lenient"] is not None, case["strict"] is not None) for case in CASES)
+    assert set(kinds) == {(False, False), (True, False), (True, True)}
+    assert min(kinds.values()) >= 50
+    letters = Counter(case["lenient"] for case in CASES)
+    assert all(letters[letter] >= 20 for letter in "ABCD")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +104,7 @@ def test_the_second_corpus_is_sound_and_repeats_nothing_of_the_first():
         ("", None, "nothing"),
     ],
 )
-def test_the_rule_says_how_an_answer_was_found_or_why_there_is_none(text, letter, rule):
+def test_lenient_rules(text, letter, rule):
     assert extract_answer(text, LIVER) == Choice(letter, rule)
 
 
@@ -89,16 +112,16 @@ def test_the_rule_says_how_an_answer_was_found_or_why_there_is_none(text, letter
     ("text", "rule"),
     [("Answer: C", "stated"), ("\\boxed{C}", "boxed"), ("The skin is bronze.\n\nC. Hemochromatosis", "alone")],
 )
-def test_the_strict_reading_names_its_rule_too(text, rule):
+def test_strict_rules(text, rule):
     assert extract_answer(text, LIVER, strict=True) == Choice("C", rule)
 
 
-def test_another_word_than_answer_is_not_the_required_form():
+def test_the_strict_reader_requires_the_word_answer():
     assert extract_answer("The correct option is C.", LIVER).letter == "C"
     assert extract_answer("The correct option is C.", LIVER, strict=True).letter is None
 
 
-def test_a_repeated_question_is_read_on_where_it_lists_the_same_options():
+def test_a_repeated_question_is_read_only_if_it_lists_the_same_options():
     question = "Question: Which drug?\nA. Doxycycline\nB. Ceftriaxone\nC. Vancomycin\nD. Amoxicillin\n\nAnswer: B"
     assert extract_answer(f"Here is the question again.\n\n{question}", DRUGS, strict=True).letter == "B"
     assert extract_answer(f"Here is the question again.\n\n{question}", LIVER).letter is None
@@ -111,25 +134,25 @@ def test_a_repeated_question_is_read_on_where_it_lists_the_same_options():
         ("'Answer: C'", "C", "C"),
         ("'Answer:' C", "C", "C"),
         ("‘Answer: C’", "C", "C"),
-        # An article behind "Answer:" is no letter.
+        # An article after "Answer:" is not a letter.
         ("Answer: A 45-year-old man with abnormal enzymes", None, None),
         ("Answer: a hemochromatosis", "C", None),
         ("Answer: A because the antigen is there", "A", None),
         ("Option A involves the liver alone, and I choose option A here.", "A", None),
         ("This fits best with option A among all that are listed.", "A", None),
-        # An answer that is begun again and cut off leaves the first as it is.
+        # A second answer that is cut off does not replace the first.
         ("Answer: C\n\nA", "C", "C"),
         ("C\n\nOn second thoughts, the other one.\n\nE", "E", "E"),
         ("The answer would be E if the ceruloplasmin were low, but it is not, so C.", "C", None),
         ("The answer would be C if I had to choose.", "C", None),
         ("It could be C or E, but the ferritin makes C more likely.", "C", None),
         ("A more likely diagnosis is hemochromatosis.", "C", None),
-        # Questions and answers as an interview writes them.
+        # Questions and answers in the form of an interview.
         ("Q: What is the diagnosis?\nA: Hemochromatosis", "C", None),
         ("C\n\nQ: What is the treatment?\nA: Chelation", "C", "C"),
     ],
 )
-def test_what_small_models_write(text, lenient, strict):
+def test_outputs_of_small_models(text, lenient, strict):
     assert extract_answer(text, LIVER).letter == lenient
     assert extract_answer(text, LIVER, strict=True).letter == strict
 
@@ -138,7 +161,7 @@ def test_what_small_models_write(text, lenient, strict):
     ("text", "letter"),
     [("5", "A"), ("Answer: 5.", "A"), ("5-10", None), ("0.5", None), ("-5", None), ("1,5", None), ("50", "D")],
 )
-def test_a_number_is_an_option_only_if_it_is_the_whole_number(text, letter):
+def test_a_number_is_an_option_only_if_it_is_the_complete_number(text, letter):
     assert extract_answer(text, {"A": "5", "B": "10", "C": "15", "D": "50"}).letter == letter
 
 
@@ -149,13 +172,13 @@ def test_an_option_whose_text_is_the_letter_of_another():
 
 
 @pytest.mark.parametrize("options", ["ABCD", "abcd", ["A", "B", "C", "D"], {"a": "", "b": "", "c": "", "d": ""}])
-def test_options_may_be_letters_alone_and_of_either_case(options):
+def test_options_may_be_letters_without_texts_in_either_case(options):
     assert extract_answer("A is unlikely, so the answer is C.", options) == Choice("C", "stated")
     assert extract_answer("Answer: C", options, strict=True) == Choice("C", "stated")
     assert extract_answer("Answer: E", options) == Choice(None, "beyond the options")
 
 
-def test_small_keys_with_texts_are_found_by_their_texts():
+def test_options_with_lower_case_letters_are_found_by_their_texts():
     options = {letter.lower(): text for letter, text in DRUGS.items()}
     assert extract_answer("The best drug for him is vancomycin.", options) == Choice("C", "option text")
 
@@ -163,12 +186,12 @@ def test_small_keys_with_texts_are_found_by_their_texts():
 @pytest.mark.parametrize(
     "options", ["", {}, [], ["AB", "C"], {"AB": "Aspirin"}, "12", {"1": "Aspirin"}, {"": "Aspirin"}]
 )
-def test_options_that_are_no_letters_are_refused(options):
+def test_options_must_be_letters(options):
     with pytest.raises(InputError, match="options must be letters from A to Z"):
         extract_answer("Answer: A", options)
 
 
-# --- what holds for every text ----------------------------------------------------------------------------------------
+# --- properties of any text -------------------------------------------------------------------------------------------
 
 WORDS = """Answer: The answer is final boxed \\boxed{ } A B C D E (B) **C** a i . , : ; ? ! not or and but wait actually
     if would be correct incorrect unlikely option Option Question: none of these hemochromatosis Wilson disease vitamin
@@ -179,15 +202,15 @@ TEXTS = st.one_of(st.text(max_size=300), st.lists(PIECES, max_size=40).map(" ".j
 
 
 @given(TEXTS, st.booleans())
-def test_every_text_gets_an_option_or_none_and_a_published_rule(text, strict):
-    found = extract_answer(text, LIVER, strict=strict)
-    assert found.letter is None or found.letter in LIVER
-    assert found.rule in PUBLISHED
-    assert (found.letter is None) == (found.rule in NO_ANSWER)
+def test_any_text_gives_an_option_or_none_and_a_known_rule(text, strict):
+    choice = extract_answer(text, LIVER, strict=strict)
+    assert choice.letter is None or choice.letter in LIVER
+    assert choice.rule in RULES
+    assert (choice.letter is None) == (choice.rule in NO_ANSWER)
 
 
 @given(TEXTS)
-def test_a_strict_answer_is_the_lenient_one(text):
+def test_a_strict_answer_is_also_the_lenient_one(text):
     strict = extract_answer(text, LIVER, strict=True).letter
     assert strict in (None, extract_answer(text, LIVER).letter)
 
@@ -206,11 +229,11 @@ def test_a_strict_answer_is_the_lenient_one(text):
         ]
     ),
 )
-def test_an_answer_by_text_goes_with_the_text_to_whichever_letter_has_it(texts, chosen, sentence):
+def test_an_answer_by_text_gives_the_letter_of_that_text(texts, chosen, sentence):
     options = dict(zip("ABCDE", texts, strict=True))
-    found = extract_answer(sentence.format(chosen), options)
-    assert found.letter is not None
-    assert options[found.letter] == chosen
+    choice = extract_answer(sentence.format(chosen), options)
+    assert choice.letter is not None
+    assert options[choice.letter] == chosen
 
 
 HOSTILE = [
@@ -241,17 +264,17 @@ HOSTILE = [
 
 @pytest.mark.parametrize("pattern", HOSTILE)
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_line_behind_a_megabyte_of_repetition_is_read(pattern, strict):
+def test_an_answer_after_a_megabyte_of_repetition_is_read(pattern, strict):
     text = pattern * (1_000_000 // len(pattern))
-    assert extract_answer(text, LIVER, strict=strict).rule in PUBLISHED
+    assert extract_answer(text, LIVER, strict=strict).rule in RULES
     assert extract_answer(f"{text}\n\nAnswer: D", LIVER, strict=strict) == Choice("D", "stated")
 
 
-def test_of_a_long_text_the_beginning_and_the_end_are_read():
+def test_the_beginning_and_the_end_of_a_long_text_are_read():
     filler = "The enzymes are high. " * 10_000
     assert extract_answer(f"Answer: C\n{filler}", LIVER).letter == "C"
     assert extract_answer(f"{filler}\nAnswer: C\n{filler}", LIVER).letter is None
 
 
-def test_a_text_that_grows_when_it_is_normalised_is_cut_again():
-    assert len(handle("ﷺ" * 100_000)) == LONGEST_HEAD + LONGEST_TAIL + 1
+def test_a_text_that_grows_when_normalised_is_shortened_again():
+    assert len(normalise("ﷺ" * 100_000)) == LONGEST_HEAD + LONGEST_TAIL + 1

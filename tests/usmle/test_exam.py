@@ -1,5 +1,5 @@
-"""An exam in multiple choice, sat by the tiny model: letters' probabilities against the plain computation, and the
-report against the answers that it is made from."""
+"""An exam of the tiny model: the letters' probabilities against a plain computation, and the report against the
+answers."""
 
 from __future__ import annotations
 
@@ -11,30 +11,31 @@ import torch
 from groupwise.config import make_recipe
 from groupwise.data import PromptBuilder
 from groupwise.errors import ConfigError
-from groupwise.evaluate import exam as exam_module
 from groupwise.generate import Engine, Rollout, Sampling
 from groupwise.model import load_model_and_tokenizer, prepare
-from groupwise.tasks import Task, load_task
-from groupwise.training.evaluation import run_exam_of_recipe
+from groupwise.tasks import load_task
+from groupwise.usmle import exam as exam_module
 from groupwise.usmle.analysis import ModelAnswer
 from groupwise.usmle.answers import extract_answer
+from groupwise.usmle.evaluation import exam_of_recipe
 from groupwise.usmle.exam import ModelUnderTest, question_of, read_answer, run_exam
+from groupwise.usmle.prompts import letter_answers, shuffle_options
 
 
 def tiny(dtype="float32"):
     return load_model_and_tokenizer("tiny", dtype=dtype, device="cpu", seed=0)
 
 
-def candidate_of(dtype="float32", *, chat=None):
+def model_under_test(dtype="float32", *, chat=None):
     model, tokenizer = tiny(dtype)
     handle = prepare(model)
-    # A limit that no question keeps: an exam leaves none out.
+    # Every prompt is longer than this limit; an exam ignores it.
     builder = PromptBuilder(tokenizer, chat=chat, max_prompt_length=5, on_too_long="drop")
     return ModelUnderTest(handle, Engine(handle), tokenizer, builder)
 
 
 def task_of(form="chat", held_out=None):
-    recipe = make_recipe({"task": "usmle", "usmle": {"prompt": form}, "data": {"held_out_rows": held_out}})
+    recipe = make_recipe({"task": "usmle", "task_options": {"prompt": form}, "data": {"held_out_rows": held_out}})
     return load_task(recipe)
 
 
@@ -43,7 +44,7 @@ def task_of(form="chat", held_out=None):
 
 @torch.no_grad()
 def literal_letters(model, tokenizer, row, answers, *, chat):
-    """One forward pass for each letter, and nothing clever."""
+    """One plain forward pass for each letter."""
     if chat:
         messages = [{"role": "user", "content": row["prompt"]}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -62,27 +63,27 @@ def literal_letters(model, tokenizer, row, answers, *, chat):
 @pytest.mark.parametrize(
     ("form", "chat"), [("chat", True), ("direct", True), ("completion", True), ("completion", False)]
 )
-def test_letters_are_as_likely_as_a_plain_forward_pass_says(form, chat):
+def test_letter_probabilities_equal_those_of_a_plain_forward_pass(form, chat):
     task = task_of(form)
     rows = [*task.held_out[:2], next(row for row in task.held_out if len(row["options"]) == 5)]
-    found = candidate_of("float64", chat=chat).letters(rows, task.choices)
+    scored = model_under_test("float64", chat=chat).letters(rows, form)
     model, tokenizer = tiny("float64")
-    assert [entry.number for entry in found] == [0, 1, 2]
-    for row, entry in zip(rows, found, strict=True):
-        wanted = literal_letters(model, tokenizer, row, task.choices(row), chat=chat)
-        assert entry.probabilities == pytest.approx(wanted, abs=1e-10)
+    assert [entry.number for entry in scored] == [0, 1, 2]
+    for row, entry in zip(rows, scored, strict=True):
+        expected = literal_letters(model, tokenizer, row, letter_answers(row, form=form), chat=chat)
+        assert entry.probabilities == pytest.approx(expected, abs=1e-10)
         assert list(entry.probabilities) == list(row["options"])
         assert sum(entry.probabilities.values()) == pytest.approx(1, abs=1e-12)
         assert len({round(value, 6) for value in entry.probabilities.values()}) > 1
 
 
-def test_letters_do_not_depend_on_how_many_are_scored_at_once(monkeypatch):
+def test_letter_probabilities_do_not_depend_on_the_chunk_size(monkeypatch):
     task = task_of("direct")
-    candidate, rows = candidate_of("float64"), task.held_out[:5]
+    candidate, rows = model_under_test("float64"), task.held_out[:5]
     seen = []
-    together = candidate.letters(rows, task.choices, seen.append)
+    together = candidate.letters(rows, "direct", seen.append)
     monkeypatch.setattr(exam_module, "SCORED_CHUNK", 2)
-    apart = candidate.letters(rows, task.choices, seen.append)
+    apart = candidate.letters(rows, "direct", seen.append)
     assert seen == [5, 2, 4, 5]
     assert [entry.number for entry in apart] == [0, 1, 2, 3, 4]
     for one, other in zip(together, apart, strict=True):
@@ -92,18 +93,18 @@ def test_letters_do_not_depend_on_how_many_are_scored_at_once(monkeypatch):
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def test_answers_do_not_depend_on_how_many_are_asked_at_once(monkeypatch):
+def test_answers_do_not_depend_on_the_chunk_size(monkeypatch):
     task = task_of("direct")
-    candidate, rows = candidate_of(), task.held_out[:5]
+    candidate, rows = model_under_test(), task.held_out[:5]
     sampling = Sampling(max_new_tokens=6, temperature=1.0, seed=3)
     seen = []
     together = candidate.answer(rows, sampling, 2, seen.append)
     monkeypatch.setattr(exam_module, "CHUNK", 2)
     assert candidate.answer(rows, sampling, 2, seen.append) == together
     assert seen == [5, 2, 4, 5]
-    assert [(given.number, given.sample) for given in together] == [(n, s) for n in range(5) for s in range(2)]
+    assert [(answer.number, answer.sample) for answer in together] == [(n, s) for n in range(5) for s in range(2)]
     assert together[0].text != together[1].text
-    assert all(given.tokens <= 6 for given in together)
+    assert all(answer.tokens <= 6 for answer in together)
 
 
 @pytest.mark.parametrize(
@@ -136,11 +137,11 @@ def test_a_row_as_a_question():
     assert (bare.category, bare.step, bare.id) == (None, None, None)
 
 
-# --- the whole exam ---------------------------------------------------------------------------------------------------
+# --- the exam ---------------------------------------------------------------------------------------------------------
 
 
-class Speaker:
-    """A generator that says what it is told to: the tiny model gives no answers that mean anything."""
+class ScriptedGenerator:
+    """A generator of given texts; the tiny model's answers are meaningless."""
 
     def __init__(self, tokenizer, say):
         self.tokenizer, self.say = tokenizer, say
@@ -148,32 +149,32 @@ class Speaker:
 
     def generate(self, prompts, samples, sampling, **options):
         self.asked.append((sampling.greedy, sampling.temperature, samples, len(prompts)))
-        spoken = [self.say(sample, sampling.greedy) for _ in prompts for sample in range(samples)]
-        rows = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in spoken]
+        texts = [self.say(sample, sampling.greedy) for _ in prompts for sample in range(samples)]
+        rows = [torch.tensor(self.tokenizer(text)["input_ids"]) for text in texts]
         ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        nothing = torch.zeros(ids.shape)
+        zeros = torch.zeros(ids.shape)
         lengths = torch.tensor([len(row) for row in rows])
         groups = torch.arange(len(prompts)).repeat_interleave(samples)
-        return Rollout(ids, lengths, nothing, nothing, ("eos",) * len(rows), groups)
+        return Rollout(ids, lengths, zeros, zeros, ("eos",) * len(rows), groups)
 
 
-def test_a_report_on_answers_that_are_known():
-    """The likeliest answer is always C; of three samples one is A, one is C, and one says nothing."""
+def test_a_report_on_scripted_answers():
+    """The greedy answer is always C; of three samples one is A, one is C, and one has no answer."""
     task = task_of("direct")
     rows = task.held_out[:6]
-    candidate = candidate_of()
-    speaker = Speaker(
+    candidate = model_under_test()
+    generator = ScriptedGenerator(
         candidate.tokenizer, lambda sample, greedy: "Answer: C" if greedy else ("Answer: A", "Answer: C", "hm")[sample]
     )
-    told = []
+    stages = []
     report, answers = run_exam(
-        replace(candidate, generator=speaker),
-        task,
+        replace(candidate, generator=generator),
         rows,
+        form="direct",
         max_new_tokens=10,
         samples=3,
         temperature=0.7,
-        progress=lambda *facts: told.append(facts),
+        progress=lambda *facts: stages.append(facts),
     )
     right = [row["answer"] for row in rows]
     assert 0 < right.count("C") < 6
@@ -182,55 +183,48 @@ def test_a_report_on_answers_that_are_known():
     assert [outcome.right for outcome in report.outcomes] == right
     assert report.lenient.value == report.strict.value == right.count("C") / 6
     assert [outcome.sampled for outcome in report.outcomes] == pytest.approx([(letter in "AC") / 3 for letter in right])
-    # The letter C stands for another text once the options have moved.
-    moved = [task.reorder(row, f"exam {number}") for number, row in enumerate(rows)]
+    # The letter C is another option once they are shuffled.
+    moved = [shuffle_options(row, f"exam {number}", form="direct") for number, row in enumerate(rows)]
     assert report.shuffled.accuracy.value == sum(row["answer"] == "C" for row in moved) / 6
     same = sum(other["options"]["C"] == row["options"]["C"] for row, other in zip(rows, moved, strict=True))
     assert report.shuffled.consistency.value == same / 6
-    likely = candidate.letters(rows, task.choices)
+    scored = candidate.letters(rows, "direct")
     assert [outcome.letters for outcome in report.outcomes] == [
-        max(entry.probabilities, key=entry.probabilities.get) for entry in likely
+        max(entry.probabilities, key=entry.probabilities.get) for entry in scored
     ]
-    assert speaker.asked == [(True, 1.0, 1, 6), (True, 1.0, 1, 6), (False, 0.7, 3, 6)]
-    assert told == [
+    assert generator.asked == [(True, 1.0, 1, 6), (True, 1.0, 1, 6), (False, 0.7, 3, 6)]
+    assert stages == [
         ("answering", 6, 6),
-        ("answering with other orders", 6, 6),
-        ("answering by chance", 6, 6),
+        ("answering with shuffled options", 6, 6),
+        ("sampling answers", 6, 6),
         ("scoring letters", 6, 6),
-        ("scoring letters in other orders", 6, 6),
+        ("scoring letters with shuffled options", 6, 6),
     ]
 
 
 def test_a_report_by_the_tiny_model():
     task = task_of("completion", 3)
-    candidate = candidate_of()
-    settings = {"max_new_tokens": 5, "samples": 3, "seed": 4}
-    report, answers = run_exam(candidate, task, task.held_out, **settings)
+    candidate = model_under_test()
+    settings = {"form": "completion", "max_new_tokens": 5, "samples": 3, "seed": 4}
+    report, answers = run_exam(candidate, task.held_out, **settings)
     assert (report.n, len(report.outcomes), report.sampled.samples) == (3, 3, 3)
     assert answers == candidate.answer(task.held_out, Sampling(max_new_tokens=5, greedy=True, seed=4))
     for row, outcome, answer in zip(task.held_out, report.outcomes, answers, strict=True):
         assert (outcome.right, outcome.category) == (row["answer"], row["category"])
         assert (outcome.lenient, outcome.strict) == (answer.lenient, answer.strict)
     assert report.chance == pytest.approx(sum(1 / len(row["options"]) for row in task.held_out) / 3)
-    assert run_exam(candidate_of(), task, task.held_out, **settings) == (report, answers)
-    alone, _ = run_exam(candidate, task, task.held_out, max_new_tokens=5)
+    assert run_exam(model_under_test(), task.held_out, **settings) == (report, answers)
+    alone, _ = run_exam(candidate, task.held_out, form="completion", max_new_tokens=5)
     assert alone.sampled is None
     assert alone.outcomes == tuple(replace(outcome, sampled=None) for outcome in report.outcomes)
 
 
-def test_what_is_no_exam():
-    task = task_of(held_out=1)
-    candidate = candidate_of()
-    with pytest.raises(ConfigError, match=r"the task 'plain' is not multiple choice, so there is no report of letters"):
-        run_exam(candidate, Task("plain", task.train), task.held_out, max_new_tokens=3)
-    with pytest.raises(ConfigError, match=r"there is nothing to evaluate on: give held-out rows \(data.held_out\)"):
-        run_exam(candidate, task, [], max_new_tokens=3)
-    quiz = {"task": "quiz", "data": {"train_rows": 4, "held_out_rows": 2}}
-    with pytest.raises(ConfigError, match="the task 'quiz' is not multiple choice"):
-        run_exam_of_recipe(make_recipe(quiz))
+def test_an_exam_without_questions():
+    with pytest.raises(ConfigError, match=r"nothing to evaluate on: give held-out rows \(data.held_out\)"):
+        run_exam(model_under_test(), [], form="chat", max_new_tokens=3)
 
 
-def test_an_exam_by_a_recipe():
+def test_the_exam_of_a_recipe():
     recipe = make_recipe(
         {
             "task": "usmle",
@@ -239,7 +233,7 @@ def test_an_exam_by_a_recipe():
             "model": {"device": "cpu"},
         }
     )
-    report, answers = run_exam_of_recipe(recipe)
+    report, answers = exam_of_recipe(recipe)
     assert (report.n, report.sampled) == (2, None)
     assert [answer.tokens for answer in answers] == [4, 4]
-    assert run_exam_of_recipe(recipe) == (report, answers)
+    assert exam_of_recipe(recipe) == (report, answers)

@@ -1,4 +1,4 @@
-"""What an analysis refuses, and when two sets of questions are the same."""
+"""Input that an analysis refuses, and the fingerprint of a set of questions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import InputError
-from groupwise.usmle.analysis import Letters, analyse
-from tests.usmle.factories import given, question
+from groupwise.usmle.analysis import LetterProbabilities, analyse
+from tests.usmle.factories import answer_to, question
 
 ASKED = [question(1, "A"), question(2, "B")]
-GREEDY = [given(1, "A"), given(2, "A")]
+GREEDY = [answer_to(1, "A"), answer_to(2, "A")]
 SAME = {letter: letter for letter in "ABCD"}
 EVEN = dict.fromkeys("ABCD", 0.25)
 
 
 def letters(number, **probabilities):
-    return Letters(number, {**EVEN, **probabilities})
+    return LetterProbabilities(number, {**EVEN, **probabilities})
 
 
 @pytest.mark.parametrize(
@@ -28,30 +28,31 @@ def letters(number, **probabilities):
         (lambda: analyse([question(1, "E"), ASKED[1]], GREEDY), "got A, B, C, D and the answer 'E'"),
         (lambda: analyse([question(1, letters="A"), ASKED[1]], GREEDY), "question 1 needs at least two options"),
         (lambda: analyse(ASKED, GREEDY[:1]), "1 of 2 questions have no greedy answers, the first is question 2"),
-        (lambda: analyse(ASKED, [*GREEDY, given(1, "B")]), "two greedy answers for question 1"),
-        (lambda: analyse(ASKED, [*GREEDY, given(9, "B")]), "greedy answers for question 9, which was not asked"),
-        (lambda: analyse(ASKED, [given(1, "F"), GREEDY[1]]), "question 1 was read as 'F', which is none"),
-        (lambda: analyse(ASKED, [given(1, "A", "a"), GREEDY[1]]), "was read as 'a'"),
-        (lambda: analyse(ASKED, GREEDY, sampled=[given(1, "A")]), "1 of 2 questions have no sampled answers"),
-        (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, given(2, "A", sample=1)]),
+        (lambda: analyse(ASKED, [*GREEDY, answer_to(1, "B")]), "two greedy answers for question 1"),
+        (lambda: analyse(ASKED, [*GREEDY, answer_to(9, "B")]), "greedy answers for question 9, which was not asked"),
+        (lambda: analyse(ASKED, [answer_to(1, "F"), GREEDY[1]]), "question 1 was read as 'F', which is none"),
+        (lambda: analyse(ASKED, [answer_to(1, "A", "a"), GREEDY[1]]), "was read as 'a'"),
+        (lambda: analyse(ASKED, GREEDY, sampled=[answer_to(1, "A")]), "1 of 2 questions have no sampled answers"),
+        (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, answer_to(2, "A", sample=1)]),
          "question 1 has 1 and question 2 has 2"),
         (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, *GREEDY]), "two sampled answers with the number 0"),
-        (lambda: analyse(ASKED, GREEDY, sampled=[given(1, "X"), given(2, "A")]), "was read as 'X'"),
-        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, given(1, "A"))]), "have no shuffled answers"),
-        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, given(1, "Z")), (SAME, given(2, "A"))]), "was read as 'Z'"),
+        (lambda: analyse(ASKED, GREEDY, sampled=[answer_to(1, "X"), answer_to(2, "A")]), "was read as 'X'"),
+        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, answer_to(1, "A"))]), "have no shuffled answers"),
+        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, answer_to(1, "Z")), (SAME, answer_to(2, "A"))]),
+         "was read as 'Z'"),
         (lambda: analyse(ASKED, GREEDY, shuffled=[({**SAME, "A": "B"}, answer) for answer in GREEDY]),
-         "question 1 was shuffled as .* does not give each of its letters"),
-        (lambda: analyse(ASKED, GREEDY, shuffled=[({"A": "A"}, answer) for answer in GREEDY]), "was shuffled as"),
-        (lambda: analyse(ASKED, GREEDY, letters=[letters(1)]), "have no letters' probabilities"),
+         "of question 1 does not map its letters"),
+        (lambda: analyse(ASKED, GREEDY, shuffled=[({"A": "A"}, answer) for answer in GREEDY]), "does not map"),
+        (lambda: analyse(ASKED, GREEDY, letters=[letters(1)]), "have no letter probabilities"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=0.5)]), "sum to 1, got 0.5, 0.25"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=-0.25, B=0.75)]), "between 0 and 1"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=float("nan"))]), "got nan"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, E=0.0)]), "but probabilities of A, B, C, D, E"),
-        (lambda: analyse(ASKED, GREEDY, letters=[letters(1), Letters(2, {})]), "but probabilities of none"),
+        (lambda: analyse(ASKED, GREEDY, letters=[letters(1), LetterProbabilities(2, {})]), "but probabilities of none"),
         (lambda: analyse(ASKED, GREEDY, shuffled_letters=[(SAME, letters(1)), (SAME, letters(2))]),
          "shuffled_letters are compared with letters"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2)], shuffled_letters=[(SAME, letters(1))]),
-         "have no shuffled letters' probabilities"),
+         "have no shuffled letter probabilities"),
     ],
 )  # fmt: skip
 def test_refused(call, message):
@@ -60,10 +61,10 @@ def test_refused(call, message):
 
 
 def fingerprint(*questions):
-    return analyse(questions, [given(entry.number, None) for entry in questions]).fingerprint
+    return analyse(questions, [answer_to(entry.number, None) for entry in questions]).fingerprint
 
 
-def test_the_fingerprint_is_that_of_texts_options_and_right_letters():
+def test_the_fingerprint_depends_on_texts_options_and_right_letters():
     first = fingerprint(*ASKED)
     assert fingerprint(*reversed(ASKED)) == first
     assert fingerprint(replace(ASKED[0], category="heart", step="1", id="x"), ASKED[1]) == first
@@ -77,5 +78,5 @@ def test_the_fingerprint_is_that_of_texts_options_and_right_letters():
     assert fingerprint(ASKED[0]) != first
 
 
-def test_text_that_no_file_can_hold_has_a_fingerprint():
+def test_a_lone_surrogate_has_a_fingerprint():
     assert len(fingerprint(replace(ASKED[0], question="half a pair: \ud83d"))) == 64

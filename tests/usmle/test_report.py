@@ -1,4 +1,4 @@
-"""A report as files: what is written, what is read back, and what the page says."""
+"""A report as files: writing, reading back, and the Markdown page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.errors import CheckpointError, InputError
 from groupwise.usmle.analysis import analyse
 from groupwise.usmle.compare import compare
 from groupwise.usmle.report import read_report, write_report
-from tests.usmle.factories import Model, exam, given, question
+from tests.usmle.factories import Model, answer_to, exam, question
 from tests.usmle.test_text import HOSTILE, cells
 
 FACTS = {"model": "a model"}
@@ -19,15 +19,15 @@ FACTS = {"model": "a model"}
 
 @pytest.fixture(scope="module")
 def reports():
-    """Before and after, with all that there can be."""
+    """Before and after, with every optional part."""
     questions = exam(60, ["heart", "lung", "mind"], ["Step 1", "Step 2"])
-    whole = {"samples": 4, "shuffled": True, "letters": True}
-    return Model(1, 0.2, questions).report(**whole), Model(2, 0.8, questions).report(**whole)
+    parts = {"samples": 4, "shuffled": True, "letters": True}
+    return Model(1, 0.2, questions).report(**parts), Model(2, 0.8, questions).report(**parts)
 
 
 @pytest.fixture(scope="module")
 def small():
-    return analyse([question(1, "A"), question(2, "B")], [given(1, "A"), given(2, None)])
+    return analyse([question(1, "A"), question(2, "B")], [answer_to(1, "A"), answer_to(2, None)])
 
 
 def page_of(folder, report, **options):
@@ -55,7 +55,7 @@ def test_a_report_is_read_as_it_was_written(tmp_path, reports, small):
         assert read_report(str(tmp_path / "report.json")) == report
 
 
-def test_no_file_of_an_earlier_report_stays(tmp_path, reports, small, monkeypatch):
+def test_files_of_an_earlier_report_are_removed(tmp_path, reports, small, monkeypatch):
     write_report(tmp_path, reports[1], title="", facts={}, comparison=compare(*reports))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(tmp_path, small, title="", facts={})
@@ -80,7 +80,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, small):
     with pytest.raises(CheckpointError, match=r"could not be written: .*file is a file, not a folder"):
         write_report(tmp_path / "file", small, title="", facts={})
     (tmp_path / "comparison.json").mkdir()
-    with pytest.raises(CheckpointError, match=r"comparison.json is in the way and cannot be removed"):
+    with pytest.raises(CheckpointError, match=r"comparison.json of an earlier report cannot be removed"):
         write_report(tmp_path, small, title="", facts={})
 
 
@@ -92,15 +92,15 @@ def changed(report, **values):
     ("content", "message"),
     [
         (lambda report: "{", "is damaged, it holds no valid JSON"),
-        (lambda report: "[1]", "is no report of an evaluation: it has no version"),
-        (lambda report: '{"a": 1}', "is no report of an evaluation"),
-        (lambda report: changed(report, version=2), "has version 2; this groupwise reads 1. Evaluate the model again"),
+        (lambda report: "[1]", "is not a report of an evaluation"),
+        (lambda report: '{"a": 1}', "is not a report of an evaluation"),
+        (lambda report: changed(report, version=2), "has the format 2, .* reads 1; evaluate the model again"),
         (lambda report: changed(report, lenient=None), "is damaged: lenient: "),
         (lambda report: changed(report, outcomes=[{"number": 1}]), r"is damaged: outcomes.0.\w+: Field required"),
         (lambda report: changed(report, outcomes=[]), "it is about 2 questions but lists 0"),
     ],
 )
-def test_a_file_that_is_no_report(tmp_path, small, content, message):
+def test_a_file_that_is_not_a_report(tmp_path, small, content, message):
     path = tmp_path / "report.json"
     path.write_text(content(small))
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -109,8 +109,8 @@ def test_a_file_that_is_no_report(tmp_path, small, content, message):
 
 
 @pytest.mark.parametrize("name", ["", "nothing", "nothing.json"])
-def test_a_report_that_is_not_there(tmp_path, name):
-    with pytest.raises(CheckpointError, match=r"there is no report at .*; name the folder that an evaluation"):
+def test_a_missing_report(tmp_path, name):
+    with pytest.raises(CheckpointError, match=r"there is no report at "):
         read_report(tmp_path / name)
 
 
@@ -122,9 +122,9 @@ def test_the_page_by_hand(tmp_path, small):
     page = page_of(tmp_path, small)
     assert page.startswith("# A title\n")
     assert "| model | a model |" in page
-    assert "Guessing would give 25.0 %." in page
-    assert "| lenient: any form in which one letter is meant | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
-    assert "| strict: the form that was asked for | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
+    assert "Guessing gives 25.0 %." in page
+    assert "| lenient: any form that is clear to a careful reader | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
+    assert "| strict: the requested form | 50.0 % [9.5, 90.5] | 1 (50.0 %) |" in page
     assert "| A | **1** | 0 | 0 | 0 | 0 |" in page
     assert "| B | 0 | **0** | 0 | 0 | 1 |" in page
     assert "Bias: 0.0 % of the predictions" in page
@@ -132,7 +132,7 @@ def test_the_page_by_hand(tmp_path, small):
     assert "| 2 | Question 2? | B. option B of 2 | – | The answer is None. |" in page
     assert "| stated | 1 | 100.0 % [20.7, 100.0] |" in page
     assert "![accuracy, letters and calibration](report.png)" in page
-    for absent in ("By category", "By exam step", "another order", "Several answers", "probabilities", "Before and"):
+    for absent in ("By category", "By exam step", "Shuffled", "Sampled", "probabilities", "Before and"):
         assert absent not in page
 
 
@@ -144,12 +144,12 @@ def test_every_part_has_its_section(tmp_path, reports):
         "## By category",
         "## By exam step",
         "## Letters",
-        "## Options in another order",
-        "## Several answers",
+        "## Shuffled options",
+        "## Sampled answers",
         "## The letters' probabilities",
-        "## The letters' probabilities, options in another order",
+        "## The letters' probabilities, shuffled options",
         "## Errors",
-        "## How answers were read",
+        "## Reading rules",
     ]
     assert "| pass@4 |" in page
     assert "### Gained" in page
@@ -158,40 +158,40 @@ def test_every_part_has_its_section(tmp_path, reports):
 
 
 def test_differences_are_signed_points(tmp_path):
-    """Seven of seven gained: p is 2 / 2⁷. One of two lost beside: not real."""
+    """Seven of seven gained: p is 2 / 2⁷."""
     asked = [question(number, "A") for number in range(8)]
 
     def says(letters):
-        return analyse(asked, [given(number, letter) for number, letter in enumerate(letters)])
+        return analyse(asked, [answer_to(number, letter) for number, letter in enumerate(letters)])
 
     before, after = says("BBBBBBBB"), says("AAAAAAAB")
     page = page_of(tmp_path, after, comparison=compare(before, after))
-    assert "| lenient | 0.0 % | 87.5 % | +87.5 [+62.5, +100.0] | p = 0.016 | real |" in page
+    assert "| lenient | 0.0 % | 87.5 % | +87.5 [+62.5, +100.0] | p = 0.016 | significant |" in page
     assert "| lenient | 0 | 7 | 0 | 1 |" in page
     page = page_of(tmp_path, before, comparison=compare(after, before))
-    assert "| lenient | 87.5 % | 0.0 % | −87.5 [−100.0, −62.5] | p = 0.016 | real |" in page
+    assert "| lenient | 87.5 % | 0.0 % | −87.5 [−100.0, −62.5] | p = 0.016 | significant |" in page
     page = page_of(tmp_path, after, comparison=compare(after, after))
-    assert "| lenient | 87.5 % | 87.5 % | 0.0 [0.0, 0.0] | p = 1.000 | could be chance |" in page
+    assert "| lenient | 87.5 % | 87.5 % | 0.0 [0.0, 0.0] | p = 1.000 | not significant |" in page
 
 
-def test_few_questions_are_marked(tmp_path):
+def test_small_groups_are_marked(tmp_path):
     asked = [question(number, category="heart" if number else None) for number in range(6)]
-    page = page_of(tmp_path, analyse(asked, [given(number, "A") for number in range(6)]))
+    page = page_of(tmp_path, analyse(asked, [answer_to(number, "A") for number in range(6)]))
     assert "| heart | 5 | 100.0 % [56.6, 100.0] |" in page
     assert "| not given † | 1 | 100.0 % [20.7, 100.0] |" in page
     assert "†: fewer than 5 questions" in page
     assert "There are none." in page  # errors
-    assert "†" not in page_of(tmp_path, analyse(asked[1:], [given(number, "A") for number in range(1, 6)]))
+    assert "†" not in page_of(tmp_path, analyse(asked[1:], [answer_to(number, "A") for number in range(1, 6)]))
 
 
 def test_hostile_text_stays_in_its_cell(tmp_path):
-    """Whatever is in a question, an option, a category, an answer or a fact: every table keeps its shape."""
+    """Every table keeps its shape, whatever a question, an option, a category, an answer or a fact contains."""
     asked = [
         question(number, "A", text=text, category=text, step=text, options={"A": text, "B": f"{text}!"})
         for number, text in enumerate(HOSTILE)
     ]
-    before = analyse(asked, [given(entry.number, "A", None, text=entry.question) for entry in asked])
-    after = analyse(asked, [given(entry.number, "B", text=entry.question, rule=entry.question) for entry in asked])
+    before = analyse(asked, [answer_to(entry.number, "A", None, text=entry.question) for entry in asked])
+    after = analyse(asked, [answer_to(entry.number, "B", text=entry.question, rule=entry.question) for entry in asked])
     facts = {text: text for text in HOSTILE}
     page = page_of(tmp_path, after, comparison=compare(before, after), title=HOSTILE[0], facts=facts)
     assert page.startswith("# a \\| b\n")

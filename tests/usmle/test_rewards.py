@@ -1,262 +1,23 @@
-"""Medical words and the reward that counts them: both forms against tables worked out by hand."""
+"""The enhanced reward: both forms against tables computed by hand."""
 
 from __future__ import annotations
-
-import gzip
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import ConfigError, DataError
-from groupwise.usmle import rewards as medical
-from groupwise.usmle.rewards import (
-    EnhancedReward,
-    enhanced_reward,
-    load_medical_vocabulary,
-    medical_terms,
-    uses_medical_terms,
-)
-
-ROOT = Path(__file__).parents[2]
-DATA = ROOT.parent / "shared" / "data"
-ORDINARY = (
-    "gsm8k_train.jsonl",
-    "creative_prompts.jsonl",
-    "llamafactory_dpo_en_demo.json",
-    "hh_harmless_base_test.jsonl.gz",
-)
-LIST = Path(medical.__file__).parent / "medical_words.txt"
+from groupwise.errors import ConfigError
+from groupwise.usmle.medical_words import medical_terms
+from groupwise.usmle.rewards import EnhancedReward, enhanced_reward
 
 WITH_TERMS = "The murmur suggests aortic stenosis, so the answer must be D."
 WITHOUT_TERMS = "Of the four options the last one fits best, so it must be D."
 SHORT_WITH_TERMS = "Aortic stenosis: D"
 SHORT_WITHOUT_TERMS = "D"
+VOCABULARY = frozenset({"ulcer"})
 
 
-def run_tool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "medical_words.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "abscess", "anemia", "aneurysm", "antibiotic", "aorta", "appendicitis", "aspirin", "asthma", "biopsy", "cancer",
-        "cirrhosis", "creatinine", "diabetes", "diuretic", "dyspnea", "electrocardiogram", "embolism", "epilepsy",
-        "femur", "hemoglobin", "hepatitis", "hypertension", "infarction", "insulin", "ischemia", "lisinopril", "lupus",
-        "malaria", "mastectomy", "melanoma", "meningitis", "metformin", "myocardial", "neutropenia", "pancreas",
-        "penicillin", "pneumonia", "pneumothorax", "sarcoidosis", "sepsis", "tachycardia", "thyroid", "troponin",
-        "tuberculosis", "tumour", "ulcer", "warfarin",
-    ],
-)  # fmt: skip
-def test_the_list_has_terms(word):
-    assert word in load_medical_vocabulary()
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "abnormal", "above", "accident", "answer", "baseball", "because", "between", "bicycle", "blood", "correct",
-        "crocodile", "diagnosis", "dormitory", "encounter", "family", "following", "guardian", "history", "hospital",
-        "initial", "kitchen", "likely", "medicine", "nightmare", "option", "other", "patient", "physician", "prune",
-        "question", "railway", "reversal", "scooter", "specified", "stroller", "subsequent", "symptom", "therefore",
-        "treatment", "unspecified", "volcanic", "water",
-    ],
-)  # fmt: skip
-def test_the_list_has_no_ordinary_words(word):
-    assert word not in load_medical_vocabulary()
-
-
-def test_the_list_is_in_order():
-    lines = LIST.read_text(encoding="utf-8").splitlines()
-    words = [line for line in lines if not line.startswith("#")]
-    assert lines[0].startswith("#")
-    assert "public domain" in lines[0]
-    assert words == sorted(set(words))
-    assert all(word.isascii() and word.isalpha() and word.islower() for word in words)
-    assert load_medical_vocabulary() == set(words)
-    assert load_medical_vocabulary() is load_medical_vocabulary()
-
-
-@pytest.mark.skipif(
-    not all((DATA / name).exists() for name in ("icd10cm_words.txt", *ORDINARY)),
-    reason=f"the texts that the list is made from are not in {DATA.parent.name}/{DATA.name}",
-)
-def test_the_list_is_what_the_tool_makes(tmp_path):
-    made = tmp_path / "medical_words.txt"
-    done = run_tool(DATA / "icd10cm_words.txt", "--ordinary", *(DATA / name for name in ORDINARY), "--out", made)
-    assert done.returncode == 0, done.stderr
-    assert made.read_bytes() == LIST.read_bytes()
-
-
-def test_what_the_tool_leaves_out(tmp_path):
-    icd = tmp_path / "icd.txt"
-    icd.write_text(
-        "bicycle\nonceseen\nzebritis\nzebritises\nfoot\nunspecified\nprunes\npackaged\nspread\nlumposis\nlinebroken\n"
-    )
-    plain = tmp_path / "plain.jsonl"
-    plain.write_text('{"text": "Bicycles; a BICYCLE. Onceseen. Lumposis twice: lumposises."}\n{"text": "spread"}\n')
-    packed = tmp_path / "packed.gz"
-    packed.write_bytes(gzip.compress(b'"packaged packaged spread linebroken\\nlinebroken"'))
-    out = tmp_path / "out.txt"
-    done = run_tool(icd, "--ordinary", plain, packed, "--out", out)
-    assert done.returncode == 0, done.stderr
-    text = out.read_text(encoding="utf-8")
-    words = [line for line in text.splitlines() if not line.startswith("#")]
-    assert {"onceseen", "zebritis", "lisinopril", "tachycardic"} <= set(words)
-    ordinary = {"bicycle", "packaged", "spread", "lumposis", "linebroken"}
-    short, general, plural = {"foot"}, {"unspecified", "prunes"}, {"zebritises"}
-    assert not (ordinary | short | general | plural) & set(words)
-    assert words == sorted(words)
-    assert "icd.txt --ordinary plain.jsonl packed.gz --out out.txt" in text
-    assert str(tmp_path) not in text
-    assert f"{len(words)} words in" in done.stdout.replace(",", "")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("none.txt", None),
-        ("latin.txt", b"\xe9\xff"),
-        ("cut.gz", gzip.compress(b"words", mtime=0)[:-6]),
-        ("no.gz", b"words"),
-    ],
-)
-def test_the_tool_says_what_it_cannot_read(tmp_path, name, content):
-    icd, text = tmp_path / "icd.txt", tmp_path / name
-    icd.write_text("zebritis\n")
-    if content is not None:
-        text.write_bytes(content)
-    done = run_tool(icd, "--ordinary", text, "--out", tmp_path / "out.txt")
-    assert done.returncode == 2
-    assert "error: " in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-VOCABULARY = frozenset({"abscess", "aspirin", "ulcer", "tabes", "ménière", "virus"})
-
-
-@pytest.mark.parametrize(
-    ("text", "terms"),
-    [
-        ("", []),
-        ("nothing of the kind", []),
-        ("An ulcer, then aspirin, then an ulcer.", ["ulcer", "aspirin"]),
-        ("ASPIRIN Aspirin aspirin", ["aspirin"]),
-        ("Ulcers and abscesses; an ulcer", ["ulcer", "abscess"]),
-        ("viruses", ["virus"]),
-        ("tabes is no plural of tab", ["tabes"]),
-        ("tab tabe ulcerss ulcered peptulcer", []),
-        ("non-ulcer/aspirin", ["ulcer", "aspirin"]),
-        ("the ulcer's edge", ["ulcer"]),
-        ("**ulcer** _aspirin_", ["ulcer", "aspirin"]),
-        ("ulcer2 2ulcer ulcer² 3virus4", []),
-        ("MÉNIÈRE's disease", ["ménière"]),
-        ("ulceré", []),
-        ("s es", []),
-    ],
-)
-def test_terms(text, terms):
-    assert medical_terms(text, VOCABULARY) == terms
-    assert uses_medical_terms(text, VOCABULARY) == bool(terms)
-
-
-def test_terms_of_the_packaged_list():
-    text = "Troponins are raised: this is acute myocardial infarction. Give aspirin, and no antibiotics."
-    assert medical_terms(text) == ["troponin", "acute", "myocardial", "infarction", "aspirin", "antibiotic"]
-    assert medical_terms("Janet sells 16 - 3 - 4 = 9 duck eggs a day, so the answer is 18.") == []
-
-
-def test_at_least_counts_different_terms():
-    text = "ulcer, ulcers, ULCER and aspirin"
-    assert uses_medical_terms(text, VOCABULARY, at_least=2)
-    assert not uses_medical_terms(text, VOCABULARY, at_least=3)
-    assert not uses_medical_terms(text, frozenset())
-    for number in (0, -1, 1.0, True, "2"):
-        with pytest.raises(ConfigError, match="at_least must be a whole number of at least 1, got"):
-            uses_medical_terms(text, VOCABULARY, at_least=number)
-
-
-@pytest.mark.parametrize(
-    ("text", "terms"),
-    [
-        ("a" * 1_000_000, []),
-        ("a" * 1_000_000 + "1", []),
-        ("s" * 1_000_000, []),
-        ("es " * 333_333, []),
-        ("_" * 1_000_000, []),
-        ("ulcer1" * 166_666, []),
-        ("ulcer " * 166_666, ["ulcer"]),
-        ("\u0130\u0301" * 500_000, []),
-        ("\0\ud800" * 500_000 + " ulcer", ["ulcer"]),
-    ],
-)
-def test_a_megabyte_of_anything(text, terms):
-    assert medical_terms(text, VOCABULARY) == terms
-
-
-@given(st.lists(st.sampled_from(["ulcer", "Aspirins", "ABSCESSES", "x", "ulcers2", "the"])))
-def test_terms_are_those_of_the_words_one_by_one(words):
-    meaning = {"ulcer": "ulcer", "Aspirins": "aspirin", "ABSCESSES": "abscess"}
-    assert medical_terms(" ".join(words), VOCABULARY) == list(dict.fromkeys(meaning[w] for w in words if w in meaning))
-
-
-def test_a_vocabulary_of_ones_own(tmp_path):
-    path = tmp_path / "words.txt"
-    path.write_text("\ufeff# mine\nUlcer\n\n  aspirin  # a drug\nulcer\nflu\n", encoding="utf-8")
-    assert load_medical_vocabulary(path) == {"ulcer", "aspirin", "flu"}
-    assert load_medical_vocabulary(str(path)) is load_medical_vocabulary(path)
-
-
-def test_a_changed_file_is_read_again(tmp_path):
-    path = tmp_path / "words.txt"
-    path.write_text("ulcer\n")
-    assert load_medical_vocabulary(path) == {"ulcer"}
-    path.write_text("virus\n")
-    os.utime(path, ns=(1, 1))
-    assert load_medical_vocabulary(path) == {"virus"}
-
-
-def test_a_home_folder(tmp_path, monkeypatch):
-    (tmp_path / "words.txt").write_text("ulcer\n")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_medical_vocabulary("~/words.txt") == {"ulcer"}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", r"has no words; write one a line"),
-        (b"# only a comment\n\n", r"has no words; write one a line"),
-        (b"\x89PNG\r\n\x1a\n\xff", r"is not a text in UTF-8; give a text file with one word a line"),
-        (b"ulcer\n\0\0\0\n", r"line 2 .* is '\\x00\\x00\\x00', but a line is one word of letters alone"),
-        (b"ulcer\n\nmyocardial infarction\n", r"line 3 .* is 'myocardial infarction', .* each word of a phrase on a"),
-        (b"b12\n", r"line 1 .* is 'b12'"),
-    ],
-)
-def test_a_file_that_cannot_be_used(tmp_path, content, message):
-    path = tmp_path / "words.txt"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=message) as error:
-        load_medical_vocabulary(path)
-    assert str(path) in str(error.value)
-
-
-def test_a_file_that_is_not_there(tmp_path):
-    with pytest.raises(
-        DataError, match=r"none\.txt cannot be read: there is no such file; give a text file .* or leave"
-    ):
-        load_medical_vocabulary(tmp_path / "none.txt")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
-        load_medical_vocabulary(tmp_path)
-
-
-def test_the_texts_of_the_tables_are_what_they_are_called():
+def test_the_texts_of_the_tables_have_their_properties():
     assert medical_terms(WITH_TERMS) == ["murmur", "aortic", "stenosis"]
     assert medical_terms(SHORT_WITH_TERMS) == ["aortic", "stenosis"]
     assert medical_terms(WITHOUT_TERMS) == medical_terms(SHORT_WITHOUT_TERMS) == []
@@ -285,7 +46,7 @@ def check(reward: EnhancedReward, total, correctness, bonus, penalty, clamped):
         (False, SHORT_WITHOUT_TERMS, 0.0, 0.0, -0.1, 0.1),
     ],
 )
-def test_a_bonus_that_is_always_paid(correct, text, total, bonus, penalty, clamped):
+def test_bonus_for_all_answers(correct, text, total, bonus, penalty, clamped):
     check(enhanced_reward(correct, text), total, float(correct), bonus, penalty, clamped)
 
 
@@ -302,18 +63,18 @@ def test_a_bonus_that_is_always_paid(correct, text, total, bonus, penalty, clamp
         (False, SHORT_WITHOUT_TERMS, 0.0, 0.0, -0.1, 0.1),
     ],
 )
-def test_a_bonus_for_right_answers(correct, text, total, bonus, penalty, clamped):
+def test_bonus_for_right_answers(correct, text, total, bonus, penalty, clamped):
     check(enhanced_reward(correct, text, bonus_when="right"), total, float(correct), bonus, penalty, clamped)
 
 
-def test_short_is_less_than_the_length():
+def test_a_text_is_short_below_the_length():
     assert enhanced_reward(True, "x" * 49).total == 0.9
     assert enhanced_reward(True, "x" * 50).total == 1.0
     assert enhanced_reward(True, "é" * 49 + " ").total == 1.0
     assert enhanced_reward(True, "", short_length=0).total == 1.0
 
 
-def test_weights_and_words_of_ones_own():
+def test_custom_weights_and_vocabulary():
     words = frozenset({"duck"})
     reward = enhanced_reward(
         True, "A duck.", term_bonus=0.5, short_penalty=0.25, short_length=8, bonus_when="right", vocabulary=words
@@ -325,7 +86,7 @@ def test_weights_and_words_of_ones_own():
 
 
 @given(st.booleans(), st.text(), st.floats(0, 10), st.floats(0, 10), st.sampled_from(["always", "right"]))
-def test_the_parts_make_the_total_and_it_stays_within_the_limits(correct, text, bonus, penalty, when):
+def test_the_parts_sum_to_the_total_within_the_limits(correct, text, bonus, penalty, when):
     reward = enhanced_reward(
         correct, text + " ulcer", term_bonus=bonus, short_penalty=penalty, bonus_when=when, vocabulary=VOCABULARY
     )
@@ -336,12 +97,12 @@ def test_the_parts_make_the_total_and_it_stays_within_the_limits(correct, text, 
 
 @pytest.mark.parametrize("name", ["term_bonus", "short_penalty"])
 @pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf"), True, "0.1", None])
-def test_a_weight_that_is_none(name, weight):
-    with pytest.raises(ConfigError, match=f"{name} must be a finite number of at least 0, got .*; 0 turns it off"):
+def test_invalid_weights(name, weight):
+    with pytest.raises(ConfigError, match=f"{name} must be a finite number of at least 0"):
         enhanced_reward(True, "x", **{name: weight})
 
 
-def test_other_settings_that_cannot_be():
+def test_other_invalid_settings():
     for length in (-1, 50.0, True, None):
         with pytest.raises(ConfigError, match="short_length must be a whole number of at least 0, got"):
             enhanced_reward(True, "x", short_length=length)

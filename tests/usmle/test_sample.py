@@ -1,4 +1,4 @@
-"""The packaged sample of medical questions: its form, and that nothing but medicine gives the right letter away."""
+"""The packaged sample of medical questions: its format, and that nothing but medicine reveals the right letter."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def wrong_options(row):
 
 
 def sentences(text):
-    """How many sentences; a decimal point ends none."""
+    """The number of sentences; a decimal point does not end one."""
     return len(re.findall(r"[.?!](?=\s|$)", text))
 
 
 def telling_words(text):
-    """The words that carry meaning: short ones only where they are numbers."""
+    """The words with meaning: longer than three letters, or numbers."""
     return {word for word in re.findall(r"[a-z0-9]+", text.casefold()) if len(word) > 3 or word.isdigit()}
 
 
@@ -51,7 +51,7 @@ def test_every_row_has_the_same_keys_in_the_same_order():
     assert ids_where(lambda row: list(row) != KEYS) == []
 
 
-def test_every_text_is_there_and_on_one_trimmed_line():
+def test_every_text_is_one_trimmed_line():
     def untidy(row):
         texts = [row[key] for key in KEYS if key != "options"] + list(row["options"].values())
         return any(not text or text != " ".join(text.split()) for text in texts)
@@ -73,11 +73,11 @@ def test_options_of_a_question_differ_beyond_case():
     assert ids_where(lambda row: len({o.casefold() for o in row["options"].values()}) != len(row["options"])) == []
 
 
-def test_no_option_speaks_of_the_others():
+def test_no_option_refers_to_the_others():
     assert ids_where(lambda row: any("of the above" in o.casefold() for o in row["options"].values())) == []
 
 
-def test_every_question_ends_by_asking():
+def test_every_question_ends_with_a_question_mark():
     assert ids_where(lambda row: not row["question"].endswith("?")) == []
 
 
@@ -94,7 +94,7 @@ def test_explanations_take_two_to_four_sentences():
     assert ids_where(lambda row: not 2 <= sentences(row["explanation"]) <= 4) == []
 
 
-def test_explanations_survive_another_order_of_the_options():
+def test_explanations_do_not_mention_letters():
     by_letter = re.compile(r"\b(?:option|choice|answer) [A-E]\b|\([A-E]\)", re.IGNORECASE)
     assert ids_where(lambda row: by_letter.search(row["explanation"])) == []
 
@@ -104,14 +104,14 @@ def test_right_letters_are_balanced():
     assert {letter: counts[letter] for letter in "ABCD" if not 12 <= counts[letter] * 64 / len(SAMPLE) <= 18} == {}
 
 
-def test_a_quarter_of_the_questions_has_a_fifth_option_that_is_at_times_right():
+def test_a_quarter_of_the_questions_has_a_fifth_option_that_is_sometimes_right():
     five = [row for row in SAMPLE if "E" in row["options"]]
     assert 1 / 8 <= len(five) / len(SAMPLE) <= 3 / 8
     assert 1 / 8 <= sum(row["answer"] == "E" for row in five) / len(five) <= 3 / 8
 
 
-def test_length_does_not_give_the_right_option_away():
-    """Always the longest would be a hint, and so would never the longest."""
+def test_length_does_not_reveal_the_right_option():
+    """It must not always be the longest, and not never."""
     longest = ids_where(lambda row: len(right_option(row)) > max(map(len, wrong_options(row))))
     shortest = ids_where(lambda row: len(right_option(row)) < min(map(len, wrong_options(row))))
     assert 1 / 10 <= len(longest) / len(SAMPLE) <= 1 / 3
@@ -123,7 +123,7 @@ def test_short_questions_and_vignettes_are_mixed():
     assert 1 / 4 <= len(short) / len(SAMPLE) <= 1 / 2
 
 
-def test_categories_are_many_and_none_is_thin():
+def test_there_are_many_categories_and_none_is_small():
     counts = Counter(row["category"] for row in SAMPLE)
     assert len(counts) >= 8
     assert min(counts.values()) >= 4
@@ -145,13 +145,13 @@ def test_both_parts_cover_every_category_step_and_difficulty():
         ("Type A behavior", "A"),
     ],
 )
-def test_some_right_options_hold_the_letter_of_a_wrong_one(option, lone_letter):
-    """An extractor that takes any lone capital for the answer fails on these."""
+def test_some_right_options_contain_the_letter_of_a_wrong_one(option, lone_letter):
+    """A reader that takes any single capital letter as the answer fails on these."""
     (row,) = [row for row in SAMPLE if right_option(row) == option]
     assert lone_letter in row["options"]
     assert row["answer"] != lone_letter
 
 
-def test_a_right_option_holds_a_capital_that_is_no_letter_of_its_question():
+def test_a_right_option_contains_a_capital_that_is_not_a_letter_of_its_question():
     (row,) = [row for row in SAMPLE if right_option(row) == "Factor V Leiden"]
     assert "V" not in row["options"]

@@ -1,4 +1,4 @@
-"""The task of medical questions: how they are asked, what an answer earns, and how a recipe shapes it all."""
+"""The task of medical questions: prompts, rewards, grades, and the options of a recipe."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
-from groupwise.usmle.task import (
-    ask,
-    format_prompt,
-    lenient_grade,
-    letter_answers,
-    reordered,
-    strict_grade,
-    usmle_task,
-    worked_answer,
-)
+from groupwise.usmle.options import UsmleOptions
+from groupwise.usmle.prompts import format_prompt, letter_answers, shuffle_options, with_prompt, worked_answer
+from groupwise.usmle.rewards import lenient_grade, strict_grade
+from groupwise.usmle.task import USMLE
 
 FORMS = ("chat", "direct", "completion")
 ROW = {
@@ -45,8 +39,8 @@ LETTERS = {
 }
 
 
-def task_of(**tables):
-    return load_task(make_recipe({"task": "usmle", **tables}))
+def task_of(options=None, **tables):
+    return load_task(make_recipe({"task": "usmle", "task_options": options or {}, **tables}))
 
 
 def with_options(number):
@@ -57,7 +51,7 @@ def with_options(number):
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_documents_prompt():
+def test_the_completion_prompt():
     assert format_prompt(ROW, "completion") == (
         "Medical Question: A 65-year-old man presents with...\n"
         "\n"
@@ -71,7 +65,7 @@ def test_the_documents_prompt():
     )
 
 
-def test_the_other_prompts():
+def test_the_chat_and_direct_prompts():
     asked = (
         "A 65-year-old man presents with...\n"
         "\n"
@@ -95,7 +89,7 @@ def test_the_other_prompts():
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("number", LETTERS)
-def test_a_prompt_names_the_letters_of_its_own_options(form, number):
+def test_a_prompt_names_the_letters_of_its_options(form, number):
     row = with_options(number)
     prompt = format_prompt({**row, "options": dict(reversed(row["options"].items()))}, form)
     end = {"completion": f"correct answer ({LETTERS[number]}): ", "chat": f"right option ({LETTERS[number]})."}
@@ -106,13 +100,12 @@ def test_a_prompt_names_the_letters_of_its_own_options(form, number):
     assert prompt.count(". option ") == number
 
 
-def test_a_row_keeps_its_place_when_it_is_asked():
+def test_a_row_with_a_prompt_keeps_its_file_and_line():
     row = task_of().train[3]
     assert row.where == "usmle_sample.jsonl, line 4"
-    assert ask(row, form="direct").where == row.where
-    assert reordered(row, "seed", form="direct").where == row.where
-    assert "prompt" not in ROW  # and what was given is not changed
-    assert ask(ROW, form="direct")["prompt"] == format_prompt(ROW, "direct")
+    assert with_prompt(row, form="direct").where == row.where
+    assert shuffle_options(row, "seed", form="direct").where == row.where
+    assert with_prompt(ROW, form="direct")["prompt"] == format_prompt(ROW, "direct")
 
 
 def test_the_shortest_answers():
@@ -121,7 +114,7 @@ def test_the_shortest_answers():
         assert letter_answers(with_options(3), form=form) == {letter: f"Answer: {letter}" for letter in "ABC"}
 
 
-def test_the_answer_that_is_taught():
+def test_the_target_of_sft():
     assert worked_answer(ROW, "chat") == "The pain tears and moves to the back.\n\nAnswer: D"
     assert worked_answer({**ROW, "explanation": None}, "chat") == "Answer: D"
     assert worked_answer(ROW, "direct") == "Answer: D"
@@ -129,21 +122,20 @@ def test_the_answer_that_is_taught():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_is_taught_and_what_is_scored_is_right(form):
-    """Both readers take the worked answers of the sample, and the shortest answers, for what they are."""
-    task = task_of(usmle={"prompt": form})
+def test_both_readers_read_the_worked_and_the_shortest_answers(form):
+    task = task_of({"prompt": form})
     assert len(task.examples) == len(task.train)
     for row, (prompt, answer) in zip(task.train, task.examples, strict=True):
         assert prompt == row["prompt"]
         assert strict_grade(row, answer) is True
-        for letter, text in task.choices(row).items():
+        for letter, text in letter_answers(row, form=form).items():
             assert strict_grade(row, text) is lenient_grade(row, text) is (letter == row["answer"])
 
 
 @given(st.sampled_from(sorted(LETTERS)), st.text(max_size=8), st.sampled_from(FORMS))
-def test_another_order(number, seed, form):
+def test_shuffled_options(number, seed, form):
     row = with_options(number)
-    moved = reordered(row, seed, form=form)
+    moved = shuffle_options(row, seed, form=form)
     assert moved["options"][moved["answer"]] == row["options"][row["answer"]]
     assert moved["options"] != row["options"]
     assert list(moved["options"]) == list(row["options"])
@@ -151,13 +143,15 @@ def test_another_order(number, seed, form):
     assert {old: moved["options"][new] for old, new in moved["moved"].items()} == row["options"]
     assert moved["answer"] == moved["moved"][row["answer"]]
     assert moved["prompt"] == format_prompt(moved, form)
-    assert reordered(row, seed, form=form) == moved
+    assert shuffle_options(row, seed, form=form) == moved
 
 
-def test_another_order_comes_from_the_seed():
-    orders = Counter(tuple(reordered(with_options(3), str(seed), form="chat")["moved"].values()) for seed in range(600))
-    assert len(orders) == 5  # all but the one that it has
-    assert min(orders.values()) > 80  # 120 of each, give or take
+def test_every_other_order_is_equally_likely():
+    orders = Counter(
+        tuple(shuffle_options(with_options(3), str(seed), form="chat")["moved"].values()) for seed in range(600)
+    )
+    assert len(orders) == 5  # all but the original
+    assert min(orders.values()) > 80  # 120 expected
 
 
 # --- rewards and grades -----------------------------------------------------------------------------------------------
@@ -176,7 +170,7 @@ def score(task, completions=COMPLETIONS, answer="A", options=OPTIONS):
     return Scorer(task.rewards).score(["?"] * len(completions), completions, columns)
 
 
-def test_a_right_letter_in_the_form_that_was_asked_for():
+def test_the_strict_reward():
     scores = score(task_of())
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
     assert scores.extra == {
@@ -189,14 +183,14 @@ def test_a_right_letter_in_the_form_that_was_asked_for():
     }
 
 
-def test_a_right_letter_as_a_careful_reader_takes_it():
-    scores = score(task_of(usmle={"reading": "lenient"}))
+def test_the_lenient_reward():
+    scores = score(task_of({"reading": "lenient"}))
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
     assert scores.extra["predicted"] == ["A", "B", "A", None]
     assert scores.extra["has_valid_answer"] == [True, True, True, False]
 
 
-def test_chance_and_the_letters():
+def test_metrics_of_the_letters():
     task = task_of()
     scores = score(task)
     assert scores.metrics == {
@@ -217,14 +211,14 @@ def test_chance_and_the_letters():
 
 
 @pytest.mark.parametrize("reward", ["binary", "enhanced"])
-def test_rewards_of_nothing(reward):
-    assert score(task_of(usmle={"reward": reward}), []).rewards.shape == (0, 1)
+def test_rewards_of_an_empty_batch(reward):
+    assert score(task_of({"reward": reward}), []).rewards.shape == (0, 1)
 
 
-def test_a_completion_in_a_chat():
+def test_a_chat_completion():
     message = [[{"role": "assistant", "content": "Answer: A"}]]
     assert score(task_of(), message).rewards.tolist() == [[1.0]]
-    assert score(task_of(usmle={"reward": "enhanced"}), message).extra["response_length"] == [9]
+    assert score(task_of({"reward": "enhanced"}), message).extra["response_length"] == [9]
 
 
 LONG = "Nothing else in the picture fits the case as well as this does.\n"  # of 64 characters
@@ -250,7 +244,7 @@ ENHANCED = [f"{TERM}Answer: A", f"{LONG}Answer: A", "Answer: A", f"{TERM}Answer:
     ],
 )
 def test_the_enhanced_rewards_and_their_parts(reward, totals, bonus, clamped):
-    scores = score(task_of(usmle={"reward": reward}), ENHANCED)
+    scores = score(task_of({"reward": reward}), ENHANCED)
     assert scores.rewards.flatten().tolist() == pytest.approx(totals)
     assert scores.extra["enhanced/correctness"] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert scores.extra["enhanced/term_bonus"] == pytest.approx(bonus)
@@ -264,7 +258,7 @@ def test_the_enhanced_rewards_and_their_parts(reward, totals, bonus, clamped):
 
 def test_the_weights_of_the_enhanced_reward(tmp_path):
     (tmp_path / "words.txt").write_text("picture\n")
-    usmle = {
+    options = {
         "reward": "enhanced",
         "term_bonus": 0.2,
         "short_penalty": 0.3,
@@ -272,17 +266,19 @@ def test_the_weights_of_the_enhanced_reward(tmp_path):
         "vocabulary": str(tmp_path / "words.txt"),
         "reading": "lenient",
     }
-    task = task_of(usmle=usmle)
+    task = task_of(options)
     assert [each.name for each in task.rewards] == ["enhanced"]
-    found = score(task, ["Answer: A", f"{LONG}Answer: B", "The picture: the sinus node.", f"{TERM}no"])
-    assert found.rewards.flatten().tolist() == pytest.approx([0.7, 0.2, 0.9, 0.2])
-    with pytest.raises(DataError, match=r"the medical vocabulary .*gone.txt cannot be read: there is no such file"):
-        task_of(usmle={**usmle, "vocabulary": str(tmp_path / "gone.txt")})
+    scores = score(task, ["Answer: A", f"{LONG}Answer: B", "The picture: the sinus node.", f"{TERM}no"])
+    assert scores.rewards.flatten().tolist() == pytest.approx([0.7, 0.2, 0.9, 0.2])
+    with pytest.raises(DataError, match=r"gone.txt cannot be read: there is no such file"):
+        task_of({**options, "vocabulary": str(tmp_path / "gone.txt")})
 
 
-def test_the_vocabulary_lies_beside_the_recipe(tmp_path):
+def test_the_vocabulary_is_found_beside_the_recipe(tmp_path):
     (tmp_path / "words.txt").write_text("picture\n")
-    (tmp_path / "recipe.toml").write_text('task = "usmle"\nusmle = { reward = "enhanced", vocabulary = "words.txt" }')
+    (tmp_path / "recipe.toml").write_text(
+        'task = "usmle"\ntask_options = { reward = "enhanced", vocabulary = "words.txt" }'
+    )
     task = load_task(load_recipe(tmp_path / "recipe.toml"))
     assert score(task, [f"{LONG}", "Tachycardia" + 50 * " "]).rewards.flatten().tolist() == [0.05, 0.0]
 
@@ -318,7 +314,7 @@ def test_the_packaged_sample():
     assert task.train[0]["metadata"] == {"difficulty": "hard"}
     row = task.held_out[0]
     assert row["prompt"] == format_prompt(row)
-    assert task.reorder(row, "seed")["prompt"] == format_prompt(reordered(row, "seed", form="chat"))
+    assert list(task.health_checks) == ["below_chance", "one_letter"]
 
 
 def test_parts_of_the_sample():
@@ -338,17 +334,14 @@ def test_parts_of_the_sample():
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_form_of_a_recipe_is_that_of_all_its_parts(form):
-    task = task_of(usmle={"prompt": form, "copies": 2})
+def test_all_parts_have_the_form_of_the_prompt(form):
+    task = task_of({"prompt": form, "copies": 2})
     assert all(row["prompt"] == format_prompt(row, form) for row in (*task.train, *task.held_out))
-    row = task.held_out[0]
-    assert task.reorder(row, "seed") == reordered(row, "seed", form=form)
-    assert task.choices(row) == letter_answers(row, form=form)
     assert task.examples[-1][1] == worked_answer(task.train[-1], form)
 
 
-def test_copies_have_their_options_in_other_orders():
-    task = task_of(usmle={"copies": 3})
+def test_copies_have_shuffled_options():
+    task = task_of({"copies": 3})
     plain, first, second = (task.train[start : start + 48] for start in (0, 48, 96))
     assert (len(task.train), len(task.held_out)) == (144, 16)
     assert plain == task_of().train
@@ -358,11 +351,11 @@ def test_copies_have_their_options_in_other_orders():
             assert other["options"] != row["options"]
             assert other["options"][other["answer"]] == row["options"][row["answer"]]
     assert [row["moved"] for row in first] != [row["moved"] for row in second]
-    assert task_of(usmle={"copies": 3}).train == task.train
-    assert task_of(usmle={"copies": 3}, train={"seed": 1}).train != task.train
+    assert task_of({"copies": 3}).train == task.train
+    assert task_of({"copies": 3}, train={"seed": 1}).train != task.train
 
 
-def test_files_in_place_of_the_sample(tmp_path):
+def test_files_instead_of_the_sample(tmp_path):
     for name, number in (("train", 3), ("held_out", 2)):
         (tmp_path / f"{name}.jsonl").write_text((json.dumps(ROW) + "\n") * number)
     train, held_out = (str(tmp_path / f"{name}.jsonl") for name in ("train", "held_out"))
@@ -376,12 +369,37 @@ def test_files_in_place_of_the_sample(tmp_path):
         assert (len(task.train), len(task.held_out)) == numbers
 
 
-def test_the_task_by_its_function():
-    assert usmle_task(make_recipe({"task": "usmle"})).train == task_of().train
+# --- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_reader_is_re_exported():
-    from groupwise import rewards
-    from groupwise.tasks import usmle
+def test_the_defaults():
+    assert USMLE.read_options(make_recipe({"task": "usmle"})) == UsmleOptions()
+    assert UsmleOptions().model_dump() == {
+        "prompt": "chat",
+        "reading": "strict",
+        "reward": "binary",
+        "term_bonus": 0.05,
+        "short_penalty": 0.1,
+        "short_length": 50,
+        "vocabulary": None,
+        "copies": 1,
+        "bad_rows": "error",
+    }
+    assert all(field.description for field in UsmleOptions.model_fields.values())
 
-    assert usmle.extract_answer is rewards.extract_answer
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"promt": "chat"}, ["'promt'", "did you mean 'prompt'?", "bad_rows"]),
+        ({"prompt": "chatt"}, ["'chatt'", "did you mean 'chat'?", "chat, direct, completion"]),
+        ({"copies": 0}, ["copies = 0", "a whole number of at least 1"]),
+        ({"copies": 2.0}, ["copies = 2.0", "write 2"]),
+        ({"term_bonus": "0.1"}, ["term_bonus = '0.1'", "write 0.1 without quotes"]),
+        ({"term_bonus": -1, "colour": "red"}, ["term_bonus = -1", "'colour'"]),
+    ],
+)
+def test_wrong_options(options, parts):
+    with pytest.raises(ConfigError, match=r"^\[task_options\]") as error:
+        task_of(options)
+    assert [part for part in parts if part not in str(error.value)] == []
