@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 ROLLOUTS = "rollouts"
 
-# The fixed columns of a rollout file, in order, with Arrow types. They are not inferred from the values: a column that is
-# empty in one step must keep its type.
+# The fixed columns of a rollout file, in order, with Arrow types. These are not inferred from the values, because a
+# column that is empty in one step must keep its type.
 COLUMNS = {
     "step": "int64",
     "prompt_number": "int64",
