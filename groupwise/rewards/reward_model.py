@@ -1,9 +1,8 @@
-"""A reward model: a classifier of texts that was trained to tell good answers from bad ones.
+"""A reward model: a sequence classifier that was trained to tell good answers from bad ones.
 
-Its inputs are padded on the right, which is right for encoders and decoders alike: positions count from the first real
-token. A decoder's score is read at its last real token, which transformers finds by the padding token of the model's
-settings. Models without one are common; they get a token as padding that no row of the batch has, so that the last real
-token is found whatever it is, as it is when a row is scored alone.
+Inputs are padded on the right, so that positions count from the first real token. A decoder's score is read at the last
+real token, which transformers finds with the padding token of the model's config. Many models have none; then a token
+that occurs in no row of the batch is the padding, and a row's score is the same as when it is scored alone.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import ConfigError, InputError, check_choice
-from groupwise.rewards.text import excerpt
-from groupwise.rewards.writing import THINKING_ENDS, answer_of, check_mark, prompt_messages, prompt_text
+from groupwise.rewards.options import check_after, check_integer
+from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_messages, prompt_text
 
 SCALES = ("raw", "sigmoid")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-LONGEST = 10**6  # tokenizers without a limit say that theirs is 10^30
+LONGEST = 10**6  # tokenizers without a limit claim 10^30
 SAMPLE = ("What is the capital of France?", "Paris.")
 
 Encoding = dict[str, list[int]]
-Log = Callable[[str, float], None]
 
 
 def reward_model(
@@ -45,36 +43,37 @@ def reward_model(
 ) -> Callable[..., list[float]]:
     """A reward from a sequence classifier of transformers: a folder, or owner/name on the hub. It is loaded here.
 
-    A model with one output gives that number ("raw") or its sigmoid. With several outputs ``label`` says which one
-    counts, by its number or its name in the model's settings: its log-probability ("raw") or probability ("sigmoid");
-    a model whose outputs do not exclude each other (multi-label, regression) gives the output itself or its sigmoid.
+    A model with one output gives that number ("raw") or its sigmoid. With several outputs, ``label`` chooses one by its
+    index or its name: the reward is its log-probability ("raw") or probability ("sigmoid"). For multi-label and
+    regression models it is the output itself or its sigmoid.
 
-    Prompt and answer go through the tokenizer's chat template if it has one (``chat`` says yes or no); otherwise they
-    are a pair of texts where the tokenizer has a separator, and one text with an empty line between them where it has
-    not. Only what follows the last ``after`` of an answer is scored. What is longer than ``max_length`` tokens, or than
-    the model can read, loses its beginning, the prompt's first; reward_model/truncated is the share of such rows.
+    Prompt and answer go through the tokenizer's chat template if it has one (``chat`` overrides this). Otherwise they
+    are a pair of texts if the tokenizer has a separator, or one text with an empty line between them. Only the text
+    after the last ``after`` of an answer is scored. A text longer than ``max_length`` tokens, or than the model's
+    context, loses its beginning, the prompt first; reward_model/truncated is the share of such rows.
 
-    ``device`` "auto" is the first CUDA device, if there is one, where the model needs its share of the memory.
-    ``dtype`` "auto" is float32 on the CPU, and elsewhere what the weights are saved in.
+    ``device`` "auto" is the first CUDA device if there is one; the model shares its memory with the policy. ``dtype``
+    "auto" is float32 on the CPU, and elsewhere the dtype of the saved weights.
     """
     check_choice("scale", scale, SCALES, ConfigError)
     check_choice("dtype", dtype, ("auto", *DTYPES), ConfigError)
-    check_mark(after)
-    for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{name} must be a whole number of at least 1, got {excerpt(value)}")
-    place = _checked_source(model)
-    target = _device(device)
-    tokenizer, classifier = _load(place, target, dtype, trust_remote_code)
-    reader = _Reader(tokenizer, classifier, chat, max_length, place)
-    column = _column(classifier.config, label, place)
-    _try(classifier, reader, place)
+    check_after(after)
+    check_integer("batch_size", batch_size, 1)
+    check_integer("max_length", max_length, 1)
+    source = _check_source(model)
+    tokenizer, classifier = _load(source, _check_device(device), dtype, trust_remote_code)
+    encoder = _PairEncoder(tokenizer, classifier, chat, max_length, source)
+    column = _output_column(classifier.config, label, source)
+    _check_sample(classifier, encoder, source)
 
     def reward_model(
-        prompts: Sequence[Any], completions: Sequence[Any], log_metric: Log | None = None, **_: Any
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        log_metric: Callable[[str, float], None] | None = None,
+        **_: Any,
     ) -> list[float]:
         rows = [
-            reader.encode(prompt, answer_of(completion, after))
+            encoder.encode(prompt, answer_of(completion, after))
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
         if log_metric is not None and rows:
@@ -85,80 +84,82 @@ def reward_model(
     return reward_model
 
 
-class _Reader:
-    """Turns a prompt and an answer into what the classifier reads."""
+class _PairEncoder:
+    """Turns a prompt and an answer into the classifier's input."""
 
-    def __init__(self, tokenizer: Any, classifier: Any, chat: bool | None, max_length: int, place: str) -> None:
+    def __init__(self, tokenizer: Any, classifier: Any, chat: bool | None, max_length: int, source: str) -> None:
         if chat is not None and not isinstance(chat, bool):
             raise ConfigError(f"chat must be true, false or left out, got {excerpt(chat)}")
         if chat and not tokenizer.chat_template:
-            raise ConfigError(f"chat is true, but the tokenizer of {place} has no chat template")
+            raise ConfigError(f"chat is true, but the tokenizer of {source} has no chat template")
         self.tokenizer = tokenizer
         self.chat = bool(tokenizer.chat_template) if chat is None else chat
         self.pair = not self.chat and tokenizer.sep_token is not None
-        self.taken = set(inspect.signature(classifier.forward).parameters)
+        self.accepted = set(inspect.signature(classifier.forward).parameters)
         window = getattr(classifier.config, "max_position_embeddings", None)
         limits = (max_length, tokenizer.model_max_length, window)
         self.limit = min(limit for limit in limits if isinstance(limit, int) and 0 < limit < LONGEST)
         least = tokenizer.num_special_tokens_to_add(pair=self.pair) + 2
         if self.limit < least:
-            raise ConfigError(f"max_length is {self.limit}, but {place} needs at least {least}")
+            raise ConfigError(f"max_length is {self.limit}, but {source} needs at least {least}")
 
     def encode(self, prompt: Any, answer: str) -> tuple[Encoding, bool]:
-        """The tokens of a row, and whether some of them had to be left out."""
+        """The tokens of a row, and whether it was truncated."""
         if self.pair:
             encoding, cut = self._pair(prompt_text(prompt), answer)
         else:
             text = self._rendered(prompt, answer) if self.chat else f"{prompt_text(prompt)}\n\n{answer}"
             encoding, cut = self._single(text)
-        return {name: list(values) for name, values in encoding.items() if name in self.taken}, cut
+        return {name: list(values) for name, values in encoding.items() if name in self.accepted}, cut
 
     def _rendered(self, prompt: Any, answer: str) -> str:
         messages = [*prompt_messages(prompt), {"role": "assistant", "content": answer}]
         try:
             rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
-        except Exception as error:  # whatever a template raises: many refuse roles or an order of them
+        except Exception as error:  # templates raise anything; many refuse some roles or an order of roles
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(f"the reward model's chat template refuses the roles {roles}: {error}") from error
         return rendered
 
     def _single(self, text: str) -> tuple[Encoding, bool]:
-        """A template writes special tokens itself; the token that begins every text is kept where the rest is cut."""
+        """Encode one text. A chat template adds special tokens itself; truncation keeps the first special token."""
         encoding = self.tokenizer(text, add_special_tokens=not self.chat, truncation=False, verbose=False)
         number = len(encoding["input_ids"])
         if number <= self.limit:
             return encoding, False
         start = 1 if encoding["input_ids"][0] == self.tokenizer.bos_token_id else 0
         kept = [*range(start), *range(number - self.limit + start, number)]
-        return {name: [values[each] for each in kept] for name, values in encoding.items()}, True
+        return {name: [values[position] for position in kept] for name, values in encoding.items()}, True
 
     def _pair(self, first: str, second: str) -> tuple[Encoding, bool]:
-        whole = self.tokenizer(first, second, truncation=False, verbose=False)
-        number = len(whole["input_ids"])
-        if number <= self.limit:
-            return whole, False
-        over = number - self.limit
-        of_first = len(self.tokenizer(first, add_special_tokens=False, truncation=False, verbose=False)["input_ids"])
+        encoding = self.tokenizer(first, second, truncation=False, verbose=False)
+        excess = len(encoding["input_ids"]) - self.limit
+        if excess <= 0:
+            return encoding, False
+        first_length = len(
+            self.tokenizer(first, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+        )
         self.tokenizer.truncation_side = "left"
-        how = "only_first" if of_first > over else "longest_first"  # the answer is cut only if it is too long itself
-        return self.tokenizer(first, second, truncation=how, max_length=self.limit, verbose=False), True
+        # The answer is truncated only if it is too long by itself.
+        strategy = "only_first" if first_length > excess else "longest_first"
+        return self.tokenizer(first, second, truncation=strategy, max_length=self.limit, verbose=False), True
 
 
 def _logits(classifier: Any, rows: Sequence[Encoding], batch_size: int) -> Tensor:
-    """The outputs of the classifier ``(B, L)`` in float32 on the CPU; rows of about the same length share a batch."""
+    """The classifier's outputs ``(B, L)`` in float32 on the CPU; rows of similar length share a batch."""
     order = sorted(range(len(rows)), key=lambda row: len(rows[row]["input_ids"]))
-    found = torch.empty(len(rows), classifier.config.num_labels)
+    logits = torch.empty(len(rows), classifier.config.num_labels)
     for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        found[chosen] = _forward(classifier, [rows[row] for row in chosen])
-    return found
+        batch = order[start : start + batch_size]
+        logits[batch] = _forward(classifier, [rows[row] for row in batch])
+    return logits
 
 
 def _forward(classifier: Any, rows: Sequence[Encoding]) -> Tensor:
     config = classifier.config.get_text_config()
-    own = config.pad_token_id
+    original = config.pad_token_id
     used = {token for row in rows for token in row["input_ids"]}
-    padding = next(token for token in range(len(used) + 1) if token not in used) if own is None else own
+    padding = next(token for token in range(len(used) + 1) if token not in used) if original is None else original
     longest = max(len(row["input_ids"]) for row in rows)
     batch = {
         name: torch.tensor(
@@ -172,37 +173,37 @@ def _forward(classifier: Any, rows: Sequence[Encoding]) -> Tensor:
         with torch.inference_mode():
             logits: Tensor = classifier(**batch).logits
     finally:
-        config.pad_token_id = own
+        config.pad_token_id = original
     return logits.float().cpu()
 
 
 def _scores(logits: Tensor, config: Any, column: int, scale: str) -> Tensor:
     kind = getattr(config, "problem_type", None)
     if config.num_labels > 1 and kind not in ("regression", "multi_label_classification"):
-        chances = logits.log_softmax(-1)[:, column]
-        return chances.exp() if scale == "sigmoid" else chances
+        logps = logits.log_softmax(-1)[:, column]
+        return logps.exp() if scale == "sigmoid" else logps
     outputs = logits[:, column]
     return outputs.sigmoid() if scale == "sigmoid" else outputs
 
 
-def _column(config: Any, label: object, place: str) -> int:
-    """Which output counts."""
-    known = getattr(config, "id2label", None) or {}
-    names = [str(known.get(number, number)) for number in range(config.num_labels)]
+def _output_column(config: Any, label: object, source: str) -> int:
+    """The index of the output that is the reward."""
+    labels = getattr(config, "id2label", None) or {}
+    names = [str(labels.get(number, number)) for number in range(config.num_labels)]
     if label is None and len(names) == 1:
         return 0
     if isinstance(label, str) and label in names:
         return names.index(label)
     if isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(names):
         return label
-    given = "label must say which counts" if label is None else f"label cannot be {excerpt(label)}"
+    problem = "label must choose one" if label is None else f"label cannot be {excerpt(label)}"
     raise ConfigError(
-        f"{place} has {len(names)} output{'s' if len(names) > 1 else ''}, so {given}: a number from 0 to "
+        f"{source} has {len(names)} output{'s' if len(names) > 1 else ''}, so {problem}: a number from 0 to "
         f"{len(names) - 1} or one of {', '.join(map(repr, names))}"
     )
 
 
-def _checked_source(model: object) -> str:
+def _check_source(model: object) -> str:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or owner/name on the hub, got {excerpt(model)}")
     path = Path(os.path.expanduser(model))
@@ -210,63 +211,63 @@ def _checked_source(model: object) -> str:
         if not (path / "config.json").is_file():
             raise ConfigError(f"{path} has no config.json, so it is not the folder of a reward model")
         return str(path)
-    if model.count("/") != 1 or model.startswith(("/", ".", "~")):  # only owner/name is ever asked for on a network
+    if model.count("/") != 1 or model.startswith(("/", ".", "~")):  # only owner/name is ever requested from the hub
         raise ConfigError(f"there is no folder {path}; a model on the hub is written owner/name")
     return model
 
 
-def _device(device: Any) -> torch.device:
+def _check_device(device: Any) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
-        torch.empty(1, device=found)
+        checked = torch.device(device)
+        torch.empty(1, device=checked)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"device {device!r} cannot be used: {reason}; leave it out, or use 'cpu'") from error
-    return found
+    return checked
 
 
-def _load(place: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """The tokenizer and the classifier, in eval mode on its device."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
-    from transformers.utils import logging as bars_of_transformers
+    from transformers.utils import logging
 
-    bars: Any = bars_of_transformers  # its functions have no types
-    drawn = bars.is_progress_bar_enabled()
+    bars: Any = logging  # its functions have no types
+    enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     precision: Any = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": os.path.isdir(place)}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": os.path.isdir(source)}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-            place, dtype=precision, use_safetensors=True, output_loading_info=True, **options
+            source, dtype=precision, use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers, the hub and remote code raise anything
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"the reward model {place} cannot be loaded: {type(error).__name__}: {reason}") from error
+        raise ConfigError(f"the reward model {source} cannot be loaded: {type(error).__name__}: {reason}") from error
     finally:
-        if drawn:
+        if enabled:
             bars.enable_progress_bar()
     classifier, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise ConfigError(
-            f"{place} is no reward model: its weights lack {', '.join(missing[:3])}, which would start from random "
-            "numbers, and so would the rewards; it may be the language model that one was to be trained from"
+            f"{source} is not a reward model: its weights lack {', '.join(missing[:3])}, which would be random; it may "
+            "be the language model that a reward model is trained from"
         )
     if getattr(classifier.config, "use_cache", None):
         classifier.config.use_cache = False
     return tokenizer, classifier.to(device).eval()
 
 
-def _try(classifier: Any, reader: _Reader, place: str) -> None:
-    """Score one sample, so that a model that cannot be used is known before a run begins."""
+def _check_sample(classifier: Any, encoder: _PairEncoder, source: str) -> None:
+    """Score a sample, so that a model that cannot be used is refused before the run."""
     try:
-        logits = _logits(classifier, [reader.encode(*SAMPLE)[0]] * 2, 2)
+        logits = _logits(classifier, [encoder.encode(*SAMPLE)[0]] * 2, 2)
     except InputError as error:
-        raise ConfigError(f"{place}: {error}") from error
+        raise ConfigError(f"{source}: {error}") from error
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{place} cannot score a sample: {type(error).__name__}: {reason}") from error
+        raise ConfigError(f"{source} cannot score a sample: {type(error).__name__}: {reason}") from error
     if not bool(logits.isfinite().all()):
-        raise ConfigError(f"{place} scores a sample with {logits[0].tolist()}; another dtype may help")
+        raise ConfigError(f"{source} scores a sample with {logits[0].tolist()}; another dtype may help")

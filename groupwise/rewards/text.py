@@ -1,4 +1,4 @@
-"""Rewards that look at a completion as text: its words, its form, its length."""
+"""The text of prompts and completions, and rewards for its format and its length."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 from groupwise.errors import InputError
 
+THINKING_ENDS = "</think>"
+
 
 def text_of(completion: Any) -> str:
-    """What the model said: a text as it is, or the texts of the assistant's messages, one below the other.
+    """The model's text: the completion itself if it is a text, or the assistant's messages joined by newlines.
 
-    Messages of tools and users that a conversation may hold are not the model's words and are left out. A message
-    without a role is the assistant's; content may be a text, a list of parts of which those with a text count, or None.
+    Messages of tools and users are left out. A message without a role is the assistant's. Its content may be a text, a
+    list of parts (those with a text are used) or None.
     """
     if isinstance(completion, str):
         return completion
@@ -23,11 +25,11 @@ def text_of(completion: Any) -> str:
             f"a completion must be a text or a list of messages such as {{'role': 'assistant', 'content': '…'}}, "
             f"got {excerpt(completion)}"
         )
-    own = [message for message in messages if message.get("role", "assistant") == "assistant"]
-    if messages and not own:
+    by_assistant = [message for message in messages if message.get("role", "assistant") == "assistant"]
+    if messages and not by_assistant:
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
         raise InputError(f"none of the completion's messages is the assistant's (their roles: {roles})")
-    return "\n".join(text for text in map(_content, own) if text)
+    return "\n".join(text for text in map(_content, by_assistant) if text)
 
 
 def _content(message: Mapping[str, Any]) -> str:
@@ -41,21 +43,43 @@ def _content(message: Mapping[str, Any]) -> str:
     raise InputError(f"a message's content must be a text, a list of parts or None, got {excerpt(content)}")
 
 
+def answer_of(completion: Any, after: str | None = THINKING_ENDS) -> str:
+    """The completion's text after the last ``after``, or all of it if that does not occur."""
+    text = text_of(completion)
+    return (text.rpartition(after)[2] if after else text).strip()
+
+
+def prompt_messages(prompt: Any) -> list[dict[str, str]]:
+    """A prompt as chat messages, each with a role and a text; a text is a message of the user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    messages = [prompt] if isinstance(prompt, Mapping) else prompt
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise InputError(f"a prompt must be a text or a list of messages, got {excerpt(prompt)}")
+    return [{"role": str(message.get("role", "user")), "content": _content(message)} for message in messages]
+
+
+def prompt_text(prompt: Any) -> str:
+    """A prompt as one text: a single message as it is, several with their roles before them."""
+    messages = prompt_messages(prompt)
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+
+
 def excerpt(value: Any, length: int = 60) -> str:
-    """The value as it is written in Python, cut to about ``length`` characters: fit for an error message."""
+    """The repr of a value, cut to about ``length`` characters for an error message."""
     if isinstance(value, str):
-        value = value if len(value) <= length else value[: length - 1] + "…"
-        return repr(value)
-    written = repr(value)
-    return written if len(written) <= length else written[: length - 1] + "…"
+        return repr(value if len(value) <= length else value[: length - 1] + "…")
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
-    """DAPO's soft punishment of overlong answers: 0 up to ``limit − buffer`` tokens, then evenly down to −1.
+    """The soft penalty for overlong answers of DAPO (2503.14476): 0 up to ``limit − buffer``, then linear down to −1.
 
-    Beyond the limit it is −1. With a buffer an answer of exactly ``limit`` tokens gets −1, as in the paper's formula.
-    Without one there is no slope: up to and with the limit it is 0, since an answer of that length may have ended in
-    time. Whether it did is not seen from its length; answers that were cut off can be masked instead.
+    An answer of exactly ``limit`` tokens gets −1, as in the paper's formula. With a buffer of 0 it gets 0, since it may
+    have ended in time; answers that were cut off can be masked instead.
     """
     for name, value, least in (("length", length, 0), ("limit", limit, 1), ("buffer", buffer, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -69,17 +93,16 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
 
 def format_reward(pattern: str) -> Callable[..., list[float]]:
-    """A reward of 1.0 for each completion that has the form of the regular expression, and 0.0 for the others.
+    """A reward of 1.0 for each completion that matches the regular expression, else 0.0.
 
-    The whole text has to match, but for white space around it; ``.`` matches line breaks too, so ``.*####.*`` looks for
-    a mark anywhere.
+    The complete text has to match, except for white space around it. ``.`` also matches line breaks.
     """
     try:
-        form = re.compile(pattern, re.DOTALL)
+        expression = re.compile(pattern, re.DOTALL)
     except (re.error, TypeError) as error:
         raise InputError(f"{pattern!r} is not a regular expression: {error}") from error
 
     def format_reward(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(form.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+        return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
 
     return format_reward

@@ -1,8 +1,8 @@
-"""A judge's verdict: how it is asked for, and how the score in it is read.
+"""The question to a judge, and how the score in its verdict is read.
 
-The text to be judged is somebody's who wants a high score. It stands between marks made from a hash of that very text,
-which it therefore cannot contain; what is asked of the judge comes after it; and only a score that stands where the
-judge was told to put it is read. None of this makes a weak judge immune to an answer that flatters or commands it.
+A policy may learn to write answers that talk to the judge. So an answer stands between marks made from a hash of its
+text, which it cannot contain; the instructions come after it; and a score is read only where the judge was told to put
+it. A weak judge can still be flattered or commanded by an answer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ where N is a number from {low} to {high}.
 _DECORATION = r"[\s*_`\"'\[\](){}#]*"
 _NAMES = "score|rating|grade"
 _LEADS = r"(?:(?:my|the|final|overall|total)[\s_]+){0,3}"
-# The name of a score where a line or a sentence begins, and not in the middle of one, which may quote the answer.
+# The word "score" at the start of a line or a sentence; in the middle of one it may quote the answer.
 _LABEL = re.compile(
     rf"(?:^[\s*_`\"'#{{-]*|[.!?;]\s+[*_]*){_LEADS}(?:{_NAMES})\b[\s*_`\"']*(?:\([^()]{{0,20}}\)[\s*_]*)?"
     rf"(?:[:：=]|is(?=\s*[*_]*[0-9]))",
@@ -55,7 +55,7 @@ _DOUBT = re.compile(
 
 
 def question(rubric: str, prompt: str, answer: str, low: float, high: float) -> str:
-    """What a judge is asked: the rubric with the prompt and the answer between marks, and how to end."""
+    """The question to a judge: the rubric with the prompt and the answer between marks, and the format of the score."""
     mark = mark_for(prompt, answer)
     parts = {
         "prompt": f"<prompt {mark}>\n{prompt}\n</prompt {mark}>",
@@ -68,7 +68,7 @@ def question(rubric: str, prompt: str, answer: str, low: float, high: float) -> 
 
 
 def mark_for(*texts: str) -> str:
-    """A mark that occurs in none of the texts. The same texts have the same one, so that equal requests stay equal."""
+    """A mark that is in none of the texts. Equal texts have the same mark, so that equal requests stay equal."""
     seed = "\0".join(texts)
     while True:
         seed = hashlib.sha256(seed.encode("utf-8", "replace")).hexdigest()
@@ -77,24 +77,24 @@ def mark_for(*texts: str) -> str:
 
 
 def parse_score(verdict: str, low: float, high: float) -> float | None:
-    """The score in a verdict, or None where there is none that can be trusted.
+    """The score in a verdict, or None if there is no reliable one.
 
-    It is the last that is called a score, in a line such as "**Score:** 7/10" or as the key of a JSON object in one; or
-    a number that is the whole verdict. What the judge thought before is not looked at. It is None if that last one is
-    no number, is off the scale or out of another ("4/5" where 10 is the highest), or says two things ("7 or 8").
+    It is the last labelled score, in a line such as "**Score:** 7/10" or as a key of a JSON object in one line; or a
+    verdict that is only a number. The judge's thinking is ignored. The score is None if that last one is not a number,
+    is off the scale or on another scale ("4/5" if 10 is the highest), or is ambiguous ("7 or 8").
     """
-    said = verdict.rpartition("</think>")[2].partition("<think>")[0].strip()
-    lines = [line for line in said.splitlines() if line.strip()]
+    text = verdict.rpartition("</think>")[2].partition("<think>")[0].strip()
+    lines = [line for line in text.splitlines() if line.strip()]
     for number in reversed(range(len(lines))):
         labelled = _labelled(lines[number], lines[number + 1] if number + 1 < len(lines) else "")
         if labelled:
             values = {_value(value, high) for value in labelled}
             return _on_scale(values.pop(), low, high) if len(values) == 1 else None
-    return _on_scale(_value(said, high, alone=True), low, high)
+    return _on_scale(_value(text, high, alone=True), low, high)
 
 
 def _labelled(line: str, following: str) -> list[str]:
-    """All that a line calls a score; a value may stand on the line after its label."""
+    """The labelled scores of a line; a value may be on the line after its label."""
     in_object = [str(value) for key, value in _pairs(line) if _KEY.fullmatch(key)]
     if in_object:
         return in_object
@@ -106,26 +106,26 @@ def _labelled(line: str, following: str) -> list[str]:
 
 
 def _pairs(line: str) -> list[tuple[str, object]]:
-    """The keys and values of the JSON object in a line, a key that comes twice included."""
+    """The keys and values of the JSON object in a line, including repeated keys."""
     start, end = line.find("{"), line.rfind("}")
     try:
-        found = json.loads(line[start : end + 1], object_pairs_hook=list) if 0 <= start < end else []
+        pairs = json.loads(line[start : end + 1], object_pairs_hook=list) if 0 <= start < end else []
     except (ValueError, RecursionError):
         return []
-    return [pair for pair in found if isinstance(pair, tuple)] if isinstance(found, list) else []
+    return [pair for pair in pairs if isinstance(pair, tuple)] if isinstance(pairs, list) else []
 
 
 def _value(text: str, high: float, *, alone: bool = False) -> float | None:
-    """The number that a text begins with, unless what follows makes another one of it."""
-    found = _VALUE.match(text)
-    if found is None or (found["top"] is not None and float(found["top"]) != high):
+    """The number at the start of a text, unless what follows changes its meaning."""
+    match = _VALUE.match(text)
+    if match is None or (match["top"] is not None and float(match["top"]) != high):
         return None
-    tail = found["tail"]
+    tail = match["tail"]
     if _DOUBT.match(tail[:40]) or (tail.lstrip().startswith("%") and high != 100):
         return None
     if alone and re.search(r"\w", tail):
         return None
-    return float(found["number"])
+    return float(match["number"])
 
 
 def _on_scale(score: float | None, low: float, high: float) -> float | None:
@@ -133,5 +133,5 @@ def _on_scale(score: float | None, low: float, high: float) -> float | None:
 
 
 def _filled(template: str, parts: Mapping[str, str]) -> str:
-    """The template with its parts, in one pass: what a part says in braces stays as it is."""
-    return re.sub(r"\{(\w+)\}", lambda found: parts.get(found[1], found[0]), template)
+    """The template with its parts, filled in one pass, so that braces in a part stay as they are."""
+    return re.sub(r"\{(\w+)\}", lambda match: parts.get(match[1], match[0]), template)

@@ -1,4 +1,4 @@
-"""Functions of the user's: found by module or by file, and one sentence for whatever stands in the way."""
+"""User functions from modules and files, and the message for each problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def write(path, text):
     return path
 
 
-REWARD = "def score(prompts, completions, **_):\n    return [float(len(each)) for each in completions]\n"
+REWARD = "def score(prompts, completions, **_):\n    return [float(len(text)) for text in completions]\n"
 
 
 def test_a_file(tmp_path):
@@ -71,7 +71,7 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert old() == 1
 
 
-def test_files_of_one_name_do_not_mix(tmp_path):
+def test_helpers_of_the_same_name_in_two_folders(tmp_path):
     for folder, value in (("one", 1), ("two", 2)):
         write(tmp_path / folder / "helpers.py", f"VALUE = {value}\n")
         write(tmp_path / folder / "kit" / "__init__.py", "")
@@ -85,27 +85,27 @@ def test_files_of_one_name_do_not_mix(tmp_path):
     assert (one(), two()) == (11, 22)
     assert load_function("one/other.py:score")().VALUE == 1
     assert load_function("two/other.py:score")().VALUE == 2
-    assert load_function("one/other.py:score")() is sys.modules["helpers"]  # whoever came first keeps the plain name
+    assert load_function("one/other.py:score")() is sys.modules["helpers"]  # the first one keeps the plain name
     assert str(tmp_path / "one") not in sys.path
 
 
-def test_a_module_of_another_folder_stays_as_it_is(tmp_path):
+def test_a_helper_of_another_folder_stays_imported(tmp_path):
     write(tmp_path / "one" / "helpers.py", "VALUE = 1\n")
     write(tmp_path / "one" / "reward.py", "import helpers\ndef score(): return helpers\n")
     first = load_function("one/reward.py:score")()
     write(tmp_path / "two" / "reward.py", "import helpers\ndef score(): return helpers\n")
-    assert load_function("two/reward.py:score")() is first  # it has no helpers.py of its own, so nothing is hidden
+    assert load_function("two/reward.py:score")() is first  # it has no helpers.py, so nothing is hidden
 
 
 @pytest.mark.parametrize(
     "spec", ["rewards.py", "score", "", ":score", "a.py:", "a.py:1score", "a.py:f()", "a.py:x..y", None, 3]
 )
-def test_what_is_no_spec(spec):
+def test_invalid_specs(spec):
     with pytest.raises(ConfigError, match=r"a grader is given as module:function or path/file.py:function, got"):
         load_function(spec, what="grader")
 
 
-def test_missing(tmp_path):
+def test_missing_files_modules_and_functions(tmp_path):
     write(tmp_path / "a.py", REWARD + "value = 3\nscorers = [score]\nfrom pathlib import Path\n")
     with pytest.raises(ConfigError, match=r"reward 'b\.py:score': no file .*b\.py"):
         load_function("b.py:score")
@@ -134,7 +134,7 @@ def test_missing(tmp_path):
         load_function("empty.py:score")
 
 
-def test_what_goes_wrong_in_an_import(tmp_path):
+def test_errors_during_an_import(tmp_path):
     write(tmp_path / "syntax.py", "x = 1\ndef score(:\n    pass\n")
     with pytest.raises(ConfigError, match=r"reward 'syntax.py:score': .*syntax\.py, line 2: invalid syntax"):
         load_function("syntax.py:score")

@@ -1,4 +1,4 @@
-"""Completions as text: what the model said, its form, its length."""
+"""The text of prompts and completions, their format and length."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_text_of():
 
 
 @pytest.mark.parametrize("completion", [None, 3, ["a"], [None], {"a"}])
-def test_what_is_no_completion(completion):
+def test_invalid_completions(completion):
     with pytest.raises(InputError, match="must be a text or a list of messages"):
         text_of(completion)
 
 
-def test_what_is_no_message():
+def test_invalid_messages():
     with pytest.raises(
         InputError, match=r"none of the completion's messages is the assistant's \(their roles: 'model'"
     ):
@@ -73,8 +73,8 @@ def test_overlong_penalty(length, limit, buffer, penalty):
 @given(st.integers(0, 300), st.integers(1, 200), st.data())
 def test_overlong_penalty_never_rises(length, limit, data):
     buffer = data.draw(st.integers(0, limit))
-    now, later = overlong_penalty(length, limit, buffer), overlong_penalty(length + 1, limit, buffer)
-    assert -1.0 <= later <= now <= 0.0
+    shorter, longer = overlong_penalty(length, limit, buffer), overlong_penalty(length + 1, limit, buffer)
+    assert -1.0 <= longer <= shorter <= 0.0
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_overlong_penalty_never_rises(length, limit, data):
         ((1, 10, 11), "the buffer of 11 tokens is longer than the limit of 10"),
     ],
 )
-def test_impossible_lengths(arguments, message):
+def test_invalid_lengths(arguments, message):
     with pytest.raises(InputError, match=message):
         overlong_penalty(*arguments)
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError, InputError
 from groupwise.rewards import Scorer, distinct_n, keywords, length_band, repetition, words_of
-from groupwise.rewards.writing import answer_of, prompt_messages, prompt_text, stem
+from groupwise.rewards.text import answer_of, prompt_messages, prompt_text
+from groupwise.rewards.writing import stem
 
 WORDS = st.lists(st.sampled_from(["sun", "moon", "rain", "wind", "sea"]), max_size=30)
 
