@@ -1,4 +1,4 @@
-"""Evaluation: accuracies worked out by hand, their intervals, and what is counted beside them."""
+"""Evaluation: accuracies and intervals computed by hand, and the other metrics."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-class Script:
-    """A generator that says what it is told to: to each prompt, known by its text, a list of answers."""
+class ScriptedGenerator:
+    """A generator of given completions: a list for each prompt's text."""
 
     def __init__(self, answers, reason="eos"):
         self.answers, self.reason, self.calls = answers, reason, []
@@ -48,87 +48,89 @@ def rows_of(*prompts, **columns):
 def run(answers, rows, *, samples=1, reason="eos", generator=None, **options):
     """Evaluate the scripted answers, a list for each row."""
     prompts = PromptBuilder(TOKENIZER, chat=False).build(rows)
-    generator = generator or Script({row["prompt"]: given for row, given in zip(rows, answers, strict=True)}, reason)
+    generator = generator or ScriptedGenerator(
+        {row["prompt"]: texts for row, texts in zip(rows, answers, strict=True)}, reason
+    )
     return evaluate(
         generator, TOKENIZER, rows, prompts, sampling=Sampling(max_new_tokens=8), samples=samples,
         **{"grades": {}, **options},
     )  # fmt: skip
 
 
-def says(row, answer):
-    """Right if the answer is the row's; None for what is no letter."""
+def is_right(row, answer):
+    """Right if the answer is the row's; None if it is not a letter."""
     return answer == row["right"] if answer.isalpha() else None
 
 
 def test_accuracy_with_wilsons_interval():
     """3 of 4: centre (0.75 + z²/8) / (1 + z²/4), half-width z / (1 + z²/4) · √(0.75 · 0.25 / 4 + z²/64)."""
     rows = rows_of("1", "2", "3", "4", right=["a", "b", "c", "d"])
-    found = run([["a"], ["b"], ["x"], ["d"]], rows, grades={"accuracy": says})
-    assert found.metrics["accuracy"] == 0.75
-    assert found.metrics["accuracy_low"] == pytest.approx(0.3006418)
-    assert found.metrics["accuracy_high"] == pytest.approx(0.9544127)
-    assert found.metrics["accuracy_no_answer"] == 0.0
-    assert found.metrics["mean_length"] == 2.0  # the letter and the end
-    assert found.metrics["truncated"] == 0.0
-    assert str(found.interval("accuracy")) == "0.75 [0.301, 0.954]"
+    result = run([["a"], ["b"], ["x"], ["d"]], rows, grades={"accuracy": is_right})
+    assert result.metrics["accuracy"] == 0.75
+    assert result.metrics["accuracy_low"] == pytest.approx(0.3006418)
+    assert result.metrics["accuracy_high"] == pytest.approx(0.9544127)
+    assert result.metrics["accuracy_no_answer"] == 0.0
+    assert result.metrics["mean_length"] == 2.0  # the letter and the end
+    assert result.metrics["truncated"] == 0.0
+    assert str(result.interval("accuracy")) == "0.75 [0.301, 0.954]"
 
 
-def test_no_answer_counts_as_wrong_and_by_itself():
+def test_no_answer_counts_as_wrong_and_is_reported():
     rows = rows_of("1", "2", "3", "4", right=["a", "b", "c", "d"])
-    found = run([["a"], ["7"], ["?!"], ["x"]], rows, grades={"accuracy": says})
-    assert found.metrics["accuracy"] == 0.25
-    assert found.metrics["accuracy_no_answer"] == 0.5
-    assert [answer["accuracy"] for answer in found.answers] == [True, None, None, False]
+    result = run([["a"], ["7"], ["?!"], ["x"]], rows, grades={"accuracy": is_right})
+    assert result.metrics["accuracy"] == 0.25
+    assert result.metrics["accuracy_no_answer"] == 0.5
+    assert [answer["accuracy"] for answer in result.answers] == [True, None, None, False]
 
 
-def test_several_grades_are_told_apart():
+def test_several_grades():
     rows = rows_of("1", "2", right=["a", "b"])
-    grades = {"strict": says, "lenient": lambda row, answer: answer.strip() == row["right"]}
-    found = run([["a"], [" b"]], rows, grades=grades)
-    assert (found.metrics["strict"], found.metrics["lenient"]) == (0.5, 1.0)
-    assert (found.metrics["strict_no_answer"], found.metrics["lenient_no_answer"]) == (0.5, 0.0)
+    grades = {"strict": is_right, "lenient": lambda row, answer: answer.strip() == row["right"]}
+    result = run([["a"], [" b"]], rows, grades=grades)
+    assert (result.metrics["strict"], result.metrics["lenient"]) == (0.5, 1.0)
+    assert (result.metrics["strict_no_answer"], result.metrics["lenient_no_answer"]) == (0.5, 0.0)
 
 
-def test_all_wrong_and_all_right_still_have_an_interval():
+def test_all_wrong_and_all_right_have_an_interval():
     rows = rows_of("1", "2", right=["a", "b"])
     z2 = 1.959963984540054**2
     for answers, share in (([["a"], ["b"]], 1.0), ([["x"], ["x"]], 0.0)):
-        found = run(answers, rows, grades={"accuracy": says}).interval("accuracy")
-        assert found.estimate == share
-        inner = found.low if share else 1 - found.high
+        result = run(answers, rows, grades={"accuracy": is_right}).interval("accuracy")
+        assert result.estimate == share
+        inner = result.low if share else 1 - result.high
         assert inner == pytest.approx(2 / (2 + z2))
 
 
-def test_several_answers_to_a_row_are_averaged_first():
+def test_several_samples_of_a_row_are_averaged_first():
     rows = rows_of("1", "2", right=["a", "b"])
-    found = run([["a", "a", "x"], ["x", "7", "b"]], rows, samples=3, grades={"accuracy": says})
-    assert found.metrics["accuracy"] == pytest.approx((2 / 3 + 1 / 3) / 2)
-    assert found.metrics["accuracy_no_answer"] == pytest.approx(1 / 6)
+    result = run([["a", "a", "x"], ["x", "7", "b"]], rows, samples=3, grades={"accuracy": is_right})
+    assert result.metrics["accuracy"] == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert result.metrics["accuracy_no_answer"] == pytest.approx(1 / 6)
     interval = bootstrap_interval([2 / 3, 1 / 3])  # rows are resampled, not answers
-    assert found.metrics["accuracy_low"] == pytest.approx(interval.low) == pytest.approx(1 / 3)
-    assert found.metrics["accuracy_high"] == pytest.approx(interval.high) == pytest.approx(2 / 3)
-    assert [(answer["row"], answer["sample"], answer["answer"]) for answer in found.answers] == [
+    assert result.metrics["accuracy_low"] == pytest.approx(interval.low) == pytest.approx(1 / 3)
+    assert result.metrics["accuracy_high"] == pytest.approx(interval.high) == pytest.approx(2 / 3)
+    assert [(answer["row"], answer["sample"], answer["answer"]) for answer in result.answers] == [
         (0, 0, "a"), (0, 1, "a"), (0, 2, "x"), (1, 0, "x"), (1, 1, "7"), (1, 2, "b"),
     ]  # fmt: skip
 
 
-def test_an_interval_of_rows_not_of_answers():
-    """Eight equal answers to each of two rows are two observations: one right, one wrong leaves everything open."""
+def test_rows_are_resampled_not_samples():
+    """Eight equal samples of each of two rows are two observations."""
     rows = rows_of("1", "2", right=["a", "b"])
-    found = run([["a"] * 8, ["x"] * 8], rows, samples=8, grades={"accuracy": says}).interval("accuracy")
-    assert (found.estimate, found.low, found.high) == (0.5, 0.0, 1.0)
+    result = run([["a"] * 8, ["x"] * 8], rows, samples=8, grades={"accuracy": is_right}).interval("accuracy")
+    assert (result.estimate, result.low, result.high) == (0.5, 0.0, 1.0)
 
 
-def test_what_is_recorded_of_an_answer():
+def test_the_record_of_a_completion():
     rows = rows_of("1", right=["a"])
-    found = run([["ab"]], rows, grades={"accuracy": says}, reason="length")
-    assert found.answers == [
+    result = run([["ab"]], rows, grades={"accuracy": is_right}, reason="length")
+    assert result.answers == [
         {"row": 0, "sample": 0, "answer": "ab", "tokens": 3, "stop_reason": "length", "accuracy": False}
     ]
-    assert found.metrics["truncated"] == 1.0
+    assert result.metrics["truncated"] == 1.0
 
 
-def test_rewards_in_place_of_grades():
+def test_rewards_instead_of_grades():
     rows = rows_of("1", "2", "3", right=["a", "b", "c"])
     scorer = Scorer(
         [
@@ -137,49 +139,49 @@ def test_rewards_in_place_of_grades():
                 float(text == wanted) for text, wanted in zip(completions, right, strict=True)], 0.5),
         ]
     )  # fmt: skip
-    found = run([["a"], ["bb"], ["xyz"]], rows, scorer=scorer)
-    assert [answer[REWARD] for answer in found.answers] == [1.5, 2.0, 3.0]
-    assert found.metrics[REWARD] == pytest.approx(6.5 / 3)
+    result = run([["a"], ["bb"], ["xyz"]], rows, scorer=scorer)
+    assert [answer[REWARD] for answer in result.answers] == [1.5, 2.0, 3.0]
+    assert result.metrics[REWARD] == pytest.approx(6.5 / 3)
     interval = bootstrap_interval([1.5, 2.0, 3.0])
-    assert (found.metrics["reward_low"], found.metrics["reward_high"]) == (interval.low, interval.high)
-    assert found.metrics["reward_unscored"] == 0.0
-    assert "accuracy" not in found.metrics
+    assert (result.metrics["reward_low"], result.metrics["reward_high"]) == (interval.low, interval.high)
+    assert result.metrics["reward_unscored"] == 0.0
+    assert "accuracy" not in result.metrics
 
 
 def test_grades_and_rewards_together():
     rows = rows_of("1", "2", right=["a", "b"])
     scorer = Scorer([RewardFunction("one", lambda completions, **_: [1.0] * len(completions))])
-    found = run([["a"], ["x"]], rows, grades={"accuracy": says}, scorer=scorer)
-    assert (found.metrics["accuracy"], found.metrics[REWARD]) == (0.5, 1.0)
+    result = run([["a"], ["x"]], rows, grades={"accuracy": is_right}, scorer=scorer)
+    assert (result.metrics["accuracy"], result.metrics[REWARD]) == (0.5, 1.0)
 
 
-def test_what_has_no_reward_counts_nowhere():
-    """None is 'not applicable': neither a 0 nor a reason to fail."""
+def test_a_completion_without_a_reward_is_not_counted():
+    """None means not applicable, which is neither 0 nor a failure."""
     rows = rows_of("1", "2", "3", right=["a", "b", "c"])
     scorer = Scorer([RewardFunction("some", lambda completions, **_: [1.0, None, 0.0])])
-    found = run([["a"], ["b"], ["c"]], rows, scorer=scorer)
-    assert found.metrics[REWARD] == 0.5
-    assert found.metrics["reward_unscored"] == pytest.approx(1 / 3)
-    assert [answer[REWARD] for answer in found.answers] == [1.0, None, 0.0]
+    result = run([["a"], ["b"], ["c"]], rows, scorer=scorer)
+    assert result.metrics[REWARD] == 0.5
+    assert result.metrics["reward_unscored"] == pytest.approx(1 / 3)
+    assert [answer[REWARD] for answer in result.answers] == [1.0, None, 0.0]
 
 
-def test_one_function_without_a_say_leaves_the_others():
+def test_a_function_that_returns_none_leaves_the_others():
     rows = rows_of("1", "2", right=["a", "b"])
     scorer = Scorer([RewardFunction("a", lambda completions, **_: [1.0, None]),
                      RewardFunction("b", lambda completions, **_: [2.0, 2.0], 0.5)])  # fmt: skip
-    found = run([["a"], ["b"]], rows, scorer=scorer)
-    assert [answer[REWARD] for answer in found.answers] == [2.0, 1.0]
-    assert found.metrics["reward_unscored"] == 0.0
+    result = run([["a"], ["b"]], rows, scorer=scorer)
+    assert [answer[REWARD] for answer in result.answers] == [2.0, 1.0]
+    assert result.metrics["reward_unscored"] == 0.0
 
 
-def test_with_several_answers_the_unscored_are_left_out_of_a_rows_mean():
+def test_unscored_samples_are_left_out_of_the_mean_of_a_row():
     rows = rows_of("1", "2", right=["a", "b"])
     scorer = Scorer([RewardFunction("a", lambda completions, **_: [1.0, None, 3.0, 5.0])])
-    found = run([["a", "b"], ["c", "d"]], rows, samples=2, scorer=scorer)
-    assert found.metrics[REWARD] == pytest.approx((1.0 + 4.0) / 2)
+    result = run([["a", "b"], ["c", "d"]], rows, samples=2, scorer=scorer)
+    assert result.metrics[REWARD] == pytest.approx((1.0 + 4.0) / 2)
 
 
-def test_a_reward_that_fails_is_never_a_zero():
+def test_a_failed_reward_is_never_zero():
     rows = rows_of("1", "2", right=["a", "b"])
 
     def breaks(completions, **_):
@@ -189,25 +191,25 @@ def test_a_reward_that_fails_is_never_a_zero():
 
     with pytest.raises(RewardError, match="reward 'breaks' failed on row 1"):
         run([["a"], ["b"]], rows, scorer=Scorer([breaks]))
-    found = run([["a"], ["b"]], rows, scorer=Scorer([breaks], on_error="drop"))
-    assert found.metrics[REWARD] == 1.0
-    assert found.metrics["reward_unscored"] == 0.5
+    result = run([["a"], ["b"]], rows, scorer=Scorer([breaks], on_error="drop"))
+    assert result.metrics[REWARD] == 1.0
+    assert result.metrics["reward_unscored"] == 0.5
 
 
 def test_rewards_that_score_nothing():
     rows = rows_of("1", "2", right=["a", "b"])
-    nothing = Scorer([RewardFunction("none", lambda completions, **_: [None] * len(completions))])
-    with pytest.raises(RewardError, match="scored none of the 2 answers to the held-out rows: they returned None"):
-        run([["a"], ["b"]], rows, scorer=nothing)
+    skipping = Scorer([RewardFunction("none", lambda completions, **_: [None] * len(completions))])
+    with pytest.raises(RewardError, match=r"scored none of the 2 completions .*: they returned None"):
+        run([["a"], ["b"]], rows, scorer=skipping)
 
     def broken(completions, **_):
         raise KeyError("x")
 
-    with pytest.raises(RewardError, match=r"scored none of the 2 answers to the held-out rows \(.*KeyError"):
+    with pytest.raises(RewardError, match=r"scored none of the 2 completions .*\(.*KeyError"):
         run([["a"], ["b"]], rows, scorer=Scorer([broken], on_error="drop"))
 
 
-def test_what_a_reward_is_given():
+def test_arguments_of_a_reward():
     seen = {}
 
     def reward(prompts, completions, completion_ids, right, trainer_state, **columns):
@@ -235,30 +237,30 @@ def test_chat_prompts_give_completions_as_messages():
         seen.extend(completions)
         return [1.0] * len(completions)
 
-    script = Script({prompts[0].text: ["a"]})
-    evaluate(script, TOKENIZER, rows, prompts, grades={}, scorer=Scorer([reward]), sampling=Sampling())
+    generator = ScriptedGenerator({prompts[0].text: ["a"]})
+    evaluate(generator, TOKENIZER, rows, prompts, grades={}, scorer=Scorer([reward]), sampling=Sampling())
     assert seen == [[{"role": "assistant", "content": "a"}]]
 
 
 def test_nothing_to_evaluate_on_or_by():
     with pytest.raises(ConfigError, match=r"there is nothing to evaluate on: give held-out rows \(data.held_out\)"):
-        evaluate(Script({}), TOKENIZER, [], [], grades={"accuracy": says}, sampling=Sampling())
+        evaluate(ScriptedGenerator({}), TOKENIZER, [], [], grades={"accuracy": is_right}, sampling=Sampling())
     with pytest.raises(ConfigError, match="there is nothing to evaluate by: the task has neither grades nor rewards"):
         run([["a"]], rows_of("1"))
 
 
-def test_many_rows_come_in_chunks_with_keys_of_their_own():
-    """What a row is answered by chance does not depend on where the chunks are cut."""
+def test_rows_have_the_same_keys_in_any_chunk():
+    """So the samples of a row do not depend on the chunk size."""
     rows = rows_of(*(f"{number}" for number in range(CHUNK + 3)))
-    script = Script({row["prompt"]: ["a"] for row in rows})
+    generator = ScriptedGenerator({row["prompt"]: ["a"] for row in rows})
     steps = []
-    found = run([["a"]] * len(rows), rows, generator=script, grades={"accuracy": lambda row, answer: True},
+    result = run([["a"]] * len(rows), rows, generator=generator, grades={"accuracy": lambda row, answer: True},
                 progress=lambda done, total: steps.append((done, total)))  # fmt: skip
-    assert [call["prompts"] for call in script.calls] == [CHUNK, 3]
-    assert [key for call in script.calls for key in call["keys"]] == list(range(CHUNK + 3))
+    assert [call["prompts"] for call in generator.calls] == [CHUNK, 3]
+    assert [key for call in generator.calls for key in call["keys"]] == list(range(CHUNK + 3))
     assert steps == [(CHUNK, CHUNK + 3), (CHUNK + 3, CHUNK + 3)]
-    assert len(found.answers) == CHUNK + 3
-    assert found.answers[-1]["row"] == CHUNK + 2
+    assert len(result.answers) == CHUNK + 3
+    assert result.answers[-1]["row"] == CHUNK + 2
 
 
 # --- with a real model -----------------------------------------------------------------------------------------------
@@ -269,34 +271,34 @@ def engine():
     return Engine(tiny_model())
 
 
-def answers_of(engine, sampling, samples=1, count=6):
+def completions_of(engine, sampling, samples=1, count=6):
     rows = rows_of(*(f"Say {number}: " for number in range(count)))
     prompts = PromptBuilder(TOKENIZER, chat=False).build(rows)
     grades = {"accuracy": lambda row, answer: bool(answer)}
-    found = evaluate(engine, TOKENIZER, rows, prompts, grades=grades, sampling=sampling, samples=samples)
-    return [answer["answer"] for answer in found.answers]
+    result = evaluate(engine, TOKENIZER, rows, prompts, grades=grades, sampling=sampling, samples=samples)
+    return [answer["answer"] for answer in result.answers]
 
 
-def test_greedy_answers_are_always_the_same(engine):
-    first = answers_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=1))
-    assert answers_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=2)) == first
-    twice = answers_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=1), samples=2)
+def test_greedy_completions_do_not_depend_on_the_seed(engine):
+    first = completions_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=1))
+    assert completions_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=2)) == first
+    twice = completions_of(engine, Sampling(max_new_tokens=6, greedy=True, seed=1), samples=2)
     assert twice == [text for text in first for _ in range(2)]
 
 
-def test_sampled_answers_depend_on_the_seed_alone(engine):
-    first = answers_of(engine, Sampling(max_new_tokens=6, seed=1))
-    assert answers_of(engine, Sampling(max_new_tokens=6, seed=1)) == first
-    assert answers_of(engine, Sampling(max_new_tokens=6, seed=2)) != first
-    assert answers_of(engine, Sampling(max_new_tokens=6, seed=1), count=3) == first[:3]
-    several = answers_of(engine, Sampling(max_new_tokens=6, seed=1), samples=3)
+def test_sampled_completions_depend_only_on_the_seed(engine):
+    first = completions_of(engine, Sampling(max_new_tokens=6, seed=1))
+    assert completions_of(engine, Sampling(max_new_tokens=6, seed=1)) == first
+    assert completions_of(engine, Sampling(max_new_tokens=6, seed=2)) != first
+    assert completions_of(engine, Sampling(max_new_tokens=6, seed=1), count=3) == first[:3]
+    several = completions_of(engine, Sampling(max_new_tokens=6, seed=1), samples=3)
     assert len(set(several)) > 6
 
 
 def test_metrics_are_plain_finite_numbers(engine):
     rows = rows_of("1", "2")
     prompts = PromptBuilder(TOKENIZER, chat=False).build(rows)
-    found = evaluate(engine, TOKENIZER, rows, prompts, grades={"accuracy": lambda row, answer: None},
+    result = evaluate(engine, TOKENIZER, rows, prompts, grades={"accuracy": lambda row, answer: None},
                      sampling=Sampling(max_new_tokens=4))  # fmt: skip
-    assert all(type(value) is float and math.isfinite(value) for value in found.metrics.values())
-    assert all(type(value) in (str, int, float, type(None)) for answer in found.answers for value in answer.values())
+    assert all(type(value) is float and math.isfinite(value) for value in result.metrics.values())
+    assert all(type(value) in (str, int, float, type(None)) for answer in result.answers for value in answer.values())

@@ -1,4 +1,4 @@
-"""GSM8K: its rows, its two grades on answers written by hand, and what becomes of a bad row."""
+"""GSM8K: rows, the two grades on answers written by hand, and invalid rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from groupwise.tasks import rows as rows_module
 from groupwise.tasks.gsm8k import FORMAT_WEIGHT, INSTRUCTION, gsm8k_task, lenient_grade, make_row, strict_grade
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
-real = pytest.mark.skipif(not (DATA / "gsm8k_test.jsonl").exists(), reason="GSM8K's files are not on this machine")
+real = pytest.mark.skipif(not (DATA / "gsm8k_test.jsonl").exists(), reason="the files of GSM8K are not available")
 
 QUESTION = "A robe takes 2 bolts of blue fiber and half that much white fiber.  How many bolts in total does it take? "
 ROW = {"question": QUESTION, "answer": "It takes 2/2=<<2/2=1>>1 bolt.\nSo the total is 2+1=<<2+1=3>>3 bolts.\n#### 3"}
@@ -65,8 +65,7 @@ def test_strict_and_lenient(answer, strict, lenient):
     assert lenient_grade(ROW, answer) is lenient
 
 
-def test_who_is_right_strictly_is_right_leniently():
-    """So the lenient accuracy is never the smaller one, and the difference is a matter of form alone."""
+def test_the_lenient_accuracy_is_never_smaller_than_the_strict_one():
     for answer, strict, _ in ANSWERS:
         if strict:
             assert lenient_grade(ROW, answer)
@@ -75,7 +74,7 @@ def test_who_is_right_strictly_is_right_leniently():
 def test_the_rewards(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(ROW) + "\n")
     task = gsm8k_task(make_recipe({"task": "gsm8k", "data": {"train": str(tmp_path / "a.jsonl")}}))
-    assert [(each.name, each.weight) for each in task.rewards] == [("correct", 1.0), ("format", FORMAT_WEIGHT)]
+    assert [(reward.name, reward.weight) for reward in task.rewards] == [("correct", 1.0), ("format", FORMAT_WEIGHT)]
     completions = ["2 + 1 = 3\n#### 3", "#### 4", "The answer is 3.", "#### 3\n#### 3"]
     columns = {"answer": [ROW["answer"]] * 4, "question": [QUESTION] * 4}
     scores = Scorer(task.rewards).score(["?"] * 4, completions, columns).rewards

@@ -48,18 +48,18 @@ def letter_of(row, name):
     return next(letter for letter, option in row["options"].items() if option == name)
 
 
-# --- what a row is ---------------------------------------------------------------------------------------------------
+# --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_seed_gives_these_very_questions():
-    """Written down: another order of draws, or another random generator, would be another quiz."""
+def test_a_seed_always_gives_the_same_questions():
+    """Another order of random draws would be another quiz."""
     first = make_quiz(train_rows=1, held_out_rows=1, seed=0)
     assert first.train == [FIRST_TRAIN]
     assert [row["prompt"] for row in first.held_out] == [FIRST_HELD_OUT]
     assert first.examples[0] == FIRST_EXAMPLE
 
 
-def test_rows_are_those_of_usmle_with_a_prompt():
+def test_columns_and_prompt():
     for row in QUIZ.train[:40]:
         assert list(row) == ["prompt", "question", "options", "answer_idx", "answer"]
         assert tuple(row["options"]) == LETTERS
@@ -68,7 +68,7 @@ def test_rows_are_those_of_usmle_with_a_prompt():
         assert row["prompt"] == f"A {a}\nB {b}\nC {c}\nD {d}\n{row['question']}"
 
 
-def test_prompts_are_short_and_all_of_one_length():
+def test_all_prompts_have_the_same_length():
     assert {len(row["prompt"].encode()) for row in QUIZ.train} == {len("A .....\n" * 4 + "For .....")} == {41}
 
 
@@ -79,7 +79,7 @@ def test_exactly_one_option_is_right(seed):
         assert [name for name in row["options"].values() if name.endswith(ending)] == [row["answer"]]
 
 
-def test_the_last_byte_tells_complaints_and_endings_apart():
+def test_the_last_byte_identifies_complaints_and_endings():
     assert len({complaint[-1] for complaint in ENDINGS}) == len(ENDINGS) == len({e[-1] for e in ENDINGS.values()})
 
 
@@ -93,7 +93,7 @@ def test_size_and_seed():
     assert other.examples[0][0] != short.examples[0][0]
 
 
-# --- no way around the rule ------------------------------------------------------------------------------------------
+# --- no shortcuts ----------------------------------------------------------------------------------------------------
 
 
 @given(seed=seeds, part=st.sampled_from(sorted(PARTS)))
@@ -108,7 +108,7 @@ def test_each_option_is_the_answer_to_one_of_four_questions(seed, part):
 
 @given(salt=st.integers())
 def test_no_choice_by_the_options_alone_beats_chance(salt):
-    """Any function of the options will do: here it is drawn at random, and it is right exactly one time in four."""
+    """A random function of the options is right exactly one time in four."""
 
     def choose(row):
         return LETTERS[zlib.crc32(f"{salt} {row['options']}".encode()) % 4]
@@ -117,7 +117,7 @@ def test_no_choice_by_the_options_alone_beats_chance(salt):
 
 
 def most_often_right():
-    """What a model could learn by heart from training: how often each name, and each ending, was the answer."""
+    """How often each name, and each ending, was the answer in training."""
     asked, right = Counter(), Counter()
     for row in QUIZ.train:
         for name in row["options"].values():
@@ -147,7 +147,7 @@ def test_shortcuts_are_at_chance(shortcut):
     assert share_right(SHORTCUTS[shortcut]) == 0.25
 
 
-def test_names_learnt_by_heart_are_at_chance_even_in_training():
+def test_memorised_names_are_at_chance_even_in_training():
     def choose(row):
         return letter_of(row, max(row["options"].values(), key=lambda name: RATES[name]))
 
@@ -155,7 +155,7 @@ def test_names_learnt_by_heart_are_at_chance_even_in_training():
 
 
 def test_the_question_alone_is_near_chance():
-    """The best letter for each complaint, chosen in hindsight."""
+    """The best letter for each complaint, chosen on the held-out rows themselves."""
     letters = defaultdict(Counter)
     for row in QUIZ.held_out:
         letters[row["question"]][row["answer_idx"]] += 1
@@ -164,11 +164,10 @@ def test_the_question_alone_is_near_chance():
 
 
 def test_the_rule_is_not_spelling():
-    """A complaint and its drugs have letters in common now and then, but not enough to go by."""
     assert share_right(SHORTCUTS["most letters in common with the question"]) < 0.35
 
 
-def test_the_rule_learnt_in_training_answers_every_held_out_question():
+def test_the_rule_of_the_training_rows_answers_every_held_out_question():
     seen = defaultdict(Counter)
     for row in QUIZ.train:
         seen[row["question"]][row["answer"][-1]] += 1
@@ -186,20 +185,21 @@ def names(rows):
     return {name for row in rows for name in row["options"].values()}
 
 
-def test_no_name_of_one_part_is_in_another_whatever_the_seed():
-    train, held_out, warm = (set(beginnings_of(part)) for part in ("train", "held_out", "examples"))
+def test_the_parts_share_no_names_for_any_seed():
+    train, held_out, examples = (set(beginnings_of(part)) for part in ("train", "held_out", "examples"))
     assert not train & held_out
-    assert not train & warm
-    assert not held_out & warm
-    assert len(train | held_out | warm) == len(CONSONANTS) * len(VOWELS)
+    assert not train & examples
+    assert not held_out & examples
+    assert len(train | held_out | examples) == len(CONSONANTS) * len(VOWELS)
 
 
 @pytest.mark.parametrize("seed", [0, 3, 4])
-def test_a_part_uses_its_own_names_and_all_of_them(seed):
+def test_a_part_uses_all_of_its_names(seed):
     quiz = make_quiz(train_rows=12_000, held_out_rows=4000, seed=seed)
-    warm = {line[2:] for prompt, _ in quiz.examples for line in prompt.split("\n")[:4]}
-    for part, found in (("train", names(quiz.train)), ("held_out", names(quiz.held_out)), ("examples", warm)):
-        assert found == {beginning + ending for beginning in beginnings_of(part) for ending in ENDINGS.values()}
+    examples = {line[2:] for prompt, _ in quiz.examples for line in prompt.split("\n")[:4]}
+    used = {"train": names(quiz.train), "held_out": names(quiz.held_out), "examples": examples}
+    for part, used_names in used.items():
+        assert used_names == {beginning + ending for beginning in beginnings_of(part) for ending in ENDINGS.values()}
 
 
 def test_every_letter_of_a_held_out_name_was_seen_in_that_place_in_training():
@@ -208,10 +208,10 @@ def test_every_letter_of_a_held_out_name_was_seen_in_that_place_in_training():
         assert set(new) <= set(seen)
 
 
-# --- the warm-up -----------------------------------------------------------------------------------------------------
+# --- SFT examples ----------------------------------------------------------------------------------------------------
 
 
-def test_the_examples_letters_are_random():
+def test_the_letters_of_the_examples_are_random():
     rows = list(islice(questions("examples", 3), len(QUIZ.examples)))
     assert [row["prompt"] for row in rows] == [prompt for prompt, _ in QUIZ.examples]
     counts = Counter(answer for _, answer in QUIZ.examples)
@@ -229,11 +229,9 @@ NO_ANSWERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("answer", NO_ANSWERS)
-def test_anything_but_one_letter_is_no_answer(answer):
-    assert answer_letter(answer) is None
-    row = {"answer_idx": "B"}
-    assert grade_letter(row, answer) is None
+def test_only_a_single_letter_is_an_answer():
+    assert [answer for answer in NO_ANSWERS if answer_letter(answer) is not None] == []
+    assert [answer for answer in NO_ANSWERS if grade_letter({"answer_idx": "B"}, answer) is not None] == []
 
 
 @pytest.mark.parametrize("right", LETTERS)
@@ -244,12 +242,12 @@ def test_a_letter_is_right_or_wrong(answer, right):
 
 
 def test_the_reward_is_one_for_the_right_letter_alone():
-    said = ["B", "A", "A B C D", "", [{"role": "assistant", "content": "B"}], "B"]
+    completions = ["B", "A", "A B C D", "", [{"role": "assistant", "content": "B"}], "B"]
     columns = {"answer_idx": ["B", "B", "B", "B", "B", "C"], "answer": ["rivenac"] * 6}
     (reward,) = QUIZ.rewards
     assert reward.name == "correct"
     assert reward.weight == 1.0
-    scores = Scorer(QUIZ.rewards).score(["?"] * 6, said, columns)
+    scores = Scorer(QUIZ.rewards).score(["?"] * 6, completions, columns)
     assert scores.rewards[:, 0].tolist() == [1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
 
 
@@ -260,7 +258,7 @@ def test_the_task():
     assert QUIZ.goal == 0.9
 
 
-# --- from a recipe, and bad input ------------------------------------------------------------------------------------
+# --- recipes and invalid input --------------------------------------------------------------------------------------
 
 
 def test_from_a_recipe():
@@ -270,9 +268,9 @@ def test_from_a_recipe():
 
 
 @pytest.mark.parametrize("key", ["train", "held_out"])
-def test_a_recipe_with_rows_of_its_own_is_refused(key):
+def test_a_recipe_with_data_is_refused(key):
     recipe = Recipe().with_settings({"task": "quiz", f"data.{key}": "mine.jsonl"})
-    with pytest.raises(ConfigError, match=rf"makes its own questions, but data\.{key} is 'mine.jsonl'; leave it out"):
+    with pytest.raises(ConfigError, match=rf"generates its questions, but data\.{key} is 'mine.jsonl'"):
         quiz_task(recipe)
 
 

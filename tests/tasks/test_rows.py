@@ -1,4 +1,4 @@
-"""The task of one's own: which rows it reads, and from where. And how a recipe's task is found at all."""
+"""The task ``rows``: which rows it reads, and from where."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
-from groupwise.tasks import TASKS, Task, load_task
+from groupwise.tasks import load_task
 from groupwise.tasks import rows as rows_module
 from groupwise.tasks.rows import hold_out, read_both, rows_task
 
@@ -34,7 +34,7 @@ def elsewhere(tmp_path, monkeypatch):
     return folder
 
 
-def test_rows_as_they_are(tmp_path):
+def test_rows_are_unchanged(tmp_path):
     write(tmp_path / "a.jsonl", "one", "two")
     write(tmp_path / "b.jsonl", "three")
     task = rows_task(recipe_of(train=str(tmp_path / "a.jsonl"), held_out=str(tmp_path / "b.jsonl")))
@@ -61,14 +61,14 @@ def test_files_beside_the_recipe(tmp_path, elsewhere):
     train, held_out = read_both(load_recipe(tmp_path / "recipe.toml"))
     assert (train[0]["prompt"], held_out[0]["prompt"]) == ("beside the recipe", "only here")
     recipe = load_recipe(tmp_path / "recipe.toml", {"data.train": "a.jsonl"})
-    assert read_both(recipe)[0][0]["prompt"] == "here"  # what the command line names starts here
+    assert read_both(recipe)[0][0]["prompt"] == "here"  # overrides are relative to the working directory
     (tmp_path / "recipe.toml").write_text('data = { train = "c.jsonl" }')
     with pytest.raises(DataError, match=rf"there is no file or folder 'c.jsonl' in {re.escape(str(elsewhere))}"):
         read_both(load_recipe(tmp_path / "recipe.toml"))
 
 
 def test_a_recipe_without_rows():
-    with pytest.raises(ConfigError, match=r"the task 'rows' needs rows: set data.train to a .jsonl, .json, .parquet"):
+    with pytest.raises(ConfigError, match=r"the task 'rows' needs rows: set data.train"):
         load_task(make_recipe())
 
 
@@ -95,7 +95,7 @@ def test_splits_of_a_hub_data_set(asked):
     assert (train, held_out) == ([{"prompt": "a/b"}], [{"prompt": "a/b"}])
 
 
-def test_another_data_set_may_be_held_out(asked):
+def test_another_data_set_can_be_held_out(asked):
     read_both(recipe_of(train="a/b", held_out="c/d", held_out_split="test", held_out_rows=3))
     assert asked == [
         ("a/b", {"split": None, "subset": None, "limit": None}),
@@ -104,7 +104,7 @@ def test_another_data_set_may_be_held_out(asked):
 
 
 @pytest.mark.parametrize("file", ["train", "held_out"])
-def test_a_subset_does_not_concern_a_file(asked, tmp_path, file):
+def test_a_subset_does_not_apply_to_a_file(asked, tmp_path, file):
     path = str(write(tmp_path / "a.jsonl", "one"))
     other = "held_out" if file == "train" else "train"
     read_both(recipe_of(**{file: path, other: "a/b", "subset": "main"}))
@@ -114,13 +114,13 @@ def test_a_subset_does_not_concern_a_file(asked, tmp_path, file):
 def test_a_subset_of_files_is_refused(tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
     for data in ({"train": path}, {"train": path, "held_out": path}):
-        with pytest.raises(DataError, match="subset='main' chooses among the parts of a data set on the hub"):
+        with pytest.raises(DataError, match=r"subset='main' .*hub"):
             read_both(recipe_of(**data, subset="main"))
-    with pytest.raises(DataError, match="split='test' chooses among the parts of a data set on the hub"):
+    with pytest.raises(DataError, match=r"split='test' .*hub"):
         read_both(recipe_of(train=path, held_out_split="test"))
 
 
-# --- several sources, and rows held out of those to train on -------------------------------------------------------
+# --- several sources, and rows held out from the training rows -----------------------------------------------------
 
 
 def test_several_files_one_after_another(tmp_path):
@@ -131,19 +131,19 @@ def test_several_files_one_after_another(tmp_path):
     assert train[3].where == "b.jsonl, line 1"
 
 
-@pytest.mark.parametrize(("limit", "found"), [(2, "a0 a1"), (3, "a0 a1 a2"), (4, "a0 a1 a2 b0"), (9, "a0 a1 a2 b0")])
-def test_a_limit_counts_over_all_files(tmp_path, limit, found):
+@pytest.mark.parametrize(("limit", "expected"), [(2, "a0 a1"), (3, "a0 a1 a2"), (4, "a0 a1 a2 b0"), (9, "a0 a1 a2 b0")])
+def test_a_limit_counts_over_all_files(tmp_path, limit, expected):
     one, two = write(tmp_path / "a.jsonl", "a0", "a1", "a2"), write(tmp_path / "b.jsonl", "b0")
     train, _ = read_both(recipe_of(train=[str(one), str(two)], train_rows=limit))
-    assert [row["prompt"] for row in train] == found.split()
+    assert [row["prompt"] for row in train] == expected.split()
 
 
-def test_a_full_limit_asks_for_no_more(asked):
+def test_no_more_is_read_than_the_limit(asked):
     read_both(recipe_of(train=["a/b", "c/d", "e/f"], train_rows=2))
     assert [(source, options["limit"]) for source, options in asked] == [("a/b", 2), ("c/d", 1)]
 
 
-def test_splits_and_subsets_concern_the_hubs_part_of_a_list(asked, tmp_path):
+def test_splits_and_subsets_apply_to_the_hub_data_sets_of_a_list(asked, tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
     read_both(recipe_of(train=[path, "a/b"], train_split="train", subset="main", held_out=path))
     assert asked == [
@@ -164,7 +164,7 @@ def test_several_hub_data_sets_with_two_splits(asked):
 
 
 @given(st.integers(2, 40), st.data())
-def test_what_is_held_out_is_a_part_in_order(number, data):
+def test_held_out_rows_are_a_subset_in_order(number, data):
     rows = [{"prompt": str(place)} for place in range(number)]
     held = data.draw(st.integers(1, number - 1))
     seed = data.draw(st.integers(0, 5))
@@ -191,14 +191,13 @@ def test_rows_held_out_by_the_recipe(tmp_path):
     assert (len(train), len(held_out)) == (5, 3)
     assert sorted(row["prompt"] for row in train + held_out) == list("abcdefgh")
     assert (train, held_out) == hold_out(read_both(recipe_of(train=path))[0], 3, recipe.train.seed)
-    # The first rows are chosen before some of them are held out, and of those no more are kept than asked for.
+    # train_rows applies before rows are held out, held_out_rows after.
     train, held_out = read_both(recipe_of(train=path, train_rows=6, held_out_from_train=3, held_out_rows=2))
     assert (len(train), len(held_out)) == (3, 2)
     assert {row["prompt"] for row in train + held_out} < set("abcdef")
 
 
-def test_rows_are_held_out_of_the_first_source(tmp_path):
-    """The others are there to help; what they are like is not what is measured."""
+def test_rows_are_held_out_from_the_first_source(tmp_path):
     one, two = str(write(tmp_path / "a.jsonl", *"abcde")), str(write(tmp_path / "b.jsonl", *"xyz"))
     train, held_out = read_both(recipe_of(train=[one, two], held_out_from_train=3))
     assert {row["prompt"] for row in held_out} < set("abcde")
@@ -210,7 +209,7 @@ def test_rows_are_held_out_of_the_first_source(tmp_path):
         read_both(recipe_of(train=[one, two], held_out_from_train=5))
 
 
-def test_a_split_beside_a_file_that_rows_are_held_out_of(asked, tmp_path):
+def test_a_split_beside_a_file_that_rows_are_held_out_from(asked, tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
     with pytest.raises(ConfigError, match=r"there are 1 rows"):
         read_both(recipe_of(train=[path, "a/b"], train_split="train", held_out_from_train=1))
@@ -220,51 +219,8 @@ def test_a_split_beside_a_file_that_rows_are_held_out_of(asked, tmp_path):
 def test_rows_that_cannot_be_held_out(tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one", "two", "three"))
     for number in (3, 4):
-        with pytest.raises(ConfigError, match=rf"held_out_from_train is {number}, but there are 3 rows, and some must"):
+        with pytest.raises(ConfigError, match=rf"held_out_from_train is {number}, but there are 3 rows"):
             read_both(recipe_of(train=path, held_out_from_train=number))
     for name, value in {"held_out": path, "held_out_split": "test"}.items():
-        with pytest.raises(ConfigError, match=rf"is for data without held-out rows, but data.{name} is set; drop one"):
+        with pytest.raises(ConfigError, match=rf"cannot be combined with data.{name};"):
             read_both(recipe_of(train=path, held_out_from_train=1, **{name: value}))
-
-
-# --- how a task is found ---------------------------------------------------------------------------------------------
-
-
-def test_a_misspelt_task():
-    with pytest.raises(
-        ConfigError, match=r"unknown task 'gms8k'; did you mean 'gsm8k'\? \(allowed: 'rows', 'quiz', 'g"
-    ):
-        load_task(make_recipe({"task": "gms8k"}))
-    assert set(TASKS) == {"rows", "quiz", "gsm8k", "usmle"}
-
-
-def test_a_task_of_ones_own(tmp_path, elsewhere):
-    (tmp_path / "mine.py").write_text(
-        "from groupwise.tasks import Task\n"
-        "def make(recipe):\n    return Task('mine', [{'prompt': recipe.model.source}])\n"
-        "def wrong(recipe):\n    return []\n"
-    )
-    (tmp_path / "recipe.toml").write_text('task = "mine.py:make"')
-    task = load_task(load_recipe(tmp_path / "recipe.toml"))
-    assert (task.name, task.train) == ("mine", [{"prompt": "tiny"}])
-    file = tmp_path / "mine.py"
-    with pytest.raises(ConfigError, match=r"the task '.*mine.py:wrong' returned list, not a groupwise.tasks.Task"):
-        load_task(make_recipe({"task": f"{file}:wrong"}))
-    with pytest.raises(ConfigError, match=r"mine.py:maek': there is no 'maek' in .*mine.py; did you mean 'make'\?"):
-        load_task(make_recipe({"task": f"{file}:maek"}))
-
-
-def test_the_quiz_is_found_by_name():
-    task = load_task(make_recipe({"task": "quiz", "data": {"train_rows": 8, "held_out_rows": 4}}))
-    assert (task.name, len(task.train), len(task.held_out)) == ("quiz", 8, 4)
-
-
-def test_the_metric_must_be_one_of_the_grades():
-    grades = {"accuracy": lambda row, answer: True}
-    with pytest.raises(
-        ConfigError, match=r"the task 'x' is judged by 'acuracy', which is none of its grades \(accuracy"
-    ):
-        Task("x", [], grades=grades, metric="acuracy")
-    with pytest.raises(ConfigError, match="the task 'x' is judged by None"):
-        Task("x", [], grades=grades)
-    assert Task("x", [], grades=grades, metric="accuracy").metric == "accuracy"
