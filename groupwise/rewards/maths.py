@@ -74,8 +74,8 @@ def lenient_answer(text: str) -> Fraction | None:
         return strict
     plain = _plain(text)
     numbers = list(_WITHIN.finditer(plain))
-    said = max((match.end() for match in _SAYS.finditer(plain)), default=len(plain))
-    for match in (*(match for match in numbers if match.start() >= said), *reversed(numbers)):
+    start = max((match.end() for match in _SAYS.finditer(plain)), default=len(plain))
+    for match in (*(match for match in numbers if match.start() >= start), *reversed(numbers)):
         value = _value(match)
         if value is not None:
             return value

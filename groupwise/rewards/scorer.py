@@ -318,12 +318,10 @@ def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list
     try:
         futures += (asyncio.run_coroutine_threadsafe(call.run_async(timeout), thread.loop) for call in calls)
         ended, running = wait(futures, None if timeout is None else timeout + GRACE)
-    except BaseException:  # Ctrl-C
+        thread.blocked = bool(running)  # not even the cancellation came through: the next call gets a new loop
+    finally:
         for future in futures:
-            future.cancel()
-        raise
-    if running:  # not even the cancellation came through, so the next call gets a new loop
-        thread.blocked = True
+            future.cancel()  # after Ctrl-C, or what a blocked loop has not started; nothing if it is done
     stuck = (
         " and cannot be cancelled: it or another async reward blocks the event loop, or ignores that it is cancelled; "
         "the loop is left behind (await what takes long, or write a plain function)"

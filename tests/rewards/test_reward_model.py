@@ -1,4 +1,4 @@
-"""Reward models: real classifiers of transformers, tiny and untrained, against themselves called one row at a time."""
+"""Reward models: tiny, untrained classifiers of transformers, against the same models called one row at a time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    BertTokenizerFast,
-    GPT2Config,
-    GPT2ForSequenceClassification,
-    LlamaForSequenceClassification,
-)
 
 from groupwise.errors import ConfigError, InputError
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
@@ -30,7 +22,7 @@ WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *".?!", *LETTERS, *(f"##{
 
 def save(model: Any, tokenizer: Any, folder: Path) -> str:
     with torch.no_grad():
-        for weight in model.parameters():  # far enough from zero for scores that differ
+        for weight in model.parameters():  # large enough for scores that differ
             weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())) * 0.2)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -40,6 +32,8 @@ def save(model: Any, tokenizer: Any, folder: Path) -> str:
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     """A decoder with one output, a chat template and a padding token."""
+    from transformers import LlamaForSequenceClassification
+
     config = tiny_config()
     config.num_labels = 1
     return save(LlamaForSequenceClassification(config), tiny_tokenizer(), tmp_path_factory.mktemp("llama"))
@@ -47,7 +41,9 @@ def llama(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A decoder with absolute positions and no padding token, whose tokenizer has no template either."""
+    """A decoder with absolute positions, without a padding token and without a chat template."""
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tokenizer.pad_token = None
@@ -58,7 +54,9 @@ def gpt2(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory):
-    """An encoder with three outputs that have names."""
+    """An encoder with three named outputs."""
+    from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
+
     folder = tmp_path_factory.mktemp("bert")
     tokenizer = BertTokenizerFast(vocab={word: number for number, word in enumerate(WORDS)})
     config = BertConfig(
@@ -75,11 +73,17 @@ def bert(tmp_path_factory):
     return save(BertForSequenceClassification(config), tokenizer, folder)
 
 
-def alone(kind: Any, folder: str, encode: Any) -> torch.Tensor:
-    """The outputs of each row by itself, as transformers has them."""
+def load(folder: str) -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(folder).eval()
+
+
+def row_logits(folder: str, encode: Any) -> torch.Tensor:
+    """The outputs of each row alone, from transformers."""
     from transformers import AutoTokenizer
 
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder).eval()
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
     with torch.no_grad():
         rows = [encode(tokenizer, *row) for row in zip(PROMPTS, ANSWERS, strict=True)]
         return torch.cat([model(**row).logits for row in rows])
@@ -100,9 +104,9 @@ def joined(tokenizer, prompt, answer):
 
 
 CASES = {
-    "llama": (LlamaForSequenceClassification, chat, {}),
-    "gpt2": (GPT2ForSequenceClassification, joined, {}),
-    "bert": (BertForSequenceClassification, pair, {"label": "good"}),
+    "llama": (chat, {}),
+    "gpt2": (joined, {}),
+    "bert": (pair, {"label": "good"}),
 }
 
 
@@ -110,44 +114,44 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_batch_has_the_scores_of_its_rows_alone(request, name, batch_size):
     folder = request.getfixturevalue(name)
-    kind, encode, options = CASES[name]
-    expected = alone(kind, folder, encode)
-    wanted = expected[:, 0] if name != "bert" else expected.log_softmax(-1)[:, 2]
-    assert wanted.std() > 1e-3
-    found = reward_model(model=folder, device="cpu", batch_size=batch_size, **options)(PROMPTS, ANSWERS)
-    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=1e-5)
+    encode, options = CASES[name]
+    logits = row_logits(folder, encode)
+    expected = logits[:, 0] if name != "bert" else logits.log_softmax(-1)[:, 2]
+    assert expected.std() > 1e-3
+    rewards = reward_model(model=folder, device="cpu", batch_size=batch_size, **options)(PROMPTS, ANSWERS)
+    torch.testing.assert_close(torch.tensor(rewards), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_scales(llama, bert):
-    raw = alone(LlamaForSequenceClassification, llama, chat)[:, 0]
-    found = reward_model(model=llama, device="cpu", scale="sigmoid")(PROMPTS, ANSWERS)
-    torch.testing.assert_close(torch.tensor(found), 1 / (1 + (-raw).exp()), atol=1e-5, rtol=1e-5)
-    outputs = alone(BertForSequenceClassification, bert, pair)
-    chances = outputs.exp() / outputs.exp().sum(1, keepdim=True)
+    raw = row_logits(llama, chat)[:, 0]
+    rewards = reward_model(model=llama, device="cpu", scale="sigmoid")(PROMPTS, ANSWERS)
+    torch.testing.assert_close(torch.tensor(rewards), 1 / (1 + (-raw).exp()), atol=1e-5, rtol=1e-5)
+    outputs = row_logits(bert, pair)
+    probabilities = outputs.exp() / outputs.exp().sum(1, keepdim=True)
     for label in (0, "fair"):
-        found = reward_model(model=bert, device="cpu", scale="sigmoid", label=label)(PROMPTS, ANSWERS)
-        wanted = chances[:, {0: 0, "fair": 1}[label]]
-        torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=1e-5)
+        rewards = reward_model(model=bert, device="cpu", scale="sigmoid", label=label)(PROMPTS, ANSWERS)
+        expected = probabilities[:, {0: 0, "fair": 1}[label]]
+        torch.testing.assert_close(torch.tensor(rewards), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_half_precision_is_near(gpt2):
-    raw = alone(GPT2ForSequenceClassification, gpt2, joined)[:, 0]
-    found = torch.tensor(reward_model(model=gpt2, device="cpu", dtype="bfloat16")(PROMPTS, ANSWERS))
-    assert (found != raw).any()
-    torch.testing.assert_close(found, raw, atol=0.1, rtol=0.05)
+def test_half_precision_is_close(gpt2):
+    raw = row_logits(gpt2, joined)[:, 0]
+    rewards = torch.tensor(reward_model(model=gpt2, device="cpu", dtype="bfloat16")(PROMPTS, ANSWERS))
+    assert (rewards != raw).any()
+    torch.testing.assert_close(rewards, raw, atol=0.1, rtol=0.05)
 
 
-def test_outputs_that_do_not_exclude_each_other(bert, tmp_path):
+def test_regression_outputs(bert, tmp_path):
     for file in Path(bert).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    facts = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**facts, "problem_type": "regression"}))
-    outputs = alone(BertForSequenceClassification, bert, pair)
-    found = reward_model(model=str(tmp_path), device="cpu", label=1)(PROMPTS, ANSWERS)
-    torch.testing.assert_close(torch.tensor(found), outputs[:, 1], atol=1e-5, rtol=1e-5)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "problem_type": "regression"}))
+    outputs = row_logits(bert, pair)
+    rewards = reward_model(model=str(tmp_path), device="cpu", label=1)(PROMPTS, ANSWERS)
+    torch.testing.assert_close(torch.tensor(rewards), outputs[:, 1], atol=1e-5, rtol=1e-5)
 
 
-def test_conversations_and_thoughts(llama):
+def test_conversations_and_thinking(llama):
     reward = reward_model(model=llama, device="cpu")
     messages = [{"role": "user", "content": PROMPTS[0]}]
     thinking = [{"role": "assistant", "content": f"<think>hm</think>\n{ANSWERS[0]}"}]
@@ -159,52 +163,52 @@ def test_conversations_and_thoughts(llama):
     assert abs(plain - without) > 1e-4
 
 
-def test_the_template_can_be_left_out(llama):
-    found = reward_model(model=llama, device="cpu", chat=False)(PROMPTS, ANSWERS)
-    wanted = alone(LlamaForSequenceClassification, llama, joined)[:, 0]
-    torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-5, rtol=1e-5)
+def test_without_the_chat_template(llama):
+    rewards = reward_model(model=llama, device="cpu", chat=False)(PROMPTS, ANSWERS)
+    expected = row_logits(llama, joined)[:, 0]
+    torch.testing.assert_close(torch.tensor(rewards), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_run_sees_how_much_was_cut_off(llama):
+def test_the_share_of_truncated_rows_is_logged(llama):
     """In bytes: <|start|>, user, a newline, the prompt, <|end|>, then the same for the assistant."""
-    whole = 1 + 5 + 20 + 1 + 1 + 10 + 5 + 1
-    scorer = Scorer([named(make_reward("reward_model", {"model": llama, "device": "cpu", "max_length": whole}))])
+    length = 1 + 5 + 20 + 1 + 1 + 10 + 5 + 1
+    scorer = Scorer([named(make_reward("reward_model", {"model": llama, "device": "cpu", "max_length": length}))])
     scores = scorer.score(["p" * 20, "q" * 21], ["x" * 5, "x" * 5], {})
     assert scorer.functions[0].name == "reward_model"
     assert scores.metrics == {"reward_model/truncated": 0.5}
     assert scores.rewards.isfinite().all()
 
 
-def test_a_conversation_loses_its_beginning_but_for_the_first_token(llama):
+def test_a_conversation_loses_its_beginning_except_the_first_token(llama):
     tokenizer = tiny_tokenizer()
     ids = chat(tokenizer, "p" * 50, "x" * 20)["input_ids"][0].tolist()
-    kept = torch.tensor([[257, *ids[-29:]]])  # <|start|> is the token that begins a text
+    kept = torch.tensor([[257, *ids[-29:]]])  # <|start|> begins every text
     with torch.no_grad():
-        wanted = LlamaForSequenceClassification.from_pretrained(llama).eval()(input_ids=kept).logits[0, 0]
-    found = reward_model(model=llama, device="cpu", max_length=30)(["p" * 50], ["x" * 20])
-    assert found[0] == pytest.approx(wanted.item(), abs=1e-5)
+        expected = load(llama)(input_ids=kept).logits[0, 0]
+    rewards = reward_model(model=llama, device="cpu", max_length=30)(["p" * 50], ["x" * 20])
+    assert rewards[0] == pytest.approx(expected.item(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
     ("prompt", "answer", "kept"),
     [
-        ("a b c d e f g", "x y z", ("e f g", "x y z")),  # 9 tokens with [CLS] and two [SEP]: the prompt gives way
+        ("a b c d e f g", "x y z", ("e f g", "x y z")),  # 9 tokens with [CLS] and two [SEP]: the prompt is truncated
         ("a b", "q r s t u v w x y z", None),
     ],
 )
 def test_a_pair_loses_the_beginning_of_its_prompt(bert, prompt, answer, kept):
     logged = {}
     reward = reward_model(model=bert, device="cpu", max_length=9, label=0)
-    found = reward([prompt], [answer], log_metric=logged.__setitem__)
+    rewards = reward([prompt], [answer], log_metric=logged.__setitem__)
     assert logged == {"reward_model/truncated": 1.0}
-    if kept is None:  # an answer that is too long by itself loses its beginning too: its end still counts
-        assert found != reward([prompt], [answer.replace("z", "q")])
-        assert found == reward([prompt], ["a b c " + answer])
+    if kept is None:  # an answer that is too long by itself loses its beginning, too
+        assert rewards != reward([prompt], [answer.replace("z", "q")])
+        assert rewards == reward([prompt], ["a b c " + answer])
     else:
-        assert found == pytest.approx(reward([kept[0]], [kept[1]]), abs=1e-6)
+        assert rewards == pytest.approx(reward([kept[0]], [kept[1]]), abs=1e-6)
 
 
-def test_a_text_longer_than_the_positions_of_the_model(gpt2, bert):
+def test_a_text_longer_than_the_context_of_the_model(gpt2, bert):
     assert len(reward_model(model=gpt2, device="cpu", max_length=100_000)(["a" * 1000], ["b" * 10])) == 1
     assert len(reward_model(model=bert, device="cpu", label=0)(["a " * 1000], ["b " * 10])) == 1
 
@@ -220,17 +224,17 @@ def test_loading_leaves_the_random_state_alone(llama):
     assert torch.equal(before, torch.get_rng_state())
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_language_model_is_no_reward_model(tmp_path):
+def test_a_language_model_is_not_a_reward_model(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"is no reward model: its weights lack score\.weight, .* random numbers"):
+    with pytest.raises(ConfigError, match=r"is not a reward model: its weights lack score\.weight, .* random"):
         reward_model(model=str(tmp_path), device="cpu")
 
 
-def test_a_folder_that_is_not_there_or_no_model(tmp_path):
+def test_missing_and_other_folders(tmp_path):
     for missing in (str(tmp_path / "none"), "./none", "none", "a/b/c", "~/none"):
         with pytest.raises(ConfigError, match=r"there is no folder .*; a model on the hub is written owner/name"):
             reward_model(model=missing)
@@ -240,7 +244,7 @@ def test_a_folder_that_is_not_there_or_no_model(tmp_path):
         reward_model(model=5)
 
 
-def test_weights_that_are_damaged_or_not_finite(llama, tmp_path):
+def test_damaged_weights(llama, tmp_path):
     for file in Path(llama).iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = tmp_path / "model.safetensors"
@@ -271,7 +275,7 @@ def test_a_template_that_refuses_a_role(llama, tmp_path):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("bert", {}, r"has 3 outputs, so label must say which counts: a number from 0 to 2 or one of 'bad', 'fair', "),
+        ("bert", {}, r"has 3 outputs, so label must choose one: a number from 0 to 2 or one of 'bad', 'fair', "),
         ("bert", {"label": 3}, "so label cannot be 3: a number from 0 to 2"),
         ("bert", {"label": "great"}, "so label cannot be 'great'"),
         ("llama", {"label": 1}, "has 1 output, so label cannot be 1: a number from 0 to 0 or one of 'LABEL_0'"),
@@ -286,6 +290,6 @@ def test_a_template_that_refuses_a_role(llama, tmp_path):
         ("llama", {"after": 1}, "after must be the text that an answer follows"),
     ],
 )
-def test_options_that_cannot_be(request, name, options, message):
+def test_invalid_options(request, name, options, message):
     with pytest.raises(ConfigError, match=message):
         reward_model(model=request.getfixturevalue(name), **{"device": "cpu", **options})

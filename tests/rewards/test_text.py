@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import InputError
 from groupwise.rewards import format_reward, overlong_penalty, text_of
-from groupwise.rewards.text import excerpt
+from groupwise.rewards.text import answer_of, excerpt, prompt_messages, prompt_text
 
 
 def test_text_of():
@@ -39,6 +39,24 @@ def test_invalid_messages():
         text_of([{"role": "model", "content": "18"}])
     with pytest.raises(InputError, match="a message's content must be a text, a list of parts or None, got 18"):
         text_of([{"role": "assistant", "content": 18}])
+
+
+def test_the_answer_follows_the_last_mark():
+    assert answer_of("<think>a</think> b </think>\n c \n") == "c"
+    assert answer_of(" no mark ") == "no mark"
+    assert answer_of("a </think>") == ""
+    assert answer_of("a </think> b", after=None) == answer_of("a </think> b", after="") == "a </think> b"
+    assert answer_of([{"role": "assistant", "content": "x ### y"}], after="###") == "y"
+
+
+def test_a_prompt_as_messages_and_as_a_text():
+    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
+    assert prompt_messages("Hi") == [{"role": "user", "content": "Hi"}]
+    assert prompt_messages(chat) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    assert prompt_text(chat) == "system: Be kind.\n\nuser: Hi"
+    assert prompt_text("Hi") == prompt_text(chat[1:]) == "Hi"
+    with pytest.raises(InputError, match="a prompt must be a text or a list of messages, got 5"):
+        prompt_messages(5)
 
 
 def test_excerpt():

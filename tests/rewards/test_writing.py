@@ -1,4 +1,4 @@
-"""Length, repetition and key words: counted by hand, and what holds for any text."""
+"""Length, repetition and key words: values counted by hand, and properties of any text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError, InputError
 from groupwise.rewards import Scorer, distinct_n, keywords, length_band, repetition, words_of
-from groupwise.rewards.text import answer_of, prompt_messages, prompt_text
 from groupwise.rewards.writing import stem
 
 WORDS = st.lists(st.sampled_from(["sun", "moon", "rain", "wind", "sea"]), max_size=30)
@@ -50,24 +49,6 @@ def test_words_have_letters_or_digits_and_stay_what_they_are(text):
     assert words_of(" ".join(words)) == words
 
 
-def test_the_answer_follows_the_last_mark():
-    assert answer_of("<think>a</think> b </think>\n c \n") == "c"
-    assert answer_of(" no mark ") == "no mark"
-    assert answer_of("a </think>") == ""
-    assert answer_of("a </think> b", after=None) == answer_of("a </think> b", after="") == "a </think> b"
-    assert answer_of([{"role": "assistant", "content": "x ### y"}], after="###") == "y"
-
-
-def test_a_prompt_as_messages_and_as_a_text():
-    chat = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
-    assert prompt_messages("Hi") == [{"role": "user", "content": "Hi"}]
-    assert prompt_messages(chat) == [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    assert prompt_text(chat) == "system: Be kind.\n\nuser: Hi"
-    assert prompt_text("Hi") == prompt_text(chat[1:]) == "Hi"
-    with pytest.raises(InputError, match="a prompt must be a text or a list of messages, got 5"):
-        prompt_messages(5)
-
-
 # --- length -----------------------------------------------------------------------------------------------------------
 
 
@@ -87,19 +68,19 @@ def test_slopes_of_another_width():
     assert one(length_band(low=6, high=6), "word " * 7) == 0.0
 
 
-def test_characters_and_thoughts():
+def test_characters_and_thinking():
     assert one(length_band(low=4, high=6, unit="characters"), "<think>long long</think>\nabcde\n") == 1.0
     assert one(length_band(low=4, high=6, unit="characters"), "abcdefg") == 0.5
     assert one(length_band(low=1, high=1, after=""), "long</think> one") == 0.0
 
 
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
-def test_the_further_from_the_band_the_less(number, low, width, soft):
+def test_the_reward_falls_with_the_distance_from_the_band(number, low, width, soft):
     reward = length_band(low=low, high=low + width, soft=soft)
-    here, longer = one(reward, "w " * number), one(reward, "w " * (number + 1))
-    assert 0 <= here <= 1
-    assert (here == 1) == (low <= number <= low + width)
-    assert longer >= here if number < low else longer <= here
+    shorter, longer = one(reward, "w " * number), one(reward, "w " * (number + 1))
+    assert 0 <= shorter <= 1
+    assert (shorter == 1) == (low <= number <= low + width)
+    assert longer >= shorter if number < low else longer <= shorter
 
 
 @pytest.mark.parametrize(
@@ -114,7 +95,7 @@ def test_the_further_from_the_band_the_less(number, low, width, soft):
         ({"low": 1, "high": 2, "after": 5}, "after must be the text that an answer follows"),
     ],
 )
-def test_impossible_bands(options, message):
+def test_invalid_bands(options, message):
     with pytest.raises(ConfigError, match=message):
         length_band(**options)
 
@@ -146,7 +127,7 @@ def slow_distinct(texts, n):
 
 
 @given(st.lists(WORDS, max_size=4), st.integers(1, 4))
-def test_distinct_n_is_what_counting_gives(texts, n):
+def test_distinct_n_equals_counting(texts, n):
     joined = [" ".join(words) for words in texts]
     assert distinct_n(joined, n) == slow_distinct(joined, n)
 
@@ -162,7 +143,7 @@ def test_distinct_n_by_hand():
 
 
 @given(WORDS, st.integers(1, 4), st.sampled_from([0.25, 0.5, 1.0]))
-def test_to_repeat_more_never_pays(words, n, most):
+def test_more_repetition_never_gives_a_higher_reward(words, n, most):
     reward = repetition(n=n, most=most)
     scores = [one(reward, " ".join(words * times)) for times in (1, 2, 3)]
     assert all(0 <= score <= 1 for score in scores)
@@ -179,7 +160,7 @@ def test_to_repeat_more_never_pays(words, n, most):
         ({"most": float("nan")}, "most must be a share"),
     ],
 )
-def test_impossible_repetition(options, message):
+def test_invalid_repetition_options(options, message):
     with pytest.raises(ConfigError, match=message):
         repetition(**options)
 
@@ -194,9 +175,8 @@ FORMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("word", "form"), FORMS)
-def test_forms_of_a_word_have_one_stem(word, form):
-    assert stem(word) == stem(form)
+def test_forms_of_a_word_have_one_stem():
+    assert not [(word, form) for word, form in FORMS if stem(word) != stem(form)]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +187,7 @@ def test_other_words_have_other_stems(one_word, other):
 
 
 def test_key_words_of_the_prompt():
-    """Lighthouse, keeper and storms; the other words are short, or forms of words that say nothing of a subject."""
+    """They are lighthouse, keeper and storms; the other words are short or stop words."""
     prompt = "Please write about a lighthouse keeper who likes the storms, and make it end well!"
     keeper = keywords()
     assert one(keeper, "The keeper kept still.", prompt) == 1 / 3
@@ -220,7 +200,7 @@ def test_key_words_of_the_prompt():
     assert one(keeper, "A castle.", turns) == 0.5
 
 
-def test_saying_the_prompt_again_uses_none_of_its_words():
+def test_repeating_the_prompt_does_not_count():
     prompt = "Tell of a lighthouse keeper in a winter storm."
     assert one(keywords(), f"{prompt} {prompt}", prompt) == 0.0
     assert one(keywords(copied=None), prompt, prompt) == 1.0
@@ -252,7 +232,7 @@ def test_key_words_of_a_column():
     assert scores.rewards[[2, 3], 0].isnan().all()
 
 
-def test_a_column_whose_name_is_no_name_of_python():
+def test_a_column_whose_name_is_not_an_identifier():
     for column in ("key words", "class"):
         assert one(keywords(column=column), "a cat", **{column: ["cat"]}) == 1.0
         with pytest.raises(InputError, match=f"the data has no column '{column}' .there are: 'other'."):
@@ -260,19 +240,19 @@ def test_a_column_whose_name_is_no_name_of_python():
 
 
 @pytest.mark.parametrize("value", [5, ["cat", 5], {"cat": 1}])
-def test_what_is_no_list_of_key_words(value):
+def test_invalid_key_words(value):
     with pytest.raises(InputError, match="the column 'theme' must be a text or a list of texts, got"):
         one(keywords(column="theme"), "a cat", theme=value)
 
 
 @given(WORDS, WORDS, st.sampled_from([0.5, 1.0]))
-def test_key_words_count_once_and_more_of_them_never_cost(first, second, least):
+def test_key_words_count_once_and_more_words_never_cost(first, second, least):
     reward = keywords(words=["sun", "moon", "rain"], least=least)
-    here = one(reward, " ".join(first))
-    assert 0 <= here <= 1
-    assert here == min(1.0, len({"sun", "moon", "rain"} & set(first)) / 3 / least)
-    assert one(reward, " ".join(first * 3)) == here
-    assert one(reward, " ".join(first + second)) >= here
+    score = one(reward, " ".join(first))
+    assert 0 <= score <= 1
+    assert score == min(1.0, len({"sun", "moon", "rain"} & set(first)) / 3 / least)
+    assert one(reward, " ".join(first * 3)) == score
+    assert one(reward, " ".join(first + second)) >= score
 
 
 @pytest.mark.parametrize(
@@ -285,6 +265,6 @@ def test_key_words_count_once_and_more_of_them_never_cost(first, second, least):
         ({"least": 0}, "least must be a share above 0 and up to 1, got 0"),
     ],
 )
-def test_impossible_key_words(options, message):
+def test_invalid_key_word_options(options, message):
     with pytest.raises(ConfigError, match=message):
         keywords(**options)
