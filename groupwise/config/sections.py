@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -107,7 +107,7 @@ class DataSection(SourcesSection):
 
 class RewardSection(Section):
     function: str
-    """module:function, file.py:function beside the recipe, or the name of a built-in reward"""
+    """module:function, file.py:function, or the name of a built-in reward"""
     weight: Finite = 1.0
     """factor of this reward in the sum"""
     name: str | None = None
@@ -452,12 +452,6 @@ class Recipe(Section):
             if value is not None:
                 value = value.get(part) if isinstance(value, dict) else getattr(value, part)
         return value
-
-    def with_settings(self, values: Mapping[str, Any]) -> Recipe:
-        """A copy with other values of these dotted settings, validated."""
-        from groupwise.config.layers import make_recipe, nested  # layers.py imports this module
-
-        return make_recipe(nested(values), base=self.model_dump())
 
 
 def _fill(model: type[Section], **lists: Sequence[str]) -> None:

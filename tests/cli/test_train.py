@@ -1,4 +1,4 @@
-"""`groupwise train`, `check` and `eval`, as a user meets them; above all what they say when something is wrong."""
+"""`groupwise train`, `check` and `eval` on the command line, and their error messages."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import sys
 import tomllib
 
 import pytest
-from safetensors.torch import load_file
 
 from groupwise.cli import main
 from groupwise.cli.settings import parse_settings, settings_help, split_settings
 from groupwise.config import load_recipe, make_recipe, scheduled_names, setting_names
 from groupwise.errors import ConfigError
-from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rundir import read_metrics
-from groupwise.training.components import make_schedule
 
 RECIPE = """
 [model]
@@ -39,7 +36,7 @@ accumulation = 1
 
 [run]
 tensorboard = false
-picture = false
+plot = false
 
 [[rewards]]
 function = "scores.py:vowels"
@@ -69,7 +66,7 @@ def jsonl(*rows):
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """A working directory with a recipe, its rows and its reward."""
+    """A working directory with a recipe, rows and rewards."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     (tmp_path / "r.toml").write_text(RECIPE)
@@ -78,29 +75,44 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+def run_folders(folder):
+    return [path.name for path in (folder / "runs").glob("*")]
+
+
 @pytest.fixture
 def complaint(capsys):
-    """Run a command that is refused; the one line that it leaves on the standard error."""
+    """Run a command that fails with exit status 2, and return its one line on stderr."""
 
     def run(*arguments):
         assert main(list(arguments)) == 2
-        said = capsys.readouterr()
-        assert said.err.startswith("groupwise: ")
-        assert said.err.endswith("\n")
-        assert said.err.count("\n") == 1
-        return said.err.removeprefix("groupwise: ").rstrip()
+        output = capsys.readouterr()
+        assert output.err.startswith("groupwise: ")
+        assert output.err.endswith("\n")
+        assert output.err.count("\n") == 1
+        return output.err.removeprefix("groupwise: ").rstrip()
 
     return run
 
 
-# --- what is wrong, in one line --------------------------------------------------------------------------------------
+# --- errors, in one line ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["train", "check", "eval"])
 def test_a_misspelt_key_on_the_command_line(complaint, command):
-    assert complaint(command, "r.toml", "--train.setps", "3") == (
-        "unknown setting --train.setps; did you mean 'train.steps'? (`groupwise train --help` lists all)"
+    message = complaint(command, "r.toml", "--train.setps", "3")
+    assert message.startswith("unknown setting --train.setps; did you mean 'train.steps'?")
+    assert "--help" in message
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_a_renamed_setting(complaint, here, command):
+    assert complaint(command, "r.toml", "--train.refill", "3") == "--train.refill is now --train.resample_rounds"
+    assert complaint(command, "r.toml", "--model.name=tiny") == "--model.name is now --model.source"
+    assert complaint(command, "r.toml", "--loss.kl", "full_document") == (
+        "on the command line: loss.kl 'full_document' is now 'full_ratio_weighted'"
     )
+    (here / "r.toml").write_text(RECIPE.replace("plot = false", "picture = false"))
+    assert complaint(command, "r.toml") == "r.toml: run.picture is now run.plot"
 
 
 @pytest.mark.parametrize("command", ["train", "check", "eval"])
@@ -109,64 +121,47 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
     assert complaint(command, "r.toml") == "r.toml: unknown key 'train.stpes'; did you mean 'steps'?"
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--train.steps", "three"], "on the command line: train.steps = 'three' cannot be used; it should be a whole "
-                                     "number of at least 0"),
-        (["--train.steps=4.0"], "on the command line: train.steps = 4.0 cannot be used; it should be a whole number of "
-                                "at least 0: write 4"),
-        (["--train.steps"], "on the command line: train.steps = True cannot be used; it should be a whole number of at "
-                            "least 0"),
-        (["--train.steps", "3", "--train.steps=4"], "--train.steps is given twice"),
-        (["--algorithm", "grop"], "on the command line: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
-                                  "'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', "
-                                  "'enhanced_grpo_literal', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
-        (["--task", "quizz"], "unknown task 'quizz'; did you mean 'quiz'? (allowed: 'rows', 'quiz', 'gsm8k', "
-                               "'usmle')"),
-        (["--loss.kl", "unbiasd"], "on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'? "
-                                   "(allowed: k1, k2, k3, unbiased, full, full_ratio_weighted)"),
-        (["more.toml"], "'more.toml' is not understood; settings are given as --section.key VALUE"),
-        (["-x"], "'-x' is not understood; settings are given as --section.key VALUE"),
-        (["--rewards", "[]"], "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "
-                              "'file.py:function', or choose a task that brings its own"),
-        (["--rewards", '[{function = "scores.py:vowls"}]'], "reward 'scores.py:vowls': there is no 'vowls' in "
-         "scores.py; did you mean 'vowels'? (functions there: breaks, counts_steps, needs_gold, vowels)"),
-        (["--rewards", '[{function = "nomodule:f"}]'], "reward 'nomodule:f': there is no module 'nomodule' in {here} "
-         "or on Python's path; a file is given as path/file.py:function"),
-        (["--rewards", '[{function = "nofile.py:f"}]'], "reward 'nofile.py:f': no file {here}/nofile.py"),
-        (["--model.source", "smollm2-135"], "there is no folder and no model called 'smollm2-135'; did you mean "
-         "'smollm2-135m'? (there are smollm2-135m, gemma3-270m, qwen2.5-coder-1.5b, tiny; a model on the hub "
-         "is written owner/name)"),
-        (["--model.source", "./nowhere"], "there is no folder and no file nowhere (looked for in {here})"),
-        (["--data.train", "row.jsonl"], "there is no file or folder 'row.jsonl' in {here}; did you mean 'rows.jsonl'?"),
-        (["--data.train", "none"], "the task 'rows' needs rows: set data.train to a .jsonl, .json, .parquet or .csv "
-                                   "file, or to a hub data set owner/name"),
-        (["--data.prompt", "question"], "rows.jsonl, line 1 has no column 'question' (it has: 'prompt')"),
-        (["--data.max_prompt_length", "5"], "rows.jsonl, line 1: the prompt has 7 tokens, more than "
-         "max_prompt_length=5 (4 prompts are too long, the longest has 7); raise max_prompt_length, or leave such "
-         "prompts out with on_too_long='drop'"),
-        (["--data.system_prompt", "Be brief."], "a system_prompt is a chat message, but these prompts are given to the "
-         "model as plain texts; use chat=True, or write it into the prompts and leave system_prompt out"),
-        (["--sampling.max_new_tokens", "5000"], "the longest training prompt has 7 tokens; with "
-         "sampling.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them "
-         "(data.max_prompt_length)"),
-        (["--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "5000"], "the longest held-out prompt has 7 "
-         "tokens; with evaluate.max_new_tokens 5000 that is more than the model's window of 4096; lower one of them "
-         "(data.max_prompt_length)"),
-        (["--phases", '[{ name = "a", temprature = 0.5 }]'], "[[phases]] number 1: unknown setting 'temprature' in a "
-                                                             "schedule; did you mean 'temperature'?"),
-        (["--advantages.function", "scores.py:mine"], "advantage 'scores.py:mine': there is no 'mine' in scores.py "
-                                                      "(functions there: breaks, counts_steps, needs_gold, vowels)"),
-        (["--advantages.grouping", "promt"], "unknown advantages.grouping 'promt'; did you mean 'prompt'? (allowed: "
-                                             "'prompt', 'similarity', 'module:function')"),
-        (["--data.held_out", "rows.jsonl", "--evaluate.metric", "accuracy"], "evaluate.metric 'accuracy' is not "
-         "measured by this task (there are: reward)"),
-    ],
-)  # fmt: skip
-def test_what_a_user_gets_wrong(complaint, here, words, sentence):
-    assert complaint("train", "r.toml", *words) == sentence.replace("{here}", str(here))
-    assert not (here / "runs").exists()
+# a command line, and what its error must contain
+WRONG = [
+    (["--train.steps", "three"], ["on the command line: train.steps = 'three'", "a whole number of at least 0"]),
+    (["--train.steps=4.0"], ["on the command line: train.steps = 4.0", "a whole number of at least 0: write 4"]),
+    (["--train.steps"], ["on the command line: train.steps = True", "a whole number"]),
+    (["--train.steps", "3", "--train.steps=4"], ["--train.steps is given twice"]),
+    (["--algorithm", "grop"], ["on the command line: unknown algorithm 'grop'; did you mean 'grpo'?", "'dapo'"]),
+    (["--task", "quizz"], ["unknown task 'quizz'; did you mean 'quiz'?", "'rows', 'quiz', 'gsm8k', 'usmle'"]),
+    (["--loss.kl", "unbiasd"], ["on the command line: loss.kl cannot be 'unbiasd'; did you mean 'unbiased'?", "k1"]),
+    (["more.toml"], ["'more.toml' is not understood", "--section.key VALUE"]),
+    (["-x"], ["'-x' is not understood"]),
+    (["--rewards", "[]"], ["no reward", "[[rewards]]"]),
+    (["--rewards", '[{function = "scores.py:vowls"}]'], ["'scores.py:vowls'", "did you mean 'vowels'?", "needs_gold"]),
+    (["--rewards", '[{function = "nomodule:f"}]'], ["'nomodule:f'", "'nomodule'", "{here}"]),
+    (["--rewards", '[{function = "nofile.py:f"}]'], ["'nofile.py:f'", "{here}/nofile.py"]),
+    (["--model.source", "smollm2-135"], ["'smollm2-135'", "did you mean 'smollm2-135m'?", "tiny", "owner/name"]),
+    (["--model.source", "./nowhere"], ["nowhere", "{here}"]),
+    (["--data.train", "row.jsonl"], ["'row.jsonl' in {here}; did you mean 'rows.jsonl'?"]),
+    (["--data.train", "none"], ["the task 'rows'", "data.train", ".jsonl"]),
+    (["--data.prompt", "question"], ["rows.jsonl, line 1 has no column 'question' (it has: 'prompt')"]),
+    (["--data.max_prompt_length", "5"], ["rows.jsonl, line 1: the prompt has 7 tokens", "max_prompt_length=5",
+                                         "4 prompts are too long", "on_too_long='drop'"]),
+    (["--data.system_prompt", "Be brief."], ["system_prompt", "plain texts", "chat=True"]),
+    (["--sampling.max_new_tokens", "5000"], ["7 tokens", "sampling.max_new_tokens 5000", "4096"]),
+    (["--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "5000"],
+     ["held-out", "7 tokens", "evaluate.max_new_tokens 5000", "4096"]),
+    (["--phases", '[{ name = "a", temprature = 0.5 }]'], ["[[phases]] number 1", "'temprature'", "'temperature'?"]),
+    (["--advantages.function", "scores.py:mine"], ["'scores.py:mine'", "no 'mine' in scores.py", "vowels"]),
+    (["--advantages.grouping", "promt"], ["'promt'; did you mean 'prompt'?", "'similarity'", "'module:function'"]),
+    (["--data.held_out", "rows.jsonl", "--evaluate.metric", "accuracy"], ["evaluate.metric 'accuracy'", "reward"]),
+]  # fmt: skip
+
+
+def test_wrong_command_lines(complaint, here):
+    failures = []
+    for words, fragments in WRONG:
+        message = complaint("train", "r.toml", *words)
+        missing = [fragment for fragment in fragments if fragment.replace("{here}", str(here)) not in message]
+        if missing or run_folders(here):
+            failures.append((words, message, missing, run_folders(here)))
+    assert not failures
 
 
 @pytest.mark.parametrize(
@@ -180,40 +175,38 @@ def test_what_a_user_gets_wrong(complaint, here, words, sentence):
         ["--data.held_out", "rows.jsonl", "--evaluate.metric", "accuracy"],
     ],
 )
-def test_check_finds_what_train_would(complaint, words):
+def test_check_and_train_have_the_same_errors(complaint, words):
     assert complaint("check", "r.toml", "--quick", *words) == complaint("train", "r.toml", *words)
 
 
-def test_a_reward_that_needs_a_column_that_is_not_there(complaint):
-    said = complaint("check", "r.toml", "--rewards", '[{function = "scores.py:needs_gold"}]')
-    assert said.startswith(
-        "reward 'needs_gold' needs the argument 'gold', which there is not (columns of the data: non"
-    )
+def test_a_reward_that_needs_a_missing_column(complaint):
+    message = complaint("check", "r.toml", "--rewards", '[{function = "scores.py:needs_gold"}]')
+    assert "'needs_gold' needs" in message
+    assert "'gold'" in message
 
 
-@pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ('{"prompt": "a"}\n{"prompt": 5}\n', "bad.jsonl, line 2: the prompt is of type int; it must be a text or"),
-        ('{"prompt": "a"}\n{"prompt": "b"\n', "bad.jsonl, line 3, column 1: this is not JSON"),
-        ('{"prompt": "a"}\n\n{"prompt": " "}\n', "bad.jsonl, line 3: the prompt is empty; give it something to answer"),
-        ('{"prompt": "a"}\n{"promt": "b"}\n', "bad.jsonl, line 2 has no column 'prompt'; did you mean 'promt'?"),
-        ("", "bad.jsonl is empty: there is not a single row in it"),
-        ("\n\n", "bad.jsonl is empty: there is not a single row in it"),
-        (
-            jsonl({"prompt": "a"}, {"prompt": "x" * 600}),
-            "bad.jsonl, line 2: the prompt has 600 tokens, more than max_p",
-        ),
-    ],
-)
+BAD_ROWS = [
+    ('{"prompt": "a"}\n{"prompt": 5}\n', "bad.jsonl, line 2: the prompt is of type int"),
+    ('{"prompt": "a"}\n{"prompt": "b"\n', "bad.jsonl, line 3, column 1: this is not JSON"),
+    ('{"prompt": "a"}\n\n{"prompt": " "}\n', "bad.jsonl, line 3: the prompt is empty"),
+    ('{"prompt": "a"}\n{"promt": "b"}\n', "bad.jsonl, line 2 has no column 'prompt'; did you mean 'promt'?"),
+    ("", "bad.jsonl is empty"),
+    ("\n\n", "bad.jsonl is empty"),
+    (jsonl({"prompt": "a"}, {"prompt": "x" * 600}), "bad.jsonl, line 2: the prompt has 600 tokens"),
+]
+
+
 @pytest.mark.parametrize("part", ["train", "held_out"])
-def test_bad_rows_by_file_and_line(complaint, here, text, sentence, part):
-    (here / "bad.jsonl").write_text(text)
-    assert complaint("train", "r.toml", f"--data.{part}", "bad.jsonl").startswith(sentence)
-    assert not (here / "runs").exists()
+def test_bad_rows_by_file_and_line(complaint, here, part):
+    for text, sentence in BAD_ROWS:
+        (here / "bad.jsonl").write_text(text)
+        assert complaint("train", "r.toml", f"--data.{part}", "bad.jsonl").startswith(sentence)
+        assert not run_folders(here), text
 
 
 def test_a_model_without_a_chat_template(complaint, capsys, here):
+    from groupwise.model.tiny import tiny_model, tiny_tokenizer
+
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
     tiny_model().save_pretrained(here / "plain")
@@ -221,23 +214,21 @@ def test_a_model_without_a_chat_template(complaint, capsys, here):
     capsys.readouterr()
     (here / "chat.jsonl").write_text(jsonl({"prompt": [{"role": "user", "content": "Hi"}]}))
     words = ["check", "r.toml", "--quick", "--model.source", "./plain"]
-    assert complaint(*words, "--data.train", "chat.jsonl") == (
-        "the column 'prompt' holds messages, but the tokenizer has no chat template to render them with; give texts as "
-        "prompts, or choose a model with a template"
-    )
-    assert complaint(*words, "--data.chat").startswith("chat=True, but the tokenizer has no chat template; use chat=Fa")
+    message = complaint(*words, "--data.train", "chat.jsonl")
+    assert message.startswith("the column 'prompt' holds messages, but the tokenizer has no chat template")
+    assert complaint(*words, "--data.chat").startswith("chat=True, but the tokenizer has no chat template")
     assert main(words) == 0
 
 
 def test_recipes_that_cannot_be_read(complaint, here):
     assert complaint("train", "t.toml") == "there is no recipe t.toml; did you mean r.toml?"
     (here / "bad.toml").write_text("[train]\nsteps = \n")
-    assert complaint("train", "bad.toml") == "bad.toml is no valid TOML: Invalid value (at line 2, column 9)"
+    assert complaint("train", "bad.toml") == "bad.toml is not valid TOML: Invalid value (at line 2, column 9)"
     (here / "bad.json").write_text('{"train": ')
-    assert complaint("check", "bad.json") == "bad.json is no valid JSON: Expecting value (at line 1, column 11)"
+    assert complaint("check", "bad.json") == "bad.json is not valid JSON: Expecting value (at line 1, column 11)"
 
 
-def test_several_faults_are_one_line(complaint):
+def test_several_errors_are_one_line(complaint):
     assert complaint("check", "r.toml", "--train.steps", "-1", "--sampling.temperature", "hot") == (
         "on the command line: sampling.temperature = 'hot' cannot be used; it should be a number above 0; on the "
         "command line: train.steps = -1 cannot be used; it should be a whole number of at least 0"
@@ -245,24 +236,21 @@ def test_several_faults_are_one_line(complaint):
 
 
 def test_a_reward_that_breaks_during_training(complaint):
-    said = complaint("train", "r.toml", "--rewards", '[{function = "scores.py:breaks"}]', "--run.folder", "run")
-    assert said.startswith("reward 'breaks' failed on row 0 (completion ")
-    assert "raised ZeroDivisionError: division by zero (scores.py, line 9)" in said
+    message = complaint("train", "r.toml", "--rewards", '[{function = "scores.py:breaks"}]', "--run.folder", "run")
+    assert "reward 'breaks'" in message
+    assert "ZeroDivisionError: division by zero (scores.py, line 9)" in message
 
 
 def test_nothing_to_evaluate(complaint, here):
-    said = "there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs"
-    assert complaint("eval", "r.toml") == said
-    said = complaint("eval", "r.toml", "--data.held_out", "rows.jsonl", "--answers", ".")
-    assert said == "--answers . is a folder; name a file"
+    assert "data.held_out" in complaint("eval", "r.toml")
+    assert "--answers . is a folder" in complaint("eval", "r.toml", "--data.held_out", "rows.jsonl", "--answers", ".")
 
 
 def test_nothing_to_resume(complaint, here):
-    assert complaint("train", "r.toml", "--resume") == (
-        "there is no run called 'rows' below runs/ to resume; name its folder with --run.folder"
-    )
-    said = complaint("train", "r.toml", "--resume", "--run.folder", "gone")
-    assert said == "gone holds no run (there is no run.json in it): nothing to resume"
+    message = complaint("train", "r.toml", "--resume")
+    assert "'rows'" in message
+    assert "--run.folder" in message
+    assert "gone" in complaint("train", "r.toml", "--resume", "--run.folder", "gone")
 
 
 def test_without_a_recipe(capsys):
@@ -272,14 +260,14 @@ def test_without_a_recipe(capsys):
     assert "RECIPE" in capsys.readouterr().err
 
 
-def test_in_a_process_of_its_own(here):
-    """No traceback, the status 2, one line, and it stays plain where nobody looks at colours."""
+@pytest.mark.slow
+def test_as_a_process(here):
+    """Exit status 2 and one line on stderr, without a traceback or colours."""
     command = [sys.executable, "-m", "groupwise", "check", "r.toml", "--trian.steps", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "40"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "groupwise: unknown setting --trian.steps; did you mean 'train.steps'? (`groupwise train --help` lists all)\n"
-    )
+    assert done.stderr.startswith("groupwise: unknown setting --trian.steps; did you mean 'train.steps'?")
+    assert done.stderr.count("\n") == 1
 
 
 # --- settings on the command line ------------------------------------------------------------------------------------
@@ -311,22 +299,22 @@ def test_settings_are_parsed():
         (["--train.batch-size", "3", "--train.batch_size", "3"], r"--train.batch_size is given twice"),
     ],
 )
-def test_settings_that_are_not(words, message):
+def test_invalid_settings(words, message):
     with pytest.raises(ConfigError, match=message):
         parse_settings(words)
 
 
-def test_settings_may_stand_before_the_recipe(capsys):
+def test_settings_may_come_before_the_recipe(capsys):
     assert main(["check", "--train.steps", "7", "r.toml", "--quick", "--loss.entropy_coef", "-1e-3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  * train.steps = 7" in lines
     assert "  * loss.entropy_coef = -0.001" in lines
 
 
-def test_a_commands_own_words_and_its_settings():
+def test_split_settings():
     words = ["--a.b", "1", "r.toml", "--quick", "--c.d=2", "-h", "--switch", "--answers", "file", "--e.f", "-3", "x"]
-    own, settings = split_settings(words, {"--quick", "--answers", "-h"})
-    assert own == ["r.toml", "--quick", "-h", "--answers", "file", "x"]
+    command, settings = split_settings(words, {"--quick", "--answers", "-h"})
+    assert command == ["r.toml", "--quick", "-h", "--answers", "file", "x"]
     assert settings == ["--a.b", "1", "--c.d=2", "--switch", "--e.f", "-3"]
 
 
@@ -334,7 +322,7 @@ def test_a_commands_own_words_and_its_settings():
 
 
 @pytest.mark.parametrize("command", ["train", "check", "eval"])
-def test_help_explains_every_setting(command, capsys):
+def test_help_lists_every_setting(command, capsys):
     with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
     assert caught.value.code == 0
@@ -348,17 +336,17 @@ def test_help_explains_every_setting(command, capsys):
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_help_reads_well():
+def test_defaults_and_choices_in_help():
     text = settings_help()
     flat = " ".join(text.split())
     assert "(one of auto, float32, bfloat16, float16, float64; default: auto)" in flat
-    assert "(one of token, sequence)" in flat  # off by default: no default is named
-    assert "any makes on-policy ratios differ from 1 (default: 0)" in flat  # a number, though equal to False
+    assert "(one of token, sequence)" in flat  # off by default
+    assert "on-policy ratios differ from 1 (default: 0)" in flat  # not false
     assert "(default: 1e-06)" in flat
     assert "default: True" not in flat
     assert "default: None" not in flat
     assert re.findall(r"^  \[(\w+)\]$", text, re.MULTILINE) == [
-        "model", "data", "usmle", "scoring", "sampling", "advantages", "grouping", "loss", "preference", "masks",
+        "model", "data", "scoring", "sampling", "advantages", "grouping", "loss", "preference", "masks",
         "reference", "optimizer", "sft", "train", "evaluate", "run",
     ]  # fmt: skip
     for name in scheduled_names(make_recipe()):
@@ -366,7 +354,8 @@ def test_help_reads_well():
 
 
 def test_the_examples_in_the_help_are_recipes():
-    """What the help shows of [[rewards]], [[phases]], [ramps] and [[rules]] is taken as it stands."""
+    from groupwise.training.components import make_schedule
+
     lines = settings_help().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("  [[rewards]]"))
     shown = [line[6:] for line in lines[start:] if line.startswith("      ")]
@@ -377,14 +366,14 @@ def test_the_examples_in_the_help_are_recipes():
     assert recipe.rewards[0].function == "rewards.py:is_short"
     schedule = make_schedule(recipe)
     assert schedule.phase(0, 0) == "warm-up"
-    assert schedule.values(0, 0)["sampling.temperature"] == 1.0  # a ramp goes over a phase
+    assert schedule.values(0, 0)["sampling.temperature"] == 1.0  # a ramp overrides a phase
     assert schedule.values(100, 0)["loss.kl_coef"] == pytest.approx(0.01)
 
 
 # --- check -----------------------------------------------------------------------------------------------------------
 
 
-def test_check_shows_all_and_writes_nothing(here, capsys):
+def test_check_shows_everything_and_writes_nothing(here, capsys):
     before = sorted(here.rglob("*"))
     assert main(["check", "r.toml", "--data.held_out", "rows.jsonl", "--data.held_out_rows", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -392,7 +381,7 @@ def test_check_shows_all_and_writes_nothing(here, capsys):
     assert lines[0] == "settings (algorithm dapo; * differs from the default)"
     shown = {line[4:].partition(" = ")[0]: line for line in lines if line.startswith(("  * ", "    "))}
     for name, _ in setting_names():
-        assert name in shown or name.startswith("model.lora.")
+        assert name in shown or name.startswith(("model.lora.", "task_options"))
     assert shown["train.steps"] == "  * train.steps = 2"
     assert shown["train.seed"] == "    train.seed = 0"
     text = "\n".join(lines)
@@ -403,8 +392,8 @@ def test_check_shows_all_and_writes_nothing(here, capsys):
     assert "    1.1 MiB  weights" in lines  # 279,552 × 4 bytes
     assert "    2.1 MiB  AdamW" in lines
     assert re.search(r" beside the weights, of [\d.]+ GiB that are free: fits", text)
-    assert "steps: 2, each with 8 answers of up to 8 tokens" in lines
-    assert re.search(r"time: about [\d.]+ s a step .* \(from answers of 8 tokens; within a factor of two\)", text)
+    assert "steps: 2, each with 8 completions of up to 8 tokens" in lines
+    assert re.search(r"time: about [\d.]+ s a step .* \(from completions of 8 tokens", text)
 
 
 def test_check_quick_has_no_time(capsys):
@@ -412,7 +401,7 @@ def test_check_quick_has_no_time(capsys):
     assert "time: about" not in capsys.readouterr().out
 
 
-def test_check_with_much_set(capsys, here):
+def test_check_with_many_settings(capsys, here):
     words = ["--model.lora.rank", "4", "--loss.kl_coef", "0.1", "--phases", '[{ name = "first", temperature = 0.5 }]',
              "--data.max_prompt_length", "6", "--data.on_too_long", "drop"]  # fmt: skip
     (here / "rows.jsonl").write_text(jsonl({"prompt": "Short:"}, {"prompt": "Longer: "}))
@@ -426,14 +415,14 @@ def test_check_with_much_set(capsys, here):
 
 @pytest.fixture
 def pairs(here, monkeypatch):
-    """A recipe of pairs alone: no rows, no rewards, nothing to sample."""
+    """A recipe for a dataset of pairs, without rows, rewards or sampling."""
     monkeypatch.setenv("GROUPWISE_CACHE", str(here / "cache"))
     rows = [{"prompt": f"Say {n}: ", "chosen": f"{n} is said", "rejected": "no"} for n in range(10, 20)]
     (here / "pairs.jsonl").write_text(jsonl(*rows))
     (here / "p.toml").write_text(
         'algorithm = "dpo"\n[model]\nsource = "tiny"\ngradient_checkpointing = false\n[data]\nchat = false\n'
         '[preference]\ntrain = "pairs.jsonl"\nheld_out_from_train = 2\nbatch_size = 4\n'
-        "[run]\ntensorboard = false\npicture = false\n"
+        "[run]\ntensorboard = false\nplot = false\n"
     )
     return here
 
@@ -441,39 +430,33 @@ def pairs(here, monkeypatch):
 def test_check_of_pairs_alone(pairs, capsys):
     assert main(["check", "p.toml"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    # A byte is a token: 8 of the prompt, 10 of the longer answer and its end.
-    assert (
-        "pairs of pairs.jsonl: 8 to train on, 2 held out; a prompt and its longer answer have 19 tokens on average, 19 "
-        "at most"
-    ) in lines
+    # A byte is a token: 8 of the prompt, 10 of the longer answer, and EOS.
+    (data,) = [line for line in lines if line.startswith("pairs of pairs.jsonl: 8 to train on, 2 held out")]
+    assert "19 tokens on average, 19 at most" in data
     (first,) = [line for line in lines if line.startswith("the first pair")]
-    assert re.search(r"sees it: 'Say (\d\d): ', better '\1 is said<\|end\|>', worse 'no<\|end\|>'$", first)
+    assert re.search(r"sees it: 'Say (\d\d): ', chosen '\1 is said<\|end\|>', rejected 'no<\|end\|>'$", first)
     assert "    1.1 MiB  reference" in lines
     assert "steps: 6, each with 4 pairs" in lines  # three epochs
     (time,) = [line for line in lines if line.startswith("time: ")]
-    assert re.fullmatch(
-        r"time: about [\d.]+ s a step, \d+ s in all, without evaluation \(from 4 pairs; within a factor of two\)", time
-    )
-    assert "for the reference's log-probs of 8 pairs, which are kept on the disk" in lines[-1]
+    assert re.match(r"time: about [\d.]+ s a step, \d+ s in all.* \(from 4 pairs", time)
+    assert "log-probs of 8 pairs" in lines[-1]
     text = "\n".join(lines)
-    for absent in ("rewards:", "data: ", "the first prompt", " answers of up to", "cache of"):
+    for absent in ("rewards:", "data: ", "the first prompt", " completions of up to", "cache of"):
         assert absent not in text
     assert not (pairs / "runs").exists()
 
 
-def test_check_of_answers_and_pairs(pairs, capsys):
+def test_check_of_completions_and_pairs(pairs, capsys):
     words = ["--algorithm", "pg_grpo", "--preference.train", "pairs.jsonl", "--preference.pairs", "both",
              "--loss.kl_coef", "0", "--preference.pairs_per_group", "5"]  # fmt: skip
     assert main(["check", "r.toml", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "rewards: vowels × 1" in lines
-    assert (
-        "pairs of sampled answers: up to 2 of each 4, the best against the worst by the sum of all rewards"
-    ) in lines
+    assert any(line.startswith("pairs of sampled completions: up to 2 of each 4") for line in lines)
     assert any(line.startswith("pairs of pairs.jsonl: 10 to train on, 0 held out; ") for line in lines)
     assert "    1.1 MiB  reference" in lines  # which pairs need, without a KL
-    assert "steps: 2, each with 8 answers of up to 8 tokens and 16 pairs of the data set" in lines
-    assert any("(from answers of 8 tokens and 4 pairs; within a factor of two)" in line for line in lines)
+    assert any(re.match(r"steps: 2, each with 8 completions of up to 8 tokens and 16 pairs", line) for line in lines)
+    assert any("(from completions of 8 tokens and 4 pairs" in line for line in lines)
 
 
 def test_check_with_pairs_only_held_out(pairs, capsys):
@@ -481,21 +464,22 @@ def test_check_with_pairs_only_held_out(pairs, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("pairs of pairs.jsonl: 0 to train on, 10 held out; ") for line in lines)
     assert "    1.1 MiB  reference" in lines
-    assert "steps: 2, each with 8 answers of up to 8 tokens" in lines
+    assert "steps: 2, each with 8 completions of up to 8 tokens" in lines
 
 
-def test_check_needs_rows_to_sample_for_as_train_does(complaint):
+def test_check_needs_training_rows_like_train(complaint):
     words = ["r.toml", "--data.train", "none", "--data.held_out", "rows.jsonl"]
     assert complaint("check", *words) == complaint("train", *words)
 
 
 def test_train_on_pairs_alone(pairs, capsys):
-    assert (
-        main(["train", "p.toml", "--run.folder", "run", "--train.steps", "2", "--optimizer.learning_rate", "0.01"]) == 0
-    )
+    words = ["--run.folder", "run", "--train.steps", "2", "--optimizer.learning_rate", "0.01"]
+    assert main(["train", "p.toml", *words]) == 0
     said = capsys.readouterr().out
     assert re.search(r"step 2/2 · preference_accuracy .* · pairs   4 · margin +[\d.]+ · preferred [\d ]+ %", said)
-    assert re.search(r"2 held-out pairs +before +after \d steps\npreference_accuracy +50\.0% \[50\.0%, 50\.0%\]", said)
+    assert re.search(
+        r"2 held-out pairs +before.* +after \d steps\npreference_accuracy +50\.0% \[50\.0%, 50\.0%\]", said
+    )
     assert "tokens/s" not in said
     assert "reward" not in said
     rows = read_metrics(pairs / "run" / "metrics.jsonl")
@@ -507,18 +491,20 @@ def test_train_on_pairs_alone(pairs, capsys):
 
 
 def test_train_and_resume(here, capsys):
-    assert main(["train", "r.toml", "--run.folder", "whole", "--train.steps", "3"]) == 0
+    from safetensors.torch import load_file
+
+    assert main(["train", "r.toml", "--run.folder", "one", "--train.steps", "3"]) == 0
     said = capsys.readouterr().out
     assert "step 3/3" in said
-    assert "model: whole/model" in said
-    assert main(["train", "r.toml", "--run.folder", "parts", "--train.steps", "2"]) == 0
+    assert "model: one/model" in said
+    assert main(["train", "r.toml", "--run.folder", "two", "--train.steps", "2"]) == 0
     capsys.readouterr()
-    assert main(["train", "r.toml", "--run.folder", "parts", "--train.steps", "3", "--resume"]) == 0
+    assert main(["train", "r.toml", "--run.folder", "two", "--train.steps", "3", "--resume"]) == 0
     said = capsys.readouterr().out
-    assert "going on after step 2, from checkpoint-2" in said
-    assert "resumed with another train.steps: 2 before, 3 now" in said
-    assert [row["step"] for row in read_metrics(here / "parts" / "metrics.jsonl")] == [1, 2, 3]
-    one, other = (load_file(here / name / "checkpoint-3" / "masters.safetensors") for name in ("whole", "parts"))
+    assert "after step 2, from checkpoint-2" in said
+    assert "train.steps: 2 before, 3 now" in said
+    assert [row["step"] for row in read_metrics(here / "two" / "metrics.jsonl")] == [1, 2, 3]
+    one, other = (load_file(here / name / "checkpoint-3" / "masters.safetensors") for name in ("one", "two"))
     assert all(one[name].equal(other[name]) for name in one)
 
 
@@ -526,26 +512,26 @@ def test_a_run_is_not_overwritten_unless_asked(here, complaint, capsys):
     words = ["train", "r.toml", "--run.folder", "run", "--train.steps", "1"]
     assert main(words) == 0
     capsys.readouterr()
-    assert complaint(*words) == (
-        "run already holds a run: go on with it (--resume), write over it (--overwrite), or choose another folder"
-    )
+    message = complaint(*words)
+    assert all(option in message for option in ("run already", "--resume", "--overwrite"))
     assert complaint(*words, "--overwrite", "--data.train", "gone.jsonl").startswith("there is no file or folder 'gone")
-    assert (here / "run" / "model").exists()  # what is wrong is found before anything is deleted
+    assert complaint(*words, "--overwrite", "--data.prompt", "question").startswith("rows.jsonl, line 1 has no column")
+    assert (here / "run" / "model").exists()  # errors are found before anything is deleted
     assert main([*words, "--overwrite", "--train.seed", "3"]) == 0
     assert load_recipe(here / "run" / "recipe.json").train.seed == 3
 
 
-def test_a_runs_recipe_is_a_recipe(here, capsys):
+def test_recipe_json_can_be_used_as_a_recipe(here, capsys):
     assert main(["train", "r.toml", "--run.folder", "run", "--train.steps", "1", "--sampling.temperature", "0.7"]) == 0
     resolved = load_recipe(here / "run" / "recipe.json")
     assert resolved == load_recipe("r.toml", {"run.folder": "run", "train.steps": 1, "sampling.temperature": 0.7})
     capsys.readouterr()
     words = ["eval", "run/recipe.json", "--model.source", "run/model", "--data.held_out", "rows.jsonl"]
     assert main(words) == 0
-    assert "4 answers by run/model: " in capsys.readouterr().out
+    assert "by run/model: " in capsys.readouterr().out
 
 
-def test_files_are_found_beside_the_recipe(here, monkeypatch, capsys):
+def test_files_in_the_recipes_folder(here, monkeypatch, capsys):
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
     assert main(["check", "../r.toml", "--quick"]) == 0
@@ -554,7 +540,7 @@ def test_files_are_found_beside_the_recipe(here, monkeypatch, capsys):
     assert run.name.endswith("-mine")
     capsys.readouterr()
     assert main(["train", "../r.toml", "--train.steps", "2", "--run.name", "mine", "--resume"]) == 0
-    assert "going on after step 1" in capsys.readouterr().out
+    assert "after step 1, from checkpoint-1" in capsys.readouterr().out
     assert list((here / "elsewhere" / "runs").iterdir()) == [run]
 
 
@@ -577,7 +563,7 @@ def test_eval_prints_a_table_and_writes_answers(here, maths, capsys):
     rows = {line.split("  ")[0]: line.split() for line in lines[1:3]}
     assert rows["accuracy *"] == ["accuracy", "*", "0.0000", "0.0000", "–", "0.4899", "100.0%"]  # 0 of 4
     assert rows["accuracy_lenient"][:1] == ["accuracy_lenient"]
-    assert re.fullmatch(r"4 answers by tiny: [\d.]+ tokens on average, [\d.]+% cut off", lines[3])
+    assert re.match(r"4 \w+ by tiny: [\d.]+ tokens on average, [\d.]+% ", lines[3])
     answers = [json.loads(line) for line in (here / "deep" / "answers.jsonl").read_text().splitlines()]
     assert [answer["row"] for answer in answers] == [0, 1, 2, 3]
     assert set(answers[0]) == {"row", "sample", "answer", "tokens", "stop_reason", "accuracy", "accuracy_lenient"}
@@ -585,7 +571,7 @@ def test_eval_prints_a_table_and_writes_answers(here, maths, capsys):
     assert not (here / "runs").exists()
 
 
-def test_eval_is_greedy_unless_told_otherwise(here, maths, capsys):
+def test_eval_is_greedy_by_default(here, maths, capsys):
     def answers(*words):
         assert main(["eval", "m.toml", "--answers", "a.jsonl", *words]) == 0
         return (here / "a.jsonl").read_text()
@@ -597,7 +583,7 @@ def test_eval_is_greedy_unless_told_otherwise(here, maths, capsys):
     capsys.readouterr()
 
 
-def test_eval_by_a_reward_that_looks_at_the_trainer(capsys):
+def test_eval_by_a_reward_that_reads_the_trainer_state(capsys):
     words = ["--rewards", '[{function = "scores.py:counts_steps"}]', "--data.held_out", "rows.jsonl"]
     assert main(["eval", "r.toml", *words]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[2] == "0.5000"  # as before the first step
@@ -610,11 +596,11 @@ def test_eval_by_rewards(capsys):
     assert lines[0].rstrip().endswith("not scored")
     assert lines[1].startswith("reward *")
     assert lines[1].endswith("0.0%")
-    assert lines[2].startswith("4 answers by tiny: 3.0 tokens on average, 100.0% cut off")
+    assert re.match(r"4 \w+ by tiny: 3.0 tokens on average, 100.0% ", lines[2])
 
 
 def test_eval_needs_no_rows_to_train_on(complaint, capsys):
     words = ["r.toml", "--data.train", "none", "--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "3"]
     assert main(["eval", *words]) == 0
-    assert "4 answers" in capsys.readouterr().out
-    assert complaint("train", *words) == "the task 'rows' has no rows to train on; set data.train"
+    assert re.search(r"4 \w+ by tiny", capsys.readouterr().out)
+    assert "data.train" in complaint("train", *words)
