@@ -12,6 +12,7 @@ import torch
 from groupwise.cli import main
 from groupwise.model import load_model_and_tokenizer
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
+from groupwise.usmle import report as report_module
 from groupwise.usmle.report import read_report
 
 pytestmark = pytest.mark.usefixtures("folder")
@@ -21,6 +22,12 @@ RECIPE = str(Path(__file__).parents[2] / "recipes" / "usmle.toml")
 SMALL = ["--model.source", "tiny", "--model.device", "cpu", "--data.max_prompt_length", "3000",
          "--data.held_out_rows", "2", "--task_options.prompt", "chat", "--evaluate.max_new_tokens", "4"]  # fmt: skip
 EVAL = ["eval", RECIPE, *SMALL]
+
+
+@pytest.fixture
+def no_drawing(monkeypatch):
+    """Replace the picture by an empty file."""
+    monkeypatch.setattr(report_module, "draw_report", lambda path, *_, **__: path.write_bytes(b""))
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +86,7 @@ def test_a_report_against_an_earlier_one(folder, output_of, other_model):
     assert read_report("first") == read_report("second")
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_a_report_against_a_model(folder, output_of, other_model):
     out = output_of("eval", RECIPE, *SMALL[2:], "--model.source", other_model, "--report", "both", "--against", "tiny")
     assert sorted(path.name for path in (folder / "both" / "before").iterdir()) == [

@@ -152,7 +152,8 @@ def test_from_the_hub(monkeypatch):
 
 
 @real
-def test_all_of_the_real_rows():
+@pytest.mark.slow
+def test_all_rows_of_the_data_set():
     data = {"train": str(DATA / "gsm8k_train.jsonl"), "held_out": str(DATA / "gsm8k_test.jsonl")}
     task = gsm8k_task(make_recipe({"task": "gsm8k", "data": data}))
     assert (len(task.train), len(task.held_out)) == (7473, 1319)

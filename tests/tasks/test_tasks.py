@@ -10,7 +10,7 @@ import pytest
 
 from groupwise import plugins
 from groupwise.cli import PLUGINS
-from groupwise.config import load_recipe, make_recipe
+from groupwise.config import load_recipe, make_recipe, with_settings
 from groupwise.errors import ConfigError
 from groupwise.tasks import TASKS, Task, find_task, load_task
 
@@ -111,7 +111,7 @@ def test_a_definition_with_options(own_tasks):
     loaded = load_recipe(recipe, {"task_options.words": 1})
     assert load_task(loaded).train == [{"prompt": "x"}]
     assert loaded.task_options == {"words": 1, "file": str(own_tasks)}  # a file beside the recipe
-    assert load_task(loaded.with_settings({"task_options.words": 4})).train == [{"prompt": "xxxx"}]
+    assert load_task(with_settings(loaded, {"task_options.words": 4})).train == [{"prompt": "xxxx"}]
     assert loaded.get("task_options.words") == 1
 
 

@@ -263,11 +263,11 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)
-@pytest.mark.parametrize("strict", [False, True])
-def test_an_answer_after_a_megabyte_of_repetition_is_read(pattern, strict):
+def test_an_answer_after_a_megabyte_of_repetition_is_read(pattern):
     text = pattern * (1_000_000 // len(pattern))
-    assert extract_answer(text, LIVER, strict=strict).rule in RULES
-    assert extract_answer(f"{text}\n\nAnswer: D", LIVER, strict=strict) == Choice("D", "stated")
+    for strict in (False, True):
+        assert extract_answer(text, LIVER, strict=strict).rule in RULES
+        assert extract_answer(f"{text}\n\nAnswer: D", LIVER, strict=strict) == Choice("D", "stated")
 
 
 def test_the_beginning_and_the_end_of_a_long_text_are_read():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.config import make_recipe
+from groupwise.config import make_recipe, with_settings
 from groupwise.usmle.evaluation import facts_of
 
 
@@ -19,7 +19,7 @@ from groupwise.usmle.evaluation import facts_of
     ],
 )
 def test_the_source_of_the_questions(settings, source):
-    assert facts_of(make_recipe({"task": "usmle"}).with_settings(settings))["questions"] == source
+    assert facts_of(with_settings(make_recipe({"task": "usmle"}), settings))["questions"] == source
 
 
 def test_the_facts_of_a_report():

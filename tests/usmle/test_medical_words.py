@@ -66,6 +66,7 @@ def test_the_list_is_sorted_and_cached():
     assert load_medical_vocabulary() is load_medical_vocabulary()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all((DATA / name).exists() for name in ("icd10cm_words.txt", *ORDINARY)),
     reason="the texts that the list is made from are not available",
@@ -171,11 +172,11 @@ def test_at_least_counts_different_terms():
         ("a" * 1_000_000, []),
         ("a" * 1_000_000 + "1", []),
         ("s" * 1_000_000, []),
-        ("es " * 333_333, []),
+        pytest.param("es " * 333_333, [], marks=pytest.mark.slow),
         ("_" * 1_000_000, []),
         ("ulcer1" * 166_666, []),
         ("ulcer " * 166_666, ["ulcer"]),
-        ("\u0130\u0301" * 500_000, []),
+        pytest.param("\u0130\u0301" * 500_000, [], marks=pytest.mark.slow),
         ("\0\ud800" * 500_000 + " ulcer", ["ulcer"]),
     ],
 )

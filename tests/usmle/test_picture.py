@@ -13,19 +13,19 @@ from tests.usmle.factories import Model, answer_to, exam, question
 
 @pytest.fixture
 def drawn(monkeypatch, tmp_path):
-    """Draw a report into a file; the panels by their titles."""
+    """Draw a report, and render it only if asked; the panels by their titles."""
     figures = []
     save = picture.save_figure
 
-    def keep(figure, path):
-        figures.append(figure)
-        save(figure, path)
+    def draw(report, *, render=False, **options):
+        def keep(figure, path):
+            figures.append(figure)
+            if render:
+                save(figure, path)
 
-    monkeypatch.setattr(picture, "save_figure", keep)
-
-    def draw(report, **options):
+        monkeypatch.setattr(picture, "save_figure", keep)
         draw_report(tmp_path / "report.png", report, **{"title": "A title", **options})
-        assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        assert not render or (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
         return {axes.get_title(loc="left").split(",")[0].split(" (")[0]: axes for axes in figures[-1].axes}
 
     return draw
@@ -53,7 +53,7 @@ def test_a_minimal_report(drawn):
 
 def test_a_complete_report(drawn):
     report = Model(1, 0.5, QUESTIONS).report(samples=8, shuffled=True, letters=True)
-    panels = drawn(report)
+    panels = drawn(report, render=True)
     assert list(panels) == [
         "Accuracy on 50 questions", "By category", "Right and answered letters", "8 answers to each question",
         "Calibration", f"Kinds of the {report.errors} errors",
@@ -99,10 +99,11 @@ def test_at_most_sixteen_categories(drawn):
     assert len(axes.get_yticklabels()) == 16
 
 
-@pytest.mark.parametrize("name", ["$\\frac{", "心臓", "x" * 500, "a\nb", "100 % $ and $", "", "_"])
-def test_any_name_can_be_drawn(drawn, name):
-    questions = [question(number, category=name) for number in range(6)]
-    drawn(analyse(questions, [answer_to(number, "B") for number in range(6)]), title=name)
+def test_any_name_can_be_drawn(drawn):
+    names = ["$\\frac{", "心臓", "x" * 500, "a\nb", "100 % $ and $", "", "_"]
+    questions = [question(number, category=name) for number, name in enumerate(names)]
+    report = analyse(questions, [answer_to(number, "B") for number in range(len(names))])
+    drawn(report, title=" ".join(names), render=True)
 
 
 def test_no_answers_at_all(drawn):

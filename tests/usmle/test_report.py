@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from groupwise.errors import CheckpointError, InputError
+from groupwise.usmle import report as report_module
 from groupwise.usmle.analysis import analyse
 from groupwise.usmle.compare import compare
 from groupwise.usmle.report import read_report, write_report
@@ -30,6 +31,12 @@ def small():
     return analyse([question(1, "A"), question(2, "B")], [answer_to(1, "A"), answer_to(2, None)])
 
 
+@pytest.fixture
+def no_drawing(monkeypatch):
+    """Replace the picture by an empty file."""
+    monkeypatch.setattr(report_module, "draw_report", lambda path, *_, **__: path.write_bytes(b""))
+
+
 def page_of(folder, report, **options):
     write_report(folder, report, **{"title": "A title", "facts": FACTS, **options})
     return (folder / "report.md").read_text()
@@ -48,6 +55,7 @@ def test_the_files(tmp_path, reports):
     assert (named["title"], named["facts"]) == ("A title", FACTS)
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_a_report_is_read_as_it_was_written(tmp_path, reports, small):
     for report in (*reports, small):
         write_report(tmp_path, report, title="A title", facts={})
@@ -55,8 +63,10 @@ def test_a_report_is_read_as_it_was_written(tmp_path, reports, small):
         assert read_report(str(tmp_path / "report.json")) == report
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_files_of_an_earlier_report_are_removed(tmp_path, reports, small, monkeypatch):
     write_report(tmp_path, reports[1], title="", facts={}, comparison=compare(*reports))
+    monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     write_report(tmp_path, small, title="", facts={})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
@@ -117,6 +127,7 @@ def test_a_missing_report(tmp_path, name):
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_the_page_by_hand(tmp_path, small):
     """One of two by both readers; Wilson's interval of 1 of 2 is 9.5 to 90.5 %."""
     page = page_of(tmp_path, small)
@@ -136,6 +147,7 @@ def test_the_page_by_hand(tmp_path, small):
         assert absent not in page
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_every_part_has_its_section(tmp_path, reports):
     page = page_of(tmp_path, reports[1], comparison=compare(*reports))
     headings = [line for line in page.splitlines() if line.startswith("## ")]
@@ -157,6 +169,7 @@ def test_every_part_has_its_section(tmp_path, reports):
     assert "None" not in "".join(line for line in page.splitlines() if "Therefore the answer is" not in line)
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_differences_are_signed_points(tmp_path):
     """Seven of seven gained: p is 2 / 2⁷."""
     asked = [question(number, "A") for number in range(8)]
@@ -174,6 +187,7 @@ def test_differences_are_signed_points(tmp_path):
     assert "| lenient | 87.5 % | 87.5 % | 0.0 [0.0, 0.0] | p = 1.000 | not significant |" in page
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_small_groups_are_marked(tmp_path):
     asked = [question(number, category="heart" if number else None) for number in range(6)]
     page = page_of(tmp_path, analyse(asked, [answer_to(number, "A") for number in range(6)]))
@@ -184,6 +198,7 @@ def test_small_groups_are_marked(tmp_path):
     assert "†" not in page_of(tmp_path, analyse(asked[1:], [answer_to(number, "A") for number in range(1, 6)]))
 
 
+@pytest.mark.usefixtures("no_drawing")
 def test_hostile_text_stays_in_its_cell(tmp_path):
     """Every table keeps its shape, whatever a question, an option, a category, an answer or a fact contains."""
     asked = [

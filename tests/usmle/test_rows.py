@@ -438,6 +438,7 @@ def test_the_medqa_test_set(exam):
 
 
 @real
+@pytest.mark.slow
 def test_the_medqa_training_questions(exam):
     pool = read(str(DATA / POOL))
     assert len(pool) > 2000
@@ -447,6 +448,7 @@ def test_the_medqa_training_questions(exam):
 
 
 @real
+@pytest.mark.slow
 def test_the_medmcqa_file(exam):
     skipped = Counter()
     rows = read(str(DATA / MEDMCQA), skipped)
@@ -461,6 +463,7 @@ def test_the_medmcqa_file(exam):
 
 
 @real
+@pytest.mark.slow
 def test_the_mmlu_files():
     rows = read([str(path) for path in sorted(DATA.glob("mmlu_*_test.csv"))])
     assert len(rows) == 1089
