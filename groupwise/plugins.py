@@ -20,19 +20,19 @@ def load_plugin(group: str, builtin: Mapping[str, str], name: str, what: str) ->
 
     ``builtin`` repeats the entries of pyproject.toml, for a source tree that is on the path but not installed.
     """
-    known = _entry_points(group, builtin)
-    check_choice(what, name, known, ConfigError)
+    entries = _entry_points(group, builtin)
+    check_choice(what, name, entries, ConfigError)
     try:
-        return known[name].load()
+        return entries[name].load()
     except Exception as error:
         raise ConfigError(
-            f"the {what} {name!r} cannot be loaded from {known[name].value}: {type(error).__name__}: "
+            f"the {what} {name!r} cannot be loaded from {entries[name].value}: {type(error).__name__}: "
             f"{error_reason(error)}"
         ) from error
 
 
 def _entry_points(group: str, builtin: Mapping[str, str]) -> dict[str, EntryPoint]:
-    known = {name: EntryPoint(name, value, group) for name, value in builtin.items()}
+    entries = {name: EntryPoint(name, value, group) for name, value in builtin.items()}
     for entry in entry_points(group=group):
-        known.setdefault(entry.name, entry)
-    return known
+        entries.setdefault(entry.name, entry)
+    return entries

@@ -127,8 +127,8 @@ def _letters(report: ExamReport) -> list[str]:
             (
                 escape_markdown(name),
                 *(
-                    f"**{count:,}**" if name == given else f"{count:,}"
-                    for given, count in zip([*names, None], row, strict=True)
+                    f"**{count:,}**" if name == answered else f"{count:,}"
+                    for answered, count in zip([*names, None], row, strict=True)
                 ),
             )
             for name, row in zip(names, report.confusion.counts, strict=True)
