@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from groupwise.config import Recipe, make_recipe
+from groupwise.config import Recipe, make_recipe, with_settings
 from groupwise.core import kl_estimate, policy_loss
 from groupwise.core.filters import KeptSets
 from groupwise.core.losses import Loss, aggregate
@@ -43,7 +43,7 @@ SMALL = {
 
 def short_recipe(settings: Mapping[str, Any] | None = None) -> Recipe:
     """A small recipe with these dotted settings."""
-    return make_recipe(SMALL).with_settings({"loss.ratio": None, **(settings or {})})
+    return with_settings(make_recipe(SMALL), {"loss.ratio": None, **(settings or {})})
 
 
 def make_batch(

@@ -1,4 +1,4 @@
-"""Pairs out of groups: the best against the worst, and a reason for each pair that is not there."""
+"""Pairs out of groups: the best against the worst, and a reason for each pair that is refused."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import ConfigError
 from groupwise.training.monitor.metrics import rollout_table
 from groupwise.training.preference.group_pairs import REASONS, GroupPairs, build_group_pairs
-from groupwise.training.rollout.advantages import compare
-from tests.training.factories import made_batch, made_recipe
+from groupwise.training.rollout.advantages import compute_group_advantages
+from tests.training.factories import make_batch, short_recipe
 
 NAN = math.nan
 
 
 def paired(rewards, *, groups=None, prompts=None, answers=None, allowed=None, **options):
-    """`build_group_pairs` of one prompt's answers, all different, unless something else is given."""
+    """`build_group_pairs`, by default of one prompt with different completions."""
     number = len(rewards)
     return build_group_pairs(
         torch.tensor(rewards, dtype=torch.float64),
@@ -32,22 +32,22 @@ def paired(rewards, *, groups=None, prompts=None, answers=None, allowed=None, **
     )
 
 
-def numbers(found):
-    return list(zip(found.chosen.tolist(), found.rejected.tolist(), strict=True))
+def numbers(result):
+    return list(zip(result.chosen.tolist(), result.rejected.tolist(), strict=True))
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_best_is_paired_with_the_worst():
-    found = paired([0.5, 0.1, 0.9, 0.3])
-    assert numbers(found) == [(2, 1)]
-    assert found.refused == {}
-    assert (found.chosen.dtype, found.rejected.dtype) == (torch.long, torch.long)
-    assert len(found) == 1
+    result = paired([0.5, 0.1, 0.9, 0.3])
+    assert numbers(result) == [(2, 1)]
+    assert result.refused == {}
+    assert (result.chosen.dtype, result.rejected.dtype) == (torch.long, torch.long)
+    assert len(result) == 1
 
 
-def test_further_pairs_go_inwards_until_nobody_is_left():
+def test_further_pairs_go_inwards():
     rewards = [0.5, 0.1, 0.9, 0.3, 0.7]
     assert numbers(paired(rewards, per_group=2)) == [(2, 1), (4, 3)]
     assert numbers(paired(rewards, per_group=3)) == [(2, 1), (4, 3)]  # the middle one has no partner
@@ -56,15 +56,15 @@ def test_further_pairs_go_inwards_until_nobody_is_left():
 
 def test_equal_rewards_make_no_pair():
     assert paired([1.0, 1.0, 1.0, 1.0], per_group=2).refused == {"tie": 2}
-    found = paired([1.0, 0.5, 0.5, 0.0], per_group=2)
-    assert numbers(found) == [(0, 3)]
-    assert found.refused == {"tie": 1}
+    result = paired([1.0, 0.5, 0.5, 0.0], per_group=2)
+    assert numbers(result) == [(0, 3)]
+    assert result.refused == {"tie": 1}
     assert numbers(paired([0.0, -0.0])) == []
 
 
-def test_among_equal_rewards_the_first_sample_is_the_better_one():
-    found = paired([0.0, 1.0, 1.0, 0.0], per_group=2)
-    assert numbers(found) == [(1, 3), (2, 0)]
+def test_among_equal_rewards_the_first_sample_ranks_higher():
+    result = paired([0.0, 1.0, 1.0, 0.0], per_group=2)
+    assert numbers(result) == [(1, 3), (2, 0)]
 
 
 @pytest.mark.parametrize(
@@ -77,40 +77,40 @@ def test_among_equal_rewards_the_first_sample_is_the_better_one():
     ],
 )
 def test_the_difference_must_be_more_than_the_margin(margin, pairs, refused):
-    found = paired([1.0, 0.5, 0.25, 0.0], per_group=2, min_margin=margin)
-    assert (numbers(found), found.refused) == (pairs, refused)
+    result = paired([1.0, 0.5, 0.25, 0.0], per_group=2, min_margin=margin)
+    assert (numbers(result), result.refused) == (pairs, refused)
 
 
-def test_the_same_answer_twice_makes_no_pair_and_costs_nobody_else_his():
+def test_the_same_completion_twice_makes_no_pair():
     answers = [[5, 6], [7], [8, 9], [5, 6]]
-    found = paired([1.0, 0.6, 0.4, 0.0], answers=answers, per_group=2)
-    assert numbers(found) == [(1, 2)]
-    assert found.refused == {"same_answer": 1}
+    result = paired([1.0, 0.6, 0.4, 0.0], answers=answers, per_group=2)
+    assert numbers(result) == [(1, 2)]
+    assert result.refused == {"same_answer": 1}
     longer = [[5, 6], [7], [8], [5, 6, 6]]
     assert numbers(paired([1.0, 0.6, 0.4, 0.0], answers=longer)) == [(0, 3)]
 
 
-def test_what_was_not_scored_or_may_not_teach_is_in_no_pair():
-    found = paired([NAN, 0.9, 0.5, 0.1, 0.0], allowed=[True, False, True, True, True], per_group=2)
-    assert numbers(found) == [(2, 4)]
+def test_samples_without_reward_or_masked_are_in_no_pair():
+    result = paired([NAN, 0.9, 0.5, 0.1, 0.0], allowed=[True, False, True, True, True], per_group=2)
+    assert numbers(result) == [(2, 4)]
     assert paired([NAN, 1.0, 0.0], allowed=[True, True, False]).refused == {"alone": 1}
     assert paired([NAN, NAN]).refused == {"alone": 1}
 
 
-def test_neither_prompts_nor_groups_are_crossed():
+def test_pairs_do_not_cross_prompts_or_groups():
     rewards = [1.0, 0.0, 2.0, 3.0, 9.0, 4.0]
     assert numbers(paired(rewards, prompts=[0, 0, 1, 1, 2, 2])) == [(0, 1), (3, 2), (4, 5)]
     # One group over two prompts, and two groups within a prompt.
     assert numbers(paired(rewards, prompts=[0, 0, 0, 1, 1, 1])) == [(2, 1), (4, 3)]
-    found = paired(rewards, prompts=[0, 0, 0, 1, 1, 1], groups=[0, 0, 1, 1, 2, 2])
-    assert numbers(found) == [(0, 1), (4, 5)]
-    assert found.refused == {"alone": 2}
+    result = paired(rewards, prompts=[0, 0, 0, 1, 1, 1], groups=[0, 0, 1, 1, 2, 2])
+    assert numbers(result) == [(0, 1), (4, 5)]
+    assert result.refused == {"alone": 2}
 
 
 def test_members_and_roles():
-    found = GroupPairs(torch.tensor([4, 1]), torch.tensor([0, 2]))
-    assert found.members(6).tolist() == [True, True, True, False, True, False]
-    assert found.roles(6) == ["rejected", "chosen", "rejected", None, "chosen", None]
+    result = GroupPairs(torch.tensor([4, 1]), torch.tensor([0, 2]))
+    assert result.members(6).tolist() == [True, True, True, False, True, False]
+    assert result.roles(6) == ["rejected", "chosen", "rejected", None, "chosen", None]
     nothing = paired([1.0, 1.0])
     assert nothing.members(2).tolist() == [False, False]
     assert nothing.roles(2) == [None, None]
@@ -118,11 +118,11 @@ def test_members_and_roles():
     assert nothing.chosen.dtype == torch.long
 
 
-# --- any batch --------------------------------------------------------------------------------------------------------
+# --- random batches ---------------------------------------------------------------------------------------------------
 
 
-def literal(rewards, groups, prompts, answers, allowed, per_group, min_margin):
-    """Again and again the first of the best against the last of the worst; quadratic, and without a sort."""
+def naive(rewards, groups, prompts, answers, allowed, per_group, min_margin):
+    """Repeatedly the first of the best against the last of the worst; quadratic, without sorting."""
     pairs, refused = [], Counter()
     places = list(dict.fromkeys(zip(prompts, groups, strict=True)))
     for place in places:
@@ -156,24 +156,24 @@ def literal(rewards, groups, prompts, answers, allowed, per_group, min_margin):
 
 @st.composite
 def batches(draw):
-    """Few different rewards, answers, prompts and groups, so that everything that can coincide does."""
+    """Few different rewards, completions, prompts and groups, so that there are many coincidences."""
     number = draw(st.integers(0, 14))
 
-    def each(values):
+    def column(values):
         return draw(st.lists(values, min_size=number, max_size=number))
 
     return {
-        "rewards": each(st.one_of(st.just(NAN), st.integers(-4, 4).map(lambda value: value / 4))),
-        "groups": each(st.integers(0, 2)),
-        "prompts": each(st.integers(0, 2)),
-        "answers": each(st.lists(st.integers(0, 1), min_size=1, max_size=3)),
-        "allowed": each(st.sampled_from([True, True, True, False])),
+        "rewards": column(st.one_of(st.just(NAN), st.integers(-4, 4).map(lambda value: value / 4))),
+        "groups": column(st.integers(0, 2)),
+        "prompts": column(st.integers(0, 2)),
+        "answers": column(st.lists(st.integers(0, 1), min_size=1, max_size=3)),
+        "allowed": column(st.sampled_from([True, True, True, False])),
         "per_group": draw(st.integers(1, 4)),
         "min_margin": draw(st.sampled_from([0.0, 0.25, 0.3, 1.0])),
     }
 
 
-def found_in(batch):
+def pairs_of(batch):
     return build_group_pairs(
         torch.tensor(batch["rewards"], dtype=torch.float64),
         torch.tensor(batch["groups"], dtype=torch.long),
@@ -186,22 +186,20 @@ def found_in(batch):
 
 
 @given(batches())
-@settings(max_examples=150)
-def test_the_pairs_are_those_of_the_slow_version(batch):
-    found = found_in(batch)
-    pairs, refused = literal(**batch)
-    assert numbers(found) == pairs
-    assert found.refused == refused
+def test_the_pairs_are_those_of_the_naive_version(batch):
+    result = pairs_of(batch)
+    pairs, refused = naive(**batch)
+    assert numbers(result) == pairs
+    assert result.refused == refused
 
 
 @given(batches())
-@settings(max_examples=150)
-def test_what_holds_for_every_batch(batch):
-    found = found_in(batch)
+def test_properties_of_every_batch(batch):
+    result = pairs_of(batch)
     rewards, places = batch["rewards"], list(zip(batch["prompts"], batch["groups"], strict=True))
-    seen = [sample for pair in numbers(found) for sample in pair]
+    seen = [sample for pair in numbers(result) for sample in pair]
     assert len(seen) == len(set(seen))
-    for better, worse in numbers(found):
+    for better, worse in numbers(result):
         assert places[better] == places[worse]
         assert batch["allowed"][better]
         assert batch["allowed"][worse]
@@ -212,63 +210,63 @@ def test_what_holds_for_every_batch(batch):
         for place, reward, allowed in zip(places, rewards, batch["allowed"], strict=True)
         if allowed and not math.isnan(reward)
     )
-    assert set(found.refused) <= set(REASONS)
-    assert all(found.refused.values())
+    assert set(result.refused) <= set(REASONS)
+    assert all(result.refused.values())
     possible = sum(min(batch["per_group"], usable[place] // 2) for place in set(places))
-    alone = found.refused.get("alone", 0)
+    alone = result.refused.get("alone", 0)
     assert alone == sum(usable[place] < 2 for place in set(places))
-    assert len(found) + sum(found.refused.values()) - alone == possible
-    members = found.members(len(rewards)).tolist()
-    roles = found.roles(len(rewards))
+    assert len(result) + sum(result.refused.values()) - alone == possible
+    members = result.members(len(rewards)).tolist()
+    roles = result.roles(len(rewards))
     assert [sample for sample, member in enumerate(members) if member] == sorted(seen)
-    assert [sample for sample, role in enumerate(roles) if role == "chosen"] == sorted(found.chosen.tolist())
-    assert [sample for sample, role in enumerate(roles) if role == "rejected"] == sorted(found.rejected.tolist())
+    assert [sample for sample, role in enumerate(roles) if role == "chosen"] == sorted(result.chosen.tolist())
+    assert [sample for sample, role in enumerate(roles) if role == "rejected"] == sorted(result.rejected.tolist())
 
 
-# --- out of a comparison ----------------------------------------------------------------------------------------------
+# --- pairs of group advantages ----------------------------------------------------------------------------------------
 
 
-def compared(settings=None, *, weights=(1.0,), ranked_by=None, grouping=None, **batch):
-    made = made_batch(**batch)
-    now = made_recipe({"preference.weight": 1.0, **(settings or {})})
-    return made, compare(made, now, list(weights), grouping=grouping, ranked_by=ranked_by)
+def advantages_of(settings=None, *, weights=(1.0,), ranked_by=None, grouping=None, **options):
+    batch = make_batch(**options)
+    recipe = short_recipe({"preference.weight": 1.0, **(settings or {})})
+    return batch, compute_group_advantages(batch, recipe, list(weights), grouping=grouping, ranked_by=ranked_by)
 
 
-def test_a_comparison_pairs_by_the_weighted_sum():
-    """Made rewards: 1, 0, 0, ½; four times 1; 0, 2, 1, 1; 0, 0, 1, 0."""
-    _, found = compared()
-    assert numbers(found.pairs) == [(0, 2), (9, 8), (14, 15)]
-    assert found.pairs.refused == {"tie": 1}
-    _, found = compared({"preference.pairs_per_group": 2, "preference.min_margin": 0.5})
-    assert numbers(found.pairs) == [(0, 2), (9, 8), (14, 15)]
-    assert found.pairs.refused == {"tie": 4, "margin": 1}
+def test_samples_are_ranked_by_the_weighted_sum():
+    """Rewards: 1, 0, 0, ½; four times 1; 0, 2, 1, 1; 0, 0, 1, 0."""
+    _, result = advantages_of()
+    assert numbers(result.pairs) == [(0, 2), (9, 8), (14, 15)]
+    assert result.pairs.refused == {"tie": 1}
+    _, result = advantages_of({"preference.pairs_per_group": 2, "preference.min_margin": 0.5})
+    assert numbers(result.pairs) == [(0, 2), (9, 8), (14, 15)]
+    assert result.pairs.refused == {"tie": 4, "margin": 1}
 
 
-def test_another_reward_may_put_the_answers_in_order():
-    """The second reward counts nothing in the sum, and says the opposite of the first in every group but one."""
+def test_another_reward_may_rank_the_samples():
+    """The second reward has weight 0, and ranks opposite to the first in all groups but one."""
     first = torch.tensor([1.0, 0.0, 0.0, 0.5] * 4, dtype=torch.float64)
     second = torch.tensor([0.0, 3.0, 2.0, 1.0] * 3 + [NAN, 1.0, 1.0, NAN], dtype=torch.float64)
     columns = torch.stack([first, second], 1)
-    _, found = compared(columns=columns, weights=(1.0, 0.0))
-    assert numbers(found.pairs) == [(0, 2), (4, 6), (8, 10), (12, 14)]
-    _, found = compared(columns=columns, weights=(1.0, 0.0), ranked_by=1)
-    assert numbers(found.pairs) == [(1, 0), (5, 4), (9, 8)]
-    assert found.pairs.refused == {"tie": 1}
-    assert found.advantages[0] > 0 > found.advantages[1]
+    _, result = advantages_of(columns=columns, weights=(1.0, 0.0))
+    assert numbers(result.pairs) == [(0, 2), (4, 6), (8, 10), (12, 14)]
+    _, result = advantages_of(columns=columns, weights=(1.0, 0.0), ranked_by=1)
+    assert numbers(result.pairs) == [(1, 0), (5, 4), (9, 8)]
+    assert result.pairs.refused == {"tie": 1}
+    assert result.advantages[0] > 0 > result.advantages[1]
 
 
-def test_what_masks_silence_and_what_failed_is_in_no_pair():
-    _, found = compared({"masks.truncated": True}, cut=[0, 15], dropped=[9])
-    assert numbers(found.pairs) == [(3, 2), (10, 8), (14, 13)]
+def test_masked_and_dropped_samples_are_in_no_pair():
+    _, result = advantages_of({"masks.truncated": True}, cut=[0, 15], dropped=[9])
+    assert numbers(result.pairs) == [(3, 2), (10, 8), (14, 13)]
 
 
-def test_a_grouping_of_ones_own_does_not_pair_across_prompts():
-    _, found = compared(grouping=lambda batch: ["all"] * len(batch))
-    assert numbers(found.pairs) == [(0, 2), (9, 8), (14, 15)]
-    _, found = compared(grouping=lambda batch: [number % 2 for number in range(len(batch))])
+def test_a_custom_grouping_does_not_pair_across_prompts():
+    _, result = advantages_of(grouping=lambda batch: ["all"] * len(batch))
+    assert numbers(result.pairs) == [(0, 2), (9, 8), (14, 15)]
+    _, result = advantages_of(grouping=lambda batch: [number % 2 for number in range(len(batch))])
     # Even samples of each prompt, then odd ones: 1, 0 and 0, ½; 1, 1 twice; 0, 1 and 2, 1; 0, 1 and 0, 0.
-    assert numbers(found.pairs) == [(0, 2), (3, 1), (10, 8), (9, 11), (14, 12)]
-    assert found.pairs.refused == {"tie": 3}
+    assert numbers(result.pairs) == [(0, 2), (3, 1), (10, 8), (9, 11), (14, 12)]
+    assert result.pairs.refused == {"tie": 3}
 
 
 @pytest.mark.parametrize(
@@ -280,24 +278,24 @@ def test_a_grouping_of_ones_own_does_not_pair_across_prompts():
     ],
     ids=["no weight", "data", "both without weight"],
 )
-def test_without_a_weight_or_with_a_data_set_alone_there_are_none(settings):
-    batch, found = compared(settings)
-    assert found.pairs is None
-    assert "pair" not in rollout_table(1, batch, found, ["one"])
+def test_without_weight_or_with_a_data_set_only_there_are_no_group_pairs(settings):
+    batch, result = advantages_of(settings)
+    assert result.pairs is None
+    assert "pair" not in rollout_table(1, batch, result, ["one"])
 
 
-def test_both_kinds_of_pairs_still_pair_the_groups():
-    _, found = compared({"preference.pairs": "both", "preference.train": "pairs.jsonl"})
-    assert len(found.pairs) == 3
+def test_both_sources_include_group_pairs():
+    _, result = advantages_of({"preference.pairs": "both", "preference.train": "pairs.jsonl"})
+    assert len(result.pairs) == 3
 
 
-def test_who_teaches():
-    """By its advantage or by its pair; without the policy's loss by its pair alone."""
-    batch, found = compared()
-    wanted = (found.advantages != 0).tolist()
-    assert found.contributes.tolist() == wanted
-    assert rollout_table(1, batch, found, ["one"])["pair"] == found.pairs.roles(16)
-    _, alone = compared({"loss.policy_coef": 0.0})
+def test_which_samples_contribute():
+    """Those with an advantage or in a pair; without the policy loss only those in a pair."""
+    batch, result = advantages_of()
+    wanted = (result.advantages != 0).tolist()
+    assert result.contributes.tolist() == wanted
+    assert rollout_table(1, batch, result, ["one"])["pair"] == result.pairs.roles(16)
+    _, alone = advantages_of({"loss.policy_coef": 0.0})
     assert [sample for sample, contributes in enumerate(alone.contributes.tolist()) if contributes] == [
         0,
         2,
@@ -306,16 +304,16 @@ def test_who_teaches():
         14,
         15,
     ]
-    # Sums that are equal teach nothing, but a reward that puts them in order does.
+    # Equal sums have no learning signal, but a reward that ranks them does.
     columns = torch.tensor([[1.0, float(number % 4)] for number in range(16)], dtype=torch.float64)
-    _, ranked = compared(columns=columns, weights=(1.0, 0.0), ranked_by=1)
+    _, ranked = advantages_of(columns=columns, weights=(1.0, 0.0), ranked_by=1)
     assert bool(ranked.equal.all())
     assert [sample for sample, contributes in enumerate(ranked.contributes.tolist()) if contributes] == [
         sample for sample in range(16) if sample % 4 in (0, 3)
     ]
 
 
-def test_a_single_answer_to_a_prompt_is_refused_before():
+def test_a_single_sample_per_prompt_is_refused():
     settings = {"preference.weight": 1.0, "sampling.samples_per_prompt": 1, "advantages.baseline": "none"}
-    with pytest.raises(ConfigError, match="no group has two answers to make a pair of; use at least 2"):
-        made_recipe(settings)
+    with pytest.raises(ConfigError, match="no group has two completions for a pair; use at least 2"):
+        short_recipe(settings)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import groupwise.training.update.updater as updater_module
+from groupwise.config import with_settings
 from groupwise.core.kl import MEAN_RATIO_EPS
 from groupwise.core.losses import aggregate
 from groupwise.model import LoraSettings
@@ -81,7 +82,7 @@ def check_against_naive(settings, form, **options):
         {"loss.kl": form, **settings}, **options
     )
     model = updater.handle.model
-    rest = recipe.with_settings({"loss.kl_coef": 0.0})
+    rest = with_settings(recipe, {"loss.kl_coef": 0.0})
     terms = naive_terms(updater.handle, batch, group_advantages, PROMPTS, rest, **inputs)
     per_token = naive_kl(naive_logits(model, batch, recipe.sampling.temperature), reference, form)
     measured = naive_kl(naive_logits(model, batch, recipe.sampling.temperature), reference, "full").detach()
@@ -101,7 +102,9 @@ def check_against_naive(settings, form, **options):
 
 
 @pytest.mark.parametrize("form", EXACT_KL_FACTORS)
-@pytest.mark.parametrize("loss", ["grpo", "reinforce", "dapo"])
+@pytest.mark.parametrize(
+    "loss", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("reinforce", "dapo"))]
+)
 def test_it_is_the_naive_kl_however_samples_are_packed(form, loss):
     check_against_naive({"loss.name": loss}, form)
 
@@ -133,7 +136,7 @@ def llama_with_an_adapter(*targets):
     return add_lora(small_llama(), LoraSettings(rank=2, targets=targets)).get_base_model()
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("plain", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "make", [checkpointed_llama, llama_with_a_frozen_head, lambda: llama_with_an_adapter("q_proj")]
 )
@@ -189,7 +192,7 @@ def test_the_references_log_probs_are_not_computed(monkeypatch):
         updater_module, "iter_packs", lambda *a, **options: seen.append(options["with_states"]) or real(*a, **options)
     )
     updater.update(minibatch, recipe)
-    updater.update(minibatch, recipe.with_settings({"loss.kl_coef": 0.0}))
+    updater.update(minibatch, with_settings(recipe, {"loss.kl_coef": 0.0}))
     assert seen == [True, False]
 
 

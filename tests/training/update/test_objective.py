@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from groupwise.config import make_recipe
+from groupwise.config import make_recipe, with_settings
 from groupwise.core import LOSSES, Loss, TokenTerm, kl_estimate
 from groupwise.core.losses import clipped_loss
 from groupwise.errors import ConfigError
@@ -415,9 +415,9 @@ def test_which_steps_sample_completions(monkeypatch):
     dpo = make_recipe({"algorithm": "dpo"})
     assert not samples_completions(dpo)
     for name in ("loss.policy_coef", "loss.kl_coef", "loss.entropy_coef"):
-        assert samples_completions(dpo.with_settings({name: 0.1}))
+        assert samples_completions(with_settings(dpo, {name: 0.1}))
         assert samples_completions(dpo, [name])  # a schedule may set it later
-    assert samples_completions(dpo.with_settings({"preference.pairs": "both"}))
+    assert samples_completions(with_settings(dpo, {"preference.pairs": "both"}))
     assert not samples_completions(dpo, ["preference.weight"])
     assert samples_completions(make_recipe({"algorithm": "pg_grpo"}))
     monkeypatch.setitem(TERMS, "length", ObjectiveTerm("length", length_penalty, 0.3))
