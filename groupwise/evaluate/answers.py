@@ -47,11 +47,13 @@ def evaluate(
     samples: int = 1,
     stop: Stop | None = None,
     prompt_column: str = "prompt",
+    score_batch: int = CHUNK,
     trainer_state: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Sample ``samples`` completions of every row; grade them, and score them if there is a ``scorer``.
 
+    Rewards are computed for ``score_batch`` completions at a time, so that their time limit is that of a batch.
     ``trainer_state`` is passed to the reward functions that take it.
     """
     if not rows:
@@ -84,7 +86,7 @@ def evaluate(
         for record, result in zip(answers, results, strict=True):
             record[name] = result
     if scorer is not None:
-        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, trainer_state)
+        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state)
         _add_mean(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
         for record, reward in zip(answers, rewards, strict=True):
@@ -100,17 +102,28 @@ def _rewards(
     texts: Sequence[str],
     tokens: Sequence[Sequence[int]],
     prompt_column: str,
+    score_batch: int,
     trainer_state: Any,
 ) -> list[float]:
     """The weighted sum of the rewards of each completion; NaN if every function skipped it, or if one failed."""
     prompts = [row[prompt_column] for row in rows]
     completions = [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-    columns = columns_of(rows, without=prompt_column)
-    scores = scorer.score(prompts, completions, columns, completion_ids=tokens, trainer_state=trainer_state)
     weights = [function.weight for function in scorer.functions]
-    total: list[float] = weighted_total(scores.rewards, weights).tolist()
+    total: list[float] = []
+    failures: list[str] = []
+    for start in range(0, len(rows), score_batch):
+        batch = slice(start, start + score_batch)
+        scores = scorer.score(
+            prompts[batch],
+            completions[batch],
+            columns_of(rows[batch], without=prompt_column),
+            completion_ids=tokens[batch],
+            trainer_state=trainer_state,
+        )
+        total += weighted_total(scores.rewards, weights).tolist()
+        failures += [failure.reason for failure in scores.failures]
     if all(map(math.isnan, total)):
-        reason = f" ({scores.failures[0].reason})" if scores.failures else ": they returned None for every one"
+        reason = f" ({failures[0]})" if failures else ": they returned None for every one"
         raise RewardError(f"the rewards scored none of the {len(total)} completions of the held-out rows{reason}")
     return total
 

@@ -10,7 +10,7 @@ from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.generate import Engine, Sampling
-from groupwise.model.logprobs import default_token_budget
+from groupwise.model.packing import default_token_budget
 from groupwise.text import Say
 from groupwise.training.components import RunComponents, load_components
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
@@ -49,6 +49,7 @@ def evaluate_rows(
         samples=settings.samples,
         stop=components.stop,
         prompt_column=recipe.data.prompt,
+        score_batch=recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt,
         trainer_state=trainer_state,
         progress=progress,
     )

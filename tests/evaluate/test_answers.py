@@ -302,3 +302,20 @@ def test_metrics_are_plain_finite_numbers(engine):
                      sampling=Sampling(max_new_tokens=4))  # fmt: skip
     assert all(type(value) is float and math.isfinite(value) for value in result.metrics.values())
     assert all(type(value) in (str, int, float, type(None)) for answer in result.answers for value in answer.values())
+
+
+def test_rewards_are_computed_in_batches():
+    """The time limit of a reward is that of one batch, so an evaluation of many rows must not be one call."""
+    sizes = []
+
+    def length(completions, **_):
+        sizes.append(len(completions))
+        return [float(len(text)) for text in completions]
+
+    rows = rows_of(*"abcdefg")
+    answers = [["x" * number] for number in range(1, 8)]
+    scorer = Scorer([RewardFunction("length", length)])
+    evaluation = run(answers, rows, scorer=scorer, score_batch=3)
+    assert sizes == [3, 3, 1]
+    assert evaluation.metrics[REWARD] == 4.0
+    assert [record[REWARD] for record in evaluation.answers] == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
