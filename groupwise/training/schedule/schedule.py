@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -29,6 +29,8 @@ class Schedule:
     ``base`` holds the recipe's values; a setting whose base is an int stays an int. Call `values` at the start of every
     step and `observe` after it. Phases counted in tokens begin at the step where `values` first sees enough tokens, so
     use a second schedule to look ahead.
+
+    refusal: says why the recipe cannot have these values, or None. A rule's change that it refuses is left out.
     """
 
     def __init__(
@@ -38,8 +40,10 @@ class Schedule:
         phases: Sequence[Phase] = (),
         ramps: Sequence[Ramp] = (),
         rules: Sequence[Rule] = (),
+        refusal: Callable[[dict[str, float | int]], str | None] = lambda values: None,
     ) -> None:
         check_phases(phases)
+        self._refusal = refusal
         self._phases, self._rules = tuple(phases), tuple(rules)
         self._ramps = {ramp.setting: ramp for ramp in ramps}
         if len(self._ramps) < len(ramps):
@@ -76,7 +80,16 @@ class Schedule:
     def values(self, step: int, tokens: int) -> dict[str, float | int]:
         """Every scheduled setting at the start of ``step`` (from 0), after ``tokens`` sampled tokens."""
         self._advance(step, tokens)
-        return {name: self._value(name, step, tokens, before=step) for name in self._base}
+        fired = self._fired
+        try:
+            values = self._values(step, tokens, before=step)
+            while self._fired and self._refusal(values) is not None:
+                # A phase or a ramp has moved the value under a rule's change: leave the latest change out.
+                self._fired = self._fired[:-1]
+                values = self._values(step, tokens, before=step)
+        finally:
+            self._fired = fired
+        return values
 
     def phase(self, step: int, tokens: int) -> str | None:
         """The name of the current phase, None if there is none."""
@@ -173,6 +186,9 @@ class Schedule:
     def _name(self, index: int) -> str | None:
         return self._phases[index].name if index < len(self._phases) else None
 
+    def _values(self, step: int, tokens: int, *, before: int) -> dict[str, float | int]:
+        return {name: self._value(name, step, tokens, before=before) for name in self._base}
+
     def _value(self, name: str, step: int, tokens: int, *, before: int) -> float | int:
         value = self._exact(name, step, tokens, before=before)
         return round(value) if isinstance(self._base[name], int) else float(value)
@@ -213,11 +229,15 @@ class Schedule:
         sign, amount = ("×", rule.multiply) if rule.multiply is not None else ("=", rule.set)
         if rule.add is not None:
             sign, amount = "−" if rule.add < 0 else "+", abs(rule.add)
+        because = f"{rule.metric} was {mean:.6g} {average}, {side} {rule.threshold():.6g}"
+        change = f"{rule.setting} {sign} {amount:.6g}"
+        reason = self._refusal(self._values(step, self._tokens, before=step + 1))
+        if reason is not None:
+            self._fired.pop()
+            value = self._value(rule.setting, step, self._tokens, before=step + 1)
+            return f"{because}, but {change} is left out, it stays at {_shown(value)}: {reason}"
         value = self._value(rule.setting, step, self._tokens, before=step + 1)
-        return (
-            f"{rule.metric} was {mean:.6g} {average}, {side} {rule.threshold():.6g}: "
-            f"{rule.setting} {sign} {amount:.6g}, now {value if isinstance(value, int) else format(value, '.6g')}"
-        )
+        return f"{because}: {change}, now {_shown(value)}"
 
     def _never_reported(self, metric: str) -> str | None:
         if metric in self._reported:
@@ -225,6 +245,10 @@ class Schedule:
         nearest = difflib.get_close_matches(metric, sorted(self._reported), n=1, cutoff=0.0)
         hint = f"; the nearest reported name is {nearest[0]!r}" if nearest else ""
         return f"a rule needs the metric {metric!r}, but no step of the first {PATIENCE} reported it{hint}"
+
+
+def _shown(value: float | int) -> str:
+    return str(value) if isinstance(value, int) else format(value, ".6g")
 
 
 def _as_json(rule: Rule) -> dict[str, Any]:

@@ -548,3 +548,35 @@ def test_a_scheduled_setting_needs_a_number_in_the_recipe(value):
     with pytest.raises(ConfigError, match=r"temperature, which phase 'a' changes, must be a finite number, got"):
         Schedule({T: value}, phases=[Phase("a", set={T: 1})])
     assert Schedule({T: value, KL: 1.0}, phases=[Phase("a", set={KL: 2})]).values(0, 0) == {KL: 2.0}
+
+
+def refuse_below_one(values):
+    return "train.batch_size must be at least 1" if values["train.batch_size"] < 1 else None
+
+
+def test_a_rule_does_not_leave_the_range_of_a_setting():
+    """A change that the recipe refuses is left out, and said; the run goes on, and so does a resumed one."""
+    rule = Rule(metric="reward", over=1, below=0.5, setting="train.batch_size", multiply=0.5)
+    schedule = Schedule({"train.batch_size": 3}, rules=[rule], refusal=refuse_below_one)
+    values, messages = [], []
+    for step in range(5):
+        values.append(schedule.values(step, 0)["train.batch_size"])
+        messages += schedule.observe(step, {"reward": 0.0})
+    assert values == [3, 2, 1, 1, 1]
+    assert "now 2" in messages[0]
+    assert "is left out, it stays at 1: train.batch_size must be at least 1" in messages[2]
+    again = Schedule({"train.batch_size": 3}, rules=[rule], refusal=refuse_below_one)
+    again.load_state(json.loads(json.dumps(schedule.state())))
+    assert again.values(5, 0) == schedule.values(5, 0) == {"train.batch_size": 1}
+
+
+def test_a_rule_whose_change_becomes_impossible_in_a_later_phase():
+    """Halving 4 is fine, halving the next phase's 1 is not: there the rule's change is left out."""
+    rule = Rule(metric="reward", over=1, below=0.5, setting="train.batch_size", multiply=0.25, times=1)
+    phases = [Phase("large", steps=2, set={"train.batch_size": 8}), Phase("small", set={"train.batch_size": 1})]
+    schedule = Schedule({"train.batch_size": 8}, phases=phases, rules=[rule], refusal=refuse_below_one)
+    values = []
+    for step in range(4):
+        values.append(schedule.values(step, 0)["train.batch_size"])
+        schedule.observe(step, {"reward": 0.0})
+    assert values == [8, 2, 1, 1]
