@@ -21,6 +21,7 @@ from groupwise.config import (
     resolve_scheduled,
     scheduled_names,
     setting_names,
+    with_settings,
 )
 from groupwise.config import names as names_module
 from groupwise.config.fields import choices_of, types_of
@@ -86,7 +87,7 @@ def test_an_optional_section_can_be_switched_on_and_off(tmp_path):
 
 def test_tables_with_free_keys_are_replaced():
     below = make_recipe({"data": {"chat_template_kwargs": {"a": 1}}, "ramps": {"temperature": {"at": [[0, 1.0]]}}})
-    above = below.with_settings({"data.chat_template_kwargs": {"b": 2}, "ramps": {"kl_coef": {"at": [[0, 1.0]]}}})
+    above = with_settings(below, {"data.chat_template_kwargs": {"b": 2}, "ramps": {"kl_coef": {"at": [[0, 1.0]]}}})
     assert above.data.chat_template_kwargs == {"b": 2}
     assert list(above.ramps) == ["kl_coef"]
 
@@ -97,16 +98,16 @@ def test_recipes_are_immutable():
         recipe.train.steps = 5
     with pytest.raises(ValidationError):
         recipe.algorithm = "grpo"
-    other = recipe.with_settings({"sampling.temperature": 0.5})
+    other = with_settings(recipe, {"sampling.temperature": 0.5})
     assert (recipe.sampling.temperature, other.sampling.temperature) == (1.0, 0.5)
-    assert other.with_settings({"sampling.temperature": 1.0}) == recipe
+    assert with_settings(other, {"sampling.temperature": 1.0}) == recipe
     with pytest.raises(ConfigError, match=r"the recipe: sampling.temperature = -1 cannot be used; it should"):
-        recipe.with_settings({"sampling.temperature": -1})
+        with_settings(recipe, {"sampling.temperature": -1})
 
 
 def test_with_settings_keeps_what_differs_from_the_preset():
     recipe = make_recipe({"algorithm": "gspo", "loss": {"clip_low": 0.1}, "rewards": [{"function": "a:b"}]})
-    other = recipe.with_settings({"loss.kl_coef": 0.5})
+    other = with_settings(recipe, {"loss.kl_coef": 0.5})
     assert other.loss.clip_low == 0.1
     assert other.rewards == recipe.rewards
 

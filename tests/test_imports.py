@@ -45,9 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 EVERYTHING = set(MAY_IMPORT)
 MAY_IMPORT["integrations"] = EVERYTHING - {"usmle", "control"}
-MAY_IMPORT["cli"] = EVERYTHING - {"usmle"}
-MAY_IMPORT["usmle"] |= {"cli"}  # it brings a command, which is made like the others
+MAY_IMPORT["cli"] = EVERYTHING
 MAY_IMPORT["__main__"] = {"cli"}
+APPLICATIONS = {"usmle", "control"}
 
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
@@ -109,6 +109,8 @@ def violations(imports: list[Import]) -> list[str]:
         target = entry.imported_part
         if target in MAY_IMPORT and target != entry.part and target not in MAY_IMPORT.get(entry.part, set()):
             problems.append(f"{entry.where}: {entry.part} may not import {target}")
+        if entry.part == "cli" and target in APPLICATIONS and not entry.where.startswith(f"cli/{target}.py:"):
+            problems.append(f"{entry.where}: only cli/{target}.py may import {target}")
         if entry.part == "core" and entry.package not in {"groupwise", "torch"} | set(sys.stdlib_module_names):
             problems.append(f"{entry.where}: core imports {entry.package}, but torch is all it may")
         if not entry.in_function and entry.package in ONLY_INSIDE_FUNCTIONS:
@@ -221,6 +223,7 @@ def test_a_class_name_means_one_thing():
         ("training/trainer.py", "import groupwise.cli", "training may not import cli"),
         ("training/evaluation.py", "import groupwise.usmle.exam", "training may not import usmle"),
         ("evaluate/answers.py", "def f():\n    import groupwise.integrations.trl", "evaluate may not import integrat"),
+        ("cli/evaluate.py", "import groupwise.usmle.exam", "only cli/usmle.py may import usmle"),
         ("plots.py", "import matplotlib.pyplot", "import matplotlib inside the function"),
     ],
 )

@@ -5,7 +5,7 @@ A recipe is a TOML file. It is merged key by key from the algorithm's preset, th
 immutable: a schedule makes a new one for each step.
 """
 
-from groupwise.config.layers import load_recipe, make_recipe, parse_override
+from groupwise.config.layers import load_recipe, make_recipe, parse_override, with_settings
 from groupwise.config.names import resolve_scheduled, scheduled_names, setting_names
 from groupwise.config.sections import GroupingSection, Recipe, RewardSection, SourcesSection
 
@@ -20,4 +20,5 @@ __all__ = [
     "resolve_scheduled",
     "scheduled_names",
     "setting_names",
+    "with_settings",
 ]

@@ -133,6 +133,11 @@ def _preset(algorithm: Any, where: str, overrides: Collection[str]) -> Mapping[s
         raise ConfigError(f"{source}: {error}") from None
 
 
+def with_settings(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """A copy of a recipe with other values of these dotted settings, validated."""
+    return make_recipe(nested(values), base=recipe.model_dump())
+
+
 def parse_override(name: str, text: str) -> Any:
     """The value of ``--section.key TEXT``: a TOML value if it is one (a number, true, a list), else the text itself."""
     is_none = text.lower() in ("none", "null")

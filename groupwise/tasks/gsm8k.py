@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise import data
-from groupwise.config import Recipe
+from groupwise.config import Recipe, with_settings
 from groupwise.errors import DataError
 from groupwise.rewards import RewardFunction
 from groupwise.rewards.maths import (
@@ -34,7 +34,7 @@ HUB = "openai/gsm8k"
 def gsm8k_task(recipe: Recipe) -> Task:
     """GSM8K from files with the columns ``question`` and ``answer``, or from the hub (openai/gsm8k, subset main)."""
     if HUB in (*listed(recipe.data.train), *listed(recipe.data.held_out)) and recipe.data.subset is None:
-        recipe = recipe.with_settings({"data.subset": "main"})
+        recipe = with_settings(recipe, {"data.subset": "main"})
     train, held_out = read_both(recipe)
     return Task(
         "gsm8k",

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import Recipe
+from groupwise.config import Recipe, with_settings
 from groupwise.generate import Engine
 from groupwise.rundir import package_versions
 from groupwise.tasks import TaskReport, find_task
@@ -38,7 +38,7 @@ def report_on_model(
         if (path / REPORT).exists() or path.name == REPORT:
             before = read_report(path)
         else:
-            earlier = recipe.with_settings({"model.source": against})
+            earlier = with_settings(recipe, {"model.source": against})
             before, _ = exam_of_recipe(earlier, progress, say)
             write_report(folder / BEFORE, before, title=_title(earlier), facts=facts_of(earlier))
     report, answers = exam_of_recipe(recipe, progress, say, before)
