@@ -24,17 +24,21 @@ class TrainState:
     step: int = 0  # finished steps
     tokens: int = 0  # sampled tokens
     first: dict[str, float] = field(default_factory=dict)  # metrics of the first evaluation
-    last: dict[str, float] = field(default_factory=dict)  # and of the last one
-    evaluated_at: int = -1  # the last evaluation's step
+    first_evaluated_at: int = -1  # its step; 0 is before training
+    last: dict[str, float] = field(default_factory=dict)  # metrics of the last evaluation
+    evaluated_at: int = -1  # its step
+    evaluations: int = 0  # of trained weights, from which the best is selected
     best: dict[str, Any] | None = None  # {"step": …, "value": …, "metrics": {…}} of the best evaluation
     evaluations_since_best: int = 0
 
     def add_evaluation(self, metrics: dict[str, float], metric: str) -> bool:
         """Take in an evaluation of the current weights; whether it is the best of the trained ones so far."""
         self.evaluated_at, self.last = self.step, metrics
-        self.first = self.first or metrics
+        if not self.first:
+            self.first, self.first_evaluated_at = metrics, self.step
         if not self.step:
             return False
+        self.evaluations += 1
         if self.best is not None and metrics[metric] <= self.best["value"]:
             self.evaluations_since_best += 1
             return False
@@ -50,6 +54,17 @@ class TrainState:
     def exported_step(self) -> int:
         """The step of the exported policy."""
         return self.step if self.best is None else int(self.best["step"])
+
+    @property
+    def first_label(self) -> str:
+        """What the first evaluation measured."""
+        return "before training" if self.first_evaluated_at == 0 else f"after {self.first_evaluated_at} steps (first)"
+
+    @property
+    def measured_label(self) -> str:
+        """What `measured` is. The best of several evaluations on the same rows is an optimistic figure."""
+        step = self.evaluated_at if self.best is None else self.best["step"]
+        return f"after {step} steps" + (f" (best of {self.evaluations})" if self.evaluations > 1 else "")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

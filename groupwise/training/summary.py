@@ -26,8 +26,7 @@ def run_summary(
     """Text lines and table rows: held-out metrics, questions, and where everything is."""
     lines: SummaryLines = []
     if state.first and state.last and components.metric is not None:
-        step = state.evaluated_at if state.best is None else int(state.best["step"])
-        lines.append((_held_out(components), "before", f"after {step} steps"))
+        lines.append((_held_out(components), state.first_label, state.measured_label))
         lines += held_out_rows(components, state)
         if components.goal is not None:
             goal = f"{components.goal:.0%}" if components.task.grades else f"{components.goal:g}"
@@ -38,7 +37,7 @@ def run_summary(
     if result.exit_status:
         lines.append(f"stopped after step {state.step} of {total_steps}; go on with --resume")
     if result.best_step is not None and result.best_step != state.step:
-        lines.append(f"the best was step {result.best_step}, which is what is exported")
+        lines.append(f"the policy of step {result.best_step} is exported, the best of {state.evaluations} evaluations")
     places = {"model": result.model, "picture": picture, "run": result.folder}
     return [*lines, *(f"{name}: {_relative(path)}" for name, path in places.items() if path is not None)]
 

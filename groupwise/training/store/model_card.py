@@ -30,8 +30,13 @@ def model_card(components: RunComponents, state: TrainState) -> str:
         f"groupwise {__version__}.",
     ]
     if components.metric is not None and state.last:
-        rows = held_out_rows(components, state)
-        parts.append(markdown_table(["held out", "before", "after"], rows, left=range(3)))
+        header = ["held out", state.first_label, state.measured_label]
+        parts.append(markdown_table(header, held_out_rows(components, state), left=range(3)))
+        if state.evaluations > 1:
+            parts.append(
+                f"The exported policy is the best of {state.evaluations} evaluations on these rows, so its figure is "
+                "optimistic; measure it on other rows before you report it."
+            )
     changed = differences(Recipe().model_dump(), recipe.model_dump())
     parts += [
         "Settings that differ from the defaults:",
