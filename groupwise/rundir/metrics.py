@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -59,10 +59,11 @@ class MetricsRecorder:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
 
-    def rewind(self, step: int) -> int:
-        """Delete the rows after ``step``, to resume from there, and return how many there were."""
+    def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> int:
+        """Delete the rows after ``step``, to resume from there, and those to ``drop``; how many there were."""
         rows, _ = _parse(self.path)
-        kept = [line for line, row in zip(_lines(self.path), rows, strict=False) if row["step"] <= step]
+        lines = zip(_lines(self.path), rows, strict=False)
+        kept = [line for line, row in lines if row["step"] <= step and not drop(row)]
         self._file.close()
         write_bytes(self.path, b"".join(kept))
         self._open()

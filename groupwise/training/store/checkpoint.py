@@ -3,11 +3,14 @@
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
 that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
 ``state.json``: everything else that the next step depends on. The manifest, with a hash of every file, is written last;
-a folder without one is never used.
+a folder without one is never used. A step is saved before it is evaluated, so that no failing evaluation loses it; what
+the evaluation changes in the state is then added as ``state_after_evaluation.json``, with its own hash.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Mapping
@@ -26,7 +29,7 @@ from groupwise.rundir.files import UNFINISHED
 from groupwise.training.update.reference import Reference
 
 FORMAT = 2
-POLICY, STATE = "policy", "state.json"
+POLICY, STATE, LATER_STATE = "policy", "state.json", "state_after_evaluation.json"
 MASTERS, OPTIMIZER, REFERENCE = "masters.safetensors", "optimizer.safetensors", "reference.safetensors"
 BEST = "best.json"
 
@@ -53,15 +56,21 @@ def save_checkpoint(
     tokenizer: Any,
     dtype: str | None,
     resumable: bool = True,
+    verified: bool = False,
 ) -> Path:
-    """Write the checkpoint of a step; its folder. An intact checkpoint of that step is the same, and is kept.
+    """Write the checkpoint of a step; its folder. An intact checkpoint of that step is kept, and its state updated.
 
-    Without ``resumable`` it holds only the policy and ``state.json``.
+    Without ``resumable`` it holds only the policy and ``state.json``. ``verified``: an existing checkpoint of this step
+    is known to be intact, so its files are not hashed again.
     """
     folder = run.path / checkpoint_name(step)
+    refreshes = 0 if reference is None else reference.refreshes
+    full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
     if folder.exists():
         try:
-            verify_manifest(folder)
+            if not verified:
+                verify_manifest(folder)
+            write_json(folder / LATER_STATE, {"sha256": _digest(full_state), "state": full_state})
             return folder
         except CheckpointError:
             _delete(folder)
@@ -71,8 +80,7 @@ def save_checkpoint(
             write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
             if reference is not None:
                 write_safetensors(unfinished / REFERENCE, reference.state_dict())
-        refreshes = 0 if reference is None else reference.refreshes
-        write_json(unfinished / STATE, {"format": FORMAT, "step": step, "refreshes": refreshes, **state})
+        write_json(unfinished / STATE, full_state)
         export_model(
             masters.model,
             unfinished / POLICY,
@@ -85,12 +93,21 @@ def save_checkpoint(
 
 
 def load_checkpoint(
-    folder: Path, *, masters: MasterWeights, optimizer: torch.optim.Optimizer, reference: Reference | None
+    folder: Path,
+    *,
+    masters: MasterWeights,
+    optimizer: torch.optim.Optimizer,
+    reference: Reference | None,
+    verified: bool = False,
 ) -> dict[str, Any]:
-    """Restore weights and optimizer state, bit for bit; the content of ``state.json``."""
+    """Restore weights and optimizer state, bit for bit; the saved state.
+
+    ``verified``: the hashes have been checked, as `newest` does.
+    """
     from safetensors.torch import load_file
 
-    verify_manifest(folder)
+    if not verified:
+        verify_manifest(folder)
     state = read_state(folder)
     if not (folder / MASTERS).exists():
         raise CheckpointError(
@@ -110,14 +127,22 @@ def load_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The content of a checkpoint's ``state.json``."""
+    """The saved state: as it was after the evaluation of that step, if that was finished, otherwise before it."""
     state = read_json(folder / STATE)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder / STATE} is not of format {FORMAT}: it was written by another version of groupwise, which cannot "
             f"be resumed with this one. Start a new run from --model.source {folder / POLICY}"
         )
-    return state
+    try:
+        later = read_json(folder / LATER_STATE)
+        return dict(later["state"]) if later["sha256"] == _digest(later["state"]) else state
+    except (CheckpointError, KeyError, TypeError, ValueError):
+        return state  # not there, or damaged: the step is evaluated again
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def newest(run: RunDir) -> Path | None:

@@ -43,7 +43,8 @@ class Checkpointer:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.masters, self.optimizer = question_log, masters, optimizer
         self.updater, self.engine, self.say = updater, engine, say
-        self._saved: dict[str, Any] | None = None
+        self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
+        self._verified: Path | None = None  # the last checkpoint written or restored, which is known to be intact
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint; without one, the records of earlier steps are deleted."""
@@ -71,7 +72,9 @@ class Checkpointer:
             tokenizer=self.components.tokenizer,
             dtype=recipe.run.export_dtype,
             resumable=recipe.run.resumable,
+            verified=self._verified == self.run_dir.path / checkpoint.checkpoint_name(step),
         )
+        self._verified = folder
         if self.state.best is not None:
             entry = {"checkpoint": self._best, "metric": self.components.metric, **self.state.best}
             self.run_dir.write_json(checkpoint.BEST, entry)
@@ -94,7 +97,10 @@ class Checkpointer:
                 f"this supervised run is finished, and {total_steps} steps of SFT are more than it had; restore [sft], "
                 "or start a new run"
             )
-        saved = checkpoint.load_checkpoint(folder, masters=self.masters, optimizer=self.optimizer, reference=reference)
+        saved = checkpoint.load_checkpoint(
+            folder, masters=self.masters, optimizer=self.optimizer, reference=reference, verified=True
+        )
+        self._verified = folder
         self.state.load_json(saved["train"])
         for name, part in self.parts.items():
             part.load_state(saved[name])
@@ -104,7 +110,7 @@ class Checkpointer:
             self.say(f"the run was started with {saved['threads']} threads; it goes on with as many, for the same bits")
             torch.set_num_threads(int(saved["threads"]))
         self.question_log.write(self.run_dir.path)
-        rewind(self.run_dir, self.state.step)
+        rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step)
         for name in checkpoint.rewind(self.run_dir, self.state.step, self._best):
             self.say(f"{name} is damaged and was removed: its steps are done again")
         self.say(f"resuming after step {self.state.step}, from {folder.name}")

@@ -194,9 +194,17 @@ class Recorder:
             )
 
 
-def rewind(run: RunDir, step: int) -> None:
-    """Delete the metrics and rollouts after ``step``. For TensorBoard see `Recorder`."""
-    run.metrics.rewind(step)
+def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
+    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``).
+
+    For TensorBoard see `Recorder`.
+    """
+
+    def is_unfinished(row: Mapping[str, Any]) -> bool:
+        names = row.keys() - {"step"}
+        return not evaluated and row["step"] == step and all(name.startswith(EVAL_PREFIX) for name in names)
+
+    run.metrics.rewind(step, drop=is_unfinished)
     for number, path in rollout_files(run.path / ROLLOUTS).items():
         if number > step:
             try:

@@ -16,7 +16,7 @@ from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_manifest
 from groupwise.training.store import checkpoint
 from groupwise.training.update.reference import Reference
-from tests.training.runs import go, metrics_of, small_trainer
+from tests.training.runs import metrics_of, run_steps, small_trainer
 
 
 def make_model(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -89,7 +89,7 @@ def fill(run: RunDir, *steps: int) -> None:
     """Checkpoints that are whole, with next to nothing in them."""
     for step in steps:
         with run.folder(checkpoint.checkpoint_name(step)) as folder:
-            write_json(folder / "state.json", {"format": 1, "step": step, "padding": "x" * 50})
+            write_json(folder / "state.json", {"format": checkpoint.FORMAT, "step": step, "padding": "x" * 50})
 
 
 def names(run: RunDir) -> list[str]:
@@ -109,7 +109,7 @@ def test_there_and_back(run, dtype):
     for _ in range(3):
         other.move()
     state = other.load(folder)
-    assert state == {"format": 1, "step": 2, "refreshes": 3, "tokens": 20}
+    assert state == {"format": 2, "step": 2, "refreshes": 3, "tokens": 20}
     assert other.reference.refreshes == 3
     after = other.tensors()
     assert after.keys() == before.keys()
@@ -185,7 +185,7 @@ def test_damaged_ones_are_not_chosen(run, damage):
     damage(run.path / "checkpoint-2")
     assert checkpoint.newest(run).name == "checkpoint-1"
     damage(run.path / "checkpoint-1")
-    with pytest.raises(CheckpointError, match=f"no checkpoint in .*run is whole: .*checkpoint-10.*{DAMAGE[damage]}"):
+    with pytest.raises(CheckpointError, match=f"no checkpoint in .*run is intact: .*checkpoint-10.*{DAMAGE[damage]}"):
         checkpoint.newest(run)
     with pytest.raises(CheckpointError, match=DAMAGE[damage]):
         Policy(run).load(run.path / "checkpoint-10")
@@ -198,11 +198,11 @@ def test_none_yet(run):
 def test_all_damaged_keeps_the_records(tmp_path):
     """To begin anew would throw away what the run has recorded: that is for its owner to decide."""
     folder = tmp_path / "run"
-    go(small_trainer(folder), 2)
+    run_steps(small_trainer(folder), 2)
     for step in (1, 2):
         os.truncate(folder / f"checkpoint-{step}" / "masters.safetensors", 100)
     rows, rollouts = metrics_of(folder), sorted((folder / "rollouts").iterdir())
-    sentence = "no checkpoint in .* is whole: .*Restore one from a copy, or begin anew in another folder"
+    sentence = "no checkpoint in .* is intact: .*Restore one from a copy, or start again in another folder"
     with pytest.raises(CheckpointError, match=sentence):
         small_trainer(folder, resume=True).run()
     assert metrics_of(folder) == rows
@@ -273,22 +273,31 @@ def test_rewind(run):
     assert not (run.path / "best.json").exists()
 
 
-def test_best_of_which_the_checkpoint_does_not_know(tmp_path):
-    """The run goes on without it, and best.json never names what is not there."""
+def test_the_best_is_known_after_a_resume(tmp_path):
+    """An evaluation after the checkpoint of its step was written is added to it: best.json and the state agree."""
     folder = tmp_path / "run"
     changes = {"run": {"keep_checkpoints": 1}, "evaluate": {"every": 0, "max_new_tokens": 1}, "train": {"steps": 3}}
-    trainer = small_trainer(folder, changes)
-    with trainer:
+    with small_trainer(folder, changes) as trainer:
         for report in trainer.steps():
             if report.step == 2:
-                trainer.evaluate()  # after the checkpoint of that step was written, which knows nothing of it
+                trainer.evaluate()
                 break
     assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-2"
-    go(small_trainer(folder, {**changes, "train": {"steps": 9}}, resume=True), 1)
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
-    assert not (folder / "best.json").exists()
-    small_trainer(folder, {**changes, "train": {"steps": 4}}, resume=True).run()
-    assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-4"
+    assert checkpoint.read_state(folder / "checkpoint-2")["train"]["best"]["step"] == 2
+    resumed = run_steps(small_trainer(folder, {**changes, "train": {"steps": 9}}, resume=True), 1)
+    assert resumed.state.best["step"] == 2
+    assert names(resumed.run_dir) == ["checkpoint-2", "checkpoint-3"]  # the best one is kept
+
+
+def test_a_later_state_that_is_damaged_is_ignored(run):
+    policy = Policy(run)
+    folder = policy.save(1)
+    policy.save(1)
+    path = folder / checkpoint.LATER_STATE
+    path.write_text(path.read_text().replace('"tokens": 10', '"tokens": 11'))
+    assert checkpoint.read_state(folder)["tokens"] == 10
+    path.write_text("{")
+    assert checkpoint.read_state(folder)["tokens"] == 10
 
 
 def test_policy_alone(run):
@@ -296,10 +305,7 @@ def test_policy_alone(run):
     folder = policy.save(3, resumable=False)
     assert {path.name for path in folder.iterdir()} == {"policy", "state.json", "manifest.json"}
     assert checkpoint.read_state(folder)["step"] == 3
-    sentence = (
-        rf"{folder} holds the policy alone \(run.resumable was false\), so the run cannot go on; start a new one from "
-        rf"--model.source {folder / 'policy'}"
-    )
+    sentence = rf"{folder} holds only the policy \(run.resumable was false\).*--model.source {folder / 'policy'}"
     with pytest.raises(CheckpointError, match=sentence):
         policy.load(folder)
 
@@ -314,9 +320,9 @@ def test_no_reference_in_it(run):
 
 def test_a_format_of_another_time(run):
     folder = Policy(run).save(1)
-    write_json(folder / "state.json", {"format": 2, "step": 1})
+    write_json(folder / "state.json", {"format": 1, "step": 1})
     write_manifest(folder)
-    with pytest.raises(CheckpointError, match=r"state\.json is not of format 1, the one that this groupwise reads"):
+    with pytest.raises(CheckpointError, match=r"written by another version of groupwise.*--model\.source .*policy"):
         Policy(run).load(folder)
 
 
