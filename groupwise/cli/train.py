@@ -33,7 +33,12 @@ def add_train(commands: Commands) -> None:
     train = add_with_settings(
         commands, "train", _train, "train a model with a recipe; Ctrl-C finishes the step and saves"
     )
-    train.add_argument("--resume", action="store_true", help="continue the run in run.folder, or the newest one")
+    train.add_argument(
+        "--resume", action="store_true", help="continue the run in run.folder, or the newest one of this recipe's file"
+    )
+    train.add_argument(
+        "--allow-changes", action="store_true", help="with --resume: accept other rows, rewards or another model"
+    )
     train.add_argument("--overwrite", action="store_true", help="delete an existing run in run.folder")
 
 
@@ -58,11 +63,22 @@ def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -
 
 def _train(arguments: argparse.Namespace) -> int:
     recipe = recipe_of(arguments)
+    from groupwise.rundir.run import MARKER
     from groupwise.training.display import make_display
+    from groupwise.training.store.run_folder import RECIPE
     from groupwise.training.trainer import Trainer
 
     with make_display() as display:
-        trainer = Trainer(recipe, display=display, resume=arguments.resume, overwrite=arguments.overwrite)
+        in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
+        trainer = Trainer(
+            recipe,
+            display=display,
+            folder=arguments.recipe.parent if in_run and arguments.resume and not recipe.run.folder else None,
+            resume=arguments.resume,
+            overwrite=arguments.overwrite,
+            recipe_file=arguments.recipe.name,
+            allow_changes=arguments.allow_changes,
+        )
         return trainer.run().exit_status
 
 

@@ -137,6 +137,17 @@ class RunDir:
         (self.path / HOLDER).unlink(missing_ok=True)
         self._lock.release()
 
+    def discard(self) -> None:
+        """Close the folder, and delete it if nothing has been written to it yet."""
+        self.metrics.close()
+        unused = (MARKER, LOCK, HOLDER, *([METRICS] if self.metrics.last_step is None else []))
+        empty = all(entry.name in unused for entry in self.path.iterdir())
+        if empty:
+            (self.path / MARKER).unlink(missing_ok=True)
+        self.close()
+        if empty:
+            shutil.rmtree(self.path, ignore_errors=True)
+
     def __enter__(self) -> RunDir:
         return self
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from groupwise.config import Recipe, resolve_scheduled, scheduled_names
+from groupwise.config import Recipe, resolve_scheduled, scheduled_names, with_settings
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
 from groupwise.errors import ConfigError, check_choice
@@ -27,6 +27,7 @@ from groupwise.tasks.base import TaskRow
 from groupwise.text import Say
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
+from groupwise.training.rollout.advantages import find_advantage, find_grouping
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.schedule import Schedule
 from groupwise.training.update.objective import find_loss, needs_reference, samples_completions
@@ -49,6 +50,17 @@ class PromptSet:
 
 
 @dataclass(frozen=True)
+class RunInputs:
+    """The parts of a run that are checked before its folder is created and its model is loaded."""
+
+    task: Task
+    scorer: Scorer | None  # None if no completion is ever scored
+    loss: Loss
+    driven: tuple[str, ...]  # the settings that a schedule changes
+    samples: bool  # whether completions are sampled at some time
+
+
+@dataclass(frozen=True)
 class RunComponents:
     """The loaded parts of a run. They do not change while it goes on; `TrainState` does."""
 
@@ -60,16 +72,12 @@ class RunComponents:
     train: PromptSet
     held_out: PromptSet
     builder: PromptBuilder
-    scorer: Scorer | None  # None if no completion is ever scored
+    scorer: Scorer | None
     stop: Stop | None
     loss: Loss
     pairs: PairSplits
-    driven: tuple[str, ...]  # the settings that a schedule changes
-
-    @property
-    def samples(self) -> bool:
-        """Whether completions are sampled at some time; otherwise the run only learns from pairs of a data set."""
-        return samples_completions(self.recipe, self.driven)
+    driven: tuple[str, ...]
+    samples: bool  # otherwise the run only learns from pairs of a data set
 
     @property
     def supervised(self) -> bool:
@@ -124,14 +132,14 @@ class RunComponents:
         return bool(self.recipe.get(name)) or name in self.driven
 
 
-def load_components(
+def load_inputs(
     recipe: Recipe,
     *,
     task: Task | None = None,
     rewards: Sequence[Any] = (),
     say: Say = lambda text: None,
-) -> RunComponents:
-    """Load and check everything. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
+) -> RunInputs:
+    """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
     samples = samples_completions(recipe, driven)
     task = task or (load_task(recipe) if samples or names_rows(recipe) else Task("pairs", []))
@@ -142,6 +150,25 @@ def load_components(
     _check_objective(recipe, driven, scorer)
     _check_batches(recipe, samples)
     _check_sft(recipe, task)
+    if scorer is not None and (task.train or task.held_out):
+        scorer.check_arguments(dict.fromkeys(key for row in task.train or task.held_out for key in row))
+    return RunInputs(task, scorer, loss, driven, samples)
+
+
+def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
+    """Raise an error if a training run has no rows, or names a function or an embedder that does not exist."""
+    if inputs.samples and not inputs.task.train:
+        raise ConfigError(f"the task {inputs.task.name!r} has no rows to train on; set data.train")
+    find_advantage(recipe.advantages.function)
+    find_grouping(recipe.advantages.grouping)
+    if groups_by_similarity(recipe):
+        check_embedder(recipe.grouping.embedder)
+
+
+def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = lambda text: None) -> RunComponents:
+    """Load the model and build the prompts of ``inputs``, by default the recipe's own."""
+    inputs = inputs or load_inputs(recipe, say=say)
+    task, driven = inputs.task, inputs.driven
     model, tokenizer = _load_model(recipe)
     builder = PromptBuilder(
         tokenizer,
@@ -153,8 +180,11 @@ def load_components(
     )
     train = _build_prompts(builder, task.train, recipe.data.prompt, "training", say)
     held_out = _build_prompts(builder, task.held_out, recipe.data.prompt, "held-out", say)
-    if scorer is not None and (len(train) or len(held_out)):
-        scorer.check_arguments(dict.fromkeys(key for row in train.rows or held_out.rows for key in row))
+    if inputs.samples and task.train and not len(train):
+        raise ConfigError(
+            f"all {len(task.train):,} training rows are left out, because their prompts have more than "
+            f"{recipe.data.max_prompt_length} tokens; raise data.max_prompt_length"
+        )
     handle = prepare(model, compile=recipe.model.compile, notice=say)
     _check_window(recipe, handle, train, held_out)
     stop_strings = [*recipe.sampling.stop, *task.stop]
@@ -168,11 +198,12 @@ def load_components(
         train=train,
         held_out=held_out,
         builder=builder,
-        scorer=scorer,
+        scorer=inputs.scorer,
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
-        loss=loss,
+        loss=inputs.loss,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
         driven=driven,
+        samples=inputs.samples,
     )
 
 
@@ -207,21 +238,9 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def check_rows(components: RunComponents) -> None:
-    """Raise an error if completions are to be sampled but there is no row to train on."""
-    if components.samples and not len(components.train):
-        raise ConfigError(f"the task {components.task.name!r} has no rows to train on; set data.train")
-
-
 def groups_by_similarity(recipe: Recipe) -> bool:
     """Whether a run clusters similar completions, for the advantages or only to log their diversity."""
     return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.log_diversity)
-
-
-def check_run_embedder(recipe: Recipe) -> None:
-    """Raise an error if a training run needs an embedder that is not available."""
-    if groups_by_similarity(recipe):
-        check_embedder(recipe.grouping.embedder)
 
 
 def count_steps(components: RunComponents) -> int:
@@ -265,14 +284,24 @@ def make_schedule(recipe: Recipe) -> Schedule:
             integer = isinstance(recipe.get(ramp.setting), int)
             point = {ramp.setting: round(value) if integer else float(value)}
             _check_scheduled(recipe, point, f"the ramp of {ramp.setting}")
-    return Schedule(scheduled_names(recipe), phases=phases, ramps=ramps, rules=parse_rules(recipe.rules, resolve))
+
+    def refusal(values: dict[str, Any]) -> str | None:
+        try:
+            with_settings(recipe, values)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    rules = parse_rules(recipe.rules, resolve)
+    return Schedule(scheduled_names(recipe), phases=phases, ramps=ramps, rules=rules, refusal=refusal)
 
 
 def _check_scheduled(recipe: Recipe, values: dict[str, Any], where: str) -> None:
     """A value that the schedule will set later is refused when the run starts, not after hours."""
     try:
-        step_recipe = recipe.with_settings(
-            {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()}
+        step_recipe = with_settings(
+            recipe,
+            {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()},
         )
         _check_batches(step_recipe, samples_completions(step_recipe))
     except ConfigError as error:
@@ -338,5 +367,6 @@ def _check_window(recipe: Recipe, handle: ModelHandle, train: PromptSet, held_ou
         if len(prompts) and prompts.longest + tokens > handle.context_length:
             raise ConfigError(
                 f"the longest {which} prompt has {prompts.longest} tokens; with {section}.max_new_tokens {tokens} "
-                f"that is more than the model's window of {handle.context_length}; lower one of them (data.max_prompt_length)"
+                f"that is more than the model's window of {handle.context_length}; lower one of them "
+                "(data.max_prompt_length)"
             )

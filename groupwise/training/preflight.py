@@ -12,19 +12,19 @@ from groupwise.config import Recipe, setting_names
 from groupwise.generate import Engine, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
-from groupwise.model.logprobs import activation_bytes, completion_logps, default_token_budget, iter_packs
+from groupwise.model.logprobs import completion_logps, iter_packs
+from groupwise.model.packing import activation_bytes, default_token_budget
 from groupwise.tasks import find_task
 from groupwise.text import format_duration
 from groupwise.training.components import (
     RunComponents,
-    check_rows,
-    check_run_embedder,
+    check_training_inputs,
     count_steps,
     load_components,
+    load_inputs,
     make_schedule,
 )
 from groupwise.training.preference.reference_cache import TokenPair
-from groupwise.training.rollout.advantages import find_advantage, find_grouping
 from groupwise.training.sft import SupervisedFineTuning
 
 PROBE_TOKENS, PROBE_PAIRS = 16, 4
@@ -35,12 +35,10 @@ GIB, MIB = 2**30, 2**20
 def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     """Lines about a recipe: settings, data, memory, time. Nothing is trained and nothing is written."""
     notices: list[str] = []
-    check_run_embedder(recipe)
-    components = load_components(recipe, say=notices.append)
+    inputs = load_inputs(recipe, say=notices.append)
+    check_training_inputs(recipe, inputs)
+    components = load_components(recipe, inputs, notices.append)
     schedule = make_schedule(recipe)
-    check_rows(components)
-    find_advantage(recipe.advantages.function)
-    find_grouping(recipe.advantages.grouping)
     _ = components.metric  # raises an error if evaluate.metric is not measured
     yield from _settings(recipe)
     yield ""

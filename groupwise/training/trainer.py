@@ -17,24 +17,25 @@ from typing import Any
 import torch
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config import Recipe, make_recipe
+from groupwise.config import Recipe, make_recipe, with_settings
 from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation
 from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
-from groupwise.model.logprobs import default_token_budget
+from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.training.components import (
     RunComponents,
-    check_rows,
-    check_run_embedder,
+    RunInputs,
+    check_training_inputs,
     count_steps,
     groups_by_similarity,
     load_components,
+    load_inputs,
     make_schedule,
     names_rows,
 )
@@ -59,7 +60,7 @@ from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.model_card import model_card
 from groupwise.training.store.recorder import Recorder
-from groupwise.training.store.run_folder import open_run, write_recipe
+from groupwise.training.store.run_folder import keep_inputs, open_run, write_recipe
 from groupwise.training.summary import run_summary
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import samples_completions
@@ -85,6 +86,8 @@ class Trainer:
 
     task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
+    recipe_file: the name of the recipe's file, by which a run is found again. allow_changes: resume even if the rows,
+    the rewards or the model are others than the run was started with.
     """
 
     def __init__(
@@ -98,13 +101,26 @@ class Trainer:
         folder: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        recipe_file: str | None = None,
+        allow_changes: bool = False,
     ) -> None:
         self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
         self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
-        check_run_embedder(recipe)
-        self.components: RunComponents = load_components(recipe, task=task, rewards=rewards, say=self.say)
-        check_rows(self.components)
+        inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say)
+        check_training_inputs(recipe, inputs)
+        self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
+        try:
+            self._build(inputs)
+            keep_inputs(self.run_dir, self.components, recipe_file, resuming=resume, allow_changes=allow_changes)
+        except BaseException:
+            self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
+            raise
+
+    def _build(self, inputs: RunInputs) -> None:
+        """Load the model, and make everything that a step needs."""
+        recipe = self.recipe
+        self.components: RunComponents = load_components(recipe, inputs, self.say)
         self.advantage_function = find_advantage(recipe.advantages.function)
         self.grouping_function = find_grouping(recipe.advantages.grouping)
         self.metric = self.components.metric
@@ -112,7 +128,6 @@ class Trainer:
         self.sft = SupervisedFineTuning(self.components) if recipe.sft.steps or recipe.sft.epochs else None
         self.total_steps = count_steps(self.components) or (self.sft.steps if self.sft is not None else 0)
         self.grouper = make_grouper(recipe.grouping, self.say) if groups_by_similarity(recipe) else None
-        self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
 
         handle, model = self.components.handle, self.components.model
         if recipe.model.gradient_checkpointing:
@@ -184,27 +199,32 @@ class Trainer:
         rows: Sequence[TaskRow],
         rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
         *,
-        model: str = "tiny",
+        model: str | Mapping[str, Any] = "tiny",
         held_out: Sequence[TaskRow] = (),
         algorithm: str = "dapo",
         callbacks: Sequence[Callback] = (),
+        display: Display | None = None,
         folder: str | Path | None = None,
         resume: bool = False,
+        overwrite: bool = False,
         **sections: Mapping[str, Any],
     ) -> Trainer:
         """A trainer without a recipe file: rows with a ``prompt``, one or more rewards, and any section as a keyword.
 
-        ``Trainer.from_rows(rows, reward, model="smollm2-135m", train={"steps": 50}, loss={"kl_coef": 0.01})``
+        ``model`` is a model's source, or the settings of [model]:
+        ``Trainer.from_rows(rows, reward, model={"source": "smollm2-135m", "lora": {"rank": 8}}, train={"steps": 50})``
         """
-        table: dict[str, Any] = {**sections, "algorithm": algorithm}
-        table["model"] = {"source": model, **sections.get("model", {})}
+        section = {"source": model} if isinstance(model, str) else dict(model)
+        table: dict[str, Any] = {**sections, "algorithm": algorithm, "model": section}
         return cls(
             make_recipe(table, where="from_rows"),
             task=Task("rows", list(rows), list(held_out)),
             rewards=[rewards] if callable(rewards) else list(rewards),
             callbacks=callbacks,
+            display=display,
             folder=folder,
             resume=resume,
+            overwrite=overwrite,
         )
 
     @property
@@ -234,10 +254,12 @@ class Trainer:
 
     def finish(self) -> RunResult:
         """Evaluate and save if that is due, and export the model unless the run was stopped."""
-        if not self.stopping and self.state.evaluated_at != self.state.step:
-            self.evaluate()
         if self.state.step:
             self.save()
+        if not self.stopping and self.state.evaluated_at != self.state.step:
+            self.evaluate()
+            if self.state.step:
+                self.save()
         model = None
         if self.state.step and not self.stopping:
             self.display.stage("exporting the model")
@@ -330,7 +352,7 @@ class Trainer:
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
         values = self.schedule.values(self.state.step, self.state.tokens)
-        return self.recipe.with_settings(values) if values else self.recipe
+        return with_settings(self.recipe, values) if values else self.recipe
 
     def compute_advantages(self, batch: Batch, step_recipe: Recipe) -> GroupAdvantages:
         """The advantage of each sample in its group, and whether a mask excludes it."""
@@ -412,11 +434,14 @@ class Trainer:
         self._observe_schedule(report.metrics)
         self._call("on_step", report)
         last = step >= self.total_steps
-        evaluate_every, save_every = self.recipe.evaluate.every, self.recipe.run.checkpoint_every
-        if last or (evaluate_every and step % evaluate_every == 0):
+        save_every = self.recipe.run.checkpoint_every
+        save = last or bool(self.stopping) or bool(save_every and step % save_every == 0)
+        if save:
+            self.save()  # before the evaluation, whose failure must not lose the step
+        if self._evaluation_is_due:
             self.evaluate()
-        if last or self.stopping or (save_every and step % save_every == 0):
-            self.save()
+            if save:
+                self.save()
         self.timer.restart()
 
     # --- start and resume --------------------------------------------------------------------------------------------
@@ -471,6 +496,9 @@ class Trainer:
         self._call("on_start")
         if folder is None and self.recipe.evaluate.before_training and not self.stopping:
             self.evaluate()
+        if folder is not None and self._evaluation_is_due and self.state.evaluated_at != self.state.step:
+            self.evaluate()  # the run ended between saving and evaluating this step
+            self.save()
         if folder is None and self.components.supervised:
             self.state.step = self._run_sft()
         self.timer.restart()
@@ -495,11 +523,14 @@ class Trainer:
 
     def save(self) -> Path:
         """Write a checkpoint of the last finished step, unless it exists and nothing has changed since."""
+        folder = self.run_dir.path / checkpoint_name(self.state.step)
         if self.checkpointer.is_saved:
-            return self.run_dir.path / checkpoint_name(self.state.step)
+            return folder
+        is_new = not folder.exists()
         self.display.stage("saving")
-        folder = self.checkpointer.save(self.reference)
-        self._call("on_checkpoint", folder)
+        self.checkpointer.save(self.reference)
+        if is_new:
+            self._call("on_checkpoint", folder)
         return folder
 
     def _export(self) -> Path:
@@ -539,6 +570,11 @@ class Trainer:
         if is_best:
             self.save()  # after the record, so that a run that resumes from here does not evaluate again
         return evaluation
+
+    @property
+    def _evaluation_is_due(self) -> bool:
+        step, every = self.state.step, self.recipe.evaluate.every
+        return step >= self.total_steps or bool(every and step % every == 0)
 
     def _out_of_patience(self) -> bool:
         patience, count = self.recipe.evaluate.patience, self.state.evaluations_since_best

@@ -19,9 +19,9 @@ from tests.training.runs import (
     check_same,
     checkpoint_of,
     even,
-    go,
     merged,
     metrics_of,
+    run_steps,
     small_trainer,
     vowels,
 )
@@ -42,7 +42,7 @@ def break_and_resume(tmp_path, changes, at, *, steps=4, **options):
     for stop in at:
         disturb()
         torch.rand(stop)
-        go(small_trainer(tmp_path / "b", changes, resume=done > 0, **options), stop - done)
+        run_steps(small_trainer(tmp_path / "b", changes, resume=done > 0, **options), stop - done)
         done = stop
     disturb()
     trainer = small_trainer(tmp_path / "b", changes, resume=True, **options)
@@ -99,7 +99,7 @@ def test_schedules(tmp_path, at):
     assert [step for _, step in state["schedule"]["fired"]] == [1, 2, 3, 4]
 
 
-SHORT = {"train": {"steps": 3}, "evaluate": {"first": False, "every": 0}, "run": {"checkpoint_every": 2}}
+SHORT = {"train": {"steps": 3}, "evaluate": {"before_training": False, "every": 0}, "run": {"checkpoint_every": 2}}
 KL = {"loss": {"kl_coef": 0.05}}
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optimizer": {"learning_rate": 1e-2}}
 SETTINGS = {
@@ -207,7 +207,7 @@ def test_best_and_patience(tmp_path):
     assert trainers[-1].display.heard("stopped early: 3 evaluations without a better right")
     for stop in (2, 5):
         folder = tmp_path / f"b{stop}"
-        go(trainer(folder), stop)
+        run_steps(trainer(folder), stop)
         result = trainer(folder, resume=True).run()
         assert (result.step, result.best_step) == (6, 3)
         assert result.first == whole.first
@@ -221,7 +221,7 @@ def test_bfloat16(tmp_path):
         "model": {"dtype": "bfloat16"},
         "train": {"steps": 2, "batch_size": 2},
         "sampling": {"samples_per_prompt": 3, "max_new_tokens": 3},
-        "evaluate": {"first": False, "every": 0, "max_new_tokens": 1},
+        "evaluate": {"before_training": False, "every": 0, "max_new_tokens": 1},
         "reference": {"refresh_every": 1, "mix": 0.5},
         "loss": {"kl_coef": 0.05},
     }
@@ -238,7 +238,7 @@ def test_two_threads(tmp_path, name):
     changes = {**SETTINGS[name][0], "evaluate": {"every": 0}}
     torch.set_num_threads(2)
     small_trainer(tmp_path / "a", changes).run()
-    go(small_trainer(tmp_path / "b", changes), 2)
+    run_steps(small_trainer(tmp_path / "b", changes), 2)
     assert checkpoint_of(tmp_path / "b", 2)["state"]["threads"] == 2
     torch.set_num_threads(1)
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
@@ -252,9 +252,9 @@ def test_token_budget_and_rows_at_once_are_kept(tmp_path):
     """What was resolved at run time, or lowered when memory ran out, holds after a resume."""
     trainer = small_trainer(tmp_path / "run")
     trainer.updater.token_budget, trainer.engine.max_num_seqs = 77, 5
-    go(trainer, 1)
+    run_steps(trainer, 1)
     resumed = small_trainer(tmp_path / "run", resume=True)
-    go(resumed, 1)
+    run_steps(resumed, 1)
     assert (resumed.updater.token_budget, resumed.engine.max_num_seqs) == (77, 5)
     assert [row["token_budget"] for row in count_steps(metrics_of(tmp_path / "run"))] == [77, 77]
 
@@ -298,7 +298,7 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path):
     """What was recorded after the last checkpoint is forgotten, not kept twice."""
     changes = {"run": {"checkpoint_every": 2}, "evaluate": {"every": 0}}
     small_trainer(tmp_path / "a", changes).run()
-    go(small_trainer(tmp_path / "b", changes), 3)
+    run_steps(small_trainer(tmp_path / "b", changes), 3)
     assert [row["step"] for row in count_steps(metrics_of(tmp_path / "b"))] == [1, 2, 3]
     assert len(list((tmp_path / "b" / "rollouts").iterdir())) == 3
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
@@ -310,7 +310,7 @@ def test_steps_after_the_checkpoint_are_done_again(tmp_path):
 def test_without_a_checkpoint_it_begins_anew(tmp_path):
     changes = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 0}}
     small_trainer(tmp_path / "a", changes).run()
-    go(small_trainer(tmp_path / "b", changes), 2)
+    run_steps(small_trainer(tmp_path / "b", changes), 2)
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
     trainer.run()
     assert trainer.display.said[0] == "there is no finished checkpoint in this run: it begins anew"
@@ -321,13 +321,13 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path):
 def test_a_newer_checkpoint_that_is_damaged(tmp_path):
     """The one before it is taken, and what the damaged one's step had recorded is done again."""
     small_trainer(tmp_path / "a").run()
-    go(small_trainer(tmp_path / "b", {"run": {"keep": 1}}), 2)
-    go(small_trainer(tmp_path / "b", {"run": {"keep": 20}}, resume=True), 1)
+    run_steps(small_trainer(tmp_path / "b", {"run": {"keep": 1}}), 2)
+    run_steps(small_trainer(tmp_path / "b", {"run": {"keep": 20}}, resume=True), 1)
     path = tmp_path / "b" / "checkpoint-3" / "masters.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x00")
     damaged = path.read_bytes()
     trainer = small_trainer(tmp_path / "b", {"run": {"keep": 1}}, resume=True)
-    go(trainer, 1)
+    run_steps(trainer, 1)
     assert trainer.display.heard("checkpoint-3 is damaged and was removed: its steps are done again")
     assert trainer.display.heard("going on after step 2, from checkpoint-2")
     assert path.read_bytes() != damaged
@@ -348,13 +348,13 @@ def test_a_newer_checkpoint_that_is_damaged(tmp_path):
         (
             {"rules": [{"when": "reward < 0", "over": 2, "then": "learning_rate * 0.5"}]},
             ConfigError,
-            "the recipe's rules are not those of the saved run; put them back or start a new run",
+            "the recipe's rules differ",
         ),
     ],
 )
 def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
     folder = tmp_path / "run"
-    go(small_trainer(folder), 2)
+    run_steps(small_trainer(folder), 2)
     before = (folder / "metrics.jsonl").read_bytes()
     with pytest.raises(error, match=sentence):
         small_trainer(folder, changes, resume=True).run()
@@ -363,6 +363,6 @@ def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
 
 
 def test_other_rows(tmp_path):
-    go(small_trainer(tmp_path / "run"), 1)
+    run_steps(small_trainer(tmp_path / "run"), 1)
     with pytest.raises(DataError, match="the saved order is over 10 rows, but there are 9 now"):
         small_trainer(tmp_path / "run", resume=True, task=Task("try", TASK.train[:9], TASK.held_out)).run()

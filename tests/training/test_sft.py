@@ -14,7 +14,7 @@ from groupwise.tasks import Task
 from groupwise.training.preflight import describe_run
 from groupwise.training.sft import SupervisedFineTuning
 from groupwise.training.update.updater import NotFiniteError
-from tests.training.runs import ROWS, even, go, metrics_of, small_recipe, small_trainer
+from tests.training.runs import ROWS, even, metrics_of, run_steps, small_recipe, small_trainer
 
 EXAMPLES = [(f"Say number {number}: ", "one" * (number % 3 + 1)) for number in range(10)]
 
@@ -63,11 +63,11 @@ def test_a_supervised_run_that_is_resumed_is_whole(tmp_path):
     assert metrics_of(tmp_path / "run") == rows
     more = small_trainer(tmp_path / "run", SUPERVISED, {"train": {"steps": 40}}, task=TASK, resume=True)
     with pytest.raises(
-        ConfigError, match=r"supervised alone \(train\.steps = 0\) cannot go on.*--model\.source .*policy"
+        ConfigError, match=r"SFT alone \(train\.steps = 0\) cannot be resumed.*--model\.source .*policy"
     ):
         more.run()
     more = small_trainer(tmp_path / "run", SUPERVISED, {"sft": {"epochs": 24}}, task=TASK, resume=True)
-    with pytest.raises(ConfigError, match=r"has ended, and 60 steps of warm-up are more.*start a new run"):
+    with pytest.raises(ConfigError, match=r"is finished, and 60 steps of SFT are more.*start a new run"):
         more.run()
     assert metrics_of(tmp_path / "run") == rows
 
@@ -79,14 +79,14 @@ def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
 
         def stop_at(text):
             stage(text)
-            if text == "warm-up 7 of 30":
+            if text == "SFT 7 of 30":
                 trainer.stopping.signal = signal.SIGINT
 
         trainer.display.stage = stop_at
         assert list(trainer.steps()) == []
         result = trainer.finish()
     assert (result.step, result.model, result.exit_status) == (0, None, 130)
-    assert trainer.display.heard("stopped after 7 of 30 steps of the warm-up, which is not saved and begins anew")
+    assert trainer.display.heard("stopped after 7 of 30 steps of SFT")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
     assert small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True).run().step == 30
 
@@ -94,7 +94,7 @@ def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "task", "sentence"),
     [
-        ({"train": {"steps": 0}}, TASK, "train.steps is 0 and there is no supervised warm-up"),
+        ({"train": {"steps": 0}}, TASK, "train.steps is 0 and there is no SFT"),
         ({"sft": {"epochs": 2.5}}, Task("try", ROWS), "sft.epochs is 2.5, but the task 'try' has no examples"),
     ],
 )
@@ -107,7 +107,7 @@ def test_what_cannot_be(tmp_path, changes, task, sentence):
 def test_epochs_show_every_example_as_often_as_any_other(tmp_path):
     with small_trainer(tmp_path / "run", SUPERVISED, {"sft": {"epochs": 2}}, task=TASK) as trainer:
         own = trainer.sft
-        draw = own._draw()
+        draw = own._example_order()
         drawn = [draw() for _ in range(own.steps)]
     assert own.steps == 5
     flat = [number for batch in drawn for number in batch]
@@ -135,12 +135,12 @@ def test_the_token_budget_changes_nothing_but_memory(tmp_path):
         torch.testing.assert_close(weight, ends[1][name], rtol=1e-6, atol=1e-9)
 
 
-def test_a_warm_up_that_is_not_finite_stops_with_its_weights_as_they_were(tmp_path):
+def test_sft_that_is_not_finite_stops_with_its_weights_as_they_were(tmp_path):
     with small_trainer(tmp_path / "run", {"sft": {"steps": 3}}, task=TASK) as trainer:
         with torch.no_grad():
             trainer.components.model.model.norm.weight[0] = math.inf
         before = weights_of(trainer)
-        with pytest.raises(NotFiniteError, match=r"in step 1 of the warm-up the loss is nan.*warm_up\.learning_rate"):
+        with pytest.raises(NotFiniteError, match=r"in step 1 of SFT the loss is nan.*sft\.learning_rate"):
             trainer.sft.run(trainer.masters, 10**6)
         assert all(torch.equal(weight, before[name]) for name, weight in weights_of(trainer).items())
 
@@ -159,14 +159,14 @@ def test_dropout_in_the_warm_up_is_the_same_every_time(tmp_path):
 
 def test_examples_that_do_not_fit_the_model(tmp_path):
     long = Task("form", ROWS, examples=[("Say number 1: ", "one" * 4000)])
-    with pytest.raises(ConfigError, match=r"the longest example of the warm-up has \d+ tokens.*window of \d+; lower"):
+    with pytest.raises(ConfigError, match=r"the longest example of SFT has \d+ tokens.*window of \d+; lower"):
         small_trainer(tmp_path / "run", {"sft": {"steps": 1}}, task=long)
     assert not (tmp_path / "run").exists()
 
 
 def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):
     changes = {**SUPERVISED, "train": {"steps": 1, "batch_size": 2}}
-    go(small_trainer(tmp_path / "run", changes, task=TASK), 1)
+    run_steps(small_trainer(tmp_path / "run", changes, task=TASK), 1)
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, 1, 1]
     assert rows[0]["eval/right"] == 1.0
@@ -174,4 +174,4 @@ def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):
 
 def test_what_a_supervised_run_comes_to():
     recipe = small_recipe({"train": {"steps": 0}, "task": "quiz", "sft": {"steps": 7}})
-    assert list(describe_run(recipe))[-1] == "steps: 7, all of them supervised (train.steps is 0)"
+    assert list(describe_run(recipe))[-1] == "steps: 7, all of them SFT (train.steps is 0)"

@@ -20,7 +20,7 @@ from groupwise.training.rollout.batch import join
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Trainer
 from tests.training.factories import make_batch, short_recipe
-from tests.training.runs import TASK, check_same, even, go, merged, small_recipe, small_trainer
+from tests.training.runs import TASK, check_same, even, merged, run_steps, small_recipe, small_trainer
 from tests.weights import wordllama
 
 SIMILAR = {
@@ -75,7 +75,7 @@ def test_what_a_step_logs_and_records(tmp_path):
 
 
 def test_the_records_have_the_labels(tmp_path):
-    go(small_trainer(tmp_path, SIMILAR), 2)
+    run_steps(small_trainer(tmp_path, SIMILAR), 2)
     table = read_rollouts(tmp_path)
     assert table.column(LABELS).to_pylist()[0].startswith("1.0.0_")
     assert table.column(LABELS).to_pylist()[-1].startswith("2.0.2_")
@@ -154,15 +154,15 @@ def test_a_refilled_batch_keeps_its_clusters(tmp_path):
 
 
 def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
-    go(small_trainer(tmp_path / "whole", SIMILAR), 3)
-    go(small_trainer(tmp_path / "broken", SIMILAR), 2)
-    go(small_trainer(tmp_path / "broken", SIMILAR, resume=True), 1)
+    run_steps(small_trainer(tmp_path / "whole", SIMILAR), 3)
+    run_steps(small_trainer(tmp_path / "broken", SIMILAR), 2)
+    run_steps(small_trainer(tmp_path / "broken", SIMILAR, resume=True), 1)
     check_same(tmp_path / "whole", tmp_path / "broken", 3)
 
 
 def test_a_worker_that_is_killed_in_a_run_costs_nothing(tmp_path):
     pytest.importorskip("ray")
-    go(small_trainer(tmp_path / "here", SIMILAR), 3)
+    run_steps(small_trainer(tmp_path / "here", SIMILAR), 3)
     trainer = small_trainer(tmp_path / "there", SIMILAR, {"grouping": {"workers": 1}})
     with trainer:
         for report in trainer.steps():
@@ -237,7 +237,7 @@ def test_a_grouping_across_prompts_has_no_prompt_to_borrow_from():
 @pytest.mark.parametrize(
     ("table", "says"),
     [
-        ({"advantages": {"shrinkage": 1.0}}, "there is nothing to borrow"),
+        ({"advantages": {"shrinkage": 1.0}}, "there are no clusters to shrink"),
         (
             {"algorithm": "similarity_group_grpo", "advantages": {"shrinkage": 1.0, "baseline": "leave_one_out"}},
             "needs advantages.baseline 'mean'",
@@ -260,7 +260,7 @@ def test_a_grouping_across_prompts_has_no_prompt_to_borrow_from():
         ),
         (
             {"algorithm": "similarity_group_grpo", "sampling": {"samples_per_prompt": 1}},
-            "no answer has a sibling",
+            "every advantage is 0",
         ),
         ({"grouping": {"method": "averge"}}, "did you mean 'average'"),
         ({"grouping": {"max_groups": 1}}, "grouping.max_groups = 1"),

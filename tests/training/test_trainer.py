@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from groupwise.config import load_recipe
-from groupwise.errors import CheckpointError, ConfigError, RewardError
+from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RewardError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Callback, RunResult, Trainer
-from tests.training.runs import ROWS, check_same, even, go, metrics_of, small_recipe, small_trainer
+from tests.training.runs import ROWS, check_same, even, metrics_of, run_steps, small_recipe, small_trainer
 
 QUICK = {
     "train": {"steps": 3, "batch_size": 2},
@@ -77,19 +77,20 @@ def test_callbacks(tmp_path):
         ("evaluation", 3),
         ("end", 3),
     ]
-    assert diary.events.index(("evaluation", 2)) < diary.events.index(checkpoints[0])
+    # A step is saved before it is evaluated, so that a failing evaluation does not lose it.
+    assert diary.events.index(checkpoints[0]) < diary.events.index(("evaluation", 2))
 
 
 def test_callbacks_of_a_resumed_run(tmp_path):
-    go(small_trainer(tmp_path / "run", QUICK), 2)
+    run_steps(small_trainer(tmp_path / "run", QUICK), 2)
     diary = Diary()
     small_trainer(tmp_path / "run", QUICK, resume=True, callbacks=[diary]).run()
     assert diary.events == [
         ("start", 2),
         ("rollout", 2),
         ("step", 3),
-        ("evaluation", 3),
         ("checkpoint", "checkpoint-3"),
+        ("evaluation", 3),
         ("end", 3),
     ]
 
@@ -231,7 +232,7 @@ def test_finish_after_a_break(tmp_path):
 def test_before_it_has_begun(tmp_path):
     with (
         small_trainer(tmp_path / "run", QUICK) as trainer,
-        pytest.raises(ConfigError, match=r"the run has not begun yet: iterate over steps\(\) first"),
+        pytest.raises(ConfigError, match=r"not started yet: iterate over steps\(\) first"),
     ):
         trainer.evaluate()
 
@@ -267,7 +268,7 @@ class Failing:
 
 def test_a_failing_reward(tmp_path):
     """The error names it; the steps before are on the disk, and the mended run is the one that never failed."""
-    changes = {"evaluate": {"every": 0, "first": False}}
+    changes = {"evaluate": {"every": 0, "before_training": False}}
     small_trainer(tmp_path / "whole", QUICK, changes, rewards=[even]).run()
     failing = small_trainer(tmp_path / "run", QUICK, changes, rewards=[Failing(3)])
     with pytest.raises(RewardError, match=r"even.*a mistake of mine"):
@@ -299,9 +300,9 @@ def test_a_failing_callback(tmp_path, point):
 
 def test_a_policy_that_cannot_be_resumed(tmp_path):
     changes = {"run": {"resumable": False}}
-    go(small_trainer(tmp_path / "run", QUICK, changes), 2)
+    run_steps(small_trainer(tmp_path / "run", QUICK, changes), 2)
     rows = metrics_of(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds the policy alone \(run.resumable was false\)"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 holds only the policy \(run.resumable was false\)"):
         small_trainer(tmp_path / "run", QUICK, changes, resume=True).run()
     assert metrics_of(tmp_path / "run") == rows
     # What the sentence advises works.
@@ -309,8 +310,8 @@ def test_a_policy_that_cannot_be_resumed(tmp_path):
     assert small_trainer(tmp_path / "new", QUICK, source).run().step == 3
 
 
-def test_warm_up_without_examples(tmp_path):
-    with pytest.raises(ConfigError, match=r"warm_up\.steps is 3, but the task 'try' has no examples; set it to 0"):
+def test_sft_without_examples(tmp_path):
+    with pytest.raises(ConfigError, match=r"sft\.steps is 3, but the task 'try' has no examples; set it to 0"):
         small_trainer(tmp_path / "run", QUICK, {"sft": {"steps": 3}}).run()
 
 
@@ -328,5 +329,94 @@ def test_no_reward(tmp_path):
 
 def test_the_recipe_of_a_run_can_be_used_again(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK)
-    go(trainer, 1)
+    run_steps(trainer, 1)
     assert load_recipe(tmp_path / "run" / "recipe.json") == trainer.recipe == small_recipe(QUICK)
+
+
+def test_a_failing_last_evaluation_loses_no_step(tmp_path):
+    """The last step is saved before it is evaluated; a resume only evaluates and exports."""
+    small_trainer(tmp_path / "whole", QUICK, {"run": {"checkpoint_every": 0}}).run()
+
+    def fails_in_evaluations(completions, trainer_state, **_):
+        if trainer_state.global_step == 3:
+            raise ValueError("too slow")
+        return even(completions)
+
+    changes = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 0}}
+    fails_in_evaluations.__name__ = "even"
+    with pytest.raises(RewardError, match="too slow"):
+        small_trainer(tmp_path / "run", QUICK, changes, rewards=[fails_in_evaluations]).run()
+    assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").exists()
+    result = small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True).run()
+    assert (result.step, result.best_step) == (3, 3)
+    assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 3, 3]
+    assert (result.model / "model.safetensors").exists()
+
+
+def test_a_rule_cannot_end_a_run(tmp_path):
+    rules = [{"when": "reward < 2", "over": 1, "then": "batch_size * 0.5"}]
+    changes = {"train": {"steps": 4, "batch_size": 2}, "rules": rules, "evaluate": {"every": 0}}
+    trainer = small_trainer(tmp_path / "run", changes)
+    assert trainer.run().step == 4
+    assert trainer.display.heard("is left out, it stays at 1")
+
+
+def test_what_was_measured_when(tmp_path):
+    """Without an evaluation before training, the first one is not called that; the best of several is called so."""
+    trainer = small_trainer(tmp_path / "run", QUICK, {"evaluate": {"before_training": False, "every": 1}})
+    result = trainer.run()
+    head = trainer.display.summary[0]
+    assert head[1] == "after 1 steps (first)"
+    assert head[2] == f"after {result.best_step} steps (best of 3)"
+    card = (result.model / "README.md").read_text()
+    assert "| held out | after 1 steps (first) | after" in card
+    assert "best of 3 evaluations on these rows, so its figure is optimistic" in card
+    one = small_trainer(tmp_path / "one", QUICK, {"evaluate": {"every": 0}})
+    one.run()
+    assert one.display.summary[0][1:] == ("before training", "after 3 steps")
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path):
+    """The next try finds nothing in its way, and a run that was there keeps everything."""
+    bad = {"model": {"source": str(tmp_path / "no-model")}}
+    with pytest.raises(GroupwiseError, match="no-model"):
+        small_trainer(tmp_path / "run", QUICK, bad)
+    assert not (tmp_path / "run").exists()
+    assert run_steps(small_trainer(tmp_path / "run", QUICK), 1).step == 1
+    with pytest.raises(GroupwiseError, match="no-model"):
+        small_trainer(tmp_path / "run", QUICK, bad, resume=True)
+    assert (tmp_path / "run" / "checkpoint-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "sentence"),
+    [
+        ({"data": {"train": "missing.jsonl"}}, {"task": None}, "missing.jsonl"),
+        ({"rewards": [{"function": "nowhere.py:reward"}]}, {}, "nowhere.py"),
+        ({"advantages": {"function": "nowhere:advantage"}}, {}, "nowhere"),
+        ({}, {"rewards": [lambda prompts, completions, column, **_: []]}, "column"),
+        ({}, {"folder_in_use": True}, "not empty"),
+    ],
+    ids=["rows", "rewards", "advantage", "columns", "folder"],
+)
+def test_inputs_are_checked_before_the_model_is_loaded(tmp_path, monkeypatch, changes, options, sentence):
+    def load(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr("groupwise.training.components.load_model_and_tokenizer", load)
+    folder = tmp_path / "run"
+    if options.pop("folder_in_use", False):
+        folder.mkdir()
+        (folder / "mine.txt").write_text("mine")
+    with pytest.raises(GroupwiseError, match=sentence):
+        small_trainer(folder, QUICK, changes, **options)
+
+
+def test_from_rows_takes_every_section(tmp_path):
+    settings = {"train": {"steps": 1}, "sampling": {"max_new_tokens": 4}, "run": {"tensorboard": False, "plot": False}}
+    model = {"source": "tiny", "dtype": "float32", "lora": {"rank": 2}, "gradient_checkpointing": False}
+    for _ in range(2):
+        trainer = Trainer.from_rows(ROWS, even, model=model, folder=tmp_path / "run", overwrite=True, **settings)
+        with trainer:
+            assert trainer.recipe.model.lora.rank == 2
+            assert len(list(trainer.steps())) == 1

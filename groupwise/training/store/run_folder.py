@@ -1,38 +1,116 @@
-"""The folder of a training run: finding or creating it, and the recipe and versions that are kept in it."""
+"""The folder of a training run: finding or creating it; the recipe, inputs and versions that are kept in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.config import Recipe
-from groupwise.errors import RunDirError
+from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json
 from groupwise.rundir.run import MARKER
 from groupwise.text import Say
+from groupwise.training.components import RunComponents
 
 RUNS = Path("runs")
-RECIPE, VERSIONS = "recipe.json", "versions.json"
+RECIPE, INPUTS, VERSIONS = "recipe.json", "inputs.json", "versions.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
 
 
-def open_run(recipe: Recipe, folder: str | Path | None, *, name: str, resume: bool, overwrite: bool) -> RunDir:
-    """The run's folder, locked: a new one, the one to resume, or one that may be overwritten."""
+def open_run(
+    recipe: Recipe,
+    folder: str | Path | None,
+    *,
+    name: str,
+    recipe_file: str | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+) -> RunDir:
+    """The run's folder, locked: a new one, the one to resume, or one that may be overwritten.
+
+    To resume without a folder, the newest run of the recipe's file is taken, or for a recipe without a file the newest
+    run of that name.
+    """
     name = recipe.run.name or name
     chosen = folder or recipe.run.folder
     if resume:
-        return RunDir.resume(Path(chosen) if chosen else _latest(name))
+        return RunDir.resume(Path(chosen) if chosen else _latest(name, recipe_file))
     path = Path(chosen) if chosen else new_run_path(RUNS, name)
     return RunDir.create(path, overwrite=overwrite)
 
 
-def _latest(name: str) -> Path:
-    """The newest run of that name."""
-    folders = sorted(path for path in RUNS.glob(f"*-{name}*") if (path / MARKER).exists())
-    if not folders:
-        raise RunDirError(f"there is no run called {name!r} below {RUNS}/ to resume; name its folder with --run.folder")
-    return folders[-1]
+def _latest(name: str, recipe_file: str | None) -> Path:
+    stamped = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    runs: list[tuple[str, int, Path]] = []
+    for path in RUNS.glob("*-*"):
+        match = re.fullmatch(r"(\d{8}-\d{6})-.*?(?:-(\d+))?" if recipe_file else stamped, path.name)
+        if match and (path / MARKER).exists() and (recipe_file is None or _recipe_file(path) == recipe_file):
+            runs.append((match[1], int(match[2] or 1), path))
+    if not runs:
+        what = f"of the recipe {recipe_file}" if recipe_file else f"called {name!r}"
+        raise RunDirError(f"there is no run {what} below {RUNS}/ to resume; name its folder with --run.folder")
+    return max(runs)[2]
+
+
+def _recipe_file(path: Path) -> str | None:
+    try:
+        return str(read_json(path / INPUTS)["recipe"])
+    except (CheckpointError, KeyError, TypeError):
+        return None
+
+
+def keep_inputs(
+    run: RunDir, components: RunComponents, recipe_file: str | None, *, resuming: bool, allow_changes: bool
+) -> None:
+    """Write down what the run is trained on; refuse to resume it with other rows, rewards or another model."""
+    inputs = {"recipe": recipe_file, **describe_inputs(components)}
+    if resuming and not allow_changes:
+        if not (run.path / INPUTS).exists():
+            raise RunDirError(
+                f"{run.path} has no {INPUTS}: it was written by an earlier version of groupwise, or never started; "
+                "start a new run"
+            )
+        before = read_json(run.path / INPUTS)
+        changed = [name for name in inputs if name != "recipe" and inputs[name] != before.get(name)]
+        if changed:
+            words = [f"{name} (before: {_shown(before.get(name))}, now: {_shown(inputs[name])})" for name in changed]
+            raise ConfigError(
+                f"{run.path} was started with other inputs: {'; '.join(words)}. Resume it with the same ones, add "
+                "--allow-changes, or start a new run"
+            )
+    run.write_json(INPUTS, inputs)
+
+
+def describe_inputs(components: RunComponents) -> dict[str, Any]:
+    """The model, the task, the rewards, and hashes of rows and pairs."""
+    recipe, pairs = components.recipe, components.pairs
+    functions = () if components.scorer is None else components.scorer.functions
+    return {
+        "model": recipe.model.source,
+        "task": components.task.name,
+        "rewards": [function.name for function in functions],
+        "training rows": _hash(components.train.rows),
+        "held-out rows": _hash(components.held_out.rows),
+        "training pairs": _hash([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
+        "held-out pairs": _hash([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
+    }
+
+
+def _hash(rows: Iterable[Any]) -> str:
+    """A hash of rows; objects that are not JSON count by their type, as their text may differ from run to run."""
+    digest, count = hashlib.sha256(), 0
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
+        count += 1
+    return f"{count}, {digest.hexdigest()[:16]}" if count else "none"
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> None:

@@ -157,7 +157,7 @@ def test_the_best_is_exported(tmp_path, changes):
     assert torch.allclose(exported, at_the_height[0], atol=1e-5)
     own = logits_of(trainer.components.model)
     assert not torch.allclose(exported, own, atol=1e-4)  # the trainer itself still has the last one
-    assert "the best was step 2, which is what is exported" in trainer.display.summary
+    assert "the policy of step 2 is exported, the best of 4 evaluations" in trainer.display.summary
     card = (result.model / "README.md").read_text()
     assert "after 2 steps" in card
     assert "| right | 0.0% [0.0%, 56.1%] | 100.0% [43.9%, 100.0%] |" in card
@@ -216,7 +216,7 @@ def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     result = trainer.run()
     share = r"\d+\.\d% \[\d+\.\d%, \d+\.\d%\]"
     head, relative, plain, *rest = trainer.display.summary
-    assert head == ("4 held-out pairs", "before", f"after {result.best_step} steps")
+    assert head == ("4 held-out pairs", "before training", trainer.state.measured_label)
     assert relative[:2] == ("preference_accuracy", "50.0% [50.0%, 50.0%]")  # before, the policy is the reference
     best = trainer.state.best["metrics"]
     ends = [f"{best[f'preference_accuracy{end}']:.1%}" for end in ("", "_low", "_high")]
@@ -224,7 +224,7 @@ def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     assert plain[0] == "preference_logp_accuracy"
     assert all(re.fullmatch(share, value) for value in plain[1:])
     paths = ["model: run/model", "picture: run/curves.png", "run: run"]
-    assert [line for line in rest if not line.startswith("the best was")] == paths
+    assert [line for line in rest if not line.startswith("the policy of")] == paths
     card = (result.model / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- dpo\n---\n\n# pairs\n")
     assert "steps of `dpo` on 8 preference pairs, trained with groupwise " in card
@@ -285,7 +285,7 @@ def test_summary_of_rewards(tmp_path, monkeypatch):
     trainer = small_trainer(tmp_path / "run", QUICK)
     trainer.run()
     head, (name, *values), *rest = trainer.display.summary
-    assert head == ("2 held-out rows", "before", f"after {trainer.state.best['step']} steps")
+    assert head == ("2 held-out rows", "before training", trainer.state.measured_label)
     assert name == "reward"
     number = r"-?\d\.\d{3}"
     assert all(re.fullmatch(rf"{number} \[{number}, {number}\]", value) for value in values)

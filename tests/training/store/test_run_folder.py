@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 import groupwise
 from groupwise.config import make_recipe
-from groupwise.errors import InputError, RunDirError
-from groupwise.rundir import RunDir, read_json
+from groupwise.errors import ConfigError, InputError, RunDirError
+from groupwise.rundir import RunDir, files, read_json
+from groupwise.tasks import Task
 from groupwise.training.store import run_folder
 from groupwise.training.store.run_folder import differences, open_run, versions
-from tests.training.runs import go, metrics_of, small_trainer
+from tests.training.runs import ROWS, metrics_of, run_steps, small_trainer, vowels
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
 
 
 def test_an_existing_run_is_not_written_over(tmp_path):
     folder = tmp_path / "run"
-    go(small_trainer(folder, QUICK), 1)
+    run_steps(small_trainer(folder, QUICK), 1)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(RunDirError, match=r"run already holds a run: .*\(--resume\)"):
         small_trainer(folder, QUICK)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    go(small_trainer(folder, QUICK, {"evaluate": {"before_training": False}}, overwrite=True), 1)
+    run_steps(small_trainer(folder, QUICK, {"evaluate": {"before_training": False}}, overwrite=True), 1)
     assert [row["step"] for row in metrics_of(folder)] == [1]
 
 
@@ -90,18 +92,6 @@ def test_a_name_of_its_own(tmp_path, monkeypatch):
         open_run(make_recipe({"run": {"name": "a/b"}}), None, name="rows", resume=False, overwrite=False)
 
 
-def test_a_run_on_pairs_alone_is_called_so(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for _ in range(2):
-        offline = make_recipe({"algorithm": "dpo", "preference": {"train": "p.jsonl"}})
-        with open_run(offline, None, name="rows", resume=False, overwrite=False) as run:
-            assert re.search(r"-pairs(-\d)?$", run.path.name)
-    with open_run(offline, None, name="rows", resume=True, overwrite=False) as again:
-        assert again.path == run.path
-    with open_run(make_recipe(), None, name="rows", resume=False, overwrite=False) as run:
-        assert run.path.name.endswith("-rows")
-
-
 def test_the_folder_of_the_recipe(tmp_path):
     recipe = make_recipe({"run": {"folder": str(tmp_path / "there")}})
     open_run(recipe, None, name="rows", resume=False, overwrite=False).close()
@@ -143,6 +133,68 @@ def test_versions(monkeypatch):
 
 def test_recipe_and_versions_of_a_run(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK)
-    go(trainer, 1)
+    run_steps(trainer, 1)
     assert make_recipe(read_json(tmp_path / "run" / "recipe.json")) == trainer.recipe
     assert read_json(tmp_path / "run" / "versions.json") == versions()
+
+
+def started(recipe_file: str | None, name: str = "quiz") -> Path:
+    with open_run(make_recipe(), None, name=name) as run:
+        run.write_json(run_folder.INPUTS, {"recipe": recipe_file})
+        return run.path
+
+
+def test_a_run_is_found_by_its_recipes_file(tmp_path, monkeypatch):
+    """Not by a name that begins alike, and not because another recipe has the same task."""
+    monkeypatch.chdir(tmp_path)
+    mine = [started("mine.toml") for _ in range(2)][-1]
+    for other in ("mine-too.toml", "other.toml", None):
+        started(other)
+    started("other.toml", name="quiz-large")
+    with open_run(make_recipe(), None, name="quiz", recipe_file="mine.toml", resume=True) as run:
+        assert run.path == mine
+    with pytest.raises(RunDirError, match=r"there is no run of the recipe new\.toml below runs/"):
+        open_run(make_recipe(), None, name="quiz", recipe_file="new.toml", resume=True)
+    latest = started(None)
+    started("large.toml", name="quiz-large")
+    with open_run(make_recipe(), None, name="quiz", resume=True) as run:
+        assert run.path == latest  # without a file by the name alone, which is all of it
+
+
+@pytest.mark.parametrize(
+    ("changed", "options"),
+    [
+        ("training rows", {"task": Task("try", [*ROWS[:-1], {"prompt": "Other: "}], ROWS[:2])}),
+        ("held-out rows", {"task": Task("try", ROWS, ROWS[1:3])}),
+        ("rewards", {"rewards": [vowels]}),
+        ("model", {"model": True}),
+    ],
+)
+def test_other_inputs_are_refused_unless_allowed(tmp_path, changed, options):
+    trainer = run_steps(small_trainer(tmp_path / "run", QUICK), 1)
+    settings = dict(QUICK)
+    if options.pop("model", False):
+        settings["model"] = {"source": str(trainer.run_dir.path / "checkpoint-1" / "policy")}
+    recipe = read_json(tmp_path / "run" / "recipe.json")
+    with pytest.raises(ConfigError, match=rf"other inputs: {changed} \(before: .*--allow-changes"):
+        small_trainer(tmp_path / "run", settings, **options, resume=True)
+    assert read_json(tmp_path / "run" / "recipe.json") == recipe
+    with small_trainer(tmp_path / "run", settings, **options, resume=True, allow_changes=True) as again:
+        assert len(list(again.steps())) == 1
+
+
+def test_a_run_of_an_earlier_version_is_refused(tmp_path):
+    run_steps(small_trainer(tmp_path / "run", QUICK), 1)
+    (tmp_path / "run" / "inputs.json").unlink()
+    with pytest.raises(RunDirError, match=r"no inputs\.json.*earlier version"):
+        small_trainer(tmp_path / "run", QUICK, resume=True)
+
+
+def test_a_resume_hashes_a_checkpoint_once(tmp_path, monkeypatch):
+    run_steps(small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 2}}), 2)
+    hashed = []
+    real = files._sha256
+    monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path.name) or real(path))
+    with small_trainer(tmp_path / "run", QUICK, {"train": {"steps": 3}}, resume=True) as trainer:
+        next(trainer.steps())
+        assert hashed.count("masters.safetensors") == 2  # once to resume, once for the manifest of checkpoint-3
