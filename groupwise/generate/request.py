@@ -1,4 +1,4 @@
-"""A call to generate, checked; and the record of what comes out of it."""
+"""A checked call to generate, its active samples and random numbers, and the buffer of its output."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 from groupwise.core.filters import KeptSets
 from groupwise.errors import InputError
-from groupwise.generate.runner import Group, Outcome, Rows
+from groupwise.generate.runner import Group, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.handle import ModelHandle
-from groupwise.model.logprobs import Ids, check_ids
+from groupwise.model.packing import Ids, check_ids
 
 
 class Request:
-    """Prompts, samples of each and settings, once they make sense for the model."""
+    """Prompts, samples per prompt and sampling parameters, checked against the model."""
 
     def __init__(
         self,
@@ -35,53 +35,53 @@ class Request:
         self.prompts = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
         self.prompt_lengths = [len(ids) for ids in self.prompts]
         self.counts = [samples] * len(prompts) if isinstance(samples, int) else list(samples)
-        if len(self.counts) != len(prompts) or not all(_whole(number, 1) for number in self.counts):
-            raise InputError(f"samples must be a whole number of at least 1, or one for each prompt, got {samples!r}")
+        if len(self.counts) != len(prompts) or not all(_is_integer(number, 1) for number in self.counts):
+            raise InputError(f"samples must be an integer of at least 1, or one for each prompt, got {samples!r}")
         self.keys = list(range(len(prompts))) if keys is None else list(keys)
-        if len(self.keys) != len(prompts) or not all(_whole(key, 0) for key in self.keys):
-            raise InputError("keys must be whole numbers of at least 0, one for each prompt")
+        if len(self.keys) != len(prompts) or not all(_is_integer(key, 0) for key in self.keys):
+            raise InputError("keys must be integers of at least 0, one for each prompt")
         self.prompt_of = np.repeat(np.arange(len(prompts)), self.counts)
         self.number_of = np.concatenate([np.arange(count) for count in self.counts])  # within its group
         lengths = np.array(self.prompt_lengths)[self.prompt_of]
         room = np.full(len(lengths), sampling.max_new_tokens)
-        if handle.window is not None:
-            room = np.minimum(room, handle.window - lengths)
+        if handle.context_length is not None:
+            room = np.minimum(room, handle.context_length - lengths)
             full = np.flatnonzero(room < 1)
             if len(full):
                 raise InputError(
-                    f"prompt {self.prompt_of[full[0]]} has {lengths[full[0]]} tokens and fills the model's window of "
-                    f"{handle.window}: there is no room for a new one"
+                    f"prompt {self.prompt_of[full[0]]} has {lengths[full[0]]} tokens and fills the model's context "
+                    f"length of {handle.context_length}: there is no room for a new token"
                 )
-        self.limits = room  # of each sample: new tokens
+        self.limits = room  # new tokens per sample
         self.longest = int(room.max())
         self.eos = _eos(handle, sampling)
 
 
 class RandomStream:
-    """The uniform numbers of the samples that run, one row per slot."""
+    """The uniform numbers of the active samples, one row per slot."""
 
     def __init__(self, request: Request, slots: int) -> None:
         self.request = request
-        self._numbers = np.empty((slots, request.longest), np.float32)
+        self._uniforms = np.empty((slots, request.longest), np.float32)
 
-    def enter(self, samples: Sequence[int], slots: Sequence[int]) -> None:
-        """Samples take their slots."""
+    def assign(self, samples: Sequence[int], slots: Sequence[int]) -> None:
+        """Fill the slots with the numbers of these samples."""
         request, numbers, places = self.request, np.array(samples), np.array(slots)
         prompts = request.prompt_of[numbers]
         for prompt in np.unique(prompts).tolist():
-            own = prompts == prompt
-            self._numbers[places[own]] = uniforms(
-                request.sampling.seed, request.keys[prompt], request.number_of[numbers[own]], request.longest
+            members = prompts == prompt
+            self._uniforms[places[members]] = uniforms(
+                request.sampling.seed, request.keys[prompt], request.number_of[numbers[members]], request.longest
             )
 
-    def of(self, rows: Rows) -> np.ndarray:
-        """The number of each row's next token."""
-        numbers: np.ndarray = self._numbers[rows.slots, rows.index]
+    def of(self, batch: StepBatch) -> np.ndarray:
+        """The number for each row's next token."""
+        numbers: np.ndarray = self._uniforms[batch.slots, batch.index]
         return numbers
 
 
 class ActiveSamples:
-    """The samples that run, in the order of their admission, and how many tokens of each have been launched."""
+    """The running samples in order of admission, and how many tokens of each have been launched."""
 
     def __init__(self, request: Request, scheduler: Scheduler) -> None:
         self.request, self.scheduler = request, scheduler
@@ -89,15 +89,15 @@ class ActiveSamples:
         self._lengths = np.array(request.prompt_lengths)
         self._rows: tuple[np.ndarray, np.ndarray, list[Group]] | None = None
 
-    def admit(self, samples: Sequence[tuple[int, int]]) -> Rows:
-        """Rows for the first token of new samples."""
+    def admit(self, samples: Sequence[tuple[int, int]]) -> StepBatch:
+        """The batch for the first token of new samples."""
         self._rows = None
         numbers, slots = (np.array(column) for column in zip(*samples, strict=True))
         self.launched[numbers] = 1
-        return Rows(numbers, np.zeros_like(numbers), slots, self._lengths[self.request.prompt_of[numbers]] - 1, [])
+        return StepBatch(numbers, np.zeros_like(numbers), slots, self._lengths[self.request.prompt_of[numbers]] - 1, [])
 
-    def next(self) -> Rows | None:
-        """Rows for one more token of everyone, or None when nobody runs."""
+    def next_batch(self) -> StepBatch | None:
+        """The batch for the next token of all running samples, or None if there are none."""
         if self._rows is None:
             self._rows = self._arrange()
         samples, slots, groups = self._rows
@@ -105,16 +105,16 @@ class ActiveSamples:
             return None
         index = self.launched[samples]
         self.launched[samples] += 1
-        return Rows(samples, index, slots, self._lengths[self.request.prompt_of[samples]] + index - 1, groups)
+        return StepBatch(samples, index, slots, self._lengths[self.request.prompt_of[samples]] + index - 1, groups)
 
     def drop(self, sample: int) -> None:
-        """A sample has ended; nothing happens when it has left already."""
+        """Remove a finished sample; does nothing if it was removed already."""
         if sample in self.scheduler.slot_of:
             self.scheduler.finish(sample)
             self._rows = None
 
     def drop_full(self) -> None:
-        """Whoever has all the tokens it may have leaves, without waiting for what they are."""
+        """Remove the samples whose last allowed token has been launched, without waiting for that token."""
         running = np.fromiter(self.scheduler.slot_of, np.int64)
         for sample in running[self.launched[running] >= self.request.limits[running]].tolist():
             self.drop(sample)
@@ -131,7 +131,7 @@ class ActiveSamples:
 
 
 class OutputBuffer:
-    """Tokens as they come out, and when each sample ended."""
+    """The tokens generated so far, and why each sample ended."""
 
     def __init__(self, request: Request, stop: Stop | None) -> None:
         shape = (len(request.prompt_of), request.longest)
@@ -146,21 +146,21 @@ class OutputBuffer:
         self._kept_total = 0
         self._eos = np.array(request.eos, np.int64)
 
-    def take(self, rows: Rows, outcome: Outcome) -> list[int]:
-        """Write a step down; the samples that ended with it. What a sample drew after its end is not looked at."""
-        alive = np.flatnonzero(self.reasons[rows.samples] == "")
-        samples, index, ids = rows.samples[alive], rows.index[alive], outcome.ids[alive]
+    def append(self, batch: StepBatch, output: StepOutput) -> list[int]:
+        """Store a step; returns the samples that ended with it. Tokens after a sample's end are ignored."""
+        running = np.flatnonzero(self.reasons[batch.samples] == "")
+        samples, index, ids = batch.samples[running], batch.index[running], output.ids[running]
         self.ids[samples, index] = ids
-        self.logps[samples, index] = outcome.logps[alive]
-        self.filtered_logps[samples, index] = outcome.filtered_logps[alive]
+        self.logps[samples, index] = output.logps[running]
+        self.filtered_logps[samples, index] = output.filtered_logps[running]
         self.lengths[samples] = index + 1
-        if outcome.kept_counts is not None:
-            starts = self._kept_total + outcome.kept_counts.cumsum() - outcome.kept_counts
-            self._kept_starts[samples, index] = starts[alive]
-            self._kept_counts[samples, index] = outcome.kept_counts[alive]
-            self._kept_total += int(outcome.kept_counts.sum())
-            if outcome.kept_ids is not None:
-                self._kept_ids.append(outcome.kept_ids)
+        if output.kept_counts is not None:
+            starts = self._kept_total + output.kept_counts.cumsum() - output.kept_counts
+            self._kept_starts[samples, index] = starts[running]
+            self._kept_counts[samples, index] = output.kept_counts[running]
+            self._kept_total += int(output.kept_counts.sum())
+            if output.kept_ids is not None:
+                self._kept_ids.append(output.kept_ids)
             self._check_kept()
         full = index + 1 >= self.request.limits[samples]
         eos = np.isin(ids, self._eos)
@@ -181,7 +181,7 @@ class OutputBuffer:
             )
 
     def _kept(self, ids: np.ndarray | None) -> KeptSets:
-        """The sets in the samples' order, out of the steps' order."""
+        """The kept sets, reordered from steps to samples."""
         pool = np.concatenate([np.empty(0, np.int32), *self._kept_ids]) if ids is None else ids
         mask = np.arange(self.ids.shape[1]) < self.lengths[:, None]
         starts, counts = self._kept_starts[mask], self._kept_counts[mask]
@@ -189,8 +189,8 @@ class OutputBuffer:
         place = np.repeat(starts - ends + counts, counts) + np.arange(counts.sum())
         return KeptSets(torch.from_numpy(pool[place]), torch.from_numpy(np.concatenate([[0], ends])))
 
-    def rollout(self, facts: dict[str, Any], kept_ids: np.ndarray | None = None) -> Rollout:
-        """Everything, once all samples have ended."""
+    def rollout(self, stats: dict[str, Any], kept_ids: np.ndarray | None = None) -> Rollout:
+        """The result, once all samples have ended."""
         width = int(self.lengths.max())
         kept = self._kept(kept_ids) if self.request.sampling.keep_sets else None
         ids, logps, filtered = (
@@ -204,21 +204,21 @@ class OutputBuffer:
             tuple(self.reasons.tolist()),
             torch.from_numpy(self.request.prompt_of),
             kept,
-            facts,
+            stats,
         )
 
 
-def _whole(number: object, least: int) -> bool:
+def _is_integer(number: object, least: int) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= least
 
 
 def _eos(handle: ModelHandle, sampling: Sampling) -> list[int]:
-    """The settings' EOS ids, or the model's own."""
-    given: Any = sampling.eos_ids
-    if given is None:
-        given = getattr(handle.model.generation_config, "eos_token_id", None)
-    own: list[int] = [] if given is None else [given] if isinstance(given, int) else list(given)
-    for number in own:
+    """The EOS ids of the sampling parameters, or the model's."""
+    configured: Any = sampling.eos_ids
+    if configured is None:
+        configured = getattr(handle.model.generation_config, "eos_token_id", None)
+    ids: list[int] = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    for number in ids:
         if not 0 <= number < handle.vocabulary:
             raise InputError(f"the EOS id {number} is outside the vocabulary of {handle.vocabulary}")
-    return own
+    return ids

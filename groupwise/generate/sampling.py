@@ -1,8 +1,7 @@
-"""From logits to a token: filters, one uniform number, and the inverse of the cumulated distribution.
+"""From logits to a token: filters, then inverse-CDF sampling with one uniform number per token.
 
-A token is the first whose cumulated probability exceeds u. One number per token is all the chance there is, and it is
-drawn beforehand from (seed, key of the prompt, number of the sample): neither the batch that a sample happens to share
-nor the device changes it.
+The token is the first whose cumulative probability exceeds u. The uniform numbers are generated in advance from (seed,
+prompt key, sample number), so they depend neither on the batch nor on the device.
 """
 
 from __future__ import annotations
@@ -20,31 +19,33 @@ from groupwise.model.attention import to_device
 from groupwise.model.handle import ModelHandle
 
 
-class Drawn(NamedTuple):
+class DrawnTokens(NamedTuple):
+    """One token per row."""
+
     ids: Tensor  # (rows,)
-    logps: Tensor  # (rows,) under the tempered full distribution
-    filtered_logps: Tensor  # (rows,) under the one it was drawn from
-    filtered: Tensor  # (rows, V) its logits, −inf for what was filtered away
+    logps: Tensor  # (rows,) under the full distribution, after the temperature
+    filtered_logps: Tensor  # (rows,) after the filters
+    filtered: Tensor  # (rows, V) logits after the filters, −inf where filtered out
 
 
 def uniforms(seed: int, key: int, samples: Sequence[int], count: int) -> np.ndarray:
-    """The numbers in [0, 1) that decide the tokens of a prompt's samples, ``(samples, count)`` float32.
+    """The uniform numbers in [0, 1) for a prompt's samples, ``(samples, count)`` float32.
 
-    ``count`` may grow: more of them begin with the same. The generator counts in 256 bits, of which a sample's number
-    takes the third 64: no sample ever reaches another's numbers.
+    A larger ``count`` extends the same sequences. The sample's number is the third 64-bit word of the generator's
+    256-bit counter, so no two samples share numbers.
     """
     bits = np.random.Philox(np.random.SeedSequence([seed, key]))
     generator, state = np.random.Generator(bits), bits.state
-    found = np.empty((len(samples), count), np.float32)
+    numbers = np.empty((len(samples), count), np.float32)
     for row, sample in enumerate(samples):
         state["state"]["counter"] = np.array([0, 0, sample, 0], np.uint64)
         bits.state = state
-        generator.random(out=found[row], dtype=np.float32)
-    return found
+        generator.random(out=numbers[row], dtype=np.float32)
+    return numbers
 
 
-def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> Drawn:
-    """One token per row of raw logits ``(rows, V)``; where ``banned`` ``(rows,)`` is true, none of ``eos`` ``(V,)``."""
+def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> DrawnTokens:
+    """Sample a token per row of raw logits ``(rows, V)``; none of ``eos`` ``(V,)`` where ``banned`` ``(rows,)``."""
     temperature = 1.0 if sampling.greedy else sampling.temperature
     full = logits / temperature if temperature != 1.0 else logits
     filtered = full
@@ -53,7 +54,7 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
         filtered = logits / temperature
     if sampling.greedy:
         ids, total = logits.argmax(-1), full.logsumexp(-1, keepdim=True)
-        return Drawn(ids, _at(full, ids, total), torch.zeros_like(total[:, 0]), filtered)
+        return DrawnTokens(ids, _logps_at(full, ids, total), torch.zeros_like(total[:, 0]), filtered)
     if sampling.filters:
         filtered = filter_logits(
             logits,
@@ -66,24 +67,24 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
     largest = filtered.amax(-1, keepdim=True)
     weights = (filtered - largest).exp()
     filtered_total = largest + weights.sum(-1, keepdim=True).log()
-    whole = filtered is full
-    total = filtered_total if whole else full.logsumexp(-1, keepdim=True)
-    # A running sum of 50,000 float32 numbers is off by 1e-5 where it is added one by one, as on a CPU.
+    unfiltered = filtered is full
+    total = filtered_total if unfiltered else full.logsumexp(-1, keepdim=True)
+    # On a CPU the cumulative sum is sequential: with 50,000 float32 numbers it is off by 1e-5.
     exact = torch.float64 if logits.device.type == "cpu" else torch.float32
-    cumulated = weights.cumsum(-1, dtype=exact)
-    last = cumulated[:, -1:]
+    cumulative = weights.cumsum(-1, dtype=exact)
+    last = cumulative[:, -1:]
     target = torch.minimum(uniform[:, None].to(exact) * last, torch.nextafter(last, torch.zeros_like(last)))
-    ids = torch.searchsorted(cumulated, target, right=True).squeeze(-1)
-    logps = _at(full, ids, total)
-    return Drawn(ids, logps, logps if whole else _at(filtered, ids, filtered_total), filtered)
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    logps = _logps_at(full, ids, total)
+    return DrawnTokens(ids, logps, logps if unfiltered else _logps_at(filtered, ids, filtered_total), filtered)
 
 
 def eos_mask(eos: Sequence[int], handle: ModelHandle) -> Tensor:
-    """Which tokens end a completion, ``(V,)``."""
+    """True for the tokens that end a completion, ``(V,)``."""
     mask = torch.zeros(handle.vocabulary, dtype=torch.bool)
     mask[list(eos)] = True
     return to_device(mask, handle.device)
 
 
-def _at(logits: Tensor, ids: Tensor, total: Tensor) -> Tensor:
+def _logps_at(logits: Tensor, ids: Tensor, total: Tensor) -> Tensor:
     return (logits.gather(-1, ids[:, None]) - total).squeeze(-1)

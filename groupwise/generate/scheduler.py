@@ -1,7 +1,7 @@
-"""Who runs when, and where its keys and values lie. Plain Python: no tensors, no clock, no chance.
+"""When each sample runs, and where its keys and values are stored. Plain Python, deterministic, without tensors.
 
-Samples wait in their order. A sample runs when a slot is free and its prompt lies in the pool, or fits into it; then
-the prompt is prefilled, once, and stays until its last sample has left. The order never changes, so that the same
+Samples wait in order. A sample is admitted when a slot is free and its prompt is in the pool or fits into it. A prompt
+is prefilled once and stays in the pool until its last sample has finished. The order never changes, so that the same
 requests give the same schedule.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class PromptState:
-    """A prompt: how long, how many of its samples are not done, and where it lies while it lies anywhere."""
+    """A prompt: its length, its unfinished samples, and its start in the pool while it is there."""
 
     length: int
     samples_left: int
@@ -24,38 +24,38 @@ class PromptState:
 
 @dataclass(frozen=True)
 class Admission:
-    """What begins now: prompts to prefill, with their starts in the pool, and samples with their slots."""
+    """Newly admitted prompts to prefill, with their starts in the pool, and samples with their slots."""
 
     prefill: list[tuple[int, int]] = field(default_factory=list)  # (prompt, start)
     samples: list[tuple[int, int]] = field(default_factory=list)  # (sample, slot)
 
 
 class Scheduler:
-    """For prompts of ``lengths``, with ``counts`` samples each, numbered through."""
+    """For prompts of ``lengths`` with ``counts`` samples each; samples are numbered prompt after prompt."""
 
     def __init__(self, lengths: Sequence[int], counts: Sequence[int], pool_tokens: int, slots: int) -> None:
         self.prompts = [PromptState(length, count) for length, count in zip(lengths, counts, strict=True)]
         self.prompt_of = [prompt for prompt, count in enumerate(counts) for _ in range(count)]
         self.waiting = deque(range(len(self.prompt_of)))
-        self.slot_of: dict[int, int] = {}  # of each running sample, in the order of admission
-        self.free_slots = list(range(slots))  # a heap: the lowest first, so that the busy ones stay together
+        self.slot_of: dict[int, int] = {}  # of each running sample, in order of admission
+        self.free_slots = list(range(slots))  # a heap: the lowest first, so that used slots stay adjacent
         self.slots = slots
-        self.pool = RangePool(pool_tokens)
+        self.pool = RangeAllocator(pool_tokens)
 
     @property
     def done(self) -> bool:
         return not self.waiting and not self.slot_of
 
     def partly_waiting(self) -> list[int]:
-        """The prompt that lies in the pool while some of its samples still wait, if there is one."""
+        """The prompt that is in the pool while some of its samples still wait, if there is one."""
         number = self.prompt_of[self.waiting[0]] if self.waiting else None
         return [] if number is None or self.prompts[number].start is None else [number]
 
     def admit(self, prefill_tokens: int) -> Admission:
-        """Let in whoever fits, in order; at most ``prefill_tokens`` of new prompts, but at least one.
+        """Admit the samples that fit, in order, with at most ``prefill_tokens`` of new prompts but at least one prompt.
 
-        A new prompt waits until slots are free for all of its samples, or for an eighth of all slots: prefilling for
-        one sample at a time would hold up everyone else at every step.
+        A new prompt waits until slots are free for all of its samples, or an eighth of all slots: prefilling for one
+        sample at a time would delay all others at every step.
         """
         admission, used = Admission(), 0
         while self.waiting and self.free_slots:
@@ -66,7 +66,7 @@ class Scheduler:
                 enough = min(prompt.samples_left, -(-self.slots // 8))
                 if (used and used + prompt.length > prefill_tokens) or (self.slot_of and len(self.free_slots) < enough):
                     break
-                prompt.start = self.pool.take(prompt.length)
+                prompt.start = self.pool.allocate(prompt.length)
                 if prompt.start is None:
                     break
                 used += prompt.length
@@ -77,42 +77,42 @@ class Scheduler:
         return admission
 
     def finish(self, sample: int) -> None:
-        """A sample leaves; with the last of its prompt, the prompt leaves too."""
+        """Free a sample's slot, and with the last sample of a prompt also the prompt's range."""
         heapq.heappush(self.free_slots, self.slot_of.pop(sample))
         prompt = self.prompts[self.prompt_of[sample]]
         prompt.samples_left -= 1
         if not prompt.samples_left and prompt.start is not None:
-            self.pool.give(prompt.start, prompt.length)
+            self.pool.release(prompt.start, prompt.length)
             prompt.start = None
 
     def groups(self) -> dict[int, list[int]]:
-        """The running samples by their prompts, in the order of admission."""
+        """The running samples by prompt, in order of admission."""
         running: dict[int, list[int]] = {}
         for sample in self.slot_of:
             running.setdefault(self.prompt_of[sample], []).append(sample)
         return running
 
 
-class RangePool:
-    """Ranges of a line of ``size`` places: the first that is long enough is taken, neighbours join when given back."""
+class RangeAllocator:
+    """A first-fit allocator of ranges in ``size`` places; released ranges merge with their neighbours."""
 
     def __init__(self, size: int) -> None:
-        self.free = [(0, size)] if size else []  # (start, length), in order, never touching
+        self.free_ranges = [(0, size)] if size else []  # (start, length), in order, never adjacent
 
-    def take(self, length: int) -> int | None:
-        """The start of a free range, now taken, or None."""
-        for index, (start, room) in enumerate(self.free):
+    def allocate(self, length: int) -> int | None:
+        """The start of an allocated range, or None if none is long enough."""
+        for index, (start, room) in enumerate(self.free_ranges):
             if room >= length:
-                self.free[index : index + 1] = [(start + length, room - length)] if room > length else []
+                self.free_ranges[index : index + 1] = [(start + length, room - length)] if room > length else []
                 return start
         return None
 
-    def give(self, start: int, length: int) -> None:
-        self.free.append((start, length))
-        joined: list[tuple[int, int]] = []
-        for begin, room in sorted(self.free):
-            if joined and sum(joined[-1]) == begin:
-                joined[-1] = (joined[-1][0], joined[-1][1] + room)
+    def release(self, start: int, length: int) -> None:
+        self.free_ranges.append((start, length))
+        merged: list[tuple[int, int]] = []
+        for first, size in sorted(self.free_ranges):
+            if merged and sum(merged[-1]) == first:
+                merged[-1] = (merged[-1][0], merged[-1][1] + size)
             else:
-                joined.append((begin, room))
-        self.free = joined
+                merged.append((first, size))
+        self.free_ranges = merged

@@ -1,4 +1,4 @@
-"""Stop strings: the one place beside generation that knows a tokenizer."""
+"""Stop strings: the only part of generation that uses a tokenizer, which the caller passes in."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import Any
 
 from groupwise.errors import InputError
 
-REPLACEMENT = "\ufffd"  # what half a character decodes to
-REMEMBERED = 1024  # decoded endings
+REPLACEMENT = "\ufffd"  # an incomplete character decodes to this
+CACHE_SIZE = 1024  # of decoded endings
 
 
 class StopStrings:
-    """Ends a completion with the token that completes one of ``strings``; give it as ``stop`` to a generator.
+    """Ends a completion at the token that completes one of ``strings``; pass it as ``stop`` to a generator.
 
-    The text is decoded only when a token could be that one: when it holds the last character of one of the strings, or
-    a part of a character.
+    The text is decoded only if the newest token contains the last character of a stop string, or part of a character.
     """
 
     def __init__(self, tokenizer: Any, strings: str | Sequence[str]) -> None:
         self.strings = [strings] if isinstance(strings, str) else list(strings)
         if not self.strings or not all(isinstance(text, str) and text for text in self.strings):
-            raise InputError(f"stop strings must be non-empty texts, at least one, got {strings!r}")
+            raise InputError(f"stop strings must be one or more non-empty strings, got {strings!r}")
         self.tokenizer = tokenizer
         self._last = {text[-1] for text in self.strings}
-        # A character takes up to four tokens (its bytes); a few more for tokens that decode to nothing.
+        # A character is up to four tokens (its bytes); a few more for tokens that decode to nothing.
         self._tail = 4 * max(map(len, self.strings)) + 8
         self._may_end: dict[int, bool] = {}
         self._ends: dict[tuple[int, ...], bool] = {}
@@ -38,11 +37,11 @@ class StopStrings:
         if not self._may_end[newest]:
             return False
         tail = tuple(ids[-self._tail :])
-        if tail not in self._ends:  # short answers, such as a letter, end alike again and again
-            if len(self._ends) >= REMEMBERED:
+        if tail not in self._ends:  # short answers repeat
+            if len(self._ends) >= CACHE_SIZE:
                 self._ends.clear()
             text = self._decode(tail)
-            self._ends[tail] = any(wanted in text for wanted in self.strings)
+            self._ends[tail] = any(string in text for string in self.strings)
         return self._ends[tail]
 
     def _decode(self, ids: Sequence[int]) -> str:

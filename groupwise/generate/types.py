@@ -1,4 +1,4 @@
-"""What goes into a generator and what comes out of it."""
+"""The inputs and outputs of a generator."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from groupwise.errors import InputError, check_choice
 STOP_REASONS = ("eos", "stop_string", "length")
 
 Stop = Callable[[Sequence[int]], bool]
-"""Called with a completion's ids after each new one: is this where it ends?"""
+"""Called with a completion's ids after each new token; true ends the completion."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample.
+    """Sampling parameters.
 
-    temperature, top_k, top_p, min_p and order mean what they mean in `core.filter_logits`.
-    greedy: the most likely token always; temperature and filters then play no part.
-    min_new_tokens: EOS cannot be drawn before. eos_ids: None for the model's own.
-    seed: the chance of a sample depends on this, its prompt's key, its number in the group and the token's place.
-    keep_sets: also return the set of tokens that survived the filters, per token; more than ``kept_bytes`` is refused.
+    temperature, top_k, top_p, min_p, order: as in `core.filter_logits`.
+    greedy: always take the most likely token; temperature and filters are ignored.
+    min_new_tokens: EOS is not sampled before. eos_ids: None for the model's.
+    seed: a token's random number depends on this, the prompt's key, the sample's number in its group and the token's
+    index, and on nothing else.
+    keep_sets: also return, for each token, the set of tokens that passed the filters; raises above ``kept_bytes``.
     """
 
     max_new_tokens: int = 256
@@ -48,7 +49,7 @@ class Sampling:
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("seed", 0), ("kept_bytes", 1)):
             number = getattr(self, name)
             if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
+                raise InputError(f"{name} must be an integer of at least {least}, got {number!r}")
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}")
         if self.eos_ids is not None and not all(isinstance(number, int) for number in self.eos_ids):
@@ -56,18 +57,18 @@ class Sampling:
 
     @property
     def filters(self) -> bool:
-        """Whether anything may be filtered away."""
+        """Whether any token may be filtered out."""
         return bool(self.top_k) or self.top_p < 1.0 or bool(self.min_p)
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """``B`` samples, prompt after prompt; rows are padded with 0 behind their lengths.
+    """``B`` samples, prompt after prompt; rows are padded with 0.
 
-    logps: log-prob of each sampled token under the tempered full distribution.
-    filtered_logps: under the distribution it was drawn from, after the filters; as old log-prob it may serve only
-    together with ``kept``, when training renormalises over the same sets.
-    kept: one set per token of each completion, in order, when it was asked for.
+    logps: log-prob of each sampled token under the full distribution, after the temperature.
+    filtered_logps: log-prob after the filters. Use it as the old log-prob only together with ``kept``, when training
+    renormalises over the same sets.
+    kept: with ``Sampling.keep_sets``, one set per token of each completion, in order.
     """
 
     ids: Tensor  # (B, T) int64
@@ -75,17 +76,17 @@ class Rollout:
     logps: Tensor  # (B, T) float32
     filtered_logps: Tensor  # (B, T) float32
     stop_reasons: tuple[str, ...]  # (B,) of STOP_REASONS
-    groups: Tensor  # (B,) the prompt of each
+    groups: Tensor  # (B,) the index of each sample's prompt
     kept: KeptSets | None = None
-    facts: dict[str, Any] = field(default_factory=dict)  # what it took: prefilled tokens, decode steps, …
+    stats: dict[str, Any] = field(default_factory=dict)  # prefilled tokens, decode steps, …
 
     @property
     def mask(self) -> Tensor:
-        """Which places hold a token, ``(B, T)``."""
+        """True where there is a token, ``(B, T)``."""
         return torch.arange(self.ids.shape[1]) < self.lengths[:, None]
 
     def completions(self) -> list[list[Tensor]]:
-        """The ids of each prompt's completions, without padding: what `model.completion_logps` takes."""
+        """The ids of each prompt's completions without padding, as `model.completion_logps` takes them."""
         rows: list[list[Tensor]] = [[] for _ in range(int(self.groups.max()) + 1)]
         for row, length, group in zip(self.ids, self.lengths.tolist(), self.groups.tolist(), strict=True):
             rows[group].append(row[:length])
@@ -93,7 +94,7 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Anything that samples: this package's engine, the plain path, or another library in their place."""
+    """Anything that samples: `Engine`, `PlainGenerator`, or a wrapper of another library."""
 
     def generate(
         self,
@@ -104,4 +105,4 @@ class Generator(Protocol):
         stop: Stop | None = None,
         keys: Sequence[int] | None = None,
     ) -> Rollout:
-        """``samples`` completions of each prompt. ``keys`` name the prompts for the seed; by default their numbers."""
+        """``samples`` completions of each prompt. ``keys`` identify prompts for the seed; by default their indices."""

@@ -1,6 +1,6 @@
-"""Models: loading and exporting them, and log-probs for which each prompt is computed once.
+"""Models: loading, LoRA, export, and log-probs with each prompt computed once.
 
-Names are imported when they are first used, so that `groupwise models list` need not load torch.
+Names are imported on first use, so that `groupwise models list` does not load torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from groupwise.model.export import export_model
     from groupwise.model.handle import ModelHandle, prepare
     from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
-    from groupwise.model.logprobs import TokenLogps, completion_logps, each_pack, padded_logps, plan_packs
+    from groupwise.model.logprobs import TokenLogps, completion_logps, iter_packs, padded_logps
     from groupwise.model.lora import LoraSettings, adapter_off, add_lora, is_lora
+    from groupwise.model.packing import plan_packs
     from groupwise.model.precision import MasterWeights
     from groupwise.model.weights import CATALOGUE, cached, fetch
 
@@ -22,7 +23,8 @@ _HOME = {
     "device": ("compute_dtype", "free_memory", "resolve_device", "set_threads", "usable_cpus"),
     "export": ("export_model",),
     "load": ("load_model", "load_model_and_tokenizer", "load_tokenizer"),
-    "logprobs": ("TokenLogps", "completion_logps", "each_pack", "padded_logps", "plan_packs"),
+    "logprobs": ("TokenLogps", "completion_logps", "iter_packs", "padded_logps"),
+    "packing": ("plan_packs",),
     "lora": ("LoraSettings", "adapter_off", "add_lora", "is_lora"),
     "precision": ("MasterWeights",),
     "handle": ("ModelHandle", "prepare"),
@@ -41,11 +43,11 @@ __all__ = [
     "cached",
     "completion_logps",
     "compute_dtype",
-    "each_pack",
     "export_model",
     "fetch",
     "free_memory",
     "is_lora",
+    "iter_packs",
     "load_model",
     "load_model_and_tokenizer",
     "load_tokenizer",

@@ -1,16 +1,16 @@
-"""Attention in which a prompt is shared: computed once, read by all of its completions.
+"""Shared-prefix attention: a prompt is computed once and read by all of its completions.
 
-A packed row holds prompts and, after them, their completions. A completion attends to its prompt and to itself, a
-prompt to itself, and nobody to anybody else. Written as a softmax over two sets of keys, the prompt's and one's own,
-it splits into two attentions that know nothing of each other and are joined by their normalisers:
+A packed row holds prompts followed by their completions. A completion attends to its prompt and to itself, a prompt to
+itself, and to nothing else. The softmax over both sets of keys splits into two independent attentions, which are merged
+by their log-sum-exps:
 
     out = Σ_i exp(lse_i − lse) out_i,   lse = log Σ_i exp(lse_i).
 
-The backward pass needs no derivative of the joining: each part's own backward, given the joint ``out`` and ``lse``,
-yields exactly its share of the gradient, because softmax probabilities are exp(score − lse) wherever they are summed.
+The merge needs no backward pass of its own: each part's backward, given the merged ``out`` and ``lse``, yields exactly
+its share of the gradient, because softmax probabilities are exp(score − lse) in either case.
 
-transformers' models look their attention up by name. `attention` is registered as ``"groupwise"``; called with a
-`Layout` it follows that, called without one it is PyTorch's scaled-dot-product attention, as if it were not there.
+transformers looks up attention functions by name. `attention` is registered as ``"groupwise"``. With a `Layout` it
+follows that; without one it is PyTorch's scaled-dot-product attention.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from groupwise.errors import InputError
 from groupwise.model.flash import FLASH_DTYPES, shared_flash, varlen_flash
 
 IMPLEMENTATION = "groupwise"
-LAYOUT = "groupwise_layout"  # the keyword under which a layout travels through a model's forward
+LAYOUT = "groupwise_layout"  # the keyword that carries a layout through a model's forward
 
 
-class Call(NamedTuple):
-    """What a model asks of its attention: query (rows, H, L, d), key and value (rows, Hkv, L, d), and how."""
+class AttentionInputs(NamedTuple):
+    """One attention call of a model: query (rows, H, L, d), key and value (rows, Hkv, L, d), and its settings."""
 
     module: nn.Module
     query: Tensor
@@ -47,10 +47,10 @@ class Call(NamedTuple):
 
 
 class Layout(Protocol):
-    """Who attends to whom, in one forward pass."""
+    """Which tokens attend to which in one forward pass."""
 
-    def attend(self, call: Call) -> Tensor:
-        """The attention's output (rows, L, H, d)."""
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        """The attention output (rows, L, H, d)."""
 
 
 def attention(
@@ -65,45 +65,46 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls. A layout, where there is one, arrives as a keyword."""
+    """The function that transformers calls; a layout arrives as a keyword."""
     layout: Layout | None = kwargs.pop(LAYOUT, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is None:
-        if softcap is not None:  # PyTorch's own function has none
-            return _dense_plain(query, key, value, attention_mask, scale, softcap), None
+        if softcap is not None:  # not supported by scaled_dot_product_attention
+            return _softcapped_attention(query, key, value, attention_mask, scale, softcap), None
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return out, None
     if dropout:
         raise InputError("attention dropout is on: set the model's attention_dropout to 0, or call model.eval()")
-    return layout.attend(Call(module, query, key, value, scale, sliding_window, softcap)), None
+    return layout.attend(AttentionInputs(module, query, key, value, scale, sliding_window, softcap)), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def no_mask(like: Tensor) -> Tensor:
-    """A mask of four dimensions, which transformers hands on untouched: with a layout it would build one in vain."""
+def placeholder_mask(like: Tensor) -> Tensor:
+    """A four-dimensional mask, which transformers passes on as it is instead of building one that is not used."""
     return like.new_zeros(1, 1, 1, 1, dtype=torch.bool)
 
 
 class PackedLayout:
-    """Prompts, then their completions, in one row: ``prompts[i]`` tokens, and for each of its completions ``T``.
+    """Prompts, then their completions, in one row.
 
-    Positions are as if each completion stood alone behind its prompt.
+    ``prompts`` are the prompts' lengths, ``completions[i]`` the lengths of the completions of prompt i. Positions are
+    those of a completion that stands alone behind its prompt.
     """
 
     def __init__(self, prompts: Sequence[int], completions: Sequence[Sequence[int]], device: torch.device) -> None:
         self.prompt_tokens = sum(prompts)
         grouped = [sum(lengths) for lengths in completions]
-        own = [*prompts, *(length for lengths in completions for length in lengths if length)]
-        self.tokens = sum(own)
+        sizes = [*prompts, *(length for lengths in completions for length in lengths if length)]
+        self.tokens = sum(sizes)
         prompt_ends, group_ends = [0, *accumulate(prompts)], [0, *accumulate(grouped)]
-        own_ends = [0, *accumulate(own)]
-        # Python's side, for loops over parts: the segments that attend to themselves, and which rows see which prompt.
-        self.own = list(pairwise(own_ends))
+        segment_ends = [0, *accumulate(sizes)]
+        # For loops in Python: the segments that attend to themselves, and which rows attend to which prompt.
+        self.segments = list(pairwise(segment_ends))
         self.prefix = [
             (slice(self.prompt_tokens + q0, self.prompt_tokens + q1), slice(k0, k1))
             for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
@@ -112,66 +113,69 @@ class PackedLayout:
         starts = [0] * len(prompts) + [
             prompt for prompt, lengths in zip(prompts, completions, strict=True) for length in lengths if length
         ]
-        shift = np.array(starts, np.int64) - np.array(own_ends[:-1], np.int64)
-        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(own)), device)
-        self._sizes = prompts, completions
-        # The kernels' side: cumulated lengths, and the longest, rounded up so that few different numbers occur.
-        self.own_ends, self.prompt_ends, self.group_ends = (
-            to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (own_ends, prompt_ends, group_ends)
+        shift = np.array(starts, np.int64) - np.array(segment_ends[:-1], np.int64)
+        self.positions = to_device(torch.from_numpy(np.arange(self.tokens) + shift.repeat(sizes)), device)
+        self._lengths = prompts, completions
+        # For the kernels: cumulative lengths, and the longest, rounded up so that few distinct numbers occur.
+        self.segment_ends, self.prompt_ends, self.group_ends = (
+            to_device(torch.tensor(ends, dtype=torch.int32), device) for ends in (segment_ends, prompt_ends, group_ends)
         )
-        self.longest_own, self.longest_prompt, self.longest_group = (
-            _round_up(max(lengths, default=0)) for lengths in (own, prompts, grouped)
+        self.longest_segment, self.longest_prompt, self.longest_group = (
+            _round_up(max(lengths, default=0)) for lengths in (sizes, prompts, grouped)
         )
         self.longest = max(
             (prompt + max(lengths, default=0) for prompt, lengths in zip(prompts, completions, strict=True)), default=0
         )
-        self._gathered: dict[int, tuple[Tensor, Tensor, int]] = {}
+        self._windowed: dict[int, tuple[Tensor, Tensor, int]] = {}
 
-    def gather(self, windows: Iterable[int]) -> None:
-        """Work out beforehand what layers with these windows need: within a compiled layer the first would be traced
-        otherwise than those that find it done, and otherwise again when gradient checkpointing comes back to it."""
+    def prepare_windows(self, windows: Iterable[int]) -> None:
+        """Compute the keys for these sliding windows in advance.
+
+        Inside a compiled layer, the first layer would compute them and the others find them cached, and gradient
+        checkpointing would find them cached too: each case would be traced differently.
+        """
         for window in windows:
             if window < self.longest:
-                self._keys_of_each(window)
+                self._windowed_keys(window)
 
-    def attend(self, call: Call) -> Tensor:
-        _, query, key, value, scale, window, softcap = call
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        _, query, key, value, scale, window, softcap = inputs
         if window is not None and window >= self.longest:
             window = None  # it hides nothing
         if query.device.type == "cuda" and query.dtype in FLASH_DTYPES and query.shape[-1] <= 256 and softcap is None:
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             if window is not None:
-                index, key_ends, longest = self._keys_of_each(window)
+                index, key_ends, longest = self._windowed_keys(window)
                 return varlen_flash(
-                    q, k[index], v[index], self.own_ends, key_ends, self.longest_own, longest, scale, window
+                    q, k[index], v[index], self.segment_ends, key_ends, self.longest_segment, longest, scale, window
                 ).unsqueeze(0)
             return shared_flash(
-                q, k, v, self.own_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
-                self.longest_own, self.longest_group, self.longest_prompt, scale,
+                q, k, v, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
+                self.longest_segment, self.longest_group, self.longest_prompt, scale,
             ).unsqueeze(0)  # fmt: skip
         out: Tensor = self._by_segments(query, key, value, scale, window, softcap)
         return out
 
-    # Its loops would be unrolled, and compiled anew for every layout.
+    # Dynamo would unroll its loops and recompile for every layout.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _by_segments(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         if query.device.type == "cpu" and window is None and softcap is None:
-            out: Tensor = _Shared.apply(query[0], key[0], value[0], self, scale)  # type: ignore[no-untyped-call]
+            out: Tensor = _SharedPrefix.apply(query[0], key[0], value[0], self, scale)  # type: ignore[no-untyped-call]
         else:
             out = self._dense(query[0], key[0], value[0], scale, window, softcap)
         return out.transpose(0, 1).unsqueeze(0)
 
-    def _keys_of_each(self, window: int) -> tuple[Tensor, Tensor, int]:
-        """With a window, each completion gets keys of its own: its prompt's last ones, as far as it sees, and its own.
+    def _windowed_keys(self, window: int) -> tuple[Tensor, Tensor, int]:
+        """Key indices per segment for a sliding window, the segments' ends among them, and the longest segment.
 
-        Which keys, where each segment's end, and the longest. A window's edge runs at another place of the prompt for
-        every token, so the prompt cannot be one block of keys for all; the row's keys are gathered instead.
+        The window's edge falls at a different prompt token for every query, so the prompt cannot be one block of keys
+        for all completions. Each completion gets its own copy of the prompt's last keys instead.
         """
-        if window not in self._gathered:
+        if window not in self._windowed:
             device = self.positions.device
-            prompts, completions = self._sizes
+            prompts, completions = self._lengths
             starts = [0, *accumulate(prompts)]
             parts = [torch.arange(a, b) for a, b in pairwise(starts)]
             at = self.prompt_tokens
@@ -182,20 +186,20 @@ class PackedLayout:
                     at += length
             sizes = [len(part) for part in parts]
             ends = torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
-            self._gathered[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
-        return self._gathered[window]
+            self._windowed[window] = torch.cat(parts).to(device), ends, _round_up(max(sizes))
+        return self._windowed[window]
 
     def _dense(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """With scores written out: any device, type, window and softcap; differentiable by PyTorch itself."""
+        """With explicit scores: any device, dtype, window and softcap; differentiated by autograd."""
         key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
         at = self.positions
         outs, lses = [], []
-        for start, stop in self.own:
+        for start, stop in self.segments:
             part = slice(start, stop)
             visible = at[part, None] >= at[None, part]
-            out, lse = _part(
+            out, lse = _dense_attention(
                 query[:, part],
                 key[:, part],
                 value[:, part],
@@ -205,29 +209,29 @@ class PackedLayout:
             )
             outs.append(out)
             lses.append(lse)
-        own_out, own_lse = torch.cat(outs, 1), torch.cat(lses, 1)
-        result, first = [own_out[:, : self.prompt_tokens]], self.prompt_tokens
+        segment_out, segment_lse = torch.cat(outs, 1), torch.cat(lses, 1)
+        result, first = [segment_out[:, : self.prompt_tokens]], self.prompt_tokens
         for rows, keys in self.prefix:
             visible = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device=at.device)
             visible = _within(visible, at[rows], at[keys], window)
-            out, lse = _part(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
-            result.append(join(own_out[:, rows], own_lse[:, rows], out, lse)[0])
+            out, lse = _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
+            result.append(merge_attention(segment_out[:, rows], segment_lse[:, rows], out, lse)[0])
             first = rows.stop
-        return torch.cat([*result, own_out[:, first:]], 1)
+        return torch.cat([*result, segment_out[:, first:]], 1)
 
 
-def join(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the union of two sets of keys, from the attention ``(…, d)`` over each and its normaliser ``(…)``.
+def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the union of two sets of keys, from the outputs ``(…, d)`` and log-sum-exps ``(…)`` over each.
 
-    The first set must not be empty for any query; the other has the normaliser −inf where it is.
+    The first set must not be empty for any query; where the other one is, its log-sum-exp is −inf.
     """
-    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # of the other set in all weights
+    share = torch.sigmoid(other_lse - lse).unsqueeze(-1)  # the other set's part of the probability
     both = torch.lerp(out.to(share.dtype), other.to(share.dtype), share)
     return both.to(out.dtype), torch.logaddexp(lse, other_lse)
 
 
-class _Shared(torch.autograd.Function):
-    """The two-part attention on a CPU, by PyTorch's CPU kernel, which returns normalisers. Tensors are (H, N, d)."""
+class _SharedPrefix(torch.autograd.Function):
+    """Shared-prefix attention with PyTorch's CPU flash kernel, which returns log-sum-exps. Tensors are (H, N, d)."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scale: float) -> Tensor:
@@ -235,18 +239,20 @@ class _Shared(torch.autograd.Function):
         wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for segments in _equal_lengths(layout.own):
+        for segments in _group_by_length(layout.segments):
             part, batch = _batched(segments)
-            found, found_lse = _cpu_forward(
+            part_out, part_lse = _cpu_forward(
                 *(batch(x[:, part]) for x in (query, wide_key, wide_value)), 0.0, True, scale=scale
             )
-            out[:, part], lse[:, part] = _unbatched(found), _unbatched(found_lse)
-        for number, rows, keys in equal_prefixes(layout.prefix):
-            found, found_lse = _cpu_forward(
+            out[:, part], lse[:, part] = _unbatched(part_out), _unbatched(part_lse)
+        for number, rows, keys in merge_equal_prefixes(layout.prefix):
+            part_out, part_lse = _cpu_forward(
                 *(_cut(x[:, at], number) for x, at in ((query, rows), (wide_key, keys), (wide_value, keys))),
                 0.0, False, scale=scale,
             )  # fmt: skip
-            out[:, rows], lse[:, rows] = join(out[:, rows], lse[:, rows], _unbatched(found), _unbatched(found_lse))
+            out[:, rows], lse[:, rows] = merge_attention(
+                out[:, rows], lse[:, rows], _unbatched(part_out), _unbatched(part_lse)
+            )
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -260,17 +266,17 @@ class _Shared(torch.autograd.Function):
         key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         tensors = (grad, query, key, value, out, lse)
-        for segments in _equal_lengths(layout.own):
+        for segments in _group_by_length(layout.segments):
             part, batch = _batched(segments)
-            found = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
-            for total, share in zip(grads, found, strict=True):
+            part_grads = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
+            for total, share in zip(grads, part_grads, strict=True):
                 total[:, part] += _unbatched(share)
-        for number, rows, keys in equal_prefixes(layout.prefix):
+        for number, rows, keys in merge_equal_prefixes(layout.prefix):
             places = (rows, rows, keys, keys, rows, rows)
-            found = _cpu_backward(
+            part_grads = _cpu_backward(
                 *(_cut(x[:, at], number) for x, at in zip(tensors, places, strict=True)), 0.0, False, scale=ctx.scale
             )
-            for total, share, at in zip(grads, found, (rows, keys, keys), strict=True):
+            for total, share, at in zip(grads, part_grads, (rows, keys, keys), strict=True):
                 total[:, at] += _unbatched(share)
         if repeat > 1:
             grads[1:] = [x.view(-1, repeat, *x.shape[1:]).sum(1) for x in grads[1:]]
@@ -281,28 +287,28 @@ _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _equal_lengths(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Neighbours of one length together: they make one batch."""
+def _group_by_length(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Adjacent segments of equal length together: each list makes one batch."""
     return [list(run) for _, run in groupby(segments, key=lambda segment: segment[1] - segment[0])]
 
 
-def equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
-    """Neighbours of one size together: how many groups make a batch, and where their rows and their prompts lie."""
-    found: list[tuple[int, slice, slice]] = []
+def merge_equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
+    """Adjacent groups of equal size merged into batches: (number of groups, their rows, their prompts)."""
+    merged: list[tuple[int, slice, slice]] = []
     size = (-1, -1)
     for rows, keys in prefixes:
         lengths = (rows.stop - rows.start, keys.stop - keys.start)
-        if found and lengths == size and (found[-1][1].stop, found[-1][2].stop) == (rows.start, keys.start):
-            number, first_rows, first_keys = found[-1]
-            found[-1] = (number + 1, slice(first_rows.start, rows.stop), slice(first_keys.start, keys.stop))
+        if merged and lengths == size and (merged[-1][1].stop, merged[-1][2].stop) == (rows.start, keys.start):
+            number, first_rows, first_keys = merged[-1]
+            merged[-1] = (number + 1, slice(first_rows.start, rows.stop), slice(first_keys.start, keys.stop))
         else:
-            found.append((1, rows, keys))
+            merged.append((1, rows, keys))
         size = lengths
-    return found
+    return merged
 
 
 def _batched(segments: Sequence[tuple[int, int]]) -> tuple[slice, Any]:
-    """Where a run of segments lies, and how to cut it."""
+    """The range of a run of equal segments, and the function that makes a batch of it."""
     return slice(segments[0][0], segments[-1][1]), lambda x: _cut(x, len(segments))
 
 
@@ -315,19 +321,19 @@ def _unbatched(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def part_attention(
+def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention ``(…, L, d)`` over one set of keys and its normalisers ``(…, L)``, without gradients."""
+    """Attention ``(…, L, d)`` over one set of keys and its log-sum-exps ``(…, L)``, without gradients."""
     if query.device.type == "cpu" and softcap is None and query.dim() == 4:
         mask = None if visible is None else torch.where(visible, 0.0, -math.inf).to(query.dtype)
         out, lse = _cpu_forward(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
-        # Where nothing is visible the kernel's normaliser is not −inf.
+        # For a query that sees no key the kernel does not return −inf.
         return out, lse if visible is None else lse.masked_fill(~visible.any(-1), -math.inf)
-    return _part(query, key, value, scale, visible, softcap)
+    return _dense_attention(query, key, value, scale, visible, softcap)
 
 
-def _part(
+def _dense_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scale
@@ -336,7 +342,7 @@ def _part(
     if visible is not None:
         scores = scores.masked_fill(~visible, -math.inf)
     lse = scores.logsumexp(-1)
-    # Where nothing is visible the normaliser is −inf, and what is subtracted must not be.
+    # For a query that sees no key, −inf − (−inf) would be NaN.
     weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
     return weights.to(value.dtype) @ value, lse
 
@@ -345,20 +351,20 @@ def _within(visible: Tensor, query_at: Tensor, key_at: Tensor, window: int | Non
     return visible if window is None else visible & (query_at[:, None] - key_at[None, :] < window)
 
 
-def _dense_plain(
+def _softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> Tensor:
-    """Ordinary attention with capped scores; the mask is PyTorch's: true for what is visible, or none for causal."""
+    """Ordinary attention with capped scores. The mask is PyTorch's: true where visible; None is causal."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
     if mask is None:
         rows, columns = query.shape[2], key.shape[2]
         mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(columns - rows)
     visible = mask if mask.dtype == torch.bool else mask == 0
-    return _part(query, key, value, scale, visible[..., : key.shape[2]], softcap)[0].transpose(1, 2)
+    return _dense_attention(query, key, value, scale, visible[..., : key.shape[2]], softcap)[0].transpose(1, 2)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for what it is doing."""
+    """Copy to the device without waiting for the work in its queue."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 

@@ -1,12 +1,11 @@
-"""The cache of keys and values: a prompt's are stored once, a sample's own beside them.
+"""The KV cache: a prompt's keys and values are stored once for all of its samples.
 
-Two kinds of storage per attention layer. The pool holds prompts, each in a range of its own, (tokens, Hkv, d). The
-slots hold what samples add, one slot per running sample, (slots + 1, length, Hkv, d); the last slot belongs to nobody
-and takes what must be written somewhere. Whoever decides which range and which slot belongs to whom is elsewhere
-(`groupwise.generate.scheduler`).
+Each attention layer has two kinds of storage. The pool holds prompts, each in a range of its own, (tokens, Hkv, d). The
+slots hold what samples generate, one slot per running sample, (slots + 1, length, Hkv, d); the last slot is a spare for
+padding rows. `groupwise.generate.scheduler` decides which range and which slot is whose.
 
-A layer's storage hangs on its attention module, not in a list by layer number: a compiled layer then sees it as one
-more input, and one compilation serves all layers.
+A layer's storage is an attribute of its attention module rather than an entry of a list: a compiled layer then sees it
+as one more input, and one compilation serves all layers.
 """
 
 from __future__ import annotations
@@ -18,19 +17,26 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.model.attention import Call, PackedLayout, equal_prefixes, join, part_attention, to_device
-from groupwise.model.handle import LayerShape, ModelHandle
+from groupwise.model.attention import (
+    AttentionInputs,
+    PackedLayout,
+    merge_attention,
+    merge_equal_prefixes,
+    partial_attention,
+    to_device,
+)
+from groupwise.model.handle import KVShape, ModelHandle
 
-STORAGE = "groupwise_cache"  # the attribute of an attention module
+CACHE_ATTRIBUTE = "groupwise_cache"  # of an attention module
 
 
-class Storage(NamedTuple):
-    """One layer's."""
+class LayerCache(NamedTuple):
+    """The storage of one layer."""
 
     pool_keys: Tensor  # (prompt tokens, Hkv, d)
     pool_values: Tensor
-    own_keys: Tensor  # (slots + 1, length, Hkv, d)
-    own_values: Tensor
+    slot_keys: Tensor  # (slots + 1, length, Hkv, d)
+    slot_values: Tensor
 
 
 class SharedCache:
@@ -39,13 +45,13 @@ class SharedCache:
     def __init__(self, handle: ModelHandle, prompt_tokens: int, slots: int, length: int) -> None:
         self.handle = handle
         self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
-        # Zeros, not whatever the memory held: a masked position has the weight 0, and 0 · NaN is NaN.
-        pool, own = (prompt_tokens,), (slots + 1, length)
+        # Zeros, not uninitialised memory: a masked position has weight 0, and 0 · NaN is NaN.
+        pool, slot = (prompt_tokens,), (slots + 1, length)
         self.layers = [
-            Storage(
+            LayerCache(
                 *(
                     torch.zeros(*size, *shape, dtype=handle.dtype, device=handle.device)
-                    for size in (pool, pool, own, own)
+                    for size in (pool, pool, slot, slot)
                 )
             )
             for shape in handle.shapes
@@ -53,145 +59,147 @@ class SharedCache:
         self.attach()
 
     def attach(self) -> None:
-        """Hang the storage on the model's modules; whoever runs next does so, where several caches share a model."""
-        for module, storage in zip(self.handle.attentions, self.layers, strict=True):
-            setattr(module, STORAGE, storage)
+        """Make this the cache of the model's layers. Where several caches share a model, the next to run attaches."""
+        for module, layer in zip(self.handle.attentions, self.layers, strict=True):
+            setattr(module, CACHE_ATTRIBUTE, layer)
 
     @property
     def bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
     def fits(self, prompt_tokens: int, slots: int, length: int) -> bool:
-        """Whether it is large enough, and of the model's device and type, which may have changed."""
-        mine, model = self.layers[0].own_keys, self.handle
+        """Whether it is large enough and still has the model's device and dtype."""
+        keys, model = self.layers[0].slot_keys, self.handle
         large = prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
-        return large and (mine.device, mine.dtype) == (model.device, model.dtype)
+        return large and (keys.device, keys.dtype) == (model.device, model.dtype)
 
     def release(self) -> None:
-        """Give the memory back."""
-        for module, storage in zip(self.handle.attentions, self.layers, strict=True):
-            if getattr(module, STORAGE, None) is storage:
-                delattr(module, STORAGE)
+        """Free the memory."""
+        for module, layer in zip(self.handle.attentions, self.layers, strict=True):
+            if getattr(module, CACHE_ATTRIBUTE, None) is layer:
+                delattr(module, CACHE_ATTRIBUTE)
         self.layers = []
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Forget what samples left in these slots.
+        """Zero these slots.
 
-        Only masked positions could still be read, with the weight 0; a NaN among them would spread all the same.
+        Old entries are masked, so their weight is 0; a NaN among them would spread all the same.
         """
         for layer in self.layers:
-            layer.own_keys[slots] = 0
-            layer.own_values[slots] = 0
+            layer.slot_keys[slots] = 0
+            layer.slot_values[slots] = 0
 
 
-def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
-    """What one token takes, in all layers."""
-    return sum(2 * shape.heads * shape.width for shape in shapes) * dtype.itemsize
+def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
+    """Cache bytes of one token, over all layers."""
+    return sum(2 * shape.heads * shape.head_dim for shape in shapes) * dtype.itemsize
 
 
 class PrefillLayout(PackedLayout):
-    """Prompts in one row, none of which sees another; their keys and values go to their places in the pool."""
+    """Prompts in one row, independent of each other; their keys and values are written to the pool."""
 
     def __init__(self, prompts: Sequence[int], starts: Sequence[int], device: torch.device) -> None:
         super().__init__(prompts, [()] * len(prompts), device)
         places = [torch.arange(start, start + length) for start, length in zip(starts, prompts, strict=True)]
         self.places = to_device(torch.cat(places), device)
 
-    def attend(self, call: Call) -> Tensor:
-        storage: Storage = getattr(call.module, STORAGE)
-        storage.pool_keys.index_copy_(0, self.places, call.key[0].transpose(0, 1))
-        storage.pool_values.index_copy_(0, self.places, call.value[0].transpose(0, 1))
-        return super().attend(call)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        cache: LayerCache = getattr(inputs.module, CACHE_ATTRIBUTE)
+        cache.pool_keys.index_copy_(0, self.places, inputs.key[0].transpose(0, 1))
+        cache.pool_values.index_copy_(0, self.places, inputs.value[0].transpose(0, 1))
+        return super().attend(inputs)
 
 
 @dataclass
 class DecodeLayout:
-    """One token for each of some running samples: who they are, and which of them share which prompt."""
+    """One token for each of some running samples, grouped by prompt."""
 
     slots: Tensor  # (rows,)
     lengths: Tensor  # (rows,) tokens in the slot before this one
-    positions: Tensor  # (rows,) of this token in the whole text
+    positions: Tensor  # (rows,) of this token, prompt included
     groups: Sequence[tuple[int, int, slice]]  # a prompt's start in the pool, its length, its rows
-    own_tokens: int | None = None  # how much of a slot to look at; by default as much as the longest sample has
+    slot_tokens: int | None = None  # tokens of a slot to read; by default those of the longest sample
 
     def __post_init__(self) -> None:
         rows = len(self.slots)
-        self.longest = self.own_tokens or int(self.lengths.max()) + 1
-        # The common case, every slot busy, needs no copy of the slots' contents.
+        self.longest = self.slot_tokens or int(self.lengths.max()) + 1
+        # If every slot is in use, which is common, their contents need not be copied.
         self.all_slots = bool((self.slots == torch.arange(rows, device=self.slots.device)).all())
         at = torch.arange(self.longest, device=self.slots.device)
-        self.own_visible = at <= self.lengths[:, None]  # (rows, longest)
-        self.even = bool(self.own_visible.all())
+        self.visible = at <= self.lengths[:, None]  # (rows, longest)
+        self.even = bool(self.visible.all())
         self.runs = _runs(self.groups, rows)
 
-    # Its loop over groups would be unrolled, and compiled anew for every step.
+    # Dynamo would unroll its loop over groups and recompile for every step.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def attend(self, call: Call) -> Tensor:
-        module, query, key, value, scale, window, softcap = call
-        storage: Storage = getattr(module, STORAGE)
-        places = self.slots * storage.own_keys.shape[1] + self.lengths
-        for own, new in ((storage.own_keys, key), (storage.own_values, value)):
-            own.flatten(0, 1).index_copy_(0, places, new[:, :, 0])
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        module, query, key, value, scale, window, softcap = inputs
+        cache: LayerCache = getattr(module, CACHE_ATTRIBUTE)
+        places = self.slots * cache.slot_keys.shape[1] + self.lengths
+        for stored, new in ((cache.slot_keys, key), (cache.slot_values, value)):
+            stored.flatten(0, 1).index_copy_(0, places, new[:, :, 0])
         rows, heads, _, width = query.shape
-        shared_heads = key.shape[1]
-        per_head = heads // shared_heads
-        query = query.view(rows, shared_heads, per_head, width)
-        own_keys, own_values = (
+        kv_heads = key.shape[1]
+        per_head = heads // kv_heads
+        query = query.view(rows, kv_heads, per_head, width)
+        slot_keys, slot_values = (
             (x[:rows] if self.all_slots else x[self.slots])[:, : self.longest].transpose(1, 2)
-            for x in (storage.own_keys, storage.own_values)
+            for x in (cache.slot_keys, cache.slot_values)
         )
-        visible = None if self.even else self.own_visible
+        visible = None if self.even else self.visible
         if window is not None:
             at = torch.arange(self.longest, device=query.device)
-            visible = self.own_visible & (self.lengths[:, None] - at < window)
-        visible = None if visible is None else visible[:, None, None, :].expand(-1, shared_heads, per_head, -1)
-        own_out, own_lse = part_attention(query, own_keys, own_values, scale, visible, softcap)
+            visible = self.visible & (self.lengths[:, None] - at < window)
+        visible = None if visible is None else visible[:, None, None, :].expand(-1, kv_heads, per_head, -1)
+        slot_out, slot_lse = partial_attention(query, slot_keys, slot_values, scale, visible, softcap)
         if self.runs is not None and window is None:
-            shared, shared_lse = self._of_equal_groups(query, storage, scale, softcap)
-            return join(own_out, own_lse, shared, shared_lse)[0].reshape(rows, 1, heads, width)
-        shared, shared_lse = torch.zeros_like(own_out), torch.full_like(own_lse, -torch.inf)
+            prompt_out, prompt_lse = self._equal_groups(query, cache, scale, softcap)
+            return merge_attention(slot_out, slot_lse, prompt_out, prompt_lse)[0].reshape(rows, 1, heads, width)
+        prompt_out, prompt_lse = torch.zeros_like(slot_out), torch.full_like(slot_lse, -torch.inf)
         for start, length, members in self.groups:
-            one = query[members].transpose(0, 1).reshape(1, shared_heads, -1, width)  # a prompt read once for all
+            one = query[members].transpose(0, 1).reshape(1, kv_heads, -1, width)  # the prompt is read once for all
             seen = None
             if window is not None:
                 at = torch.arange(length, device=query.device)
                 seen = (self.positions[members, None] - at < window).repeat_interleave(per_head, 0)
-                seen = seen.expand(1, shared_heads, -1, -1)
+                seen = seen.expand(1, kv_heads, -1, -1)
             keys, values = (
-                x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (storage.pool_keys, storage.pool_values)
+                x[start : start + length].transpose(0, 1).unsqueeze(0) for x in (cache.pool_keys, cache.pool_values)
             )
-            out, lse = part_attention(one, keys, values, scale, seen, softcap)
-            shared[members] = out.view(shared_heads, -1, per_head, width).transpose(0, 1)
-            shared_lse[members] = lse.view(shared_heads, -1, per_head).transpose(0, 1)
-        return join(own_out, own_lse, shared, shared_lse)[0].reshape(rows, 1, heads, width)
+            out, lse = partial_attention(one, keys, values, scale, seen, softcap)
+            prompt_out[members] = out.view(kv_heads, -1, per_head, width).transpose(0, 1)
+            prompt_lse[members] = lse.view(kv_heads, -1, per_head).transpose(0, 1)
+        return merge_attention(slot_out, slot_lse, prompt_out, prompt_lse)[0].reshape(rows, 1, heads, width)
 
-    def _of_equal_groups(
-        self, query: Tensor, storage: Storage, scale: float, softcap: float | None
+    def _equal_groups(
+        self, query: Tensor, cache: LayerCache, scale: float, softcap: float | None
     ) -> tuple[Tensor, Tensor]:
-        """The prompts' part where all groups have as many rows: queries are put in order once for all groups, and
-        prompts of one length that lie side by side are one call."""
-        groups, (rows, shared_heads, per_head, width) = len(self.groups), query.shape
-        ordered = query.view(groups, -1, shared_heads, per_head, width).transpose(1, 2)
-        ordered = ordered.reshape(groups, shared_heads, -1, width)
+        """Attention to the prompts where all groups have as many rows.
+
+        Queries are reordered once for all groups, and adjacent prompts of equal length make one call.
+        """
+        groups, (rows, kv_heads, per_head, width) = len(self.groups), query.shape
+        ordered = query.view(groups, -1, kv_heads, per_head, width).transpose(1, 2)
+        ordered = ordered.reshape(groups, kv_heads, -1, width)
         outs, lses = [], []
         for first, number, start, length in self.runs or ():
             keys, values = (
-                x[start : start + number * length].view(number, length, shared_heads, width).transpose(1, 2)
-                for x in (storage.pool_keys, storage.pool_values)
+                x[start : start + number * length].view(number, length, kv_heads, width).transpose(1, 2)
+                for x in (cache.pool_keys, cache.pool_values)
             )
-            out, lse = part_attention(ordered[first : first + number], keys, values, scale, None, softcap)
+            out, lse = partial_attention(ordered[first : first + number], keys, values, scale, None, softcap)
             outs.append(out)
             lses.append(lse)
         out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
-        out = out.reshape(groups, shared_heads, -1, per_head, width).transpose(1, 2)
-        lse = lse.reshape(groups, shared_heads, -1, per_head).transpose(1, 2)
-        return out.reshape(rows, shared_heads, per_head, width), lse.reshape(rows, shared_heads, per_head)
+        out = out.reshape(groups, kv_heads, -1, per_head, width).transpose(1, 2)
+        lse = lse.reshape(groups, kv_heads, -1, per_head).transpose(1, 2)
+        return out.reshape(rows, kv_heads, per_head, width), lse.reshape(rows, kv_heads, per_head)
 
 
 def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int, int, int, int]] | None:
-    """Groups whose prompts are equally long and lie side by side: the first's number, how many, where, and how long.
+    """Runs of adjacent prompts of equal length: (first group, number of groups, start in the pool, prompt length).
 
-    None unless the groups are all the rows, in their order and equally many each.
+    None unless the groups cover all rows in order, with as many rows each.
     """
     if not groups or rows % len(groups):
         return None
@@ -199,8 +207,8 @@ def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int
     for number, (_, _, members) in enumerate(groups):
         if (members.start, members.stop) != (number * size, (number + 1) * size):
             return None
-    found = equal_prefixes([(members, slice(start, start + length)) for start, length, members in groups])
+    merged = merge_equal_prefixes([(members, slice(start, start + length)) for start, length, members in groups])
     return [
         (members.start // size, number, keys.start, (keys.stop - keys.start) // number)
-        for number, members, keys in found
+        for number, members, keys in merged
     ]

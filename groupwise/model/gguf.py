@@ -1,14 +1,13 @@
-"""GGUF files as ordinary models: dense weights that can be trained and saved.
+"""Load GGUF files as ordinary models, with dense weights that can be trained and saved.
 
-A GGUF holds blocks of 4 to 8 bits. Every block is multiplied out once, on loading. What comes out needs up to 22 bits
-of mantissa (a half-precision scale times a small integer, plus a half-precision offset), so float32 keeps every value
-and bfloat16 rounds each by up to 0.4 %; `load_gguf` therefore defaults to float32. transformers 5.22 would keep the
-blocks packed, which can neither be trained nor saved; `GgufConfig` says no to that. A version without that class knows
-nothing but unpacking.
+A GGUF holds blocks of 4 to 8 bits, which are dequantised once on loading. The values need up to 22 bits of mantissa (a
+half-precision scale times a small integer, plus a half-precision offset), so float32 holds them exactly and bfloat16
+rounds each by up to 0.4 %; `load_gguf` defaults to float32. transformers 5.22 would keep the blocks quantised, and such
+a model can be neither trained nor saved; `GgufConfig` turns that off. Versions without that class always dequantise.
 
-Four things are set right where a version of transformers does not take them from the file: the special tokens (5.17
-ends SmolLM2's texts with the wrong one), whether ``<bos>`` is put in front of a text, how SmolLM's vocabulary cuts
-numbers, and the second end token that some files name.
+Four things are corrected where a version of transformers does not take them from the file: the special tokens (5.17
+uses the wrong EOS for SmolLM2), whether ``<bos>`` is added, how SmolLM's tokenizer splits numbers, and the second EOS
+token that some files name.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 VERSIONS = (2, 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# The kinds of metadata values that have a fixed size, as struct codes; 8 is a string and 9 an array.
+# Metadata types of fixed size, as struct codes; 8 is a string and 9 an array.
 _CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -47,18 +46,17 @@ SPECIAL_TOKENS = {
     "pad_token": "padding_token_id",
 }
 
-_ONE_AT_A_TIME = threading.Lock()
+_PATCH_LOCK = threading.Lock()
 
 
 def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The causal language model in a GGUF file, with dense weights of ``dtype``, and its tokenizer.
 
-    The weights are ordinary parameters: they can be trained and saved. Peak memory is the model in ``dtype`` plus its
-    largest tensor a few times over in float32.
+    Peak memory is the model in ``dtype`` plus a few copies of its largest tensor in float32.
     """
     path = Path(path)
     if dtype not in DTYPES:
-        raise InputError(f"dtype is {dtype}; a GGUF file can be unpacked to {', '.join(map(str, DTYPES))}")
+        raise InputError(f"dtype is {dtype}; a GGUF file can be loaded in {', '.join(map(str, DTYPES))}")
     check_installed()
     metadata = read_metadata(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -71,7 +69,7 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Pre
         options = {"quantization_config": GgufConfig(dequantize=True)}
     where: dict[str, Any] = {"gguf_file": path.name}
     try:
-        with _reading_once():
+        with _cached_reads():
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **where)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 str(path.parent), dtype=dtype, output_loading_info=True, **where, **options
@@ -81,22 +79,21 @@ def load_gguf(path: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Pre
             f"{path} is a GGUF file of the architecture {metadata['general.architecture']!r}, which transformers could "
             f"not load: {error_reason(error)}"
         ) from error
-    model, report = loaded
-    absent = sorted(set(report["missing_keys"]))
-    if absent:
-        shown = ", ".join(absent[:3]) + (", ..." if len(absent) > 3 else "")
+    model, info = loaded
+    missing = sorted(set(info["missing_keys"]))
+    if missing:
+        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         raise CheckpointError(
-            f"{path} lacks {len(absent)} weights of the model it describes ({shown}); they would be random numbers. "
-            "Use another file"
+            f"{path} lacks {len(missing)} weights of its model ({shown}), which would be random; use another file"
         )
     _set_special_tokens(model, tokenizer, metadata)
     return model, tokenizer
 
 
 def convert_gguf(path: str | Path, folder: str | Path, dtype: torch.dtype = torch.float32) -> Path:
-    """Write the model of a GGUF file as a transformers folder (config, safetensors, tokenizer); the folder's path.
+    """Write the model of a GGUF file as a transformers folder (config, safetensors, tokenizer) and return its path.
 
-    The folder appears whole, with a manifest of hashes, or not at all.
+    The folder is written atomically, with a manifest of hashes.
     """
     folder = Path(folder)
     model, tokenizer = load_gguf(path, dtype)
@@ -106,23 +103,22 @@ def convert_gguf(path: str | Path, folder: str | Path, dtype: torch.dtype = torc
 
 
 def save_folder(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Put what transformers needs to load a model into an existing folder, all weights in one safetensors file."""
+    """Save a model and its tokenizer into an existing folder, all weights in one safetensors file."""
     model.save_pretrained(folder, max_shard_size=2**60)
     tokenizer.save_pretrained(folder)
 
 
 def check_installed() -> None:
-    """Raise a MissingExtraError unless all is there that reading a GGUF file takes."""
+    """Raise a MissingExtraError unless the packages that read GGUF files are installed."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError("reading a GGUF file", package, "gguf")
 
 
 def read_metadata(path: str | Path) -> dict[str, Any]:
-    """The metadata of a GGUF file; long lists as their length. A file that is cut short is refused.
+    """The metadata of a GGUF file, with lists as their lengths. A truncated file is refused.
 
-    Only the header is read. The sizes it states are compared with the size of the file, so that a broken download is
-    found here and not as an obscure error of an array's shape.
+    Only the header is read. Its sizes are compared with the file's, so that a broken download gives a clear error.
     """
     check_installed()
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -131,7 +127,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
             if file.read(4) != b"GGUF":
-                raise CheckpointError(f"{path} is not a GGUF file: it does not start with the letters GGUF")
+                raise CheckpointError(f"{path} is not a GGUF file: it does not start with GGUF")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 header = _Header(data, path)
                 metadata, tensors, start = header.read()
@@ -150,7 +146,7 @@ def read_metadata(path: str | Path) -> dict[str, Any]:
         end = start + offset + elements // per_block * block_bytes
         if end > size:
             raise CheckpointError(
-                f"{path} is cut short: it has {size:,} bytes, but {name} ends at byte {end:,}. Get the file again"
+                f"{path} is truncated: it has {size:,} bytes, but {name} ends at byte {end:,}. Download it again"
             )
     return metadata
 
@@ -162,7 +158,7 @@ class _Header:
         self.data, self.path, self.position = data, path, 4
 
     def read(self) -> tuple[dict[str, Any], list[tuple[str, int, int, int]], int]:
-        """The metadata; name, element count, type and offset of each tensor; and where the data starts."""
+        """The metadata; name, element count, type and offset of each tensor; and the offset of the data."""
         version, tensor_count, metadata_count = self.take("<IQQ")
         if version not in VERSIONS:
             raise CheckpointError(f"{self.path} is a GGUF file of version {version}; versions {VERSIONS} can be read")
@@ -187,11 +183,11 @@ class _Header:
         return struct.unpack_from(code, self.data, start)
 
     def skip(self, count: int) -> int:
-        """Move on by ``count`` bytes; where they start."""
+        """Skip ``count`` bytes; returns their start."""
         start = self.position
         if start + count > len(self.data):
             raise CheckpointError(
-                f"{self.path} is cut short: its {len(self.data):,} bytes end inside the header. Get the file again"
+                f"{self.path} is truncated: its {len(self.data):,} bytes end inside the header. Download it again"
             )
         self.position += count
         return start
@@ -218,22 +214,22 @@ class _Header:
 
 
 @contextmanager
-def _reading_once() -> Iterator[None]:
-    """Let transformers do once what it does three times, or once for each part of the model.
+def _cached_reads() -> Iterator[None]:
+    """Cache the reader and the name table that transformers builds repeatedly.
 
-    It parses the file for the tokenizer, for the config and for the weights, 4 s each with a vocabulary of 49 thousand
-    and 18 s with one of 262 thousand, and makes the table of all tensor names anew for every module.
+    It parses the file for the tokenizer, the config and the weights, which takes 4 s each with a vocabulary of 49
+    thousand and 18 s with 262 thousand, and builds the table of all tensor names for every module.
     """
     import gguf
 
-    with _ONE_AT_A_TIME:
-        before = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    with _PATCH_LOCK:
+        originals = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
         try:
-            for name, function in before.items():
+            for name, function in originals.items():
                 setattr(gguf, name, functools.cache(function))
             yield
         finally:
-            for name, function in before.items():
+            for name, function in originals.items():
                 setattr(gguf, name, function)
 
 
@@ -243,9 +239,9 @@ def _set_special_tokens(model: PreTrainedModel, tokenizer: Any, metadata: dict[s
         token = tokenizer.convert_ids_to_tokens(token_id) if token_id is not None else None
         if token is not None and token != getattr(tokenizer, name):
             setattr(tokenizer, name, token)
-    # Where a file does not say, llama.cpp puts <bos> before the text of a sentencepiece vocabulary and no other.
-    of_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", of_sentencepiece))
+    # Without the setting, llama.cpp adds <bos> for a sentencepiece vocabulary only.
+    is_sentencepiece = metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", is_sentencepiece))
     if add_bos != tokenizer.add_bos_token:
         tokenizer.add_bos_token = add_bos
     if metadata.get("tokenizer.ggml.pre") == "smollm":
@@ -255,6 +251,6 @@ def _set_special_tokens(model: PreTrainedModel, tokenizer: Any, metadata: dict[s
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )
     ends = [metadata.get(f"tokenizer.ggml.{key}") for key in ("eos_token_id", "eot_token_id")]
-    known = list(dict.fromkeys(end for end in ends if end is not None))
-    if known and model.generation_config is not None:
-        model.generation_config.eos_token_id = known if len(known) > 1 else known[0]
+    eos_ids = list(dict.fromkeys(end for end in ends if end is not None))
+    if eos_ids and model.generation_config is not None:
+        model.generation_config.eos_token_id = eos_ids if len(eos_ids) > 1 else eos_ids[0]

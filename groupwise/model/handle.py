@@ -1,9 +1,8 @@
-"""A look at a model, once: can its prompts be shared, and where are its trunk and its head?
+"""Inspect a model once: can its completions share a prompt, and where are its trunk and its head?
 
-Nothing about a model is assumed. A short forward pass through transformers' own code records which attention modules
-are reached and with what; a second one, packed, must give the plain one's log-probs. Whatever does not pass, a model
-with recurrent layers, with attention that is not looked up by name, with an unusual head, takes the plain path, with
-a notice that says why.
+A short packed forward pass records which attention modules are called and with what, and must give the log-probs of
+transformers' own forward. A model that fails this check (recurrent layers, attention that is not looked up by name, an
+unusual head) takes the plain path, with a notice that says why.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from transformers import PreTrainedModel
 
 from groupwise.core.logps import finish_logits
 from groupwise.errors import InputError
-from groupwise.model.attention import IMPLEMENTATION, LAYOUT, Call, PackedLayout, no_mask
+from groupwise.model.attention import IMPLEMENTATION, LAYOUT, AttentionInputs, PackedLayout, placeholder_mask
 from groupwise.model.flash import FLASH_DTYPES
-from groupwise.model.small_batch_linear import few_rows_product
+from groupwise.model.small_batch_linear import small_batch_matmul
 
 RECOMPILE_LIMIT = 64  # compiled versions of a layer
-OF_WRONG = 0.07  # of the difference that a wrong pass makes, may be rounding
+ROUNDING_SHARE = 0.07  # rounding may be this share of the difference that a wrong pass makes
 
 
 class Head(NamedTuple):
-    """The last step of a model: logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap)."""
+    """The output layer: logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap)."""
 
     weight: Tensor  # (V, D)
     bias: Tensor | None = None
@@ -37,32 +36,32 @@ class Head(NamedTuple):
     scale: float = 1.0
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits ``(…, V)`` in float32, or float64 where the model is."""
-        raw = few_rows_product(hidden, self.weight.to(hidden.dtype))
+        """Logits ``(…, V)`` in float32, or in float64 for a float64 model."""
+        raw = small_batch_matmul(hidden, self.weight.to(hidden.dtype))
         return finish_logits(raw, self.bias, self.scale, self.softcap, 1.0)
 
 
-class LayerShape(NamedTuple):
-    """What one attention layer keeps for a token: keys and values of ``heads`` × ``width``."""
+class KVShape(NamedTuple):
+    """The keys, and values, that one attention layer caches for a token: ``heads`` × ``head_dim``."""
 
     heads: int
-    width: int
+    head_dim: int
 
 
 @dataclass(frozen=True)
 class ModelHandle:
-    """A model and how to run it. `fallback_reason` is None when its prompts can be shared, and otherwise says why not."""
+    """A model and how to run it. ``fallback_reason`` says why its prompts cannot be shared; None if they can."""
 
     model: PreTrainedModel
     trunk: nn.Module
     head: Head | None
     attentions: tuple[nn.Module, ...]
-    shapes: tuple[LayerShape, ...]
+    shapes: tuple[KVShape, ...]
     vocabulary: int
-    window: int | None  # the longest text that the model is made for
+    context_length: int | None  # the longest text the model supports
     fallback_reason: str | None = None
     compiled: CompiledLayers | None = None
-    windows: tuple[int, ...] = ()  # of its sliding layers
+    windows: tuple[int, ...] = ()  # of its sliding-window layers
 
     @property
     def device(self) -> torch.device:
@@ -73,9 +72,9 @@ class ModelHandle:
         return self.model.dtype
 
     def fingerprint(self) -> tuple[Any, ...]:
-        """Changes whenever a recorded computation would be out of date: other tensors, or another adapter at work.
+        """Changes whenever a captured CUDA graph is out of date: other tensors, or another active adapter.
 
-        New values in the same tensors, which is what an optimizer makes, do not count.
+        New values in the same tensors, as an optimizer writes them, leave it unchanged.
         """
         layers: list[Any] = [module for module in self.model.modules() if hasattr(module, "merged_adapters")]
         adapters = [
@@ -85,17 +84,17 @@ class ModelHandle:
         return (tuple(parameter.data_ptr() for parameter in self.model.parameters()), tuple(adapters))
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Any) -> Tensor:
-        """The trunk's last hidden states for ids ``(rows, L)``, with attention as the layout says."""
+        """The trunk's last hidden states for ids ``(rows, L)``, with the layout's attention."""
         config: Any = self.trunk.config
         if config._attn_implementation != IMPLEMENTATION:
-            # Somebody has set another one since; it would not look at the layout, and nobody would notice.
+            # It was changed since; the other implementation would silently ignore the layout.
             self.model.set_attn_implementation(IMPLEMENTATION)
 
         def run() -> Tensor:
             out = self.trunk(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=no_mask(ids),
+                attention_mask=placeholder_mask(ids),
                 use_cache=False,
                 **{LAYOUT: layout},
             )
@@ -105,17 +104,17 @@ class ModelHandle:
         if self.compiled is None:
             return run()
         if isinstance(layout, PackedLayout):
-            layout.gather(self.windows)
+            layout.prepare_windows(self.windows)
         return self.compiled.run(run, self.model)
 
 
 class CompiledLayers:
-    """A model's layers compiled, for calls through here only: the model itself stays as it is.
+    """A model's layers compiled for calls through `run`; other calls of the model are not compiled.
 
-    With gradient checkpointing they stay in place, for the backward pass.
+    With gradient checkpointing the compiled layers stay installed, because the backward pass recomputes them.
 
-    One compilation serves all layers of a kind, and any number of tokens. Where it fails (no Triton, no C compiler, a
-    layer that cannot be traced), the layers run as they are from then on, with a warning.
+    One compilation serves all layers of a kind and any number of tokens. Where it fails (no Triton, no C compiler, a
+    layer that cannot be traced), the layers run uncompiled from then on, with a warning.
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -126,7 +125,7 @@ class CompiledLayers:
         if not self.calls:
             return function()
         if model.is_gradient_checkpointing and model.training and torch.is_grad_enabled():
-            self.stay = True  # the backward pass computes the layers again, and must do it in the same way
+            self.stay = True  # the backward pass must recompute the layers in the same way
         try:
             self._install([call for _, call in self.calls])
             return function()
@@ -164,31 +163,32 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 def prepare(
     model: Any, *, plain: bool = False, compile: bool | None = None, notice: Callable[[str], None] | None = None
 ) -> ModelHandle:
-    """Look at a causal language model of transformers, or PEFT's around one. With ``plain``, use the plain path.
+    """Inspect a causal language model of transformers, or a PEFT model around one.
 
-    compile: whether torch.compile fuses the layers; by default on a GPU, in half precision. The first calls then take
-    some seconds more.
-    notice: gets the sentence that says why a model takes the plain path; by default it becomes a warning.
+    plain: use the plain path.
+    compile: whether to torch.compile the layers; by default on a GPU in half precision. The first calls then take some
+    seconds longer.
+    notice: called with the reason why a model takes the plain path; by default that is a warning.
     """
     if isinstance(model, ModelHandle):
         return model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, PreTrainedModel) or _output_of(inner) is None:
-        raise InputError(f"a causal language model of transformers is needed, got {type(model).__name__}")
+        raise InputError(f"prepare needs a causal language model of transformers, got {type(model).__name__}")
     config = inner.config.get_text_config()
     facts: dict[str, Any] = {
         "model": inner,
         "trunk": inner.base_model,
         "vocabulary": config.vocab_size,
-        "window": getattr(config, "max_position_embeddings", None),
+        "context_length": getattr(config, "max_position_embeddings", None),
     }
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
-        inner.set_attn_implementation("eager")  # PyTorch's function knows no softcap, and not every version says so
+        inner.set_attn_implementation("eager")  # scaled_dot_product_attention silently ignores it
     before = config._attn_implementation
     training = inner.training
     try:
         inner.train(False)
-        reason, found = ("the plain path was asked for", {}) if plain else _look(inner, facts)
+        reason, details = ("the plain path was requested", {}) if plain else _inspect(inner, facts)
     finally:
         inner.train(training)
     if reason is not None:
@@ -204,12 +204,12 @@ def prepare(
     if compile is None:
         compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
     layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
-    return ModelHandle(**facts, **found, compiled=CompiledLayers(layers) if compile and layers else None)
+    return ModelHandle(**facts, **details, compiled=CompiledLayers(layers) if compile and layers else None)
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Within this block the model computes as it is, whatever it does while it is trained."""
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode within this block."""
     training = model.training
     model.train(False)
     try:
@@ -218,32 +218,33 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-class _Recorder:
-    """A layout that notes which module asks, with what."""
+class _RecordingLayout:
+    """A layout that records which modules call it, with which shapes and windows."""
 
     def __init__(self, layout: PackedLayout) -> None:
         self.layout = layout
-        self.seen: list[tuple[nn.Module, LayerShape, int | None]] = []
+        self.calls: list[tuple[nn.Module, KVShape, int | None]] = []
 
-    def attend(self, call: Call) -> Tensor:
-        self.seen.append((call.module, LayerShape(call.key.shape[1], call.key.shape[3]), call.window))
-        if call.value.shape != call.key.shape or len(call.query) != 1 or call.query.shape[1] % call.key.shape[1]:
-            raise _CannotShare("its attention has keys and values of different shapes")
-        return self.layout.attend(call)
+    def attend(self, inputs: AttentionInputs) -> Tensor:
+        query, key, value = inputs.query, inputs.key, inputs.value
+        self.calls.append((inputs.module, KVShape(key.shape[1], key.shape[3]), inputs.window))
+        if value.shape != key.shape or len(query) != 1 or query.shape[1] % key.shape[1]:
+            raise _CannotShareError("its attention has keys and values of different shapes")
+        return self.layout.attend(inputs)
 
 
-class _CannotShare(Exception):
+class _CannotShareError(Exception):
     pass
 
 
-def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Why the model's prompts cannot be shared, or None and what else there is to know about it."""
+def _inspect(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
+    """Why the model's prompts cannot be shared, or None and the handle's remaining fields."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"it has layers of the kind {', '.join(sorted(kinds))}", {}
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        return "it is no decoder-only model", {}
+        return "it is not a decoder-only model", {}
     head = _head_of(model, config)
     if isinstance(head, str):
         return head, {}
@@ -254,7 +255,7 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
             model(input_ids=torch.cat([prompt, c])[None], use_cache=False).logits[0, 2:].float() for c in completions
         ]
         mixed = None
-        if model.dtype in FLASH_DTYPES:  # what comes of a completion that sees its sibling
+        if model.dtype in FLASH_DTYPES:  # a wrong pass, in which a completion sees its sibling
             row = model(input_ids=torch.cat([prompt, *completions])[None], use_cache=False).logits[0].float()
             mixed = [row[[2, 3, 4, 5, 6]], row[[2, 7, 8]]]
         try:
@@ -263,42 +264,41 @@ def _look(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, di
             if config._attn_implementation != IMPLEMENTATION:
                 return "its attention cannot be replaced by name", {}
             layout = PackedLayout([3], [[4, 2]], model.device)
-            recorder = _Recorder(layout)
-            partly = ModelHandle(**facts, head=head, attentions=(), shapes=())
-            hidden = partly.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
-        except _CannotShare as error:
+            recorder = _RecordingLayout(layout)
+            partial = ModelHandle(**facts, head=head, attentions=(), shapes=())
+            hidden = partial.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
+        except _CannotShareError as error:
             return str(error), {}
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
             return f"a packed pass fails ({type(error).__name__}: {str(error).splitlines()[0]})", {}
-        attentions = tuple(module for module, _, _ in recorder.seen)
+        attentions = tuple(module for module, _, _ in recorder.calls)
         if len(attentions) != config.num_hidden_layers or len(set(attentions)) != len(attentions):
             return f"{len(set(attentions))} of its {config.num_hidden_layers} layers use the attention function", {}
-        wrong = _wrong_window(config, [window for _, _, window in recorder.seen])
-        if wrong:
-            return wrong, {}
+        if mismatch := _window_mismatch(config, [window for _, _, window in recorder.calls]):
+            return mismatch, {}
         packed = [head.logits(hidden[[2, *range(a, b)]]).float() for a, b in ((3, 7), (7, 9))]
-        if (off := _too_far(packed, plain, mixed)) is not None:
-            return f"packed and plain log-probs differ by {off:.2g}", {}
-    shapes = tuple(shape for _, shape, _ in recorder.seen)
-    windows = tuple(sorted({window for _, _, window in recorder.seen if window is not None}))
+        if (difference := _excess_difference(packed, plain, mixed)) is not None:
+            return f"packed and plain log-probs differ by {difference:.2g}", {}
+    shapes = tuple(shape for _, shape, _ in recorder.calls)
+    windows = tuple(sorted({window for _, _, window in recorder.calls if window is not None}))
     return None, {"head": head, "attentions": attentions, "shapes": shapes, "windows": windows}
 
 
-def _too_far(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor] | None) -> float | None:
-    """The largest difference between packed and plain log-probs, if it is more than rounding; else None.
+def _excess_difference(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor] | None) -> float | None:
+    """The largest difference between packed and plain log-probs if it is more than rounding, else None.
 
-    In half precision, rounding alone moves unlikely tokens of a real model by half a unit and more. There the mean
-    difference is held against that of ``mixed``, a pass which is wrong: one in which a completion sees its sibling.
+    In half precision, rounding alone moves unlikely tokens of a real model by 0.5 and more. There the mean difference
+    is compared with that of ``mixed``, a wrong pass in which a completion sees its sibling.
     """
 
     def differences(other: list[Tensor]) -> Tensor:
         return (torch.cat(other).log_softmax(-1) - torch.cat(plain).log_softmax(-1)).abs()
 
-    off = differences(packed)
-    largest = off.max().item()
+    difference = differences(packed)
+    largest = difference.max().item()
     if mixed is None:
         return None if largest <= 1e-2 else largest
-    rounding = off.mean(-1).max().item() <= OF_WRONG * differences(mixed).mean(-1).max().item()
+    rounding = difference.mean(-1).max().item() <= ROUNDING_SHARE * differences(mixed).mean(-1).max().item()
     return None if largest <= 0.25 or rounding else largest
 
 
@@ -309,13 +309,13 @@ def _output_of(model: PreTrainedModel) -> Any:
 def _head_of(model: PreTrainedModel, config: Any) -> Head | str:
     out = _output_of(model)
     if type(out) is not nn.Linear:
-        return f"its head is a {type(out).__name__}, not a plain linear layer"
+        return f"its head is a {type(out).__name__}, not a linear layer"
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return Head(out.weight, out.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
-def _wrong_window(config: Any, seen: list[int | None]) -> str | None:
-    """A window that hides something only in long texts would not show in a short pass: ask the configuration."""
+def _window_mismatch(config: Any, seen: list[int | None]) -> str | None:
+    """Compare the windows with the configuration's: a short pass does not show a window that hides nothing in it."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", True) is False:
         window = None

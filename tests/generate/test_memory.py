@@ -1,4 +1,4 @@
-"""How many samples run at once, for how much memory."""
+"""How many samples run at once for a given memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from groupwise.model.cache import SharedCache, bytes_per_token
 from groupwise.model.handle import prepare
 from tests.model.models import tiny
 
-PREPARED = prepare(tiny("llama"))
-EACH = bytes_per_token(PREPARED.shapes, PREPARED.dtype)
+HANDLE = prepare(tiny("llama"))
+TOKEN_BYTES = bytes_per_token(HANDLE.shapes, HANDLE.dtype)
 
 
 def test_bytes_of_a_token():
-    assert EACH == 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes of a float64
-    cache = SharedCache(PREPARED, 10, 4, 6)
-    assert cache.bytes == EACH * (10 + 5 * 6)
+    assert TOKEN_BYTES == 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes of a float64
+    cache = SharedCache(HANDLE, 10, 4, 6)
+    assert cache.bytes == TOKEN_BYTES * (10 + 5 * 6)
     cache.release()
 
 
@@ -30,11 +30,11 @@ def test_bytes_of_a_token():
     st.integers(1, 64),
     st.integers(1, 3000),
 )
-def test_a_plan_fits_or_is_refused(asked, length, max_num_seqs, tokens):
-    lengths, counts = [prompt for prompt, _ in asked], [count for _, count in asked]
+def test_a_plan_fits_or_is_refused(requests, length, max_num_seqs, tokens):
+    lengths, counts = [prompt for prompt, _ in requests], [count for _, count in requests]
     largest = min(max(counts), max_num_seqs)
     try:
-        plan = plan_cache(PREPARED, lengths, counts, length, max_num_seqs, tokens * EACH)
+        plan = plan_cache(HANDLE, lengths, counts, length, max_num_seqs, tokens * TOKEN_BYTES)
     except InputError:
         fewest = sum(sorted(lengths)[-(-(-largest // min(counts)) + 1) :])
         assert fewest + (largest + 1) * length > tokens
@@ -45,15 +45,15 @@ def test_a_plan_fits_or_is_refused(asked, length, max_num_seqs, tokens):
     assert plan.length == length
 
 
-def test_the_free_memory_is_the_budget_unless_one_is_given(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory", lambda device: 100 * EACH)
-    with pytest.raises(InputError, match="the memory that is free is"):
-        plan_cache(PREPARED, [30], [8], 10, 64, None)
-    assert plan_cache(PREPARED, [30], [8], 10, 64, None, held_bytes=100 * EACH).slots == 8
-    assert plan_cache(PREPARED, [30], [8], 10, 64, 120 * EACH).slots == 8
+def test_the_free_memory_is_the_default_budget(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 100 * TOKEN_BYTES)
+    with pytest.raises(InputError, match="the free memory is"):
+        plan_cache(HANDLE, [30], [8], 10, 64, None)
+    assert plan_cache(HANDLE, [30], [8], 10, 64, None, held_bytes=100 * TOKEN_BYTES).slots == 8
+    assert plan_cache(HANDLE, [30], [8], 10, 64, 120 * TOKEN_BYTES).slots == 8
 
 
-def test_all_rows_or_none():
-    assert plan_cache(PREPARED, [3], [2], 5, 16, 10**6, all_rows=True).slots == 16
+def test_all_rows_or_an_error():
+    assert plan_cache(HANDLE, [3], [2], 5, 16, 10**6, all_rows=True).slots == 16
     with pytest.raises(InputError, match="one group of 16 samples"):
-        plan_cache(PREPARED, [3], [2], 5, 16, 60 * EACH, all_rows=True)
+        plan_cache(HANDLE, [3], [2], 5, 16, 60 * TOKEN_BYTES, all_rows=True)

@@ -1,4 +1,4 @@
-"""Drawing: the right distribution, the same numbers for the same seed, and nothing that was filtered."""
+"""Sampling: the right distribution, the same numbers for the same seed, and no filtered token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NO_EOS = torch.zeros(11, dtype=torch.bool)
 
 
 def test_every_token_has_its_share_of_the_unit_interval():
-    """u runs over a fine grid: each token is drawn in proportion to its probability, exactly."""
+    """Over a fine grid of u, each token is sampled in proportion to its probability."""
     logits = torch.randn(1, 11).double() * 2
     grid = (torch.arange(20_000) + 0.5) / 20_000
     drawn = draw(logits.expand(20_000, -1), grid, None, NO_EOS, Sampling(temperature=0.8))
@@ -44,15 +44,15 @@ def test_filters(order):
 
 
 @given(st.integers(1, 6), st.sampled_from([0.0, 1e-8, 0.5, 1 - 2**-24]))
-def test_nothing_filtered_is_ever_drawn(kept, uniform):
+def test_filtered_tokens_are_never_sampled(kept, uniform):
     logits = torch.full((1, 11), -math.inf)
     logits[0, 3 : 3 + kept] = torch.linspace(-20, 3, kept)
-    found = int(draw(logits, torch.tensor([uniform]), None, NO_EOS, Sampling()).ids)
-    assert 3 <= found < 3 + kept
+    token = int(draw(logits, torch.tensor([uniform]), None, NO_EOS, Sampling()).ids)
+    assert 3 <= token < 3 + kept
     if uniform == 0.0:
-        assert found == 3
+        assert token == 3
     if uniform > 0.9:
-        assert found == 2 + kept
+        assert token == 2 + kept
 
 
 def test_greedy():
@@ -73,21 +73,21 @@ def test_a_ban_holds_for_its_rows_only(greedy):
     drawn = draw(logits, torch.rand(200), banned, eos, Sampling(greedy=greedy))
     assert (drawn.ids[banned] != 4).all()
     assert (drawn.ids[~banned] == 4).float().mean() > 0.9
-    # The full distribution knows nothing of the ban: it is the model's.
+    # The full distribution is the model's, without the ban.
     torch.testing.assert_close(drawn.logps, logits.log_softmax(-1)[torch.arange(200), drawn.ids])
     if not greedy:
         torch.testing.assert_close(drawn.filtered_logps[banned], torch.full((100,), -math.log(10)))
 
 
-def test_uniforms_are_fixed_for_ever():
+def test_uniforms_never_change():
     """Pinned: a changed generator would change every seeded run."""
-    (found,) = uniforms(7, 3, [1], 4)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, PINNED, rtol=0, atol=1e-7)
-    assert np.array_equal(uniforms(7, 3, [1], 9)[0, :4], found)
-    assert np.array_equal(uniforms(7, 3, [5, 1, 0], 4)[1], found)
+    (numbers,) = uniforms(7, 3, [1], 4)
+    assert numbers.dtype == np.float32
+    np.testing.assert_allclose(numbers, PINNED, rtol=0, atol=1e-7)
+    assert np.array_equal(uniforms(7, 3, [1], 9)[0, :4], numbers)
+    assert np.array_equal(uniforms(7, 3, [5, 1, 0], 4)[1], numbers)
     others = [uniforms(8, 3, [1], 4), uniforms(7, 2, [1], 4), uniforms(7, 3, [0], 4)]
-    assert not any(np.array_equal(other[0], found) for other in others)
+    assert not any(np.array_equal(other[0], numbers) for other in others)
     many = np.concatenate([uniforms(0, key, [0, 1], 500) for key in range(50)])
     assert many.min() >= 0
     assert many.max() < 1
@@ -100,7 +100,7 @@ PINNED = [0.5891598, 0.7473645, 0.7999392, 0.4358629]
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens must be a whole number of at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 2.5}, "max_new_tokens"),
         ({"max_new_tokens": True}, "max_new_tokens"),
         ({"min_new_tokens": -1}, "min_new_tokens"),

@@ -1,4 +1,4 @@
-"""Who runs when: plain Python, stated as properties."""
+"""Properties of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.generate.scheduler import RangePool, Scheduler
+from groupwise.generate.scheduler import RangeAllocator, Scheduler
 
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=12)
 
 
 @given(requests, st.integers(1, 10), st.integers(0, 40), st.integers(1, 60), st.integers(0, 10_000))
-def test_everyone_runs_once_and_nobody_shares_a_place(asked, slots, spare, prefill, seed):
-    lengths, counts = [length for length, _ in asked], [count for _, count in asked]
+def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, prefill, seed):
+    lengths, counts = [length for length, _ in prompts], [count for _, count in prompts]
     pool = max(lengths) + spare
     scheduler = Scheduler(lengths, counts, pool, slots)
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     prefilled: list[int] = []
     admitted: list[int] = []
     steps = 0
@@ -36,45 +36,45 @@ def test_everyone_runs_once_and_nobody_shares_a_place(asked, slots, spare, prefi
         for number, members in scheduler.groups().items():
             prompt = scheduler.prompts[number]
             assert prompt.start is not None
-            mine = set(range(prompt.start, prompt.start + prompt.length))
-            assert not places & mine
-            assert max(mine) < pool
-            places |= mine
+            prompt_places = set(range(prompt.start, prompt.start + prompt.length))
+            assert not places & prompt_places
+            assert max(prompt_places) < pool
+            places |= prompt_places
             assert all(scheduler.prompt_of[sample] == number for sample in members)
-        assert scheduler.slot_of  # never does everyone wait for everyone
+        assert scheduler.slot_of  # no deadlock
         for sample in list(scheduler.slot_of):
-            if chance.random() < 0.4:
+            if rng.random() < 0.4:
                 scheduler.finish(sample)
-    assert prefilled == sorted(set(prefilled)) == list(range(len(asked)))  # each prompt exactly once, in order
+    assert prefilled == sorted(set(prefilled)) == list(range(len(prompts)))  # each prompt once, in order
     assert admitted == list(range(sum(counts)))
-    assert scheduler.pool.free == [(0, pool)]
+    assert scheduler.pool.free_ranges == [(0, pool)]
     assert sorted(scheduler.free_slots) == list(range(slots))
 
 
-def test_a_new_prompt_waits_for_room_for_its_samples():
+def test_a_new_prompt_waits_for_free_slots():
     scheduler = Scheduler([5, 5], [4, 4], 100, 4)
     assert [sample for sample, _ in scheduler.admit(100).samples] == [0, 1, 2, 3]
     assert scheduler.partly_waiting() == []
     scheduler = Scheduler([5, 5], [12, 12], 100, 16)
     first = scheduler.admit(100)
-    assert [prompt for prompt, _ in first.prefill] == [0, 1]  # four free slots are an eighth of all, and more
+    assert [prompt for prompt, _ in first.prefill] == [0, 1]  # four free slots are more than an eighth of all
     assert len(first.samples) == 16
     assert scheduler.partly_waiting() == [1]
     scheduler.finish(3)
     again = scheduler.admit(100)
-    assert (again.prefill, again.samples) == ([], [(16, 3)])  # its prompt is there: it takes the free slot at once
+    assert (again.prefill, again.samples) == ([], [(16, 3)])  # its prompt is in the pool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
 def test_ranges(actions):
-    pool = RangePool(50)
+    pool = RangeAllocator(50)
     taken: dict[int, int] = {}
-    for give, number in actions:
-        if give and taken:
+    for release, number in actions:
+        if release and taken:
             start = sorted(taken)[number % len(taken)]
-            pool.give(start, taken.pop(start))
+            pool.release(start, taken.pop(start))
         else:
-            start = pool.take(number)
+            start = pool.allocate(number)
             if start is None:
                 gaps = free_gaps(taken)
                 assert max(gaps, default=0) < number
@@ -82,10 +82,10 @@ def test_ranges(actions):
                 taken[start] = number
         places = [place for start, length in taken.items() for place in range(start, start + length)]
         assert len(set(places)) == len(places)
-        assert sum(length for _, length in pool.free) == 50 - len(places)
+        assert sum(length for _, length in pool.free_ranges) == 50 - len(places)
     for start, length in list(taken.items()):
-        pool.give(start, length)
-    assert pool.free == [(0, 50)]
+        pool.release(start, length)
+    assert pool.free_ranges == [(0, 50)]
 
 
 def free_gaps(taken: dict[int, int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Stop strings, with the embedded byte tokenizer and a real one."""
+"""Stop strings, with the built-in byte tokenizer and a real one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def first_stop(stop: StopStrings, ids: list[int]) -> int | None:
 
 
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), min_size=1, max_size=3))
-def test_it_stops_where_the_text_first_holds_a_string(text, strings):
-    """Byte by byte: characters of several bytes, strings that overlap, strings that never come."""
+def test_it_stops_where_the_text_first_contains_a_string(text, strings):
+    """Byte by byte: characters of several bytes, overlapping strings, strings that never occur."""
     ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
     wanted = next(
         (at for at in range(1, len(ids) + 1) if any(string in TOKENIZER.decode(ids[:at]) for string in strings)), None
@@ -30,6 +30,7 @@ def test_it_stops_where_the_text_first_holds_a_string(text, strings):
     assert first_stop(StopStrings(TOKENIZER, strings), ids) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "string", "ends"),
     [
@@ -42,13 +43,13 @@ def test_it_stops_where_the_text_first_holds_a_string(text, strings):
 def test_a_real_tokenizer(text, string, ends):
     tokenizer = load_tokenizer(smollm2())
     ids = tokenizer(text)["input_ids"]
-    found = first_stop(StopStrings(tokenizer, string), ids)
+    end = first_stop(StopStrings(tokenizer, string), ids)
     if ends is None:
-        assert found is None
+        assert end is None
         return
-    got = tokenizer.decode(ids[:found])
+    got = tokenizer.decode(ids[:end])
     assert string in got
-    assert string not in tokenizer.decode(ids[: found - 1])
+    assert string not in tokenizer.decode(ids[: end - 1])
     assert ends in got
 
 
@@ -70,5 +71,5 @@ def test_in_generation():
 
 @pytest.mark.parametrize("strings", [[], "", [""], [3], ["a", ""]])
 def test_bad_strings(strings):
-    with pytest.raises(InputError, match="stop strings must be non-empty texts"):
+    with pytest.raises(InputError, match=r"stop strings must be .* non-empty"):
         StopStrings(TOKENIZER, strings)

@@ -1,4 +1,4 @@
-"""Devices by name, precision by device, and the CPUs and memory that a container really has."""
+"""Devices by name, dtype by device, and the CPUs and memory of a container."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GIB = 2**30
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A made-up machine: its files are written with machine(path, text), and it has 64 CPUs."""
+    """A fake machine with 64 CPUs; machine(path, text) writes one of its files."""
     monkeypatch.setattr(dev, "ROOT", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)), raising=False)
 
@@ -39,31 +39,31 @@ def machine(tmp_path, monkeypatch):
     return write
 
 
-@pytest.mark.parametrize("given", ["cpu", torch.device("cpu")])
-def test_the_cpu(given):
-    assert resolve_device(given) == CPU
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_the_cpu(device):
+    assert resolve_device(device) == CPU
 
 
-def test_auto_is_cuda_where_there_is_one():
+def test_auto_is_cuda_if_available():
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve_device() == resolve_device("auto")
 
 
-@pytest.mark.parametrize("given", ["gpu", "cuda:x", "", None, 1.5])
-def test_an_unknown_device(given):
+@pytest.mark.parametrize("device", ["gpu", "cuda:x", "", None, 1.5])
+def test_an_unknown_device(device):
     with pytest.raises(InputError, match="unknown device"):
-        resolve_device(given)
+        resolve_device(device)
 
 
-def test_a_device_that_groupwise_does_not_run_on():
-    with pytest.raises(InputError, match="'meta' is not one that groupwise runs on"):
+def test_an_unsupported_device():
+    with pytest.raises(InputError, match="'meta' is not supported"):
         resolve_device("meta")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_cuda_without_cuda():
     with pytest.raises(
-        InputError, match=r"'cuda' was asked for, but this torch .* was built without CUDA.*device='cpu'"
+        InputError, match=r"'cuda' was requested, but this torch .* was built without CUDA.*device='cpu'"
     ):
         resolve_device("cuda")
 
@@ -88,7 +88,7 @@ def test_cuda_devices_have_numbers(two_gpus):
     assert resolve_device("cuda") == torch.device("cuda:1")
     assert resolve_device("auto") == torch.device("cuda:1")
     assert resolve_device("cuda:0") == torch.device("cuda:0")
-    with pytest.raises(InputError, match=r"'cuda:2' was asked for, but there are only 2: cuda:0 to 1"):
+    with pytest.raises(InputError, match=r"'cuda:2' was requested, but there are only 2: cuda:0 to 1"):
         resolve_device("cuda:2")
 
 
@@ -103,7 +103,7 @@ def test_precision_of_a_gpu(two_gpus, monkeypatch, capability, dtype):
 @pytest.mark.parametrize(
     ("line", "has"),
     [
-        ("flags\t\t: fpu avx2 avx512f avx512bw avx512dq avx512vl", False),  # AVX-512 alone only emulates it
+        ("flags\t\t: fpu avx2 avx512f avx512bw avx512dq avx512vl", False),  # AVX-512 alone emulates it
         ("flags\t\t: fpu avx2 avx512f avx512_bf16", True),
         ("flags\t\t: fpu avx2 amx_bf16 amx_tile", True),
         ("Features\t: fp asimd asimdhp asimddp", False),
@@ -123,9 +123,9 @@ def test_precision_where_there_is_no_cpuinfo(machine, monkeypatch, capabilities,
 
 
 def test_precision_is_that_of_this_cpu():
-    if hasattr(torch.cpu, "get_capabilities"):  # torch's own look at the CPU, which ours must agree with
-        known = torch.cpu.get_capabilities()
-        assert cpu_has_bfloat16() == any(known.get(name, False) for name in ("bf16", "avx512_bf16", "amx_bf16"))
+    if hasattr(torch.cpu, "get_capabilities"):  # must agree with torch
+        capabilities = torch.cpu.get_capabilities()
+        assert cpu_has_bfloat16() == any(capabilities.get(name, False) for name in ("bf16", "avx512_bf16", "amx_bf16"))
 
 
 def test_dtypes_by_name():
@@ -153,7 +153,7 @@ def test_a_quota_of_version_2(machine, quota, cpus):
     assert usable_cpus() == cpus
 
 
-def test_a_quota_of_a_group_above(machine):
+def test_a_quota_of_a_parent_group(machine):
     machine("proc/self/cgroup", "0::/system.slice/run.scope")
     machine("sys/fs/cgroup/system.slice/run.scope/cpu.max", "max 100000")
     machine("sys/fs/cgroup/system.slice/cpu.max", "800000 100000")
@@ -164,7 +164,7 @@ def test_a_quota_of_a_group_above(machine):
 @pytest.mark.parametrize(("quota", "cpus"), [("-1", 64), ("200000", 2)])
 def test_a_quota_of_version_1(machine, folder, quota, cpus):
     machine("proc/self/cgroup", "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n1:name=systemd:/docker/abc")
-    machine(f"sys/fs/cgroup/{folder}/cpu.cfs_quota_us", quota)  # mounted as the container's root: no docker/abc here
+    machine(f"sys/fs/cgroup/{folder}/cpu.cfs_quota_us", quota)  # mounted as the container's root
     machine(f"sys/fs/cgroup/{folder}/cpu.cfs_period_us", "100000")
     assert usable_cpus() == cpus
 
@@ -181,7 +181,7 @@ def test_without_affinity(machine, monkeypatch):
     assert usable_cpus() == os.cpu_count()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system pins no process to a CPU")
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
 def test_a_process_that_is_pinned_to_one_cpu():
     code = (
         "import os, torch; torch.set_num_threads(8); os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
@@ -201,7 +201,7 @@ def test_threads_are_lowered_and_never_raised(machine):
     assert set_threads() == torch.get_num_threads() == 2
 
 
-def test_memory_of_the_whole_machine(machine):
+def test_memory_without_a_limit(machine):
     machine("proc/meminfo", f"MemTotal: {16 * 2**20} kB\nMemFree: {2**20} kB\nMemAvailable: {12 * 2**20} kB")
     assert free_memory("cpu") == 12 * GIB
 
@@ -226,15 +226,15 @@ def test_memory_within_a_limit_of_version_1(machine):
     assert free_memory("cpu") == 4.5 * GIB
 
 
-def test_a_limit_that_is_none(machine):
+def test_version_1_without_a_limit(machine):
     machine("proc/meminfo", f"MemAvailable: {12 * 2**20} kB")
     machine("proc/self/cgroup", "4:memory:/")
-    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)  # how version 1 writes "no limit"
+    machine("sys/fs/cgroup/memory/memory.limit_in_bytes", 9223372036854771712)  # "no limit" in version 1
     machine("sys/fs/cgroup/memory/memory.usage_in_bytes", GIB)
     assert free_memory("cpu") == 12 * GIB
 
 
-def test_memory_that_is_used_up(machine):
+def test_no_memory_left(machine):
     machine("proc/meminfo", f"MemAvailable: {12 * 2**20} kB")
     machine("proc/self/cgroup", "0::/")
     machine("sys/fs/cgroup/memory.max", GIB)
@@ -249,13 +249,13 @@ def test_memory_on_other_systems(machine, monkeypatch):
     assert free_memory("cpu") == dev.UNKNOWN_MEMORY
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says how much is available")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/meminfo")
 def test_memory_of_this_machine():
     assert 2**20 < free_memory("cpu") <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_memory_of_a_gpu(two_gpus, monkeypatch):
-    """Torch keeps what it has freed; that counts as free."""
+    """Memory that torch has reserved but does not use counts as free."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 25 * GIB)

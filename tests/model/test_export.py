@@ -1,4 +1,4 @@
-"""Exported folders: what plain transformers loads from them says what the trained model says."""
+"""Exported folders: transformers loads the trained model from them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def same(one, two):
 
 
 def moved(model, by=1e-4):
-    """Masters that differ from what the model has, by less than bfloat16 can show everywhere."""
+    """Masters that differ from the model's weights, often by less than bfloat16 can represent."""
     masters = MasterWeights(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def moved(model, by=1e-4):
 
 
 def adapted(dtype=torch.float32, **settings):
-    """A tiny model whose adapter says something."""
+    """A tiny model with an adapter that changes its outputs."""
     model = add_lora(tiny(dtype), LoraSettings(rank=4, **settings))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def adapted(dtype=torch.float32, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_a_model_comes_back_as_it_was(tmp_path, dtype):
+def test_a_model_round_trips(tmp_path, dtype):
     model = tiny(dtype, seed=2)
     folder = export_model(model, tmp_path / "out", tokenizer=tiny_tokenizer())
     again = plain(folder)
@@ -107,14 +107,14 @@ def test_masters_are_written_exactly(tmp_path):
 
 
 def test_weights_without_masters_are_those_of_the_model(tmp_path):
-    """Only a part is trained: the rest has no master and is written as the model has it."""
+    """Partial fine-tuning: the rest has no masters and is written from the model."""
     model = tiny(torch.bfloat16).requires_grad_(False)
     model.model.layers[1].requires_grad_(True)
     masters = moved(model)
     again = dict(plain(export_model(model, tmp_path / "out", masters=masters)).named_parameters())
-    exact = masters.state_dict()
+    master_values = masters.state_dict()
     for name, weight in model.named_parameters():
-        assert torch.equal(again[name], exact[name] if name in exact else weight.float())
+        assert torch.equal(again[name], master_values[name] if name in master_values else weight.float())
 
 
 def test_masters_of_another_model(tmp_path):
@@ -126,16 +126,16 @@ def test_masters_of_another_model(tmp_path):
 @pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"targets": ("q_proj", "down_proj")}])
 def test_a_merged_model_needs_no_peft(tmp_path, settings):
     model = adapted(**settings)
-    before, said = state(model), logits(model)
+    before, expected = state(model), logits(model)
     again = plain(export_model(model, tmp_path / "out"))
     assert type(again) is LlamaForCausalLM
     assert again.lm_head.weight is again.model.embed_tokens.weight
     assert not any("lora" in name for name in again.state_dict())
-    assert (said - logits(tiny_model())).abs().max() > 0.1
-    assert torch.allclose(logits(again), said, atol=1e-5)
+    assert (expected - logits(tiny_model())).abs().max() > 0.1
+    assert torch.allclose(logits(again), expected, atol=1e-5)
     assert same(state(model), before)
     assert is_lora(model)
-    assert torch.equal(logits(model), said)
+    assert torch.equal(logits(model), expected)
 
 
 def test_merging_by_hand(tmp_path):
@@ -144,11 +144,13 @@ def test_merging_by_hand(tmp_path):
     layer = model.get_base_model().model.layers[0].mlp.up_proj
     a, b = layer.lora_A["default"].weight.float(), layer.lora_B["default"].weight.float()
     merged = layer.base_layer.weight.float() + 8 / 4 * (b @ a)
-    exact = plain(export_model(model, tmp_path / "float32", dtype="float32"))
-    assert torch.allclose(exact.model.layers[0].mlp.up_proj.weight, merged, rtol=0, atol=1e-8)
+    unrounded = plain(export_model(model, tmp_path / "float32", dtype="float32"))
+    assert torch.allclose(unrounded.model.layers[0].mlp.up_proj.weight, merged, rtol=0, atol=1e-8)
     rounded = plain(export_model(model, tmp_path / "bfloat16"))
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded.model.layers[0].mlp.up_proj.weight, exact.model.layers[0].mlp.up_proj.weight.bfloat16())
+    assert torch.equal(
+        rounded.model.layers[0].mlp.up_proj.weight, unrounded.model.layers[0].mlp.up_proj.weight.bfloat16()
+    )
 
 
 def test_merging_with_masters(tmp_path):
@@ -156,35 +158,35 @@ def test_merging_with_masters(tmp_path):
     masters = moved(model)
     again = plain(export_model(model, tmp_path / "out", masters=masters))
     layer = model.get_base_model().model.layers[1].self_attn.o_proj
-    exact = masters.state_dict()
-    a, b = (exact[f"base_model.model.model.layers.1.self_attn.o_proj.lora_{x}.default.weight"] for x in "AB")
+    master_values = masters.state_dict()
+    a, b = (master_values[f"base_model.model.model.layers.1.self_attn.o_proj.lora_{x}.default.weight"] for x in "AB")
     merged = layer.base_layer.weight.float() + 2 * 32 / 4 / 2 * (b @ a)
     assert again.dtype == torch.float32
     assert torch.allclose(again.model.layers[1].self_attn.o_proj.weight, merged, rtol=0, atol=1e-7)
 
 
-def test_the_adapter_alone(tmp_path):
+def test_the_adapter_only(tmp_path):
     model = adapted(torch.bfloat16)
     masters = moved(model)
-    exact = export_model(model, tmp_path / "exact", masters=masters, merge=False, tokenizer=tiny_tokenizer())
-    tensors = load_file(exact / "adapter_model.safetensors")
+    folder = export_model(model, tmp_path / "exact", masters=masters, merge=False, tokenizer=tiny_tokenizer())
+    tensors = load_file(folder / "adapter_model.safetensors")
     assert len(tensors) == len(masters.state_dict())
     for name, master in masters.named_parameters():
         assert torch.equal(tensors[name.replace(".default", "")], master)
-    assert "README.md" not in {path.name for path in exact.iterdir()}
-    again, tokenizer = load_model_and_tokenizer(exact, dtype="bfloat16", device="cpu")
+    assert "README.md" not in {path.name for path in folder.iterdir()}
+    again, tokenizer = load_model_and_tokenizer(folder, dtype="bfloat16", device="cpu")
     assert torch.equal(logits(again), logits(model))
     assert tokenizer("a").input_ids == [97]
     asis = load_file(export_model(model, tmp_path / "asis", merge=False) / "adapter_model.safetensors")
     assert {value.dtype for value in asis.values()} == {torch.bfloat16}
 
 
-def test_there_is_no_adapter_to_export(tmp_path):
-    with pytest.raises(InputError, match=r"merge=False exports the adapter alone, but this model has none"):
+def test_no_adapter_to_export(tmp_path):
+    with pytest.raises(InputError, match=r"merge=False exports the adapter only, but this model has none"):
         export_model(tiny_model(), tmp_path / "out", merge=False)
 
 
-def test_an_attention_function_of_our_own_stays_here(tmp_path):
+def test_the_attention_implementation_is_not_exported(tmp_path):
     model = tiny_model()
     prepare(model)
     model.generation_config.max_new_tokens = 7
@@ -196,7 +198,7 @@ def test_an_attention_function_of_our_own_stays_here(tmp_path):
     assert plain(folder).generation_config.max_new_tokens == 7
 
 
-def test_no_path_of_this_machine_is_written(tmp_path):
+def test_no_local_path_is_written(tmp_path):
     first = export_model(tiny_model(), tmp_path / "first", tokenizer=tiny_tokenizer())
     second = export_model(
         *[load_model_and_tokenizer(first)[0]], tmp_path / "second", tokenizer=load_model_and_tokenizer(first)[1]
@@ -205,7 +207,7 @@ def test_no_path_of_this_machine_is_written(tmp_path):
         assert str(tmp_path) not in path.read_text()
 
 
-def test_generation_settings_that_transformers_reads_but_would_not_write(tmp_path):
+def test_an_invalid_generation_config_is_repaired(tmp_path):
     model = tiny_model()
     model.generation_config.do_sample = False
     model.generation_config.temperature = 0.6
@@ -214,7 +216,7 @@ def test_generation_settings_that_transformers_reads_but_would_not_write(tmp_pat
     assert model.generation_config.do_sample is False
 
 
-def test_a_model_that_is_not_tied(tmp_path):
+def test_untied_embeddings(tmp_path):
     config = LlamaConfig(
         vocab_size=300, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
     )
@@ -227,7 +229,7 @@ def test_a_model_that_is_not_tied(tmp_path):
     assert torch.allclose(logits(again), logits(model), atol=1e-5)
 
 
-def test_a_folder_is_never_written_over(tmp_path):
+def test_a_folder_is_never_overwritten(tmp_path):
     folder = export_model(tiny_model(1), tmp_path / "out")
     with pytest.raises(RunDirError, match="exists already"):
         export_model(tiny_model(2), folder)
@@ -240,7 +242,7 @@ def test_an_unknown_precision(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_that_holds_nan_is_not_merged(tmp_path):
+def test_an_adapter_with_nan_is_not_merged(tmp_path):
     model = adapted()
     with torch.no_grad():
         next(weight for name, weight in model.named_parameters() if "lora_B" in name)[0, 0] = torch.nan
@@ -250,7 +252,7 @@ def test_an_adapter_that_holds_nan_is_not_merged(tmp_path):
 
 
 def test_a_full_disk_leaves_nothing(tmp_path):
-    """A limit on the size of a file stands for the disk: the weights do not fit, the config does."""
+    """A limit on the file size simulates it: the weights do not fit, the config does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
@@ -263,19 +265,20 @@ def test_a_full_disk_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_real_weights(tmp_path):
-    """SmolLM2 trained whole for one step from masters: the folder says what the float32 masters say."""
+    """SmolLM2 after one step with masters: the folder holds the float32 masters."""
     model, tokenizer = load_model_and_tokenizer(smollm2(), dtype="float32", device="cpu")
     ids = tokenizer("The capital of France is", return_tensors="pt").input_ids
     masters = MasterWeights(model)
     model(ids, labels=ids).loss.backward()
     torch.optim.SGD(masters.parameters(), lr=1e-2).step()
     folder = export_model(model, tmp_path / "out", tokenizer=tokenizer, masters=masters)
-    again, words = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    again, loaded = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         assert torch.equal(again(ids).logits, model(ids).logits)
-    assert words("The capital of France is").input_ids == ids[0].tolist()
-    assert words.chat_template == tokenizer.chat_template
+    assert loaded("The capital of France is").input_ids == ids[0].tolist()
+    assert loaded.chat_template == tokenizer.chat_template
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "float32"

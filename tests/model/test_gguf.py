@@ -1,4 +1,4 @@
-"""GGUF files, made on the spot from models whose outputs are known."""
+"""GGUF files, written by the tests from models with known outputs."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def gguf_name(name: str) -> str:
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The order of rows in which llama.cpp keeps what rotary positions apply to."""
+    """llama.cpp's order of rows for rotary positions."""
     parts = weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
     return parts.swapaxes(1, 2).reshape(weight.shape)
 
 
 def write_gguf(path, model, *, kind="F32", without=(), architecture="llama", **tokenizer):
-    """Write a llama as a GGUF file; matrices as ``kind``. Further settings are those of its tokenizer."""
+    """Write a Llama as a GGUF file with matrices of ``kind``; further keywords are tokenizer settings."""
     config = model.config
     settings = {"pre": "smollm", "bos_token_id": 1, "eos_token_id": 2, "padding_token_id": 2, **tokenizer}
     writer = gguf.GGUFWriter(path, architecture)
@@ -121,7 +121,7 @@ def test_the_outputs_are_those_of_the_original(plain, original):
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_blocks_are_unpacked_exactly_and_rounded_once(tmp_path, original, kind, dtype):
+def test_blocks_are_dequantised_exactly_and_rounded_once(tmp_path, original, kind, dtype):
     stored = write_gguf(tmp_path / "x.gguf", original, kind=kind)
     model, _ = load_gguf(tmp_path / "x.gguf", dtype)
     state = model.state_dict()
@@ -138,7 +138,7 @@ def test_blocks_are_unpacked_exactly_and_rounded_once(tmp_path, original, kind, 
 
 
 def test_it_can_be_trained_and_saved(tmp_path, original):
-    """What transformers marks as made of blocks refuses both."""
+    """transformers refuses both for a quantised model."""
     write_gguf(tmp_path / "x.gguf", original, kind="Q8_0")
     model, _ = load_gguf(tmp_path / "x.gguf")
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -166,11 +166,11 @@ def test_the_folder_holds_the_same_model(tmp_path, plain, original):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits_of(model), logits_of(original))
     assert "quantization" not in (folder / "config.json").read_text()
-    _, made = load_gguf(plain)
-    read = AutoTokenizer.from_pretrained(folder)
+    _, direct = load_gguf(plain)
+    saved = AutoTokenizer.from_pretrained(folder)
     for text in ("", "ab 112 <|im_end|>", "tab\tünï 🙂\n\n  x", "½ ½"):
-        assert read(text).input_ids == made(text).input_ids
-        assert read.decode(read(text).input_ids) == text
+        assert saved(text).input_ids == direct(text).input_ids
+        assert saved.decode(saved(text).input_ids) == text
 
 
 def test_special_tokens(plain):
@@ -188,24 +188,24 @@ def test_special_tokens(plain):
 
 
 @pytest.mark.parametrize("add", [True, False, None])
-def test_bos_is_put_in_front_where_the_file_says_so(tmp_path, original, add):
+def test_bos_is_added_if_the_file_says_so(tmp_path, original, add):
     write_gguf(tmp_path / "x.gguf", original, **({} if add is None else {"add_bos_token": add}))
     folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
-    _, made = load_gguf(tmp_path / "x.gguf")
+    _, direct = load_gguf(tmp_path / "x.gguf")
     expected = [1] if add else []
-    for tokenizer in (made, AutoTokenizer.from_pretrained(folder)):
+    for tokenizer in (direct, AutoTokenizer.from_pretrained(folder)):
         assert tokenizer("ab").input_ids == [*expected, TOKENS.index("ab")]
         assert tokenizer("ab", add_special_tokens=False).input_ids == [TOKENS.index("ab")]
 
 
-def test_both_end_tokens_of_a_file_end_a_text(tmp_path, original):
+def test_both_eos_tokens_of_a_file_are_used(tmp_path, original):
     write_gguf(tmp_path / "x.gguf", original, eot_token_id=0)
     folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == [2, 0]
 
 
-def test_numbers_are_cut_as_the_vocabulary_was_learned(tmp_path, original):
-    """SmolLM's tokenizer splits off every digit before it merges: "12" and " 1" stay apart, though both could merge."""
+def test_numbers_are_split_into_digits_for_smollm(tmp_path, original):
+    """SmolLM's tokenizer splits digits before merging: "12" and " 1" are not merged."""
     write_gguf(tmp_path / "smollm.gguf", original)
     write_gguf(tmp_path / "other.gguf", original, pre="gpt-2")
     _, smollm = load_gguf(tmp_path / "smollm.gguf")
@@ -222,10 +222,10 @@ def test_metadata(plain):
     assert metadata["tokenizer.ggml.bos_token_id"] == 1
 
 
-def test_a_file_that_is_something_else(tmp_path):
+def test_a_file_that_is_not_gguf(tmp_path):
     for content in (b"", b"GGU", b"PK\x03\x04 a zip archive"):
         (tmp_path / "x.gguf").write_bytes(content)
-        with pytest.raises(CheckpointError, match="is not a GGUF file: it does not start with the letters GGUF"):
+        with pytest.raises(CheckpointError, match="is not a GGUF file: it does not start with GGUF"):
             load_gguf(tmp_path / "x.gguf")
     with pytest.raises(CheckpointError, match=r"none.gguf cannot be read: No such file"):
         load_gguf(tmp_path / "none.gguf")
@@ -233,18 +233,18 @@ def test_a_file_that_is_something_else(tmp_path):
         load_gguf(tmp_path)
 
 
-def test_a_file_that_is_cut_short_anywhere(tmp_path, plain):
+def test_a_truncated_file(tmp_path, plain):
     data = plain.read_bytes()
     header = gguf.GGUFReader(plain).data_offset
     cuts = [4, 10, 24, 30, 100, 1000, header // 2, header - 1, header, header + 1, len(data) // 2, len(data) - 100]
     for cut in cuts:
         (tmp_path / "x.gguf").write_bytes(data[:cut])
-        with pytest.raises(CheckpointError, match=r"is cut short.*Get the file again"):
+        with pytest.raises(CheckpointError, match=r"is truncated.*Download it again"):
             read_metadata(tmp_path / "x.gguf")
 
 
-def test_a_damaged_header_is_no_obscure_error(tmp_path, plain):
-    """Any byte of the header may be wrong; what comes out is metadata or a CheckpointError, and soon."""
+def test_a_damaged_header_gives_a_clear_error(tmp_path, plain):
+    """With any byte of the header changed, the result is metadata or a CheckpointError."""
     data = plain.read_bytes()
     header = gguf.GGUFReader(plain).data_offset
     refused = 0
@@ -267,22 +267,20 @@ def test_other_versions(tmp_path, plain):
         load_gguf(tmp_path / "x.gguf")
 
 
-def test_weights_that_are_absent_are_not_made_up(tmp_path, original):
+def test_missing_weights_are_an_error(tmp_path, original):
     write_gguf(tmp_path / "x.gguf", original, without={"model.layers.1.mlp.up_proj.weight"})
-    with pytest.raises(
-        CheckpointError, match=r"lacks 1 weights of the model it describes \(model.layers.1.mlp.up_proj"
-    ):
+    with pytest.raises(CheckpointError, match=r"lacks 1 weights of its model \(model.layers.1.mlp.up_proj"):
         load_gguf(tmp_path / "x.gguf")
 
 
-def test_an_architecture_that_transformers_does_not_know(tmp_path, original):
+def test_an_unknown_architecture(tmp_path, original):
     write_gguf(tmp_path / "x.gguf", original, architecture="gpt5")
     with pytest.raises(CheckpointError, match="of the architecture 'gpt5', which transformers could not load"):
         load_gguf(tmp_path / "x.gguf")
 
 
 def test_an_impossible_dtype(plain):
-    with pytest.raises(InputError, match=r"dtype is torch.int8; a GGUF file can be unpacked to torch.float32"):
+    with pytest.raises(InputError, match=r"dtype is torch.int8; a GGUF file can be loaded in torch.float32"):
         load_gguf(plain, torch.int8)
 
 
@@ -300,11 +298,11 @@ def test_without_the_packages_it_needs(plain, monkeypatch, tmp_path, package):
     assert not (tmp_path / "downloads").exists()
 
 
-def test_nothing_is_left_changed_in_the_package_gguf(plain, tmp_path, original):
+def test_the_gguf_package_is_restored(plain, tmp_path, original):
     reader, names = gguf.GGUFReader, gguf.get_tensor_name_map
     load_gguf(plain)
     assert (gguf.GGUFReader, gguf.get_tensor_name_map) == (reader, names)
-    # And a file that was replaced is read anew.
+    # A replaced file is read again.
     path = tmp_path / "x.gguf"
     shutil.copyfile(plain, path)
     load_gguf(path)
@@ -316,7 +314,7 @@ def test_nothing_is_left_changed_in_the_package_gguf(plain, tmp_path, original):
     assert load_gguf(path)[0].model.norm.weight.eq(2.0).all()
 
 
-def test_an_existing_folder_is_not_written_over(tmp_path, plain):
+def test_an_existing_folder_is_not_overwritten(tmp_path, plain):
     (tmp_path / "folder").mkdir()
     with pytest.raises(RuntimeError, match="exists already"):
         convert_gguf(plain, tmp_path / "folder")

@@ -1,4 +1,4 @@
-"""Float32 masters: what bfloat16 would round away adds up, and a float32 model trains as it always did."""
+"""Float32 masters: small updates add up in a bfloat16 model; a float32 model trains as without them."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def changed(model, before):
     return sum((new != old).sum().item() for new, old in pairs) / sum(new.numel() for new, _ in pairs)
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_1e_6_moves_real_weights_with_masters_and_not_without():
     """SmolLM2-135M's last two layers (7.08 million weights) in bfloat16, 20 steps of AdamW at 1e-6.
 
-    The gradient is the real one of a sentence, computed once in float32 and handed to both as that of a linear loss:
-    a CPU without bfloat16 instructions would take minutes for twenty passes through the model.
+    The gradient is that of a sentence, computed once in float32 and used for both as that of a linear loss: twenty
+    passes would take minutes on a CPU without bfloat16 instructions.
 
-    Plain bfloat16: 0.21 % of the weights have changed after 20 steps, those so near zero that 1e-6 counts. With
-    masters every weight has moved after one step, by 1e-6, and after 20 steps 3.6 % of the rounded ones have.
+    In plain bfloat16, 0.21 % of the weights have changed after 20 steps, those close to zero. With masters every
+    master has moved by 1e-6 after one step, and 3.6 % of the rounded weights after 20.
     """
     folder = smollm2()
     model = load_model(folder, dtype="float32", device="cpu").requires_grad_(False)
@@ -90,7 +91,7 @@ def test_a_learning_rate_of_1e_6_moves_real_weights_with_masters_and_not_without
 
 
 def test_small_steps_add_up():
-    """Three hundred steps of 1e-6 all one way: 3e-4, which bfloat16 shows at 0.06 (its spacing there is 2.4e-4)."""
+    """300 steps of 1e-6 in one direction are 3e-4, more than the spacing of bfloat16 at 0.06 (2.4e-4)."""
     plain = nn.Parameter(torch.full((8,), 0.06, dtype=torch.bfloat16))
     start = plain.detach().clone()
     optimizer = torch.optim.AdamW([plain], lr=1e-6, weight_decay=0.0)
@@ -114,7 +115,7 @@ def test_small_steps_add_up():
 
 
 def test_micro_batches_add_up_in_float32():
-    """Sixty-four small gradients after one large one: bfloat16 would lose every one of them."""
+    """64 small gradients after a large one: bfloat16 would lose all of them."""
     layer = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     plain = nn.Linear(4, 1, bias=False, dtype=torch.bfloat16)
     masters = MasterWeights(layer)
@@ -156,7 +157,7 @@ def test_a_full_precision_model_trains_as_without(dtype):
 
 
 def test_masters_follow_float32_training_closely():
-    """After five steps at 1e-3, bfloat16 with masters is where float32 is, up to the noise of bfloat16's gradients."""
+    """After five steps at 1e-3, bfloat16 with masters is close to float32."""
     exact, rounded = tiny_model(), load_model("tiny", dtype="bfloat16", device="cpu")
     train(exact, exact.parameters(), 5, lr=1e-3)
     masters = MasterWeights(rounded)
@@ -173,7 +174,7 @@ def test_shared_weights_count_once():
     assert sum(master.numel() for master in masters.parameters()) == model.num_parameters()
 
 
-def test_frozen_weights_take_no_part():
+def test_frozen_weights_have_no_masters():
     model = load_model("tiny", dtype="bfloat16", device="cpu").requires_grad_(False)
     model.model.layers[0].mlp.requires_grad_(True)
     masters = MasterWeights(model)
@@ -184,8 +185,8 @@ def test_frozen_weights_take_no_part():
     assert {name for name in after if not torch.equal(after[name], before[name])} == set(masters.state_dict())
 
 
-def test_publishing_keeps_the_storage():
-    """Whatever was recorded with the old weights, such as a CUDA graph, reads the new ones."""
+def test_sync_keeps_the_storage():
+    """A captured CUDA graph reads the new weights."""
     model = load_model("tiny", dtype="bfloat16", device="cpu")
     addresses = [weight.data_ptr() for weight in model.parameters()]
     view = model.model.norm.weight.detach()[:3]
@@ -200,7 +201,7 @@ def test_publishing_keeps_the_storage():
     assert torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
 
 
-def test_a_gradient_that_was_there_before_is_taken():
+def test_an_existing_gradient_is_moved_to_the_master():
     layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     layer.weight.grad = torch.tensor([[1.0, 2.0]], dtype=torch.bfloat16)
     masters = MasterWeights(layer)
@@ -208,7 +209,7 @@ def test_a_gradient_that_was_there_before_is_taken():
     assert next(masters.parameters()).grad.tolist() == [[1.0, 2.0]]
 
 
-def test_closing_gives_ordinary_gradients_back():
+def test_after_close_gradients_are_ordinary():
     layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
     with MasterWeights(layer) as masters:
         layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
@@ -221,12 +222,12 @@ def test_closing_gives_ordinary_gradients_back():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_resuming_is_exact(tmp_path, dtype):
-    whole = load_model("tiny", dtype=dtype, device="cpu")
-    masters = MasterWeights(whole)
-    optimizer = train(whole, masters.parameters(), 3, masters.sync_to_model, lr=1e-4)
+    unbroken = load_model("tiny", dtype=dtype, device="cpu")
+    masters = MasterWeights(unbroken)
+    optimizer = train(unbroken, masters.parameters(), 3, masters.sync_to_model, lr=1e-4)
     write_safetensors(tmp_path / "masters.safetensors", masters.state_dict())
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    train(whole, (), 3, masters.sync_to_model, optimizer=optimizer)
+    train(unbroken, (), 3, masters.sync_to_model, optimizer=optimizer)
 
     resumed = load_model("tiny", dtype=dtype, device="cpu", seed=9)
     again = MasterWeights(resumed)
@@ -237,10 +238,10 @@ def test_resuming_is_exact(tmp_path, dtype):
     for (name, a), (other, b) in zip(masters.named_parameters(), again.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(a, b)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(unbroken.parameters(), resumed.parameters(), strict=True))
 
 
-def test_loading_publishes():
+def test_loading_syncs_the_model():
     source, target = (load_model("tiny", dtype="bfloat16", device="cpu", seed=seed) for seed in (1, 2))
     MasterWeights(target).load_state_dict(MasterWeights(source).state_dict())
     assert torch.equal(source(IDS).logits, target(IDS).logits)
@@ -276,7 +277,7 @@ def test_many_problems_are_counted():
         masters.load_state_dict({})
 
 
-def test_what_cannot_be_trained():
+def test_models_that_cannot_be_trained():
     with pytest.raises(InputError, match="no trainable parameter"):
         MasterWeights(tiny_model().requires_grad_(False))
     with pytest.raises(InputError, match=r"the parameter weight is torch.complex64, which cannot be trained"):

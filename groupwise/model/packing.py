@@ -1,0 +1,217 @@
+"""Packs: which samples are computed together in one packed row, and the checks of their token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from groupwise.core.filters import KeptSets
+from groupwise.errors import InputError
+from groupwise.model.handle import ModelHandle
+
+CPU_TOKENS, MAX_TOKENS = 4096, 65536
+MEMORY_SHARE = 0.35  # of a GPU, for the activations of one pack
+
+Ids = Sequence[int] | Tensor
+_P = TypeVar("_P")
+_C = TypeVar("_C")
+
+
+@dataclass(frozen=True)
+class Pack:
+    """Samples, with the prompts of their groups, that are computed together."""
+
+    samples: Tensor  # (b,) which samples of the batch
+    groups: tuple[int, ...]  # which prompts
+    per_group: tuple[int, ...]  # how many samples of each
+    tokens: int  # in the packed row
+
+
+class PackInputs(NamedTuple):
+    """The token ids and kept sets of a pack."""
+
+    samples: Tensor  # (b,)
+    prompts: list[Tensor]
+    completions: list[list[Tensor]]  # by prompt
+    kept: KeptSets | None
+
+
+def plan_packs(
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], token_budget: int | None = None
+) -> list[Pack]:
+    """Divide the samples into packed rows of at most ``token_budget`` tokens, keeping groups together where they fit.
+
+    Samples are numbered group after group. A group that exceeds the budget is split, and its prompt computed once in
+    each part. Without a budget there is one row.
+    """
+    packs: list[Pack] = []
+    open_: dict[int, list[int]] = {}
+    used = first = 0
+
+    def close() -> None:
+        nonlocal used
+        if open_:
+            samples = torch.tensor([sample for members in open_.values() for sample in members])
+            sizes = tuple(len(members) for members in open_.values())
+            packs.append(Pack(samples, tuple(open_), sizes, used))
+        open_.clear()
+        used = 0
+
+    for group, (prompt, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
+        costs = [max(length - 1, 0) for length in lengths]
+        total = prompt + sum(costs)
+        if (
+            token_budget is not None
+            and used + total > token_budget
+            and (total <= token_budget or used + prompt > token_budget)
+        ):
+            close()
+        for number, cost in enumerate(costs):
+            if token_budget is not None:
+                if prompt + cost > token_budget:
+                    raise InputError(
+                        f"sample {first + number} takes {prompt + cost} tokens with its prompt, more than token_budget "
+                        f"{token_budget}; raise token_budget"
+                    )
+                if used + cost + (0 if group in open_ else prompt) > token_budget:
+                    close()
+            used += cost + (0 if group in open_ else prompt)
+            open_.setdefault(group, []).append(first + number)
+        first += len(lengths)
+    close()
+    return packs
+
+
+def default_token_budget(handle: ModelHandle) -> int:
+    """4,096 tokens on a CPU; on a GPU what a third of its memory holds, at most 65,536.
+
+    It depends on the GPU and the model only, not on the free memory: packs decide in which order gradients are summed,
+    and a run must be repeatable.
+    """
+    if handle.device.type != "cuda":
+        return CPU_TOKENS
+    per_token = activation_bytes(handle)
+    memory = torch.cuda.get_device_properties(handle.device).total_memory
+    return max(1024, min(MAX_TOKENS, int(memory * MEMORY_SHARE / per_token) // 1024 * 1024))
+
+
+def activation_bytes(handle: ModelHandle, *, checkpointing: bool = False) -> int:
+    """Approximate bytes of activations per token: per layer, seven hidden widths and three of the MLP's.
+
+    With gradient checkpointing only the inputs of the layers are kept.
+    """
+    config = handle.model.config.get_text_config()
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    widths = config.hidden_size if checkpointing else 7 * config.hidden_size + 3 * mlp
+    return int(config.num_hidden_layers * widths * handle.dtype.itemsize)
+
+
+def pack_members(
+    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]], token_budget: int
+) -> list[list[int]]:
+    """Which samples are computed together with this budget, pack by pack."""
+    lengths = [[len(ids) for ids in members] for members in completions]
+    groups = _as_groups(handle, [len(prompt) for prompt in prompts], lengths)
+    return [pack.samples.tolist() for pack in plan_packs(*groups, token_budget)]
+
+
+def split_into_packs(
+    handle: ModelHandle,
+    prompts: Sequence[Ids],
+    completions: Sequence[Sequence[Ids]],
+    kept: KeptSets | None,
+    token_budget: int | None,
+) -> Iterator[PackInputs]:
+    """Check the samples and divide them into packs; the default budget fits at least the longest sample."""
+    prompt_ids, completion_ids = _as_groups(handle, *_checked(handle, prompts, completions))
+    prompt_lengths, lengths = [len(ids) for ids in prompt_ids], lengths_of(completion_ids)
+    if token_budget is None:
+        longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))
+        token_budget = max(default_token_budget(handle), longest)
+    flat = [ids for members in completion_ids for ids in members]
+    if kept is not None:
+        ends = [0, *accumulate(length for members in lengths for length in members)]
+        if len(kept) != ends[-1]:
+            raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
+    for pack in plan_packs(prompt_lengths, lengths, token_budget):
+        members = iter([flat[i] for i in pack.samples.tolist()])
+        chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
+        sets = None
+        if kept is not None:
+            tokens = [torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()]
+            sets = kept.select(torch.cat(tokens)).to(handle.device)
+        yield PackInputs(pack.samples, [prompt_ids[group] for group in pack.groups], chosen, sets)
+
+
+def _as_groups(handle: ModelHandle, prompts: list[_P], completions: list[list[_C]]) -> tuple[list[_P], list[list[_C]]]:
+    """The groups that share a prompt. On the plain path every sample is a group of its own."""
+    if not handle.fallback_reason:
+        return prompts, completions
+    repeated = [prompt for prompt, members in zip(prompts, completions, strict=True) for _ in members]
+    return repeated, [[completion] for members in completions for completion in members]
+
+
+def lengths_of(completions: Sequence[Sequence[Tensor]]) -> list[list[int]]:
+    return [[ids.shape[0] for ids in members] for members in completions]
+
+
+def _checked(
+    handle: ModelHandle, prompts: Sequence[Ids], completions: Sequence[Sequence[Ids]]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    if len(prompts) != len(completions) or not len(prompts):
+        raise InputError(
+            f"{len(prompts)} prompts but completions for {len(completions)}; give each prompt its list of completions"
+        )
+    for number, members in enumerate(completions):
+        if not len(members):
+            raise InputError(f"prompt {number} has no completion; leave it out")
+    prompt_ids = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
+    if _are_valid_tensors([ids for members in completions for ids in members], handle):
+        completion_ids: list[list[Tensor]] = [list(members) for members in completions]  # type: ignore[arg-type]
+    else:
+        completion_ids = [
+            [check_ids(ids, handle, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+            for number, members in enumerate(completions)
+        ]
+    for number, (prompt, lengths) in enumerate(zip(prompt_ids, lengths_of(completion_ids), strict=True)):
+        longest = len(prompt) + max(lengths)
+        if handle.context_length is not None and longest > handle.context_length:
+            raise InputError(
+                f"prompt {number} and its longest completion have {longest} tokens; the model's context length is "
+                f"{handle.context_length}"
+            )
+    return prompt_ids, completion_ids
+
+
+def _are_valid_tensors(completions: Sequence[Ids], handle: ModelHandle) -> bool:
+    """Whether `check_ids` would return all of them unchanged, tested at once: thousands of short calls are slow."""
+    for ids in completions:
+        if not isinstance(ids, Tensor) or ids.dtype != torch.long or ids.is_cuda or ids.dim() != 1 or not ids.shape[0]:
+            return False
+    low, high = torch.cat(list(completions)).aminmax()  # type: ignore[arg-type]
+    return int(low) >= 0 and int(high) < handle.vocabulary
+
+
+def check_ids(ids: Ids, handle: ModelHandle, name: str) -> Tensor:
+    """Token ids as a CPU tensor; raises unless they are integers, at least one, and in the vocabulary."""
+    try:
+        tensor = torch.as_tensor(ids).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"{name} is not a list of token ids: {error}") from error
+    if tensor.dim() != 1 or (len(tensor) and (tensor.is_floating_point() or tensor.dtype == torch.bool)):
+        raise InputError(f"{name} must be a list of integers, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if not len(tensor):
+        raise InputError(f"{name} is empty; give it at least one token, for example the model's BOS token")
+    low, high = int(tensor.min()), int(tensor.max())
+    if low < 0 or high >= handle.vocabulary:
+        raise InputError(
+            f"{name} holds the id {low if low < 0 else high}, outside the vocabulary of {handle.vocabulary}"
+        )
+    if handle.context_length is not None and len(tensor) > handle.context_length:
+        raise InputError(f"{name} has {len(tensor)} tokens; the model's context length is {handle.context_length}")
+    return tensor.long()
