@@ -8,6 +8,7 @@ they run, so that `groupwise --help` is fast. An error that groupwise raises bec
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -32,6 +33,7 @@ PLUGINS = {"usmle": "groupwise.cli.usmle:add_usmle"}
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status."""
+    _keep_freed_memory()
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = argparse.Namespace()
     try:
@@ -44,6 +46,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say_error(getattr(arguments, "interrupted", "interrupted"))
         return 130
+
+
+def _keep_freed_memory() -> None:
+    """Let PyTorch keep freed memory for 10 s.
+
+    PyTorch's builds for ARM allocate with mimalloc, which returns freed memory to the system after 10 ms; taking it
+    again costs a tenth of a training step. The variable is read when torch is loaded.
+    """
+    if "torch" not in sys.modules:
+        os.environ.setdefault("MIMALLOC_PURGE_DELAY", "10000")
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
