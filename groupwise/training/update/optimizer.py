@@ -17,8 +17,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """Input embeddings may have their own learning rate, and only matrices have weight decay.
 
-    The head never has the embeddings' rate. If head and embeddings are the same matrix, it has the ordinary rate, unless
-    optimizer.tied_embedding_rate is set; a rate that is not applied is reported.
+    The head never has the embeddings' rate. If head and embeddings are the same matrix, it has the ordinary rate,
+    unless optimizer.tied_embedding_rate is set; a rate that is not applied is reported.
     """
     settings = recipe.optimizer
     embeddings = _embedding_names(recipe, model)

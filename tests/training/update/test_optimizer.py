@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from groupwise.model.precision import MasterWeights
-from groupwise.training.components import make_optimizer
-from tests.training.factories import short_recipe, make_trainer, small_llama
+from groupwise.training.update.optimizer import make_optimizer
+from tests.training.factories import make_trainer, short_recipe, small_llama
 
 RATE = {"optimizer.embedding_learning_rate": 0.5, "optimizer.learning_rate": 0.1}
 
