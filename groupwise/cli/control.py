@@ -13,14 +13,14 @@ from groupwise.cli.common import Commands, add, console
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
-    from groupwise.control.main import Row
+    from groupwise.control.main import ProgressRow
 
 RUNS = Path("runs")
-SETTINGS_HELP = "preset, and changes of its settings: grpo-fast:same_start=false:lr=0.01 (see below)"
+SETTINGS_HELP = "a preset, optionally with changed settings: grpo-fast:same_start=false:lr=0.01 (see below)"
 
 
 class HelpWithPresets(argparse._HelpAction):
-    """`--help` that also explains the presets and every setting; they are read from where they are defined."""
+    """`--help` that also lists the presets and all settings, which are imported only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         parser.epilog = _presets_help()
@@ -32,38 +32,42 @@ def add_control(commands: Commands) -> None:
     actions = control.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
-    action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID of your own")
+    action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID")
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
-    action.add_argument("--seed", type=int, default=0, metavar="N", help="decides weights, first states and sampling")
-    action.add_argument("--out", type=Path, metavar="DIR", help="the run's folder (default: a new one below runs/)")
+    action.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the weights, first states and sampling"
+    )
+    action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
     _add_common(action)
     action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
-    action.add_argument("--save-every", type=int, default=50, metavar="N", help="updates between saved models")
-    action.add_argument("--live-plot", action="store_true", help="show the curves in a window while it trains")
-    action.add_argument("--resume", action="store_true", help="go on with the run in --out")
-    action.add_argument("--overwrite", action="store_true", help="delete a run that is in --out already")
+    action.add_argument("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints")
+    action.add_argument("--live-plot", action="store_true", help="plot the curves in a window during training")
+    action.add_argument("--resume", action="store_true", help="continue the run in --out")
+    action.add_argument("--overwrite", action="store_true", help="replace an existing run in --out")
 
     action = _add(
         actions,
         "compare",
         _compare,
-        "train several algorithms on several seeds and compare them; goes on where it stopped",
+        "train several algorithms on several seeds and compare them; continues a stopped comparison",
     )
     action.add_argument("--envs", default="CartPole-v1", metavar="ID,…", help="Gymnasium ids")
     action.add_argument("--algos", default="ppo,grpo", metavar="PRESET,…", help=SETTINGS_HELP)
-    action.add_argument("--seeds", type=int, default=10, metavar="N", help="seeds 0 … N − 1 for each")
+    action.add_argument("--seeds", type=int, default=10, metavar="N", help="number of seeds, 0 … N − 1")
     action.add_argument("--out", type=Path, default=RUNS / "comparison", metavar="DIR", help="default: %(default)s")
     action.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="runs at once (default: the cores)"
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="parallel runs (default: number of cores)"
     )
     _add_common(action)
-    action.set_defaults(interrupted="interrupted; every run has saved, the same command goes on")
+    action.set_defaults(interrupted="interrupted; every run is saved, and the same command continues them")
 
-    action = _add(actions, "play", _play, "watch a trained agent, or several side by side from the same first state")
-    action.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, or a model of it (.pt)")
-    action.add_argument("--seed", type=int, metavar="N", help="the first state (default: the first held-out one)")
+    action = _add(actions, "play", _play, "watch a trained agent, or several from the same first state")
+    action.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or a model (.pt)")
     action.add_argument(
-        "--out", type=Path, metavar="FILE", help="a film, .gif or .mp4 (default: a window, or RUN/play.gif)"
+        "--seed", type=int, metavar="N", help="seed of the first state (default: the first held-out one)"
+    )
+    action.add_argument(
+        "--out", type=Path, metavar="FILE", help="a video, .gif or .mp4 (default: a window, or RUN/play.gif)"
     )
 
 
@@ -77,18 +81,18 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
 
 def _add_common(action: argparse.ArgumentParser) -> None:
     action.add_argument(
-        "--steps", type=int, default=100_000, metavar="N", help="environment steps (default: %(default)s)"
+        "--steps", type=int, default=100_000, metavar="N", help="environment steps per run (default: %(default)s)"
     )
     action.add_argument("--evaluate-every", type=int, default=2048, metavar="N", help="steps between evaluations")
-    action.add_argument("--starts", type=int, default=20, metavar="N", help="held-out first states of an evaluation")
+    action.add_argument("--starts", type=int, default=20, metavar="N", help="held-out first states per evaluation")
     action.add_argument("--threshold", type=float, metavar="X", help="the return that counts as solved")
     action.add_argument(
-        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="what an environment is made with"
+        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the environment"
     )
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from groupwise.control.main import config_of, line_of, plotter_of, train
+    from groupwise.control.main import config_of, format_row, make_plotter, train
     from groupwise.rundir import new_run_path
 
     config = config_of(
@@ -100,25 +104,26 @@ def _train(arguments: argparse.Namespace) -> int:
         **_common(arguments),
     )
     if arguments.resume and not arguments.out:
-        raise ConfigError("--resume needs --out, the folder of the run to go on with")
+        raise ConfigError("--resume needs --out, the folder of the run to continue")
     folder = arguments.out or new_run_path(RUNS, re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}"))
     out = console()
 
-    def report(row: Row) -> None:
-        out.print(line_of(row), highlight=False, soft_wrap=True)
+    def report(row: ProgressRow) -> None:
+        out.print(format_row(row), highlight=False, soft_wrap=True)
         plotter.add(config.algorithm, row)
 
-    plotter = plotter_of(config, folder / "progress.png", window=arguments.live_plot)
+    plotter = make_plotter(config, folder / "progress.png", window=arguments.live_plot)
     with plotter:
         training = train(config, folder, resume=arguments.resume, overwrite=arguments.overwrite, report=report)
-    ending = "stopped; go on with --resume" if training.exit_status else f"watch it: groupwise control play {folder}"
+    ending = "stopped; continue with --resume" if training.exit_status else f"watch it: groupwise control play {folder}"
     for line in (training.outcome(), f"{folder} has the curve (progress.png) and the best model; {ending}"):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return training.exit_status
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from groupwise.control.main import compare, config_of
+    from groupwise.control.comparison.compare import compare
+    from groupwise.control.main import config_of
 
     environments, algorithms = (_names(arguments, option) for option in ("envs", "algos"))
     for option in ("seeds", "jobs"):
@@ -136,7 +141,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
     say(compare(configs, arguments.out, jobs=arguments.jobs, report=say))
-    say(f"all of it is in {arguments.out}: comparison.md, runs.csv, curves.csv and a picture for each environment")
+    say(f"{arguments.out} has comparison.md, runs.csv, curves.csv and a plot of each environment")
     return 0
 
 
@@ -144,16 +149,16 @@ def _play(arguments: argparse.Namespace) -> int:
     from groupwise.control.main import HELD_OUT, play
     from groupwise.control.utils import has_display
 
-    film = arguments.out
-    if film is None and (len(arguments.runs) > 1 or not has_display()):
+    video = arguments.out
+    if video is None and (len(arguments.runs) > 1 or not has_display()):
         first = arguments.runs[0]
-        film = (first if first.is_dir() else first.parent) / "play.gif"
-    returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=film)
+        video = (first if first.is_dir() else first.parent) / "play.gif"
+    returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
     out = console()
     for run, value in zip(arguments.runs, returns, strict=True):
         out.print(f"{run}: return {value:g}", markup=False, highlight=False, soft_wrap=True)
-    if film:
-        out.print(f"the film is {film}", markup=False, highlight=False, soft_wrap=True)
+    if video:
+        out.print(f"the video is {video}", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -165,15 +170,15 @@ def _common(arguments: argparse.Namespace) -> dict[str, Any]:
 def _names(arguments: argparse.Namespace, option: str) -> list[str]:
     names = [name.strip() for name in getattr(arguments, option).split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
-        raise ConfigError(f"--{option} must name one or more, each once, with commas between; got {names}")
+        raise ConfigError(f"--{option} needs a comma-separated list without repetitions, got {names}")
     return names
 
 
 def _option(word: str) -> tuple[str, Any]:
-    """KEY=VALUE, the value as JSON where it is that: numbers, true, false, null; else text."""
+    """KEY=VALUE; a value that is not JSON (a number, true, false, null) is text."""
     key, equals, value = word.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--env-option wants KEY=VALUE, got {word!r}")
+        raise ConfigError(f"--env-option needs KEY=VALUE, got {word!r}")
     try:
         return key, json.loads(value)
     except ValueError:
@@ -181,16 +186,16 @@ def _option(word: str) -> tuple[str, Any]:
 
 
 def _presets_help() -> str:
-    from groupwise.control.algorithms import PRESETS, SHORT
+    from groupwise.control.algorithms import ALIASES, PRESETS
 
     lines = ["presets:"]
     for name, preset in PRESETS.items():
-        also = [short for short, long in SHORT.items() if long == name]
-        lines.append(f"  {' or '.join([name, *also])}")
+        aliases = [alias for alias, preset_name in ALIASES.items() if preset_name == name]
+        lines.append(f"  {' or '.join([name, *aliases])}")
         lines += [f"      {line.strip()}" for line in (preset.__doc__ or "").strip().splitlines() if line.strip()]
     for title, preset in (("grpo", PRESETS["grpo-paper"]), ("ppo", PRESETS["ppo"])):
         settings = preset()
-        lines += ["", f"settings of {title}, with the document's values:"]
+        lines += ["", f"settings of {title} and their defaults:"]
         for key, field in type(settings).model_fields.items():
             if key != "algorithm":
                 value = getattr(settings, key)

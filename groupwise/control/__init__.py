@@ -1,5 +1,5 @@
-"""GRPO against PPO on Gymnasium control: a question is a first state, an answer is an episode.
+"""GRPO against PPO on Gymnasium environments, where the prompt is a first state and the completion an episode.
 
-Three files, to be read in this order: `utils` (network, environments, buffers, live plot), `algorithms` (settings and
-the two agents) and `main` (the training loops, what a run saves, comparing, playing).
+Read `utils` (network, environments, buffers, live plot) first, then `algorithms` (settings and the two agents) and
+`main` (training loops, checkpoints, playing). `comparison` trains and compares several algorithms over several seeds.
 """

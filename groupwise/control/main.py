@@ -1,7 +1,6 @@
-"""The controller: training loops, what a run saves, comparing algorithms, watching one play.
+"""Training loops, checkpoints, and playing trained agents.
 
-The fifth document's third file. As the document imagines it, ``python -m groupwise.control.main`` does what `CONFIG`
-says: edit it and run. `groupwise control train | compare | play` does the same from the command line.
+Edit `CONFIG` and run ``python -m groupwise.control.main``, or use `groupwise control train | compare | play`.
 """
 
 from __future__ import annotations
@@ -9,17 +8,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +26,13 @@ from groupwise.control.algorithms import (
     GRPOSettings,
     PPOAgent,
     PPOSettings,
-    checked,
     make_agent,
     play_out,
     settings_of,
+    validate,
 )
-from groupwise.control.comparison import ComparedRun, write_comparison
 from groupwise.control.utils import (
-    Array,
+    AnyArray,
     Environments,
     GRPOBuffer,
     LivePlotter,
@@ -47,72 +40,70 @@ from groupwise.control.utils import (
     SeededGymEnv,
     Shape,
     make_environments,
-    write_film,
+    write_video,
 )
 from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError, check_choice
 from groupwise.rundir import (
     RunDir,
     StopRequest,
-    end_with_parent,
-    interrupts_ignored,
     package_versions,
-    read_json,
     stop_on_signals,
     write_bytes,
     write_csv,
 )
 
 CONFIG: dict[str, Any] = {
-    "mode": "train",  # "train" the algorithms one after the other, then let them play; or only "play" what is there
+    "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
     "environment": "CartPole-v1",
-    "algorithms": ["grpo-fast", "ppo-fast"],  # grpo-paper, grpo-fast, ppo, ppo-fast; "grpo-fast:lr=0.003" changes one
+    "algorithms": ["grpo-fast", "ppo-fast"],  # presets: grpo, grpo-fast, ppo, ppo-fast; "grpo-fast:lr=0.003"
     "seed": 0,
     "steps": 40_000,  # environment steps for each
-    "live_plot": True,  # a window; a picture in the folder where there is no display
+    "live_plot": True,  # in a window; without a display, an image file in the folder
     "folder": "runs/control",
 }
 
 CONFIG_FILE, PROGRESS_FILE, RESULT_FILE = "config.json", "progress.csv", "result.json"
 BEST_FILE, STATE_FILE, MODELS, MODEL_FORMAT = "best_model.pt", "state.pt", "models", 1
-HELD_OUT = 2**30  # seeds from here on are for evaluation; training draws below
-Row = dict[str, float]
-Report = Callable[[Row], None]
+HELD_OUT = 2**30  # evaluation uses the seeds from here on, training those below
+ProgressRow = dict[str, float]  # an evaluation and the mean metrics of the updates before it
+OnProgress = Callable[[ProgressRow], None]
+Metrics = dict[str, float]
 
 
 class Config(BaseModel):
-    """A run: everything that decides what it does. It is saved as config.json."""
+    """The configuration of a run, saved as config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    environment: str = Field(default="CartPole-v1", description="a Gymnasium id, or MODULE:ID for one of your own")
-    options: dict[str, Any] = Field(default={}, description="what the environment is made with")
+    environment: str = Field(default="CartPole-v1", description="a Gymnasium id, or MODULE:ID")
+    options: dict[str, Any] = Field(default={}, description="keyword arguments of the environment")
     algorithm: str = Field(default="grpo-fast", description="a preset, with changes: grpo-fast:same_start=false")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="decides the weights, the first states and all sampling")
+    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the weights, first states and sampling")
     steps: int = Field(default=100_000, ge=1, description="environment steps to train for; the last update is finished")
     evaluate_every: int = Field(default=2048, ge=1, description="environment steps between evaluations")
     starts: int = Field(default=20, ge=1, description="held-out first states that an evaluation plays")
-    threshold: float | None = Field(
-        default=None, description="the return that counts as solved (the environment's own)"
-    )
+    threshold: float | None = Field(default=None, description="return that counts as solved (None: the environment's)")
     stop_when_solved: bool = Field(default=False, description="stop after two evaluations in a row at the threshold")
-    save_every: int = Field(default=50, ge=1, description="updates between saved states")
+    save_every: int = Field(default=50, ge=1, description="updates between checkpoints")
 
-    settings: GRPOSettings | PPOSettings = Field(discriminator="algorithm", description="what the algorithm stands for")
+    settings: GRPOSettings | PPOSettings = Field(discriminator="algorithm", description="the algorithm's settings")
 
 
 def config_of(**values: Any) -> Config:
-    """A run's configuration; what cannot be used is a ConfigError. Settings that are not given are the algorithm's."""
+    """A checked configuration. Without ``settings`` they are those of the algorithm's preset."""
     algorithm = values.get("algorithm", Config.model_fields["algorithm"].default)
     if "settings" not in values and isinstance(algorithm, str):
         values["settings"] = settings_of(algorithm).model_dump()
-    return checked(Config, values)
+    return validate(Config, values)
 
 
 # --- the training loops ----------------------------------------------------------------------------------------------
 
 
-def grpo_updates(agent: GRPOAgent, environments: Environments, rng: np.random.Generator) -> Iterator[tuple[int, Row]]:
-    """One update after another: play some groups of episodes to their ends, learn, tell the steps and what was seen.
+def grpo_updates(
+    agent: GRPOAgent, environments: Environments, rng: np.random.Generator
+) -> Iterator[tuple[int, Metrics]]:
+    """Per update: play groups of complete episodes, learn from them, and yield the steps taken and the metrics.
 
     All episodes of an update run at once; one that has ended drops out.
     """
@@ -137,63 +128,63 @@ def grpo_updates(agent: GRPOAgent, environments: Environments, rng: np.random.Ge
         yield sum(len(episode["rewards"]) for episode in episodes), agent.update(episodes)
 
 
-def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Iterator[tuple[int, Row]]:
-    """One update after another: take some steps in every environment, learn, tell the steps and what was seen."""
+def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Iterator[tuple[int, Metrics]]:
+    """Per update: take steps in every environment, learn from them, and yield the steps taken and the metrics."""
     settings = agent.settings
-    everyone = np.arange(settings.environments)
-    states = environments.reset(everyone, rng.integers(HELD_OUT, size=len(everyone)).tolist())
+    members = np.arange(settings.environments)
+    states = environments.reset(members, rng.integers(HELD_OUT, size=len(members)).tolist())
     buffer = PPOBuffer()
-    returns, lengths = np.zeros(len(everyone)), np.zeros(len(everyone))
+    returns, lengths = np.zeros(len(members)), np.zeros(len(members))
     while True:
         ended: list[tuple[float, float]] = []
         for _ in range(settings.steps // settings.environments):
             actions, logps = agent.get_action(states)
-            steps = environments.step(everyone, actions)
+            steps = environments.step(members, actions)
             buffer.store(states=states, actions=actions, logps=logps, next_states=steps.observations, **steps.ends())
             states = steps.observations
             returns, lengths = returns + steps.rewards, lengths + 1
             if steps.done.any():
-                done = everyone[steps.done]
+                done = members[steps.done]
                 ended += zip(returns[done], lengths[done], strict=True)
                 returns[done], lengths[done] = 0, 0
                 states = states.copy()  # the buffer keeps the states that ended the episodes
                 states[done] = environments.reset(done, rng.integers(HELD_OUT, size=len(done)).tolist())
-        seen = agent.update(buffer)
+        metrics = agent.update(buffer)
         if ended:
-            seen["train_return"], seen["episode_length"] = (float(x) for x in np.mean(ended, axis=0))
-        yield settings.steps, seen
+            metrics["train_return"], metrics["episode_length"] = (float(x) for x in np.mean(ended, axis=0))
+        yield settings.steps, metrics
 
 
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class Progress:
-    """Where a run stands; it is saved with the weights, so that a run that was stopped can go on."""
+class TrainingProgress:
+    """The counters and results of a run, saved in its checkpoint."""
 
     update: int = 0
     env_steps: int = 0
     cpu_seconds: float = 0.0
-    at_threshold: int = 0  # evaluations in a row, up to now
+    at_threshold: int = 0  # the last evaluations in a row that reached the threshold
     solved_at: tuple[int, float] | None = None  # environment steps and CPU seconds
     best: tuple[float, float] | None = None  # greedy and sampled return
-    rows: list[Row] = field(default_factory=list)  # of progress.csv
-    seen: list[Row] = field(default_factory=list)  # by the updates since the last of them
+    rows: list[ProgressRow] = field(default_factory=list)  # of progress.csv
+    seen: list[Metrics] = field(default_factory=list)  # of the updates since the last row
 
 
 def train(
-    config: Config, folder: Path, *, resume: bool = False, overwrite: bool = False, report: Report | None = None
+    config: Config, folder: Path, *, resume: bool = False, overwrite: bool = False, report: OnProgress | None = None
 ) -> Training:
-    """Train by ``config`` and leave config.json, progress.csv, result.json and the models in ``folder``.
+    """Train with ``config`` and write config.json, progress.csv, result.json and the models to ``folder``.
 
-    ``report`` is called with each row of progress.csv, on resuming also with those that are there. Ctrl-C ends a run
-    after the update under way, with everything saved. ``resume`` goes on with what was saved: GRPO as if it had never
-    stopped; PPO with new episodes, for what is inside an environment cannot be saved. One thread is used, which is
-    fastest for networks this small, and gives the same weights wherever the process has more.
+    ``report`` is called with each row of progress.csv; on resuming also with the existing ones. Ctrl-C ends the run
+    after the current update and saves it. ``resume`` continues from the checkpoint: GRPO to the same bits as without
+    the stop, PPO with new episodes, because the state of an environment cannot be saved. Training uses one thread,
+    which is fastest for such small networks and makes the weights independent of the number of threads.
     """
     report = report or (lambda row: None)
     with _one_thread():
-        training = Training(config)  # an environment that cannot be used is refused before there is a folder
+        training = Training(config)  # checks the environment before the folder is created
         with RunDir.resume(folder) if resume else RunDir.create(folder, overwrite=overwrite) as run:
             if resume:
                 training.restore(run)
@@ -207,34 +198,34 @@ def train(
 
 
 class Training:
-    """An agent, its environments and how far it has come."""
+    """An agent, its environments and its progress."""
 
     def __init__(self, config: Config) -> None:
         settings, name, options = config.settings, config.environment, config.options
         number = settings.environments if isinstance(settings, PPOSettings) else settings.groups * settings.group_size
-        self.config, self.progress, self.exit_status = config, Progress(), 0
+        self.config, self.progress, self.exit_status = config, TrainingProgress(), 0
         self.environments = make_environments(name, number, options)
         self.evaluation = make_environments(name, config.starts, options)
         self.threshold = _threshold(config, self.environments.shape)
         self.agent = make_agent(self.environments.shape, settings, config.seed)
         self.rng = np.random.default_rng(config.seed)
         self._versions = package_versions(("torch", "gymnasium", "numpy"))
-        self._mark()
+        self._remember_generators()
 
-    def run(self, run: RunDir, stopping: StopRequest, report: Report) -> None:
-        """Update, evaluate and save until the steps are used up, or somebody asks for the end."""
+    def run(self, run: RunDir, stopping: StopRequest, report: OnProgress) -> None:
+        """Update, evaluate and save until the budget is used up or a stop is requested."""
         progress, config = self.progress, self.config
         try:
-            if self._is_due:
+            if self._evaluation_is_due:
                 report(self.evaluate(run))
-            for steps, seen, seconds in self._updates():
+            for steps, metrics, seconds in self._updates():
                 progress.update += 1
                 progress.env_steps += steps
                 progress.cpu_seconds += seconds
-                progress.seen.append(seen)
-                self._mark()
-                run.metrics.record(progress.update, {"env_steps": progress.env_steps, **seen})
-                if self._is_due:
+                progress.seen.append(metrics)
+                self._remember_generators()
+                run.metrics.record(progress.update, {"env_steps": progress.env_steps, **metrics})
+                if self._evaluation_is_due:
                     report(self.evaluate(run))
                 if progress.update % config.save_every == 0:
                     write_model(run.path / MODELS / f"update-{progress.update}.pt", self.model())
@@ -250,16 +241,16 @@ class Training:
         if self.is_over:
             run.write_json(RESULT_FILE, self._result())
 
-    def _updates(self) -> Iterator[tuple[int, Row, float]]:
-        """Each update's steps, what it saw, and its CPU seconds: of sampling and learning, not of evaluating."""
+    def _updates(self) -> Iterator[tuple[int, Metrics, float]]:
+        """The steps, metrics and CPU seconds of each update; evaluation time is not counted."""
         if isinstance(self.agent, GRPOAgent):
             updates = grpo_updates(self.agent, self.environments, self.rng)
         else:
             updates = ppo_updates(self.agent, self.environments, self.rng)
         while not self.is_over:
             started = time.process_time()
-            steps, seen = next(updates)
-            yield steps, seen, time.process_time() - started
+            steps, metrics = next(updates)
+            yield steps, metrics, time.process_time() - started
 
     @property
     def is_over(self) -> bool:
@@ -267,8 +258,8 @@ class Training:
         return solved or self.progress.env_steps >= self.config.steps
 
     @property
-    def _is_due(self) -> bool:
-        """Whether to evaluate now: at the start, at the end and every so many steps; on resuming, if that failed."""
+    def _evaluation_is_due(self) -> bool:
+        """Whether to evaluate: at the start, every ``evaluate_every`` steps, and at the end."""
         progress = self.progress
         if not progress.rows:
             return True
@@ -276,22 +267,22 @@ class Training:
         enough = progress.env_steps >= last["env_steps"] + self.config.evaluate_every
         return progress.update > last["update"] and (self.is_over or enough)
 
-    def evaluate(self, run: RunDir) -> Row:
-        """Play from the held-out starts, add a row to progress.csv and keep the model if it is the best so far."""
+    def evaluate(self, run: RunDir) -> ProgressRow:
+        """Play from the held-out starts, add a row to progress.csv and save the model if it is the best so far."""
         progress = self.progress
         seeds = range(HELD_OUT, HELD_OUT + self.config.starts)
         greedy, sampled = (
-            float(play_out(self.agent, self.evaluation, seeds, greedy=how).mean()) for how in (True, False)
+            float(play_out(self.agent, self.evaluation, seeds, greedy=is_greedy).mean()) for is_greedy in (True, False)
         )
-        row: Row = {
+        row: ProgressRow = {
             "update": progress.update,
             "env_steps": progress.env_steps,
             "cpu_seconds": progress.cpu_seconds,
             "greedy_return": greedy,
             "sampled_return": sampled,
         }
-        names = dict.fromkeys(name for seen in progress.seen for name in seen)
-        row |= {name: float(np.mean([seen[name] for seen in progress.seen if name in seen])) for name in names}
+        names = dict.fromkeys(name for metrics in progress.seen for name in metrics)
+        row |= {name: float(np.mean([values[name] for values in progress.seen if name in values])) for name in names}
         progress.rows.append(row)
         progress.seen.clear()
         progress.at_threshold = progress.at_threshold + 1 if self._reached(greedy) else 0
@@ -311,7 +302,7 @@ class Training:
         return self.threshold is not None and greedy >= self.threshold
 
     def model(self) -> dict[str, Any]:
-        """The weights, and where they come from: tensors and plain values only."""
+        """The weights with their configuration, versions and scores: only tensors and plain values."""
         return {
             "format": MODEL_FORMAT,
             "config": self.config.model_dump(mode="json"),
@@ -321,64 +312,64 @@ class Training:
         }
 
     def save(self, run: RunDir) -> None:
-        """What `restore` needs: the model, the optimizer, and the generators as they were between two updates."""
-        more = {
+        """Write the checkpoint: the model, the optimizer, the generators and the progress after the last update."""
+        state = {
             "optimizer": self.agent.optimizer.state_dict(),
             "generators": json.dumps(self._generators),
             "progress": asdict(self.progress),
         }
-        write_model(run.path / STATE_FILE, self.model() | more)
+        write_model(run.path / STATE_FILE, self.model() | state)
 
     def restore(self, run: RunDir) -> None:
-        """Go on with a run of the same configuration; only its end may be another."""
+        """Load the checkpoint of a run with the same configuration; see `check_same_config`."""
         saved = read_model(run.path / STATE_FILE)
-        before, now = saved["config"], self.config.model_dump(mode="json")
-        _check_same(before, now, run.path)
+        config = self.config.model_dump(mode="json")
+        check_same_config(saved["config"], config, run.path)
         _load_weights(self.agent, saved, run.path / STATE_FILE)
         self.agent.optimizer.load_state_dict(saved["optimizer"])
         for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
             generator.bit_generator.state = state
-        self.progress = Progress(**saved["progress"])
-        self._mark()
+        self.progress = TrainingProgress(**saved["progress"])
+        self._remember_generators()
         run.metrics.rewind(self.progress.update)
-        (run.path / RESULT_FILE).unlink(missing_ok=True)  # it told of another end
-        run.write_json(CONFIG_FILE, now)
+        (run.path / RESULT_FILE).unlink(missing_ok=True)  # the result of a smaller budget
+        run.write_json(CONFIG_FILE, config)
 
-    def _mark(self) -> None:
-        """Remember where the generators stand, so that an update that fails can be begun again."""
+    def _remember_generators(self) -> None:
+        """Keep the state of the generators, so that a failed update can be repeated on resuming."""
         self._generators = [g.bit_generator.state for g in (self.rng, self.agent.generator)]
 
     def outcome(self) -> str:
-        """What the run came to, in words."""
+        """The result of the run as a sentence."""
         progress = self.progress
-        greedy, sampled = (progress.rows[-1][f"{how}_return"] for how in ("greedy", "sampled"))
-        words = f"return {greedy:g} greedy and {sampled:g} sampled after {progress.env_steps:,} steps"
+        last = progress.rows[-1]
+        greedy, sampled = last["greedy_return"], last["sampled_return"]
+        text = f"return {greedy:g} greedy and {sampled:g} sampled after {progress.env_steps:,} steps"
         if self.threshold is None:
-            return words
+            return text
         if progress.solved_at is None:
-            return f"{words}, not solved (that is {self.threshold:g} twice in a row)"
+            return f"{text}, not solved (that is {self.threshold:g} twice in a row)"
         steps, seconds = progress.solved_at
-        return f"{words}, solved after {steps:,} steps and {seconds:.2f} CPU seconds"
+        return f"{text}, solved after {steps:,} steps and {seconds:.2f} CPU seconds"
 
     def _result(self) -> dict[str, Any]:
-        """What the run came to."""
         progress, last = self.progress, self.progress.rows[-1]
-        facts = {name: last[name] for name in ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")}
-        return {**facts, "best": progress.best, "threshold": self.threshold, "solved_at": progress.solved_at}
+        result = {name: last[name] for name in ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")}
+        return {**result, "best": progress.best, "threshold": self.threshold, "solved_at": progress.solved_at}
 
 
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> None:
-    """A run may go on with another end, and with nothing else."""
-    for name in sorted(set(now) - {"steps", "stop_when_solved", "save_every"}):
-        if now[name] != before.get(name):
+def check_same_config(saved: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
+    """A run continues only with the configuration it was started with, except for its budget and checkpoints."""
+    for name in sorted(set(config) - {"steps", "stop_when_solved", "save_every"}):
+        if config[name] != saved.get(name):
             raise ConfigError(
-                f"{folder} was begun with {name} = {before.get(name)!r}, not {now[name]!r}; choose another folder"
+                f"{folder} was started with {name} = {saved.get(name)!r}, not {config[name]!r}; choose another folder"
             )
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread and no oneDNN: for networks this small, what those two prepare takes longer than the work."""
+    """One thread and no oneDNN, whose overhead is larger than the work for such small networks."""
     threads, one_dnn = torch.get_num_threads(), torch.backends.mkldnn.enabled
     torch.set_num_threads(1)
     torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
@@ -389,8 +380,8 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def read_progress(path: Path) -> list[Row]:
-    """The rows of a progress.csv; what a row has not is left out of it."""
+def read_progress(path: Path) -> list[ProgressRow]:
+    """The rows of a progress.csv, without empty cells."""
     try:
         with open(path, newline="") as file:
             return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
@@ -405,24 +396,24 @@ def write_model(path: Path, model: Mapping[str, Any]) -> None:
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """A saved model. Only tensors and plain values are loaded, so that a file of somebody else's can do no harm."""
+    """A saved model. Only tensors and plain values are loaded, so an untrusted file cannot run code."""
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every so many "
-            "updates and when it is stopped"
+            f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every "
+            "save_every updates and at its end"
         )
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the damage leads to
-        raise CheckpointError(f"{path} is no model, or is damaged: {' '.join(str(error).split())[:200]}") from error
+    except Exception as error:  # torch raises many kinds of errors
+        raise CheckpointError(f"{path} is not a model, or is damaged: {' '.join(str(error).split())[:200]}") from error
     parts = (model.get(name) for name in ("config", "weights")) if isinstance(model, dict) else (None,)
     if not all(isinstance(part, dict) for part in parts) or model.get("format") != MODEL_FORMAT:
-        raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, the one this groupwise writes")
+        raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, which this groupwise needs")
     return dict(model)
 
 
 def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
-    """The agent of a run folder (its best), or of a saved file, ready to act."""
+    """The best agent of a run folder, or the agent of a saved file."""
     model = read_model(path / BEST_FILE if path.is_dir() else path)
     config = config_of(**model["config"])
     environment = SeededGymEnv(config.environment, config.options)
@@ -437,120 +428,41 @@ def _load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: P
         agent.networks.load_state_dict(model["weights"])
     except RuntimeError as error:
         name = model["config"].get("environment")
-        raise CheckpointError(f"{path} does not fit {name} as it is here: {error}") from error
-
-
-# --- comparing -------------------------------------------------------------------------------------------------------
-
-
-def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: Callable[[str], None]) -> str:
-    """Train every one of ``configs`` that is not finished in ``folder``, ``jobs`` at once; the comparison as Markdown.
-
-    A run that was stopped goes on where it was. A run that fails does not stop the others.
-    """
-    for config in {(config.environment, config.algorithm): config for config in configs}.values():
-        Training(config).close()  # whatever will be refused is refused before any work
-    runs = [(config, _folder_of(folder, config)) for config in configs]
-    todo = [(config, path) for config, path in runs if not _is_finished(config, path)]
-    report(f"{len(configs)} runs, {len(configs) - len(todo)} of them finished already")
-    failed: list[str] = []
-    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
-        with interrupts_ignored():  # Ctrl-C reaches a terminal's every process; those that start here leave it to this
-            futures = {pool.submit(_train_one, config, path): _name_of(config) for config, path in todo}
-        try:
-            for number, future in enumerate(as_completed(futures), start=1):
-                try:
-                    outcome = future.result()
-                except GroupwiseError as error:
-                    outcome = f"failed: {error}"
-                    failed.append(f"{futures[future]}: {error}")
-                except BrokenProcessPool as error:
-                    raise ControlError("a run's process was killed, for want of memory perhaps; try again") from error
-                report(f"[{number} of {len(todo)}] {futures[future]}: {outcome}")
-        except BaseException:
-            for process in active_children():
-                process.terminate()  # on which a run finishes its update, saves, and its process ends
-            raise
-    finished = [_read_run(config, path) for config, path in runs if _is_finished(config, path)]
-    text = write_comparison(folder, finished, starts=configs[0].starts) if finished else ""
-    if failed:
-        raise ControlError(
-            f"{len(failed)} of {len(configs)} runs failed; the others are compared, and the same command tries these "
-            f"again. The first: {failed[0]}"
-        )
-    return text
-
-
-def _train_one(config: Config, folder: Path) -> str:
-    try:
-        training = train(config, folder, resume=(folder / STATE_FILE).exists(), overwrite=True)
-    except KeyboardInterrupt:
-        os._exit(130)
-    if training.exit_status:  # the pool may have handed out the next run already: nobody must begin it
-        os._exit(training.exit_status)
-    return training.outcome()
-
-
-def _name_of(config: Config) -> str:
-    return f"{config.environment}, {config.algorithm}, seed {config.seed}"
-
-
-def _folder_of(folder: Path, config: Config) -> Path:
-    environment, algorithm = (re.sub(r"[^\w.=-]+", "_", name) for name in (config.environment, config.algorithm))
-    return folder / environment / algorithm / f"seed-{config.seed}"
-
-
-def _is_finished(config: Config, folder: Path) -> bool:
-    if not (folder / CONFIG_FILE).exists():
-        return False
-    before = read_json(folder / CONFIG_FILE)
-    _check_same(before, config.model_dump(mode="json"), folder)
-    if before["steps"] > config.steps:
-        raise ConfigError(f"{folder} has had {before['steps']} steps, not {config.steps}; choose another folder")
-    return before["steps"] == config.steps and (folder / RESULT_FILE).exists()
-
-
-def _read_run(config: Config, folder: Path) -> ComparedRun:
-    result = read_json(folder / RESULT_FILE)
-    solved = result["solved_at"] and tuple(result["solved_at"])
-    rows = read_progress(folder / PROGRESS_FILE)
-    return ComparedRun(
-        config.environment, config.algorithm, config.seed, rows, config.steps, result["threshold"], solved
-    )
+        raise CheckpointError(f"{path} does not fit the installed {name}: {error}") from error
 
 
 # --- play ------------------------------------------------------------------------------------------------------------
 
 
 def play(paths: Sequence[Path], *, seed: int = HELD_OUT, out: Path | None = None) -> list[float]:
-    """Let trained agents play one greedy episode from the same s0; their returns.
+    """Let trained agents play one greedy episode each from the same first state, and return their returns.
 
-    With ``out``, a film of them side by side (.gif or .mp4); without, one agent in a window.
+    With ``out``, a video of them side by side (.gif or .mp4) is written; without, they play in a window.
     """
     players = [load_agent(path) for path in paths]
     names = sorted({config.environment for config, _ in players})
     if len(names) > 1:
-        raise ConfigError(f"side by side they must play one environment, not {' and '.join(names)}")
+        raise ConfigError(f"runs can only play together on one environment, not on {' and '.join(names)}")
     render_mode = "rgb_array" if out else "human"
-    films = []
+    videos = []
     for config, agent in players:
         environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
-        films.append(list(_episode(environment, config.algorithm, agent, seed)))
+        videos.append(list(_episode(environment, config.algorithm, agent, seed)))
         environment.close()
     if out:
         fps = environment.env.metadata.get("render_fps") or 30
-        write_film(out, [[(frame, caption) for frame, caption, _ in film] for film in films], fps)
-    return [film[-1][2] for film in films]
+        write_video(out, [[(frame, caption) for frame, caption, _ in video] for video in videos], fps)
+    return [video[-1][2] for video in videos]
 
 
 def _episode(
     environment: SeededGymEnv, name: str, agent: GRPOAgent | PPOAgent, seed: int
-) -> Iterator[tuple[Array, str, float]]:
-    """Each moment of a greedy episode: its picture, a caption and the return so far."""
+) -> Iterator[tuple[AnyArray, str, float]]:
+    """For each step of a greedy episode: the frame, a caption and the return so far."""
     state, total, done, number = environment.reset(seed=seed), 0.0, False, 0
     frame = environment.render()
     if environment.env.render_mode == "rgb_array" and frame.ndim != 3:
-        raise ControlError(f"{environment.name} draws no pictures (rgb_array) that a film could be made of")
+        raise ControlError(f"{environment.name} does not render frames (rgb_array) for a video")
     yield frame, name, total
     while not done:
         actions, _ = agent.get_action(state[None], greedy=True)
@@ -559,11 +471,11 @@ def _episode(
         yield environment.render(), f"{name}   step {number}   return {total:g}", total
 
 
-# --- what the document imagines --------------------------------------------------------------------------------------
+# --- python -m groupwise.control.main --------------------------------------------------------------------------------
 
 
 def main(config: Mapping[str, Any] = CONFIG) -> None:
-    """Do what ``config`` says: train the algorithms one after the other and draw them, then let them play."""
+    """Train the algorithms of ``config`` one after the other with a live plot, then let them play."""
     check_choice("mode", config["mode"], ("train", "play"), ConfigError)
     folder = Path(config["folder"])
     common = {name: config[name] for name in ("environment", "seed", "steps")}
@@ -572,43 +484,43 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
     }
     if config["mode"] == "train":
         first, _ = next(iter(runs.values()))
-        with plotter_of(first, folder / "live.png", window=config["live_plot"]) as plotter:
+        with make_plotter(first, folder / "live.png", window=config["live_plot"]) as plotter:
             for name, (run, path) in runs.items():
                 training = train(run, path, overwrite=True, report=partial(_show, plotter, name))
-                say(f"{name}: {training.outcome()}")
+                _print(f"{name}: {training.outcome()}")
                 if training.exit_status:
                     sys.exit(training.exit_status)
-    film = folder / "play.gif"
-    returns = play([path for _, path in runs.values()], out=film)
-    say(f"{film} shows them from one first state; returns: {', '.join(f'{value:g}' for value in returns)}")
+    video = folder / "play.gif"
+    returns = play([path for _, path in runs.values()], out=video)
+    _print(f"{video} shows them from the same first state; returns: {', '.join(f'{value:g}' for value in returns)}")
 
 
-def plotter_of(config: Config, picture: Path, *, window: bool) -> LivePlotter:
-    """A live plot for runs of that environment."""
+def make_plotter(config: Config, image: Path, *, window: bool) -> LivePlotter:
+    """A live plot for runs on the environment of ``config``."""
     environment = SeededGymEnv(config.environment, config.options)
     environment.close()
     threshold = _threshold(config, environment.shape)
-    return LivePlotter(picture, title=config.environment, threshold=threshold, window=window)
+    return LivePlotter(image, title=config.environment, threshold=threshold, window=window)
 
 
 def _threshold(config: Config, shape: Shape) -> float | None:
     return shape.threshold if config.threshold is None else config.threshold
 
 
-def _show(plotter: LivePlotter, algorithm: str, row: Row) -> None:
+def _show(plotter: LivePlotter, algorithm: str, row: ProgressRow) -> None:
     plotter.add(algorithm, row)
-    say(f"{algorithm:12} {line_of(row)}")
+    _print(f"{algorithm:12} {format_row(row)}")
 
 
-def line_of(row: Row) -> str:
-    """A row of progress in words."""
+def format_row(row: ProgressRow) -> str:
+    """A row of progress as a line of text."""
     return (
         f"{row['env_steps']:9,.0f} steps {row['cpu_seconds']:7.2f} CPU s   "
         f"greedy {row['greedy_return']:8.2f}   sampled {row['sampled_return']:8.2f}"
     )
 
 
-def say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

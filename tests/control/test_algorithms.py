@@ -1,10 +1,11 @@
-"""The agents against the document's loops written out, against Stable-Baselines3, and their settings."""
+"""The agents against reference loops and Stable-Baselines3, and their settings."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+import re
 
 import gymnasium
 import numpy as np
@@ -30,14 +31,14 @@ SHAPE = Shape(observation=3, actions=4, threshold=None, time_limit=100)
 
 @pytest.fixture
 def _doubles():
-    """Networks in double precision, so that Adam's division by tiny gradients does not amplify rounding."""
+    """Double precision, because Adam's division by tiny gradients amplifies rounding errors."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def random_episodes(rng, agent, groups, *, spread=True):
-    """Episodes of random lengths, sampled by a policy a little off the agent's; every third group has equal returns."""
+    """Episodes of random lengths, sampled by a perturbed policy; every third group has equal returns."""
     kind = agent.actor[0].weight.dtype
     sampler = copy.deepcopy(agent.actor)
     for weight in sampler.parameters():
@@ -63,29 +64,29 @@ def population(values):
     return mean, math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
 
 
-def compared(values, settings):
+def normalised(values, settings):
     """(R_i − mean) / (std + ε) of one group."""
     mean, std = population(values)
     return [(value - mean) / ((std + 1e-8) if settings.divide_by_std else 1) for value in values]
 
 
-def literal_advantages(group, settings):
-    """A number per step of each episode of one group."""
+def reference_advantages(group, settings):
+    """The advantage of each step of each episode of one group."""
     rewards = [episode["rewards"].tolist() for episode in group]
     if settings.credit == "outcome":
-        own = compared([sum(row) for row in rewards], settings)
-        return [[own[i]] * len(row) for i, row in enumerate(rewards)]
+        values = normalised([sum(row) for row in rewards], settings)
+        return [[values[i]] * len(row) for i, row in enumerate(rewards)]
     advantages = [[0.0] * len(row) for row in rewards]
     for t in range(max(map(len, rewards))):
         to_go = [sum(settings.gamma ** (k - t) * row[k] for k in range(t, len(row))) for row in rewards]
-        for i, value in enumerate(compared(to_go, settings)):
+        for i, value in enumerate(normalised(to_go, settings)):
             if t < len(rewards[i]):
                 advantages[i][t] = value
     return advantages
 
 
-class LiteralGRPO:
-    """The document's update, an episode at a time, with the settings that go beyond it."""
+class ReferenceGRPO:
+    """The GRPO update as a loop over episodes, with all settings."""
 
     def __init__(self, agent):
         self.settings, self.actor = agent.settings, copy.deepcopy(agent.actor)
@@ -95,31 +96,31 @@ class LiteralGRPO:
     def update(self, episodes):
         settings, advantages = self.settings, []
         for start in range(0, len(episodes), settings.group_size):
-            advantages += literal_advantages(episodes[start : start + settings.group_size], settings)
-        every_step = sum(len(episode["rewards"]) for episode in episodes)
+            advantages += reference_advantages(episodes[start : start + settings.group_size], settings)
+        total_steps = sum(len(episode["rewards"]) for episode in episodes)
         for _ in range(settings.epochs):
             loss, clipped = torch.zeros(()), 0
-            for episode, advantage in zip(episodes, advantages, strict=True):
-                own = torch.tensor(advantage)
+            for episode, values in zip(episodes, advantages, strict=True):
+                advantage = torch.tensor(values)
                 logps = Categorical(logits=self.actor(episode["states"])).log_prob(episode["actions"])
                 ratio = torch.exp(logps - episode["logps"])
-                held = ratio.clip(1 - settings.clip, 1 + settings.clip)
-                objective = torch.minimum(ratio * own, held * own)
-                clipped += int((held * own < ratio * own).sum())
+                clipped_ratio = ratio.clip(1 - settings.clip, 1 + settings.clip)
+                objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
+                clipped += int((clipped_ratio * advantage < ratio * advantage).sum())
                 if settings.kl_coef:
                     before = Categorical(logits=self.reference(episode["states"])).log_prob(episode["actions"])
                     distance = before.detach() - logps
                     objective = objective - settings.kl_coef * (distance.exp() - distance - 1)
-                weight = 1 / every_step
+                weight = 1 / total_steps
                 if settings.length_norm == "episode":
                     weight = episode["weight"] / len(episodes)
                 loss = loss - weight * objective.sum()
             descend(loss, self.optimizer, settings.max_grad_norm)
-        return {"loss": loss.item(), "clip_fraction": clipped / every_step}
+        return {"loss": loss.item(), "clip_fraction": clipped / total_steps}
 
 
 def descend(loss, optimizer, largest):
-    """One step of the optimizer, with the gradient of all weights together cut to a length."""
+    """One optimizer step with gradient norm clipping."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     optimizer.zero_grad()
     loss.backward()
@@ -129,10 +130,10 @@ def descend(loss, optimizer, largest):
     optimizer.step()
 
 
-def assert_same_weights(network, literal, before, lr):
-    """Equal to a thousandth of a step of the optimizer, and not merely because nothing moved."""
+def assert_same_weights(network, reference, before, lr):
+    """The weights have moved, and are equal to a thousandth of the learning rate."""
     for (name, weight), expected, start in zip(
-        network.named_parameters(), literal.parameters(), before.parameters(), strict=True
+        network.named_parameters(), reference.parameters(), before.parameters(), strict=True
     ):
         assert (expected - start).abs().max() > 0.5 * lr, name
         torch.testing.assert_close(weight, expected, rtol=0, atol=1e-3 * lr, msg=lambda text, name=name: name + text)
@@ -151,7 +152,7 @@ def bits(agent):
     ("length_norm", "divide_by_std", "kl_coef", "credit"),
     itertools.product(("episode", "step"), (True, False), (0.0, 0.3), ("outcome", "reward_to_go")),
 )
-def test_grpo_is_the_loop_of_the_document(length_norm, divide_by_std, kl_coef, credit, epochs):
+def test_grpo_is_the_reference_loop(length_norm, divide_by_std, kl_coef, credit, epochs):
     settings = GRPOSettings(
         lr=0.01,
         epochs=epochs,
@@ -165,27 +166,27 @@ def test_grpo_is_the_loop_of_the_document(length_norm, divide_by_std, kl_coef, c
         max_grad_norm=0.3 if epochs == 4 else 100.0,
     )
     agent = GRPOAgent(SHAPE, settings, seed=1)
-    literal, before = LiteralGRPO(agent), copy.deepcopy(agent.actor)
+    reference, before = ReferenceGRPO(agent), copy.deepcopy(agent.actor)
     rng = np.random.default_rng(5)
-    for groups in (3, 4):  # the second update shows that Adam's moments are the same as well
+    for groups in (3, 4):  # the second update also depends on Adam's moments
         episodes = random_episodes(rng, agent, groups)
-        seen, expected = agent.update(episodes), literal.update(episodes)
-        assert seen["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
-        assert seen["clip_fraction"] == pytest.approx(expected["clip_fraction"], abs=1e-6)
+        metrics, expected = agent.update(episodes), reference.update(episodes)
+        assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-4, abs=1e-6)
+        assert metrics["clip_fraction"] == pytest.approx(expected["clip_fraction"], abs=1e-6)
         assert expected["clip_fraction"] > 0.02
-        assert_same_weights(agent.actor, literal.actor, before, settings.lr)
+        assert_same_weights(agent.actor, reference.actor, before, settings.lr)
 
 
-def test_what_an_update_tells_of_its_episodes():
+def test_metrics_of_an_update():
     agent = GRPOAgent(SHAPE, GRPOSettings(group_size=2, groups=2))
     episodes = random_episodes(np.random.default_rng(0), agent, 2)  # the second group's returns are all 2
     first, second = (episode["return"].item() for episode in episodes[:2])
-    seen = agent.update(episodes)
-    assert seen["zero_spread_groups"] == 0.5
-    assert seen["group_spread"] == pytest.approx(abs(first - second) / 2 / 2)
-    assert seen["train_return"] == pytest.approx((first + second + 4) / 4)
-    assert seen["episode_length"] == sum(len(episode["rewards"]) for episode in episodes) / 4
-    assert 0 < seen["entropy"] <= math.log(4) + 1e-6
+    metrics = agent.update(episodes)
+    assert metrics["zero_spread_groups"] == 0.5
+    assert metrics["group_spread"] == pytest.approx(abs(first - second) / 2 / 2)
+    assert metrics["train_return"] == pytest.approx((first + second + 4) / 4)
+    assert metrics["episode_length"] == sum(len(episode["rewards"]) for episode in episodes) / 4
+    assert 0 < metrics["entropy"] <= math.log(4) + 1e-6
 
 
 def played(agent, seed=0):
@@ -211,30 +212,30 @@ CART_POLE = Shape(observation=4, actions=2, threshold=475.0, time_limit=500)
 def test_with_one_epoch_the_ratio_is_one():
     agent = GRPOAgent(CART_POLE, settings_of("grpo-paper"))
     for update in range(3):
-        seen = agent.update(played(agent, 10 * update))
-        assert seen["clip_fraction"] == 0
-        assert abs(seen["approx_kl"]) < 1e-6
-        assert seen["zero_spread_groups"] < 1
+        metrics = agent.update(played(agent, 10 * update))
+        assert metrics["clip_fraction"] == 0
+        assert abs(metrics["approx_kl"]) < 1e-6
+        assert metrics["zero_spread_groups"] < 1
 
 
-def test_with_more_epochs_and_long_steps_the_ratio_is_clipped():
+def test_with_more_epochs_and_a_large_learning_rate_the_ratio_is_clipped():
     agent = GRPOAgent(CART_POLE, settings_of("grpo-paper:epochs=8:lr=0.02"))
-    seen = agent.update(played(agent))
-    assert seen["clip_fraction"] > 0.05
-    assert seen["approx_kl"] > 0.01
+    metrics = agent.update(played(agent))
+    assert metrics["clip_fraction"] > 0.05
+    assert metrics["approx_kl"] > 0.01
 
 
-def test_equal_returns_teach_nothing():
+def test_equal_returns_change_nothing():
     agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=3, lr=0.1))
     before = bits(agent)
-    seen = agent.update(random_episodes(np.random.default_rng(1), agent, 3, spread=False))
-    assert seen["zero_spread_groups"] == 1.0
-    assert seen["group_spread"] == 0.0
+    metrics = agent.update(random_episodes(np.random.default_rng(1), agent, 3, spread=False))
+    assert metrics["zero_spread_groups"] == 1.0
+    assert metrics["group_spread"] == 0.0
     assert all(map(torch.equal, before, bits(agent)))
-    assert not agent.optimizer.state  # Adam has not even counted a step
+    assert not agent.optimizer.state  # Adam made no step
 
 
-def test_equal_returns_are_still_held_to_the_reference():
+def test_equal_returns_still_have_the_kl_term():
     agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=3, lr=0.01, kl_coef=1.0))
     rng = np.random.default_rng(1)
     start = copy.deepcopy(agent.actor)
@@ -242,21 +243,21 @@ def test_equal_returns_are_still_held_to_the_reference():
         agent.update(random_episodes(rng, agent, 1))
     reference = agent.networks["reference"]
     assert all(map(torch.equal, start.parameters(), reference.parameters()))
-    before, told = bits(agent), []
+    before, metrics = bits(agent), []
     for _ in range(30):
-        told.append(agent.update(random_episodes(rng, agent, 3, spread=False)))
-    assert {seen["zero_spread_groups"] for seen in told} == {1.0}
+        metrics.append(agent.update(random_episodes(rng, agent, 3, spread=False)))
+    assert {update["zero_spread_groups"] for update in metrics} == {1.0}
     assert not all(map(torch.equal, before, bits(agent)))
-    assert told[-1]["kl"] < 0.2 * told[0]["kl"]
+    assert metrics[-1]["kl"] < 0.2 * metrics[0]["kl"]
 
 
 @pytest.mark.parametrize("epochs", [1, 3])
-def test_a_loss_that_is_not_finite_is_told_before_the_optimizer_moves(epochs):
+def test_a_loss_that_is_not_finite_is_an_error_before_the_optimizer_steps(epochs):
     agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, epochs=epochs))
     episodes = random_episodes(np.random.default_rng(1), agent, 1)
     episodes[2]["logps"][0] = math.nan
     before = bits(agent)
-    with pytest.raises(ControlError, match=r"the loss is nan; a smaller learning rate \(lr\) may help"):
+    with pytest.raises(ControlError, match=r"the loss is nan; .*learning rate"):
         agent.update(episodes)
     assert all(map(torch.equal, before, bits(agent)))
     assert not agent.optimizer.state
@@ -266,7 +267,7 @@ def test_a_loss_that_is_not_finite_is_told_before_the_optimizer_moves(epochs):
 
 
 def opinionated(seed=0, scale=100.0):
-    """An agent whose policy is far from uniform, which a fresh one is close to."""
+    """An agent whose policy is far from uniform, unlike a new one's."""
     agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4, lr=0.05), seed=seed)
     agent.actor[-1].weight.data *= scale
     agent.actor[-1].bias.data += torch.tensor([0.5, -0.7, 0.1, 0.0])
@@ -282,7 +283,7 @@ def states_of(number, seed=0):
     return np.random.default_rng(seed).normal(size=(number, SHAPE.observation)).astype(np.float32)
 
 
-def test_log_probabilities_are_those_of_the_categorical():
+def test_log_probabilities_are_those_of_torchs_categorical():
     agent, states = opinionated(), states_of(200)
     policy = by_torch(agent, states)
     for greedy in (False, True):
@@ -292,14 +293,14 @@ def test_log_probabilities_are_those_of_the_categorical():
     np.testing.assert_array_equal(actions, policy.probs.argmax(-1).numpy())
 
 
-def test_logits_of_any_size_give_finite_log_probabilities():
+def test_large_logits_give_finite_log_probabilities():
     agent = opinionated(scale=1e6)
     actions, logps = agent.get_action(states_of(50))
     assert np.isfinite(logps).all()
     np.testing.assert_array_equal(actions, agent.get_action(states_of(50), greedy=True)[0])
 
 
-def test_actions_are_as_frequent_as_they_are_likely():
+def test_the_frequencies_of_sampled_actions_are_their_probabilities():
     agent, number = opinionated(scale=20.0), 20_000
     for state in states_of(3):
         states = np.tile(state, (number, 1))
@@ -309,7 +310,7 @@ def test_actions_are_as_frequent_as_they_are_likely():
         assert ((counts - expected) ** 2 / expected).sum() < 16.27  # χ² with 3 degrees of freedom, p = 0.001
 
 
-def test_a_batch_is_its_rows():
+def test_a_batch_gives_the_same_as_its_rows_one_by_one():
     agent, states = opinionated(), states_of(40)
     actions, logps = agent.get_action(states, generator=np.random.default_rng(3))
     generator = np.random.default_rng(3)
@@ -318,16 +319,16 @@ def test_a_batch_is_its_rows():
     np.testing.assert_allclose(logps, np.concatenate([row[1] for row in rows]), rtol=1e-5, atol=1e-6)
 
 
-def test_a_generator_of_ones_own_leaves_the_agents_alone():
+def test_another_generator_leaves_the_agents_generator_alone():
     one, two = opinionated(), opinionated()
     one.get_action(states_of(9), generator=np.random.default_rng(3))
     one.get_action(states_of(9), greedy=True)
     np.testing.assert_array_equal(one.get_action(states_of(50))[0], two.get_action(states_of(50))[0])
 
 
-def test_acting_follows_the_weights():
+def test_actions_follow_the_weights():
     agent, other, states = opinionated(0), opinionated(1), states_of(50)
-    seen = []
+    all_logps = []
     for change in (
         lambda: None,
         lambda: agent.update(random_episodes(np.random.default_rng(2), agent, 2)),
@@ -338,12 +339,12 @@ def test_acting_follows_the_weights():
         actions, logps = agent.get_action(states, greedy=True)
         policy = by_torch(agent, states)
         np.testing.assert_allclose(logps, policy.log_prob(torch.from_numpy(actions)).numpy(), rtol=1e-5, atol=1e-5)
-        seen.append(logps)
-    for before, after in itertools.pairwise(seen):
+        all_logps.append(logps)
+    for before, after in itertools.pairwise(all_logps):
         assert np.abs(before - after).max() > 1e-3
 
 
-def test_a_seed_decides_the_weights_and_nothing_else_is_touched():
+def test_a_seed_determines_the_weights_without_changing_torchs_generator():
     before = torch.get_rng_state()
     agents = [make_agent(SHAPE, settings_of(name), seed) for name in ("grpo", "ppo") for seed in (3, 3, 4)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -369,17 +370,17 @@ def test_an_evaluation_is_one_episode_from_each_start(name):
             total, over = total + reward, terminated or truncated
         expected.append(total)
     assert play_out(agent, environments, seeds, greedy=True).tolist() == expected
-    own = agent.generator.bit_generator.state
+    generator_state = agent.generator.bit_generator.state
     sampled = play_out(agent, environments, seeds, greedy=False)
     np.testing.assert_array_equal(play_out(agent, environments, seeds, greedy=False), sampled)
-    assert agent.generator.bit_generator.state == own  # how often one evaluates changes nothing in the training
+    assert agent.generator.bit_generator.state == generator_state
 
 
 # --- PPO -------------------------------------------------------------------------------------------------------------
 
 
 def random_rows(rng, agent, steps, environments):
-    """Transitions whose log-probabilities are a little off the agent's, with ends of both kinds."""
+    """Transitions with perturbed log-probabilities, some of them terminated or truncated."""
     kind = np.float64 if agent.actor[0].weight.dtype == torch.float64 else np.float32
     rows = []
     for _ in range(steps):
@@ -406,7 +407,7 @@ def buffer_of(rows):
     return buffer
 
 
-def literal_gae(rows, critic, settings):
+def reference_gae(rows, critic, settings):
     advantages = torch.zeros(len(rows), len(rows[0]["rewards"]))
     for column in range(advantages.shape[1]):
         running = 0.0
@@ -421,9 +422,9 @@ def literal_gae(rows, critic, settings):
     return advantages
 
 
-def literal_ppo(rows, actor, critic, optimizer, settings, generator):
-    """The document's PPO, a minibatch at a time; the loss of the last one."""
-    advantages = literal_gae(rows, critic, settings)
+def reference_ppo(rows, actor, critic, optimizer, settings, generator):
+    """The PPO update as a loop over mini-batches; returns the losses of the last one."""
+    advantages = reference_gae(rows, critic, settings)
     flat = {name: torch.from_numpy(np.concatenate([row[name] for row in rows])) for name in rows[0]}
     with torch.no_grad():
         returns = advantages.flatten() + critic(flat["states"])[:, 0]
@@ -436,8 +437,8 @@ def literal_ppo(rows, actor, critic, optimizer, settings, generator):
             chosen = order[start : start + settings.minibatch]
             policy = Categorical(logits=actor(flat["states"][chosen]))
             ratio = (policy.log_prob(flat["actions"][chosen]) - flat["logps"][chosen]).exp()
-            held = ratio.clip(1 - settings.clip, 1 + settings.clip)
-            objective = torch.minimum(ratio * advantages[chosen], held * advantages[chosen]).mean()
+            clipped = ratio.clip(1 - settings.clip, 1 + settings.clip)
+            objective = torch.minimum(ratio * advantages[chosen], clipped * advantages[chosen]).mean()
             error = ((critic(flat["states"][chosen])[:, 0] - returns[chosen]) ** 2).mean()
             loss = -(objective - settings.value_coef * error + settings.entropy_coef * policy.entropy().mean())
             descend(loss, optimizer, settings.max_grad_norm)
@@ -448,7 +449,7 @@ def literal_ppo(rows, actor, critic, optimizer, settings, generator):
 @pytest.mark.parametrize(
     ("value_coef", "entropy_coef", "max_grad_norm"), [(0.5, 0.0, 0.5), (1.3, 0.2, 100.0), (0.7, 0.05, 0.05)]
 )
-def test_ppo_is_the_loop_of_the_document(value_coef, entropy_coef, max_grad_norm):
+def test_ppo_is_the_reference_loop(value_coef, entropy_coef, max_grad_norm):
     settings = PPOSettings(
         lr=0.01,
         epochs=3,
@@ -469,16 +470,18 @@ def test_ppo_is_the_loop_of_the_document(value_coef, entropy_coef, max_grad_norm
     for _ in range(2):
         rows = random_rows(rng, agent, 13, 3)
         order = copy.deepcopy(agent.generator)
-        seen = agent.update(buffer_of(rows))
-        loss, error = literal_ppo(rows, actor, critic, optimizer, settings, order)
-        assert (seen["loss"], seen["value_loss"]) == (pytest.approx(loss, rel=1e-6), pytest.approx(error, rel=1e-6))
+        metrics = agent.update(buffer_of(rows))
+        loss, error = reference_ppo(rows, actor, critic, optimizer, settings, order)
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-6)
+        assert metrics["value_loss"] == pytest.approx(error, rel=1e-6)
         assert_same_weights(agent.actor, actor, before[0], settings.lr)
         assert_same_weights(agent.critic, critic, before[1], settings.lr)
 
 
-@pytest.mark.filterwarnings("ignore")  # Stable-Baselines3's own
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Stable-Baselines3
 def test_ppo_is_that_of_stable_baselines():
-    """One batch of real episodes gone through four times; both bootstrap where the time limit cut one off."""
+    """Four passes over one batch of real episodes; both bootstrap where the time limit truncated one."""
     sb3 = pytest.importorskip("stable_baselines3")
     from stable_baselines3.common.logger import configure
 
@@ -531,9 +534,9 @@ def layers_of(agent, peer):
 
 @torch.no_grad()
 def _play_for_both(agent, peer, environments, steps):
-    """Transitions for our buffer, and the same in theirs, which adds γV(s′) to the reward where one was cut off."""
-    everyone = np.arange(agent.settings.environments)
-    states, begins, rows = environments.reset(everyone, everyone.tolist()), np.ones(len(everyone)), []
+    """Transitions for our buffer, and the same in theirs, which adds γV(s′) to the reward of a truncated episode."""
+    members = np.arange(agent.settings.environments)
+    states, begins, rows = environments.reset(members, members.tolist()), np.ones(len(members)), []
     seeds = itertools.count(100)
 
     def value(of):
@@ -541,7 +544,7 @@ def _play_for_both(agent, peer, environments, steps):
 
     for _ in range(steps):
         actions, logps = agent.get_action(states)
-        taken = environments.step(everyone, actions)
+        taken = environments.step(members, actions)
         rows.append(
             {"states": states, "actions": actions, "logps": logps, "next_states": taken.observations, **taken.ends()}
         )
@@ -550,7 +553,7 @@ def _play_for_both(agent, peer, environments, steps):
         peer.rollout_buffer.add(states, actions, rewards, begins, value(states), torch.from_numpy(logps))
         states, begins = taken.observations.copy(), taken.done
         if begins.any():
-            states[begins] = environments.reset(everyone[begins], [next(seeds) for _ in everyone[begins]])
+            states[begins] = environments.reset(members[begins], [next(seeds) for _ in members[begins]])
     peer.rollout_buffer.compute_returns_and_advantage(value(states), begins)
     return rows
 
@@ -569,7 +572,7 @@ def test_ppo_stops_before_a_loss_that_is_not_finite_moves_anything():
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_the_numbers_are_those_of_the_document():
+def test_the_values_of_the_presets():
     grpo, ppo = settings_of("grpo-paper"), settings_of("ppo")
     assert grpo == settings_of("grpo")
     assert isinstance(grpo, GRPOSettings)
@@ -595,35 +598,41 @@ def test_settings_are_changed_by_name():
     assert [tuple(layer.weight.shape) for layer in list(network)[::2]] == [(32, 3), (16, 32), (1, 16)]
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "message"),
-    [
-        ("grpo-fest", "unknown algorithm 'grpo-fest'; did you mean 'grpo-fast'"),
-        ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast', 'grpo'\)"),
-        ("grpo:group=5", "unknown setting of grpo-paper 'group'; did you mean 'groups'"),
-        ("grpo:steps=5", "unknown setting of grpo-paper 'steps'"),
-        ("ppo:group_size=5", "unknown setting of ppo 'group_size'"),
-        ("ppo:algorithm=grpo", "unknown setting of ppo 'algorithm'"),
-        ("grpo:lr", "'lr' is no change of a setting; write grpo-paper:KEY=VALUE"),
-        ("grpo:", "'' is no change of a setting"),
-        ("grpo:lr=fast", "grpo:lr=fast: lr = 'fast' cannot be used: .*valid number"),
-        ("grpo:lr=0", "lr = '0' cannot be used: .*greater than 0"),
-        ("grpo:lr=nan", "lr = 'nan' cannot be used"),
-        ("grpo:group_size=1", "group_size = '1' cannot be used: .*greater than or equal to 2"),
-        ("grpo:epochs=1.5", "epochs = '1.5' cannot be used: .*valid integer"),
-        ("grpo:same_start=perhaps", "same_start = 'perhaps' cannot be used: .*valid boolean"),
-        ("grpo:credit=all", "credit = 'all' cannot be used: .*'outcome' or 'reward_to_go'"),
-        ("grpo:gamma=1.01", "gamma = '1.01' cannot be used: .*less than or equal to 1"),
-        ("grpo:hidden=32xlarge", "hidden.1 = 'large' cannot be used"),
-        ("grpo:hidden=0", "hidden.0 = '0' cannot be used: .*greater than 0"),
-        ("ppo:hidden=64x-3", "hidden.1 = '-3' cannot be used: .*greater than 0"),
-        ("ppo:steps=2049", r"cannot be used: steps \(2049\) must be a multiple of environments \(8\)"),
-        ("ppo:environments=3", r"cannot be used: steps \(2048\) must be a multiple of environments \(3\)"),
-    ],
-)
-def test_settings_that_cannot_be_used_are_refused(algorithm, message):
-    with pytest.raises(ConfigError, match=message):
-        settings_of(algorithm)
+REFUSED = [
+    ("grpo-fest", "unknown algorithm 'grpo-fest'; did you mean 'grpo-fast'"),
+    ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast', 'grpo'\)"),
+    ("grpo:group=5", "unknown setting of grpo-paper 'group'; did you mean 'groups'"),
+    ("grpo:steps=5", "unknown setting of grpo-paper 'steps'"),
+    ("ppo:group_size=5", "unknown setting of ppo 'group_size'"),
+    ("ppo:algorithm=grpo", "unknown setting of ppo 'algorithm'"),
+    ("grpo:lr", "'lr' does not change a setting; write grpo-paper:KEY=VALUE"),
+    ("grpo:", "'' does not change a setting"),
+    ("grpo:lr=fast", "grpo:lr=fast: lr = 'fast' cannot be used: .*valid number"),
+    ("grpo:lr=0", "lr = '0' cannot be used: .*greater than 0"),
+    ("grpo:lr=nan", "lr = 'nan' cannot be used"),
+    ("grpo:group_size=1", "group_size = '1' cannot be used: .*greater than or equal to 2"),
+    ("grpo:epochs=1.5", "epochs = '1.5' cannot be used: .*valid integer"),
+    ("grpo:same_start=perhaps", "same_start = 'perhaps' cannot be used: .*valid boolean"),
+    ("grpo:credit=all", "credit = 'all' cannot be used: .*'outcome' or 'reward_to_go'"),
+    ("grpo:gamma=1.01", "gamma = '1.01' cannot be used: .*less than or equal to 1"),
+    ("grpo:hidden=32xlarge", "hidden.1 = 'large' cannot be used"),
+    ("grpo:hidden=0", "hidden.0 = '0' cannot be used: .*greater than 0"),
+    ("ppo:hidden=64x-3", "hidden.1 = '-3' cannot be used: .*greater than 0"),
+    ("ppo:steps=2049", r"cannot be used: steps \(2049\) must be a multiple of environments \(8\)"),
+    ("ppo:environments=3", r"cannot be used: steps \(2048\) must be a multiple of environments \(3\)"),
+]
+
+
+def test_invalid_settings_are_refused():
+    failures = []
+    for algorithm, message in REFUSED:
+        try:
+            settings_of(algorithm)
+            failures.append(algorithm)
+        except ConfigError as error:
+            if not re.search(message, str(error)):
+                failures.append(f"{algorithm}: {error}")
+    assert failures == []
 
 
 def test_changes_of_a_wrong_type_are_refused():

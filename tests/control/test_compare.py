@@ -1,4 +1,4 @@
-"""Comparing: several runs at once in processes of their own; what is finished is not trained again."""
+"""Comparisons: runs in parallel processes, continued where they stopped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import gymnasium
@@ -17,7 +18,9 @@ import pytest
 from PIL import Image
 
 from groupwise.cli import main as groupwise
-from groupwise.control.main import compare, config_of, read_model, read_progress, train
+from groupwise.control.comparison import compare as comparing
+from groupwise.control.comparison.compare import compare
+from groupwise.control.main import config_of, read_model, read_progress, train
 from groupwise.errors import ConfigError, ControlError
 from groupwise.rundir import read_json
 
@@ -26,14 +29,24 @@ FOLDERS = ("grpo-fast", "ppo-fast_steps=512_epochs=2")
 SMALL = {"steps": 1500, "starts": 4, "evaluate_every": 500, "save_every": 2}
 TROUBLED = "troubled_environment:GroupwiseTroubled-v0"
 
-# A module of somebody's own. What happens at its hundredth step is what a file beside it says.
+# A custom environment. The file "trouble" beside it says what happens at its hundredth step.
 ENVIRONMENT = """
 import os
 import signal
+import time
 from pathlib import Path
 
 import gymnasium
 import numpy as np
+
+
+def wait_for_sigterm():
+    Path(__file__).with_name("waiting").touch()
+    received = []
+    handler = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda number, frame: (received.append(number), handler(number, frame)))
+    while not received:
+        time.sleep(0.01)
 
 
 class Troubled(gymnasium.Env):
@@ -43,11 +56,11 @@ class Troubled(gymnasium.Env):
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
-        self.now = 0
+        self.time = 0
         return self.np_random.normal(size=2), {}
 
     def step(self, action):
-        self.now += 1
+        self.time += 1
         Troubled.taken += 1
         if Troubled.taken == 100:
             trouble = Path(__file__).with_name("trouble").read_text()
@@ -55,7 +68,9 @@ class Troubled(gymnasium.Env):
                 raise ZeroDivisionError("the pole broke")
             if trouble == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self.np_random.normal(size=2), float(action), self.now > 5, False, {}
+            if trouble == "wait":
+                wait_for_sigterm()
+        return self.np_random.normal(size=2), float(action), self.time > 5, False, {}
 
 
 gymnasium.register("GroupwiseTroubled-v0", entry_point=Troubled)
@@ -64,7 +79,7 @@ gymnasium.register("GroupwiseTroubled-v0", entry_point=Troubled)
 
 @pytest.fixture
 def trouble(tmp_path, monkeypatch):
-    """The file that decides what the environment does; the processes that are started find it as this one does."""
+    """The file that says what the environment does; child processes find the module through the same path."""
     folder = tmp_path / "module"
     folder.mkdir()
     (folder / "troubled_environment.py").write_text(ENVIRONMENT)
@@ -84,13 +99,24 @@ def configs_of(seeds=2, environments=("CartPole-v1",), **changes):
     ]
 
 
+class InlineExecutor(ProcessPoolExecutor):
+    """Runs everything in this process, which is quicker than starting others."""
+
+    def submit(self, function, *arguments):
+        future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """A comparison of four runs by two processes, its text and what was said on the way."""
+    """A comparison of four runs: its folder, its text and its messages."""
     folder = tmp_path_factory.mktemp("compared") / "comparison"
-    said = []
-    text = compare(configs_of(), folder, jobs=2, report=said.append)
-    return folder, text, said
+    messages = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparing, "ProcessPoolExecutor", InlineExecutor)
+        text = compare(configs_of(), folder, report=messages.append)
+    return folder, text, messages
 
 
 @pytest.fixture
@@ -112,12 +138,12 @@ def table(path):
         return list(csv.DictReader(file))
 
 
-def test_a_comparison_leaves_its_runs_its_tables_and_a_picture(compared):
-    folder, text, said = compared
-    assert said[0] == "4 runs, 0 of them finished already"
-    assert sorted(line.partition("]")[0] for line in said[1:]) == [f"[{number} of 4" for number in (1, 2, 3, 4)]
+def test_a_comparison_writes_its_runs_tables_and_plot(compared):
+    folder, text, messages = compared
+    assert messages[0] == "4 runs, 0 of them finished already"
+    assert sorted(line.partition("]")[0] for line in messages[1:]) == [f"[{number} of 4" for number in (1, 2, 3, 4)]
     names = {f"CartPole-v1, {algorithm}, seed {seed}" for algorithm in ALGORITHMS for seed in (0, 1)}
-    assert {line.partition("] ")[2].partition(": return ")[0] for line in said[1:]} == names
+    assert {line.partition("] ")[2].partition(": return ")[0] for line in messages[1:]} == names
     assert {path.name for path in folder.iterdir()} == {
         "CartPole-v1",
         "CartPole-v1.png",
@@ -126,15 +152,15 @@ def test_a_comparison_leaves_its_runs_its_tables_and_a_picture(compared):
         "runs.csv",
     }
     assert set(states(folder)) == {f"CartPole-v1/{name}/seed-{seed}" for name in FOLDERS for seed in (0, 1)}
-    with Image.open(folder / "CartPole-v1.png") as picture:
-        assert picture.width > 500
+    with Image.open(folder / "CartPole-v1.png") as image:
+        assert image.width > 500
     assert (folder / "comparison.md").read_text() == text
-    assert "1,500 environment steps a run" in text
+    assert "1,500 environment steps per run" in text
     assert "seeds 0, 1; returns measured on 4 held-out starts" in text
     assert table(folder / "curves.csv")[0]["environment"] == "CartPole-v1"
 
 
-def test_the_runs_of_a_comparison_are_those_of_training_one_by_one(compared, tmp_path):
+def test_the_runs_of_a_comparison_are_the_same_as_single_runs(compared, tmp_path):
     folder, _, _ = compared
     lines = {(line["algorithm"], int(line["seed"])): line for line in table(folder / "runs.csv")}
     assert len(lines) == 4
@@ -150,22 +176,35 @@ def test_the_runs_of_a_comparison_are_those_of_training_one_by_one(compared, tmp
         assert line["solved"] == "no"
 
 
-def test_what_is_finished_is_not_trained_again(compared, copy):
+@pytest.mark.slow
+def test_parallel_processes_train_the_same_runs(compared, tmp_path):
+    folder, _, _ = compared
+    compare(configs_of(), tmp_path / "comparison", jobs=2, report=lambda line: None)
+    for path in (path.relative_to(folder) for path in folder.rglob("progress.csv")):
+        rows = [
+            [{**row, "cpu_seconds": 0} for row in read_progress(root / path)]
+            for root in (folder, tmp_path / "comparison")
+        ]
+        assert rows[0] == rows[1]
+
+
+def test_finished_runs_are_not_trained_again(compared, copy):
     _, text, _ = compared
-    before, said = states(copy), []
-    assert compare(configs_of(), copy, jobs=2, report=said.append) == text
-    assert said == ["4 runs, 4 of them finished already"]
+    before, messages = states(copy), []
+    assert compare(configs_of(), copy, jobs=2, report=messages.append) == text
+    assert messages == ["4 runs, 4 of them finished already"]
     assert states(copy) == before
 
 
-def test_only_what_is_missing_is_trained_and_what_fails_does_not_stop_it(compared, copy, trouble):
-    """A result is deleted, a seed is added, and so is an environment that fails; one process does it all."""
+@pytest.mark.slow
+def test_only_missing_runs_are_trained_and_a_failed_one_does_not_stop_the_others(compared, copy, trouble):
+    """A result is deleted; a seed and an environment that fails are added."""
     _, text, _ = compared
     trouble.write_text("raise")
     lost = copy / "CartPole-v1/grpo-fast/seed-1/result.json"
     result = read_json(lost)
     lost.unlink()
-    before, said = states(copy), []
+    before, messages = states(copy), []
     troubled = config_of(**SMALL, environment=TROUBLED, algorithm="grpo-fast")
     configs = [*configs_of(3), troubled]
     name = f"{TROUBLED}, grpo-fast, seed 0"
@@ -173,18 +212,18 @@ def test_only_what_is_missing_is_trained_and_what_fails_does_not_stop_it(compare
     with pytest.raises(
         ControlError, match=rf"1 of 7 runs failed; the others are compared.*{name}: {TROUBLED}, {reason}"
     ):
-        compare(configs, copy, jobs=1, report=said.append)
+        compare(configs, copy, jobs=1, report=messages.append)
 
-    assert said[0] == "7 runs, 3 of them finished already"
-    assert len(said) == 5
-    assert [line for line in said if "failed" in line and name in line]
+    assert messages[0] == "7 runs, 3 of them finished already"
+    assert len(messages) == 5
+    assert [line for line in messages if "failed" in line and name in line]
     after = states(copy)
     changed = {path for path in after if after[path] != before.get(path)}
-    own = "troubled_environment_GroupwiseTroubled-v0/grpo-fast/seed-0"
+    failed = "troubled_environment_GroupwiseTroubled-v0/grpo-fast/seed-0"
     new = {f"CartPole-v1/{name}/seed-2" for name in FOLDERS}
-    assert changed == {"CartPole-v1/grpo-fast/seed-1", own} | new
-    assert read_model(copy / own / "state.pt")["progress"]["rows"][0]["greedy_return"] >= 0
-    assert read_json(lost) == result  # it went on where it was, which was the end
+    assert changed == {"CartPole-v1/grpo-fast/seed-1", failed} | new
+    assert read_model(copy / failed / "state.pt")["progress"]["rows"][0]["greedy_return"] >= 0
+    assert read_json(lost) == result  # it resumed at its end
     assert {(line["environment"], line["seed"]) for line in table(copy / "runs.csv")} == {
         ("CartPole-v1", seed) for seed in "012"
     }
@@ -192,10 +231,11 @@ def test_only_what_is_missing_is_trained_and_what_fails_does_not_stop_it(compare
     assert compare(configs_of(), copy, jobs=1, report=lambda line: None) == text
 
 
-def test_a_process_that_is_killed_is_told(tmp_path, trouble):
+@pytest.mark.slow
+def test_a_killed_process_is_an_error(tmp_path, trouble):
     trouble.write_text("kill")
     configs = [config_of(**SMALL, environment=TROUBLED, algorithm="grpo-fast", seed=seed) for seed in range(2)]
-    with pytest.raises(ControlError, match="a run's process was killed"):
+    with pytest.raises(ControlError, match="process of a run was killed"):
         compare(configs, tmp_path / "comparison", jobs=1, report=lambda line: None)
     assert not list((tmp_path / "comparison").rglob("result.json"))
 
@@ -203,10 +243,10 @@ def test_a_process_that_is_killed_is_told(tmp_path, trouble):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluate_every": 100}, "seed-0 was begun with evaluate_every = 500, not 100; choose another folder"),
-        ({"starts": 5}, "seed-0 was begun with starts = 4, not 5; choose another folder"),
-        ({"threshold": 200.0}, "seed-0 was begun with threshold = None, not 200.0; choose another folder"),
-        ({"steps": 1000}, "seed-0 has had 1500 steps, not 1000; choose another folder"),
+        ({"evaluate_every": 100}, "seed-0 was started with evaluate_every = 500, not 100; choose another folder"),
+        ({"starts": 5}, "seed-0 was started with starts = 4, not 5; choose another folder"),
+        ({"threshold": 200.0}, "seed-0 was started with threshold = None, not 200.0; choose another folder"),
+        ({"steps": 1000}, "seed-0 was trained for 1500 steps, not 1000; choose another folder"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -221,7 +261,7 @@ def test_other_settings_in_the_same_folder_are_refused(copy, changes, message, f
     assert states(copy) == before
 
 
-def test_what_cannot_be_learned_is_refused_before_anything_is_trained(tmp_path):
+def test_an_unsupported_environment_is_refused_before_any_training(tmp_path):
     with pytest.raises(ControlError, match=r"Pendulum-v1 has the action space .* only discrete actions"):
         compare(configs_of(environments=("CartPole-v1", "Pendulum-v1")), tmp_path / "new", jobs=2, report=refuse)
     assert not list(tmp_path.iterdir())
@@ -231,7 +271,7 @@ def test_what_cannot_be_learned_is_refused_before_anything_is_trained(tmp_path):
 
 
 def wait_until(happened, process=None):
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not happened():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
@@ -246,42 +286,45 @@ def is_gone(pid):
     return False
 
 
-def test_an_interrupted_comparison_goes_on_with_the_same_command(tmp_path, capsys):
-    """Ctrl-C in a terminal reaches the workers too. One works, and the next run has been handed out already."""
-    folder = tmp_path / "comparison"
-    words = ["control", "compare", "--algos", "grpo-fast", "--seeds", "2", "--jobs", "1", "--out", str(folder)]
-    words += ["--steps", "16000", "--starts", "3"]
+@pytest.mark.slow
+def test_an_interrupted_comparison_continues_with_the_same_command(tmp_path, trouble, capsys):
+    """Ctrl-C in a terminal reaches the workers too. One is in the middle of a run, and the next run is queued."""
+    trouble.write_text("wait")
+    folder, config = tmp_path / "comparison", {"environment": TROUBLED, "steps": 1500, "starts": 3}
+    words = ["control", "compare", "--envs", TROUBLED, "--algos", "grpo-fast", "--seeds", "2", "--jobs", "1"]
+    words += ["--steps", "1500", "--starts", "3", "--out", str(folder)]
     process = subprocess.Popen(
         [sys.executable, "-m", "groupwise", *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(trouble.parent), *sys.path)))},
         start_new_session=True,
-        # A test run in the background ignores SIGINT, and its children would.
+        # A test run in the background ignores SIGINT, and its children would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    first = folder / "CartPole-v1/grpo-fast/seed-0"
-    wait_until((first / "progress.csv").exists, process)
+    first = folder / "troubled_environment_GroupwiseTroubled-v0/grpo-fast/seed-0"
+    wait_until(trouble.with_name("waiting").exists, process)
     worker = json.loads((first / ".holder.json").read_text())["pid"]
     os.killpg(process.pid, signal.SIGINT)
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 130
     assert out == "2 runs, 0 of them finished already\n"
-    assert error == "groupwise: interrupted; every run has saved, the same command goes on\n"
+    assert error == "groupwise: interrupted; every run is saved, and the same command continues them\n"
     assert is_gone(worker)
     assert [path.name for path in first.parent.iterdir()] == ["seed-0"]
     assert not (first / "result.json").exists()
-    stopped_at = read_model(first / "state.pt")["progress"]["env_steps"]
-    assert 0 < stopped_at < 16_000
+    assert 0 < read_model(first / "state.pt")["progress"]["env_steps"] < 1500
 
+    trouble.write_text("")
     assert groupwise(words) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("2 runs, 0 of them finished already\n[1 of 2] CartPole-v1, grpo-fast, seed 0: return ")
-    assert f"all of it is in {folder}: comparison.md, runs.csv, curves.csv and a picture" in said.replace("\n", " ")
-    assert (folder / "comparison.md").read_text() in said
-    whole = train(config_of(algorithm="grpo-fast", steps=16_000, starts=3), tmp_path / "whole")
+    out = capsys.readouterr().out
+    assert out.startswith(f"2 runs, 0 of them finished already\n[1 of 2] {TROUBLED}, grpo-fast, seed 0: return ")
+    assert f"{folder} has comparison.md, runs.csv, curves.csv" in out
+    assert (folder / "comparison.md").read_text() in out
+    uninterrupted = train(config_of(algorithm="grpo-fast", **config), tmp_path / "uninterrupted")
     rows = [{**row, "cpu_seconds": 0} for row in read_progress(first / "progress.csv")]
-    assert rows == [{**row, "cpu_seconds": 0} for row in whole.progress.rows]
+    assert rows == [{**row, "cpu_seconds": 0} for row in uninterrupted.progress.rows]
 
 
 WATCHING = """
@@ -296,7 +339,7 @@ def work():
     end_with_parent()
     Path("unfinished").write_text(str(os.getpid()))
     os.rename("unfinished", "pid")
-    time.sleep(600)
+    time.sleep(3600)
 
 
 if __name__ == "__main__":
@@ -308,9 +351,9 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_ends_when_the_process_that_compares_is_gone(tmp_path):
+def test_a_worker_ends_with_its_parent(tmp_path):
     (tmp_path / "watching.py").write_text(WATCHING)
-    done = subprocess.run([sys.executable, "watching.py"], cwd=tmp_path, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "watching.py"], cwd=tmp_path, timeout=600, check=False)
     assert done.returncode == 1
     worker = int((tmp_path / "pid").read_text())
     wait_until(lambda: is_gone(worker))
