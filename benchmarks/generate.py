@@ -95,7 +95,7 @@ def main() -> None:
     else:
         engine = Engine(model)
     facts: dict[str, int] = {}
-    work = {"groupwise": lambda: facts.update(engine.generate(prompts, args.samples, sampling).facts)}
+    work = {"groupwise": lambda: facts.update(engine.generate(prompts, args.samples, sampling).stats)}
     if not args.no_peer:
         work["model.generate"] = lambda: generate_plainly(model, prompts, args)
     seconds = in_turn(args.device, args.repeat, work)

@@ -261,9 +261,9 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     from groupwise.data import Prompt
     from groupwise.generate import Engine, Sampling
     from groupwise.model import MasterWeights, load_model, prepare
-    from groupwise.training.components import make_optimizer
     from groupwise.training.rollout.batch import Batch, GroupAdvantages
     from groupwise.training.update.minibatch import build_minibatch
+    from groupwise.training.update.optimizer import make_optimizer
     from groupwise.training.update.updater import Updater
 
     args.prompts, args.samples, args.new_tokens, args.dtype = 2, 4, min(32, args.new_tokens), "float32"
@@ -288,10 +288,10 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
         dropped=torch.zeros(len(ids), dtype=torch.bool),
     )  # fmt: skip
     none = torch.zeros(len(ids), dtype=torch.bool)
-    group_advantages = GroupAdvantages(rewards, batch.prompt_of, advantages, {}, none)
+    batch_advantages = GroupAdvantages(rewards, batch.prompt_of, advantages, {}, none)
     masters = MasterWeights(model)
     updater = Updater(handle, masters, make_optimizer(recipe, model, masters), None, 10**6, LOSSES["dapo"])
-    result = updater._gradient(build_minibatch(batch, group_advantages, [0, 1], recipe), recipe, False, False)
+    result = updater._gradient(build_minibatch(batch, batch_advantages, [0, 1], recipe), recipe, False, False)
     ours = {name: master.grad.clone() for name, master in masters.named_parameters()}
     masters.close()
 
