@@ -89,7 +89,7 @@ class RunDir:
             raise RunDirError(f"{path} cannot be created: {error_reason(error)}") from error
         lock = _acquire(path)
         try:
-            write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _timestamp()})
+            _write_marker(path)
             return cls(path, lock)
         except BaseException:
             lock.release()
@@ -137,6 +137,15 @@ class RunDir:
         (self.path / HOLDER).unlink(missing_ok=True)
         self._lock.release()
 
+    def clear(self) -> None:
+        """Delete everything in the folder, to start a run again in it."""
+        self.metrics.close()
+        for entry in self.path.iterdir():
+            if entry.name not in (LOCK, HOLDER):
+                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+        _write_marker(self.path)
+        self.metrics = MetricsRecorder(self.path / METRICS)
+
     def discard(self) -> None:
         """Close the folder, and delete it if nothing has been written to it yet."""
         self.metrics.close()
@@ -155,6 +164,10 @@ class RunDir:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _write_marker(path: Path) -> None:
+    write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _timestamp()})
 
 
 def _acquire(path: Path) -> FileLock:

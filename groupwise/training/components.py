@@ -287,7 +287,7 @@ def make_schedule(recipe: Recipe) -> Schedule:
 
     def refusal(values: dict[str, Any]) -> str | None:
         try:
-            with_settings(recipe, values)
+            _check_step(recipe, values)
         except ConfigError as error:
             return str(error)
         return None
@@ -298,14 +298,16 @@ def make_schedule(recipe: Recipe) -> Schedule:
 
 def _check_scheduled(recipe: Recipe, values: dict[str, Any], where: str) -> None:
     """A value that the schedule will set later is refused when the run starts, not after hours."""
+    floats = {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()}
     try:
-        step_recipe = with_settings(
-            recipe,
-            {name: float(value) if isinstance(recipe.get(name), float) else value for name, value in values.items()},
-        )
-        _check_batches(step_recipe, samples_completions(step_recipe))
+        _check_step(recipe, floats)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
+
+
+def _check_step(recipe: Recipe, values: dict[str, Any]) -> None:
+    step_recipe = with_settings(recipe, values)
+    _check_batches(step_recipe, samples_completions(step_recipe))
 
 
 def _check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:

@@ -112,6 +112,8 @@ class Trainer:
         self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
         try:
             self._build(inputs)
+            if overwrite and not resume:
+                self.run_dir.clear()
             keep_inputs(self.run_dir, self.components, recipe_file, resuming=resume, allow_changes=allow_changes)
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run

@@ -14,7 +14,7 @@ from groupwise.config import Recipe
 from groupwise.data import Order, PairBuilder, PromptBuilder
 from groupwise.errors import ConfigError
 from groupwise.model.handle import ModelHandle, eval_mode
-from groupwise.model.logprobs import default_token_budget
+from groupwise.model.packing import default_token_budget
 from groupwise.stats import mean_interval
 from groupwise.tasks.base import TaskRow
 from groupwise.tasks.rows import read_section

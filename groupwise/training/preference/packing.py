@@ -18,7 +18,7 @@ from groupwise.config import Recipe
 from groupwise.core.preference import BATCH_KINDS
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
-from groupwise.model.logprobs import pack_members
+from groupwise.model.packing import pack_members
 from groupwise.training.preference.reference_cache import pair_lengths
 from groupwise.training.update.minibatch import MiniBatch, MiniBatchPairs
 from groupwise.training.update.objective import PackedPairs, PairGradients, pairs_loss

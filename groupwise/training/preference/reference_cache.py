@@ -26,7 +26,8 @@ from torch import Tensor
 
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.handle import ModelHandle, eval_mode
-from groupwise.model.logprobs import check_ids, completion_logps
+from groupwise.model.logprobs import completion_logps
+from groupwise.model.packing import check_ids
 from groupwise.model.weights import cache_folder
 from groupwise.rundir.files import write_safetensors
 from groupwise.text import Say, error_reason
@@ -116,8 +117,8 @@ def _check_pairs(handle: ModelHandle, pairs: Sequence[TokenPair]) -> list[_Check
         )
         if handle.context_length is not None and ids.longest() > handle.context_length:
             raise InputError(
-                f"the prompt and the longer completion of {_pair_name(number)} have {ids.longest()} tokens; the model's "
-                f"window is {handle.context_length}"
+                f"the prompt and the longer completion of {_pair_name(number)} have {ids.longest()} tokens; the "
+                f"model's window is {handle.context_length}"
             )
         checked.append(ids)
     return checked
@@ -201,8 +202,8 @@ def _check_finite(logps: Tensor, first: int) -> None:
     if bad:
         chosen, rejected = logps[bad[0]].tolist()
         raise InputError(
-            f"the log-probs of {_pair_name(first + bad[0])} are {chosen:g} for the chosen and {rejected:g} for the rejected "
-            "completion; look for NaN in the model's weights, or for float16, whose range is small (use bfloat16 or "
+            f"the log-probs of {_pair_name(first + bad[0])} are {chosen:g} for the chosen and {rejected:g} for the "
+            "rejected completion; look for NaN in the model's weights, or for float16, whose range is small (use bfloat16 or "
             "float32)"
         )
 

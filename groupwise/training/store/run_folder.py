@@ -40,7 +40,9 @@ def open_run(
     if resume:
         return RunDir.resume(Path(chosen) if chosen else _latest(name, recipe_file))
     path = Path(chosen) if chosen else new_run_path(RUNS, name)
-    return RunDir.create(path, overwrite=overwrite)
+    if overwrite and (path / MARKER).exists():
+        return RunDir.resume(path)  # the caller clears it once the new run can start
+    return RunDir.create(path)
 
 
 def _latest(name: str, recipe_file: str | None) -> Path:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from groupwise.core import full_kl, full_kl_from_hidden
 from groupwise.model.handle import ModelHandle, eval_mode
-from groupwise.model.logprobs import Ids, flat_to_rows, iter_pack_states
+from groupwise.model.logprobs import flat_to_rows, iter_pack_states
+from groupwise.model.packing import Ids
 from groupwise.training.update.reference import Reference
 
 EXACT_KL_FACTORS = {"full": "none", "full_ratio_weighted": "mean_ratio"}

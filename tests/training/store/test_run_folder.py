@@ -36,6 +36,8 @@ def test_overwriting_begins_anew(tmp_path):
         run.metrics.record(5, {"x": 1})
         (run.path / "checkpoint-5").mkdir()
     with open_run(make_recipe(), tmp_path / "run", name="rows", resume=False, overwrite=True) as run:
+        assert run.metrics.last_step == 5  # nothing is deleted before the new run can start
+        run.clear()
         assert run.metrics.last_step is None
         assert not (run.path / "checkpoint-5").exists()
 
