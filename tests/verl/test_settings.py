@@ -41,7 +41,7 @@ def test_default_settings():
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("+algorithm.similarity.max_group=3", "unknown key 'grouping.max_group'"),
+        ("+algorithm.similarity.max_group=3", "max_group"),
         ("+algorithm.similarity.max_groups=1", "grouping.max_groups"),
         ("+algorithm.similarity.skip_single_members=true", "verl computes rewards during sampling"),
         ("+algorithm.similarity.ray_address=auto", "verl's Ray is used; remove it"),
