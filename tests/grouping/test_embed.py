@@ -415,7 +415,7 @@ def test_embedder_on_the_hub(model_folder, tmp_path):
     (model_folder / "sparse_linear.pt").write_bytes(pickle.dumps(Trap()))
     (model_folder / "onnx").mkdir()
     (model_folder / "onnx/config.json").write_text("{}")
-    handler = type("ThisHub", (Hub,), {"folder": model_folder, "asked": []})
+    handler = type("ThisHub", (Hub,), {"folder": model_folder, "requested": []})
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     environment = {
@@ -436,6 +436,6 @@ def test_embedder_on_the_hub(model_folder, tmp_path):
     torch.testing.assert_close(load_embedder(folder, **CPU).encode(["two dragons"]), expected)
     assert "does not exist or is private" in unknown
     assert "accept its terms" in gated
-    assert {"modules.json", "1_Pooling/config.json", "tokenizer.json", "pytorch_model.bin"} <= set(handler.asked)
-    assert not {"custom.py", "sparse_linear.pt", "onnx/config.json"} & set(handler.asked)
+    assert {"modules.json", "1_Pooling/config.json", "tokenizer.json", "pytorch_model.bin"} <= set(handler.requested)
+    assert not {"custom.py", "sparse_linear.pt", "onnx/config.json"} & set(handler.requested)
     assert "downloading org/model from the hub" in done.stderr
