@@ -1,65 +1,77 @@
-"""What breaks while a run is writing: killed at any moment, or no room left. No finished step may be lost."""
+"""A process that is killed or has no disk space left while it writes to a run folder loses no finished step."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import time
+from pathlib import Path
 
-import pytest
+import torch
 
-from groupwise.rundir import RunDir, read_json, verify_manifest
+from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_json, write_safetensors
 
-WRITER = """
-import itertools, sys, torch
-from groupwise.rundir import RunDir, write_json, write_safetensors
-path = sys.argv[1]
-run = RunDir.create(path) if sys.argv[2] == "create" else RunDir.resume(path)
-start = (run.metrics.last_step or 0) + 1
-print("ready", flush=True)
-for step in itertools.count(start):
-    weights = {"w": torch.full((200_000,), float(step))}
+ROOT = Path(__file__).parents[2]
+
+
+def take_step(run: RunDir, step: int) -> None:
     with run.folder(f"checkpoint-{step}") as folder:
-        write_safetensors(folder / "model.safetensors", weights)
+        write_safetensors(folder / "model.safetensors", {"w": torch.full((20_000,), float(step))})
         write_json(folder / "state.json", {"step": step})
     run.write_json("latest.json", {"step": step, "padding": "x" * 100_000})
     run.metrics.record(step, {"reward": step / 7})
+
+
+# Two complete steps, then one child for each file operation of the third, which dies there.
+DRIVER = """
+import sys
+from pathlib import Path
+from groupwise.rundir import MetricsRecorder, RunDir
+from tests.faults.kill_points import fork_at_every_point
+from tests.faults.test_rundir import take_step
+
+base = Path(sys.argv[1])
+run = RunDir.create(base / "run")
+take_step(run, 1)
+take_step(run, 2)
+run.path, point = fork_at_every_point(run.path, base)
+run.metrics = MetricsRecorder(run.path / "metrics.jsonl")
+take_step(run, 3)
+point.survived()
 """
 
 
-@pytest.mark.parametrize("wait", [0.05, 0.11, 0.23])
-def test_killed_at_any_moment(tmp_path, wait):
-    path = tmp_path / "run"
-    seen = 0
-    for how in ("create", "resume", "resume"):
-        process = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout.readline() == "ready\n", process.stderr.read()
-        time.sleep(wait + seen % 7 * 0.01)
-        process.kill()
-        process.communicate()
-        with RunDir.resume(path) as run:
-            steps = run.metrics.last_step or 0
-            assert steps >= seen
-            seen = steps
-            whole = run.finished()
-            assert not list(path.glob(".unfinished-*"))
-            # Every checkpoint that has its final name is whole, and none that was recorded is missing.
-            assert whole == sorted(path.glob("checkpoint-*"), key=lambda folder: int(folder.name.split("-")[1]))
-            assert len(whole) in (steps, steps + 1)
-            for folder in whole[steps:]:  # the folder of a step that was not recorded yet is done again
+def test_killed_at_every_point(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    points = json.loads((tmp_path / "points.json").read_text())
+    assert {point.split()[0] for point in points} == {"open", "fsync", "save_file", "os.rename", "os.mkdir"}
+    latest = []
+    for number, point in enumerate(points, start=1):
+        with RunDir.resume(tmp_path / f"killed-{number}") as run:
+            assert run.metrics.last_step == 2, point
+            assert not list(run.path.rglob(".unfinished-*")), point
+            # Every checkpoint that has its final name is complete, and no recorded one is missing.
+            folders = run.finished()
+            assert folders == sorted(run.path.glob("checkpoint-*")), point
+            assert len(folders) in (2, 3), point
+            latest.append(read_json(run.path / "latest.json")["step"])
+            # An unrecorded step is done again.
+            for folder in folders[2:]:
+                verify_manifest(folder)
                 for file in folder.iterdir():
                     file.unlink()
                 folder.rmdir()
-            for folder in whole[:steps]:
-                verify_manifest(folder)
-            if steps:
-                assert read_json(path / "latest.json")["step"] in (steps, steps + 1)
-    assert seen > 0
+            take_step(run, 3)
+            assert [folder.name for folder in run.finished()] == [f"checkpoint-{step}" for step in (1, 2, 3)], point
+        assert [row["step"] for row in read_metrics(run.path / "metrics.jsonl")] == [1, 2, 3], point
+    assert set(latest) == {2, 3}
+    assert latest == sorted(latest)  # the old file, and from some point on the new one
 
 
-FULL = """
+FULL_DISK = """
 import resource, sys, torch
 from groupwise.errors import GroupwiseError
 from groupwise.rundir import RunDir, write_json, write_safetensors
@@ -82,10 +94,10 @@ run.metrics.record(2, {"x": 2})
 """
 
 
-def test_no_room_left(tmp_path):
-    """A limit on the size of files stands in for a full disk: the same system call fails in the same place."""
+def test_no_space_left(tmp_path):
+    """A limit on the size of files stands in for a full disk: the same system call fails."""
     path = tmp_path / "run"
-    done = subprocess.run([sys.executable, "-c", FULL, str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["CheckpointError True", "CheckpointError True", "RunDirError True"]
     from safetensors.torch import load_file

@@ -1,17 +1,18 @@
-"""Similarity workers that are killed, between calls and in the middle of one: the result is that of this process."""
+"""Similarity workers that are killed, between calls and during one: the result is the same as in this process."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
-import ray
 import torch
 
 from groupwise.config import GroupingSection
@@ -20,17 +21,38 @@ from groupwise.grouping.grouper import GroupingResult, LocalGrouper
 from groupwise.grouping.workers import RayGrouper
 from tests.weights import wordllama
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["cats", "dogs", "purr", "bark", "stars", "galaxy", "night", "river", "mountain", "song", "voice", "silver"]
-# About a second of work for each of two workers.
 TEXTS = [
-    [" ".join(f"{WORDS[(p * 7 + a * 3 + i * (1 + a % 3)) % 12]}{p}" for i in range(300)) for a in range(8)]
-    for p in range(160)
+    [" ".join(f"{WORDS[(p * 7 + a * 3 + i * (1 + a % 3)) % 12]}{p}" for i in range(30)) for a in range(8)]
+    for p in range(6)
 ]
-FEW = TEXTS[:3]
+FIRST, LAST = 0, len(TEXTS) - 1  # prompts of the first and of the second worker
 
 
-class Told(list):
-    """What has been said, without the sentence that announces the workers."""
+class BlockingTexts(list):
+    """The texts of a prompt. The worker that receives them writes ``working-PID`` and waits while ``block`` exists."""
+
+    def __init__(self, texts: list[str], folder: Path) -> None:
+        super().__init__(texts)
+        self.folder = folder
+
+    def __reduce__(self):
+        return receive, (list(self), str(self.folder))
+
+
+def receive(texts: list[str], folder: str) -> list[str]:
+    block = os.path.join(folder, "block")
+    if os.path.exists(block):
+        open(os.path.join(folder, f"working-{os.getpid()}"), "w").close()
+    while os.path.exists(block):
+        time.sleep(0.01)
+    return texts
+
+
+class Messages(list):
+    """All messages except the one about creating the workers."""
 
     def __call__(self, text: str) -> None:
         if not text.startswith("creating"):
@@ -38,44 +60,56 @@ class Told(list):
 
 
 @pytest.fixture(scope="module")
-def how() -> GroupingSection:
+def settings() -> GroupingSection:
     return GroupingSection(embedder=str(wordllama()), cache=0)
 
 
 @pytest.fixture(scope="module")
-def expected(how) -> GroupingResult:
+def expected(settings) -> GroupingResult:
     torch.set_num_threads(1)
-    return LocalGrouper(how).group(TEXTS)
+    return LocalGrouper(settings).group(TEXTS)
 
 
 @pytest.fixture(scope="module")
-def told() -> Told:
-    return Told()
+def all_messages() -> Messages:
+    return Messages()
 
 
 @pytest.fixture(scope="module")
-def grouper(how, told) -> Iterator[RayGrouper]:
-    with RayGrouper(how, 2, told) as made:
-        yield made
+def grouper(settings, all_messages) -> Iterator[RayGrouper]:
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
+    with RayGrouper(settings, 2, all_messages) as grouper:
+        yield grouper
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(autouse=True)
-def _nothing_said_before(told) -> None:
-    told.clear()
+@pytest.fixture
+def messages(all_messages) -> Messages:
+    all_messages.clear()
+    return all_messages
 
 
 def check_same(ours: GroupingResult, expected: GroupingResult) -> None:
-    """The prompts of ours are the first ones of all."""
+    """Our prompts are the first ones of the expected result."""
     for name in ("labels", "scores", "distances", "centres"):
-        found = getattr(ours, name)
-        assert torch.equal(found, getattr(expected, name)[: len(found)]), name
+        values = getattr(ours, name)
+        assert torch.equal(values, getattr(expected, name)[: len(values)]), name
 
 
 @contextlib.contextmanager
-def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Runs ``act`` in a thread, and tells it when the block has ended."""
+def when_working(folder: Path, act: Callable[[int], None]) -> Iterator[None]:
+    """Within this block, ``act`` is called with the pid of each worker that starts to wait in ``folder``."""
     ended = threading.Event()
-    thread = threading.Thread(target=act, args=(ended,))
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            for path in folder.glob("working-*"):
+                path.unlink()
+                act(int(path.name.split("-")[1]))
+
+    thread = threading.Thread(target=watch)
     thread.start()
     try:
         yield
@@ -84,92 +118,79 @@ def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
         thread.join()
 
 
-def seconds_of(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
+def texts_that_block(folder: Path, prompt: int) -> list[list[str]]:
+    (folder / "block").touch()
+    return [BlockingTexts(texts, folder) if number == prompt else texts for number, texts in enumerate(TEXTS)]
 
 
-def kill_at_work(pid: int) -> Callable[[threading.Event], None]:
-    """Kills a worker once it has begun: when it has used a tenth of a second of its processor."""
-    process = psutil.Process(pid)
-    before = seconds_of(process)
-
-    def act(ended: threading.Event) -> None:
-        while not ended.is_set() and seconds_of(process) < before + 0.1:
-            time.sleep(0.005)
-        if not ended.is_set():
-            process.kill()
-
-    return act
-
-
-def test_killed_in_the_middle_of_a_call(grouper, told, expected):
+def test_killed_during_a_call(grouper, messages, expected, tmp_path):
     before, (pid, other) = grouper.restarts, grouper.pids
-    with meanwhile(kill_at_work(pid)):
-        found = grouper.group(TEXTS)
-    assert not psutil.pid_exists(pid)
-    check_same(found, expected)
+    killed = []
+
+    def kill(working: int) -> None:
+        (tmp_path / "block").unlink()
+        killed.append(psutil.Process(working))
+        os.kill(working, signal.SIGKILL)
+
+    with when_working(tmp_path, kill):
+        result = grouper.group(texts_that_block(tmp_path, FIRST))
+    assert [process.pid for process in killed] == [pid]
+    assert psutil.wait_procs(killed, timeout=600)[1] == []
+    check_same(result, expected)
     assert grouper.restarts == before + 1
     assert grouper.pids[0] not in (None, pid)
     assert grouper.pids[1] == other
-    assert len(told) == 1
-    assert told[0].startswith("a similarity worker died (")
-    assert told[0].endswith("is replaced")
+    assert len(messages) == 1
+    assert messages[0].startswith("a similarity worker died (")
 
 
-def test_killed_between_calls(grouper, told, expected):
-    """Both of them. One that has nothing to do in a call is replaced when it has."""
-    check_same(grouper.group(FEW), expected)
+def test_killed_between_calls(grouper, messages, expected):
+    """Both workers. One that has nothing to do in a call is replaced when it has."""
+    check_same(grouper.group(TEXTS[:3]), expected)
     before, pids = grouper.restarts, list(grouper.pids)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-    check_same(grouper.group(FEW[:1]), expected)
+    check_same(grouper.group(TEXTS[:1]), expected)
     assert grouper.restarts == before + 1
-    check_same(grouper.group(FEW), expected)
-    check_same(grouper.group(FEW), expected)
+    check_same(grouper.group(TEXTS[:3]), expected)
+    check_same(grouper.group(TEXTS[:3]), expected)
     assert grouper.restarts == before + 2
     assert set(grouper.pids).isdisjoint(pids)
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
-def test_killed_again_and_again(grouper, told, expected, monkeypatch):
-    """The share is done here in the end, and the next call has its worker again."""
+def test_killed_again_and_again(grouper, messages, expected, monkeypatch, tmp_path):
+    """The share is grouped in this process, and the next call has two workers again."""
     monkeypatch.setattr(workers, "MAX_RESTARTS", 1)
-
-    def kill_all(ended: threading.Event) -> None:
-        while not ended.is_set():
-            with contextlib.suppress(ProcessLookupError):
-                if (pid := grouper.pids[1]) is not None:
-                    os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)
-
     before, survivor = grouper.restarts, grouper.pids[0]
-    with meanwhile(kill_all):
-        found = grouper.group(TEXTS)
-    check_same(found, expected)
+    with when_working(tmp_path, lambda pid: os.kill(pid, signal.SIGKILL)):
+        result = grouper.group(texts_that_block(tmp_path, LAST))
+    check_same(result, expected)
     assert grouper.restarts == before + 1
-    assert told[-1] == "a similarity worker died 2 times: its share is grouped in this process"
+    assert "its share is grouped in this process" in messages[-1]
     assert grouper.pids == [survivor, None]
-    check_same(grouper.group(FEW), expected)
+    check_same(grouper.group(TEXTS[:3]), expected)
     assert grouper.restarts == before + 2
     assert None not in grouper.pids
 
 
-def test_when_ray_itself_is_killed_the_run_goes_on_without_it(grouper, told, expected):
-    """The last test of this module: its Ray is gone after it."""
+def test_without_ray_grouping_continues_in_this_process(grouper, messages, expected, tmp_path):
+    """The last test of this module: its Ray is killed."""
+    import ray
+
     children = psutil.Process().children(recursive=True)
     (raylet,) = [child for child in children if child.name() == "raylet"]
 
-    def kill(ended: threading.Event) -> None:
-        kill_at_work(grouper.pids[0])(ended)
+    def kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
         raylet.kill()
 
-    with meanwhile(kill):
-        found = grouper.group(TEXTS)
-    check_same(found, expected)
-    assert told[-1] == "Ray has stopped: from now on answers are grouped in this process"
-    count = len(told)
-    check_same(grouper.group(FEW), expected)
-    assert len(told) == count
+    with when_working(tmp_path, kill):
+        result = grouper.group(texts_that_block(tmp_path, FIRST))
+    check_same(result, expected)
+    assert messages[-1].startswith("Ray has stopped")
+    count = len(messages)
+    check_same(grouper.group(TEXTS[:3]), expected)
+    assert len(messages) == count
     assert not ray.is_initialized()
-    assert psutil.wait_procs(children, timeout=60)[1] == []
+    assert psutil.wait_procs(children, timeout=600)[1] == []
