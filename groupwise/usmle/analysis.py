@@ -8,39 +8,19 @@ from collections.abc import Sequence
 from groupwise.errors import InputError
 from groupwise.stats import pass_at_k
 from groupwise.text import one_line
+from groupwise.usmle import tables
 from groupwise.usmle.patterns import EXCERPT, find_patterns, find_rules
 from groupwise.usmle.records import (
     LetterProbabilities,
     ModelAnswer,
     OptionOrder,
     Question,
-    answer_in_original_letters,
-    check_answer,
-    check_probabilities,
+    by_question,
+    by_question_unshuffled,
     fingerprint,
-    group_samples,
-    one_per_question,
-    probabilities_in_original_letters,
     sorted_questions,
 )
-from groupwise.usmle.tables import (
-    FEW,
-    CalibrationBin,
-    Confusion,
-    Difference,
-    ExamReport,
-    GroupAccuracy,
-    LetterCounts,
-    LetterScores,
-    PassAtK,
-    Proportion,
-    QuestionOutcome,
-    SampledAccuracy,
-    ShuffledOptions,
-)
-from groupwise.usmle.text import start_of
-
-__all__ = ["ExamReport", "LetterProbabilities", "ModelAnswer", "OptionOrder", "Question", "analyse"]
+from groupwise.usmle.tables import Difference, ExamReport, Proportion, start_of
 
 BINS = 10
 
@@ -65,31 +45,33 @@ def analyse(
     questions = sorted_questions(questions)
     if shuffled_letters and not letters:
         raise InputError("shuffled_letters are compared with letters; give those too")
-    answers = one_per_question("greedy answers", questions, greedy, lambda answer: answer.number)
-    for question, answer in zip(questions, answers, strict=True):
-        check_answer(question, answer)
+    if len({(answer.number, answer.sample) for answer in sampled}) < len(sampled):
+        raise InputError("a question has two sampled answers with the same number; number its samples")
+    answers = by_question("greedy answers", questions, greedy)
     lenient = [answer.lenient for answer in answers]
+    right = _right(questions, lenient)
     samples = _samples(questions, sampled) if sampled else None
-    moved = _moved_answers(questions, shuffled) if shuffled else None
-    probabilities = _probabilities(questions, letters) if letters else None
+    moved = by_question_unshuffled("shuffled answers", questions, shuffled) if shuffled else ()
+    moved_lenient = [answer.lenient for answer in moved] or None
+    probabilities = by_question("letter probabilities", questions, letters) if letters else None
     patterns = find_patterns(questions, answers)
     return ExamReport(
         fingerprint=fingerprint(questions),
         n=len(questions),
         chance=sum(1 / len(question.options) for question in questions) / len(questions),
-        lenient=Proportion.of(_right(questions, lenient)),
+        lenient=Proportion.of(right),
         strict=Proportion.of(_right(questions, [answer.strict for answer in answers])),
-        unread_lenient=sum(answer.lenient is None for answer in answers),
+        unread_lenient=lenient.count(None),
         unread_strict=sum(answer.strict is None for answer in answers),
         mean_tokens=sum(answer.tokens for answer in answers) / len(answers),
         cut_off=sum(answer.stop_reason == "length" for answer in answers) / len(answers),
-        by_category=_by_group([question.category for question in questions], _right(questions, lenient)),
-        by_step=_by_group([question.step for question in questions], _right(questions, lenient)),
+        by_category=_by_group([question.category for question in questions], right),
+        by_step=_by_group([question.step for question in questions], right),
         confusion=_confusion(questions, lenient),
-        shuffled=None if moved is None else _shuffled(questions, lenient, moved),
+        shuffled=None if moved_lenient is None else _shuffled(questions, lenient, moved_lenient),
         sampled=None if samples is None else _sampled(questions, samples),
         letters=None if probabilities is None else _letter_scores(questions, probabilities, lenient),
-        shuffled_letters=_shuffled_letter_scores(questions, shuffled_letters, moved, probabilities)
+        shuffled_letters=_shuffled_letter_scores(questions, shuffled_letters, moved_lenient, probabilities)
         if probabilities and shuffled_letters
         else None,
         errors=sum(pattern.count for pattern in patterns),
@@ -97,11 +79,6 @@ def analyse(
         rules=find_rules(questions, answers),
         outcomes=_outcomes(questions, answers, probabilities, samples),
     )
-
-
-def likeliest(question: Question, letters: LetterProbabilities) -> str:
-    """The letter with the highest probability; of equally likely ones the first."""
-    return max(question.options, key=lambda letter: letters.probabilities[letter])
 
 
 def majority(letters: AnsweredLetters) -> str | None:
@@ -115,39 +92,28 @@ def _right(questions: Sequence[Question], letters: AnsweredLetters) -> list[bool
 
 
 def _samples(questions: Sequence[Question], sampled: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
-    groups = group_samples("sampled answers", questions, sampled)
-    for question, group in zip(questions, groups, strict=True):
-        for answer in group:
-            check_answer(question, answer)
-    return groups
+    """The samples of each question, equally many, in the order in which they were drawn."""
+    number = max(1, len(sampled) // len(questions))
+    in_order = sorted(sampled, key=lambda answer: answer.sample)
+    answers = by_question("sampled answers", questions, in_order, number)
+    return [answers[start : start + number] for start in range(0, len(answers), number)]
 
 
-def _moved_answers(
-    questions: Sequence[Question], shuffled: Sequence[tuple[OptionOrder, ModelAnswer]]
-) -> list[str | None]:
-    pairs = one_per_question("shuffled answers", questions, shuffled, lambda pair: pair[1].number)
-    return [answer_in_original_letters(q, *pair).lenient for q, pair in zip(questions, pairs, strict=True)]
-
-
-def _probabilities(questions: Sequence[Question], letters: Sequence[LetterProbabilities]) -> list[LetterProbabilities]:
-    entries = one_per_question("letter probabilities", questions, letters, lambda entry: entry.number)
-    for question, entry in zip(questions, entries, strict=True):
-        check_probabilities(question, entry)
-    return entries
-
-
-def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[GroupAccuracy, ...]:
+def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[tables.GroupAccuracy, ...]:
     """The accuracy by name, the largest group first; empty if no question has a name."""
     groups: dict[str | None, list[bool]] = {}
     for name, is_right in zip(names, right, strict=True):
         groups.setdefault(None if name is None else one_line(name), []).append(is_right)
     if set(groups) == {None}:
         return ()
-    rows = [GroupAccuracy(name, Proportion.of(members), len(members) < FEW) for name, members in groups.items()]
+    rows = [
+        tables.GroupAccuracy(name, Proportion.of(members), len(members) < tables.FEW)
+        for name, members in groups.items()
+    ]
     return tuple(sorted(rows, key=lambda row: (-row.accuracy.n, row.name or "")))
 
 
-def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> Confusion:
+def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> tables.Confusion:
     pairs = Counter((question.answer, letter) for question, letter in zip(questions, letters, strict=True))
     names = sorted({letter for question in questions for letter in question.options})
     answered = {letter: sum(pairs[letter, predicted] for predicted in names) for letter in names}
@@ -157,7 +123,7 @@ def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> Confu
     for name in names:
         outcomes = [letter == name for q, letter in zip(questions, letters, strict=True) if q.answer == name]
         rows.append(
-            LetterCounts(
+            tables.LetterCounts(
                 name,
                 right=len(outcomes),
                 predicted=predicted[name],
@@ -168,49 +134,65 @@ def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> Confu
         )
     bias = sum(abs(answered[name] - predicted[name]) for name in names) / (2 * total) if total else None
     counts = tuple(tuple(pairs[right, letter] for letter in (*names, None)) for right in names)
-    return Confusion(tuple(rows), counts, bias)
+    return tables.Confusion(tuple(rows), counts, bias)
 
 
-def _shuffled(questions: Sequence[Question], original: AnsweredLetters, moved: AnsweredLetters) -> ShuffledOptions:
+def _shuffled(
+    questions: Sequence[Question], original: AnsweredLetters, moved: AnsweredLetters
+) -> tables.ShuffledOptions:
     after = _right(questions, moved)
     same = [
         first is not None and second is not None and question.options[first] == question.options[second]
         for question, first, second in zip(questions, original, moved, strict=True)
     ]
     difference = Difference.between(after, _right(questions, original))
-    return ShuffledOptions(Proportion.of(after), difference, Proportion.of(same))
+    return tables.ShuffledOptions(Proportion.of(after), difference, Proportion.of(same))
 
 
-def _sampled(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> SampledAccuracy:
+def _shares_right(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> list[float]:
+    return [
+        sum(answer.lenient == question.answer for answer in group) / len(group)
+        for question, group in zip(questions, groups, strict=True)
+    ]
+
+
+def _sampled(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> tables.SampledAccuracy:
     number = len(groups[0])
-    right = [sum(answer.lenient == q.answer for answer in group) for q, group in zip(questions, groups, strict=True)]
+    shares = _shares_right(questions, groups)
     votes = [majority([answer.lenient for answer in group]) for group in groups]
-    powers = [2**power for power in range(number.bit_length())]
-    return SampledAccuracy(
-        samples=number,
-        accuracy=Proportion.mean([count / number for count in right]),
-        majority=Proportion.of(_right(questions, votes)),
-        pass_at=tuple(PassAtK(k, Proportion.mean([pass_at_k(number, count, k) for count in right])) for k in powers),
+    pass_at = []
+    for k in (2**power for power in range(number.bit_length())):
+        chances = [pass_at_k(number, round(share * number), k) for share in shares]
+        pass_at.append(tables.PassAtK(k, Proportion.mean(chances)))
+    return tables.SampledAccuracy(
+        number, Proportion.mean(shares), Proportion.of(_right(questions, votes)), tuple(pass_at)
     )
+
+
+def _likeliest(questions: Sequence[Question], letters: Sequence[LetterProbabilities]) -> list[str]:
+    """The letters with the highest probability; of equally likely ones the first."""
+    return [
+        max(question.options, key=lambda letter: entry.probabilities[letter])
+        for question, entry in zip(questions, letters, strict=True)
+    ]
 
 
 def _letter_scores(
     questions: Sequence[Question],
     letters: Sequence[LetterProbabilities],
     written: AnsweredLetters | None,
-    order: ShuffledOptions | None = None,
-) -> LetterScores:
-    chosen = [likeliest(question, entry) for question, entry in zip(questions, letters, strict=True)]
+    order: tables.ShuffledOptions | None = None,
+) -> tables.LetterScores:
+    chosen = _likeliest(questions, letters)
     right = _right(questions, chosen)
-    confidence = [entry.probabilities[letter] for entry, letter in zip(letters, chosen, strict=True)]
-    bins = _bins(confidence, right)
+    bins = _bins([entry.probabilities[letter] for entry, letter in zip(letters, chosen, strict=True)], right)
     gaps = [
         abs(entry.accuracy - entry.confidence) * entry.n
         for entry in bins
         if entry.accuracy is not None and entry.confidence is not None
     ]
     of_right = [entry.probabilities[question.answer] for question, entry in zip(questions, letters, strict=True)]
-    return LetterScores(
+    return tables.LetterScores(
         accuracy=Proportion.of(right),
         right_probability=sum(of_right) / len(of_right),
         bins=bins,
@@ -225,20 +207,18 @@ def _shuffled_letter_scores(
     shuffled: Sequence[tuple[OptionOrder, LetterProbabilities]],
     written: AnsweredLetters | None,
     original: Sequence[LetterProbabilities],
-) -> LetterScores:
-    pairs = one_per_question("shuffled letter probabilities", questions, shuffled, lambda pair: pair[1].number)
-    moved = [probabilities_in_original_letters(q, *pair) for q, pair in zip(questions, pairs, strict=True)]
-    before = [likeliest(question, entry) for question, entry in zip(questions, original, strict=True)]
-    after = [likeliest(question, entry) for question, entry in zip(questions, moved, strict=True)]
-    return _letter_scores(questions, moved, written, _shuffled(questions, before, after))
+) -> tables.LetterScores:
+    moved = by_question_unshuffled("shuffled letter probabilities", questions, shuffled)
+    changes = _shuffled(questions, _likeliest(questions, original), _likeliest(questions, moved))
+    return _letter_scores(questions, moved, written, changes)
 
 
-def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[CalibrationBin, ...]:
+def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[tables.CalibrationBin, ...]:
     members: list[list[tuple[float, bool]]] = [[] for _ in range(BINS)]
     for value, is_right in zip(confidence, right, strict=True):
         members[min(int(value * BINS), BINS - 1)].append((value, is_right))
     return tuple(
-        CalibrationBin(
+        tables.CalibrationBin(
             low=number / BINS,
             high=(number + 1) / BINS,
             n=len(inside),
@@ -254,20 +234,20 @@ def _outcomes(
     answers: Sequence[ModelAnswer],
     letters: Sequence[LetterProbabilities] | None,
     groups: Sequence[Sequence[ModelAnswer]] | None,
-) -> tuple[QuestionOutcome, ...]:
-    outcomes = []
-    for place, (question, answer) in enumerate(zip(questions, answers, strict=True)):
-        samples = groups[place] if groups else ()
-        outcomes.append(
-            QuestionOutcome(
-                number=question.number,
-                question=start_of(question.question, EXCERPT),
-                category=None if question.category is None else one_line(question.category),
-                right=question.answer,
-                lenient=answer.lenient,
-                strict=answer.strict,
-                letters=likeliest(question, letters[place]) if letters else None,
-                sampled=sum(a.lenient == question.answer for a in samples) / len(samples) if samples else None,
-            )
+) -> tuple[tables.QuestionOutcome, ...]:
+    none = [None] * len(questions)
+    likeliest = _likeliest(questions, letters) if letters else none
+    sampled = _shares_right(questions, groups) if groups else none
+    return tuple(
+        tables.QuestionOutcome(
+            number=question.number,
+            question=start_of(question.question, EXCERPT),
+            category=None if question.category is None else one_line(question.category),
+            right=question.answer,
+            lenient=answer.lenient,
+            strict=answer.strict,
+            letters=letter,
+            sampled=share,
         )
-    return tuple(outcomes)
+        for question, answer, letter, share in zip(questions, answers, likeliest, sampled, strict=True)
+    )

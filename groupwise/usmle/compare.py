@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from groupwise.errors import InputError
@@ -13,8 +14,8 @@ from groupwise.usmle.tables import FEW, Difference, ExamReport, Proportion, Ques
 LEVEL = 0.05  # a difference with a smaller p-value is significant
 EXAMPLES = 5
 
-Reading = Callable[[QuestionOutcome], str | None]
-"""One of the letters of an outcome: by the lenient reader, by the strict one, or the likeliest."""
+OutcomePairs = Sequence[tuple[QuestionOutcome, QuestionOutcome]]
+"""The outcomes of each question before and after."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +100,13 @@ def compare(before: ExamReport, after: ExamReport) -> ExamComparison:
     check_same(before, after.fingerprint, after.n)
     pairs = list(zip(before.outcomes, after.outcomes, strict=True))
     measures = [
-        _of_letters("lenient", pairs, lambda outcome: outcome.lenient),
-        _of_letters("strict", pairs, lambda outcome: outcome.strict),
+        _measure("lenient", pairs, _right),
+        _measure("strict", pairs, lambda outcome: outcome.strict == outcome.right),
     ]
     if before.letters and after.letters:
-        measures.append(_of_letters("likeliest letter", pairs, lambda outcome: outcome.letters))
+        measures.append(_measure("likeliest letter", pairs, lambda outcome: outcome.letters == outcome.right))
     if before.sampled and after.sampled:
-        measures.append(_of_samples(pairs))
+        measures.append(_measure("mean of samples", pairs, lambda outcome: outcome.sampled or 0.0))
     return ExamComparison(
         fingerprint=after.fingerprint,
         n=after.n,
@@ -113,54 +114,28 @@ def compare(before: ExamReport, after: ExamReport) -> ExamComparison:
         before=before.accuracies(),
         after=after.accuracies(),
         by_category=_categories(pairs),
-        gained=_moved(pairs, gained=True),
-        lost=_moved(pairs, gained=False),
+        gained=_changed(pairs, gained=True),
+        lost=_changed(pairs, gained=False),
     )
 
 
-OutcomePairs = Sequence[tuple[QuestionOutcome, QuestionOutcome]]
+def _right(outcome: QuestionOutcome) -> bool:
+    return outcome.lenient == outcome.right
 
 
-def _right(outcome: QuestionOutcome, reading: Reading = lambda outcome: outcome.lenient) -> bool:
-    return reading(outcome) == outcome.right
-
-
-def _of_letters(name: str, pairs: OutcomePairs, reading: Reading) -> MeasureChange:
-    first = [_right(before, reading) for before, _ in pairs]
-    second = [_right(after, reading) for _, after in pairs]
-    return _measure(name, first, second, _changes(first, second))
-
-
-def _of_samples(pairs: OutcomePairs) -> MeasureChange:
-    first = [before.sampled or 0.0 for before, _ in pairs]
-    second = [after.sampled or 0.0 for _, after in pairs]
-    return _measure("mean of samples", first, second, None)
-
-
-def _measure(
-    name: str, before: Sequence[float], after: Sequence[float], changes: AnswerChanges | None
-) -> MeasureChange:
-    change = MeasureChange(
-        name,
-        before=sum(before) / len(before),
-        after=sum(after) / len(after),
-        difference=Difference.between(after, before),
-        changes=changes,
-        real=False,
-    )
-    return replace(change, real=change.p_value < LEVEL)
-
-
-def _changes(before: Sequence[bool], after: Sequence[bool]) -> AnswerChanges:
-    pairs = list(zip(before, after, strict=True))
-    lost, gained = pairs.count((True, False)), pairs.count((False, True))
-    return AnswerChanges(
-        right_right=pairs.count((True, True)),
-        right_wrong=lost,
-        wrong_right=gained,
-        wrong_wrong=pairs.count((False, False)),
-        p_value=mcnemar(gained, lost),
-    )
+def _measure(name: str, pairs: OutcomePairs, value: Callable[[QuestionOutcome], float]) -> MeasureChange:
+    first, second = ([value(outcome) for outcome in outcomes] for outcomes in zip(*pairs, strict=True))
+    difference = Difference.between(second, first)
+    changes = None
+    if isinstance(first[0], bool):
+        counts = Counter(zip(first, second, strict=True))
+        lost, gained = counts[True, False], counts[False, True]
+        p_value = mcnemar(gained, lost)
+        changes = AnswerChanges(counts[True, True], lost, gained, counts[False, False], p_value)
+    else:
+        p_value = difference.p_value
+    before, after = sum(first) / len(first), sum(second) / len(second)
+    return MeasureChange(name, before, after, difference, changes, real=p_value < LEVEL)
 
 
 def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
@@ -172,7 +147,7 @@ def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
         return ()
     changes = []
     for name, outcomes in by_name.items():
-        first, second = [before for before, _ in outcomes], [after for _, after in outcomes]
+        first, second = zip(*outcomes, strict=True)
         changes.append(
             CategoryChange(
                 name,
@@ -188,7 +163,7 @@ def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
     return tuple(sorted(changes, key=lambda change: (-change.n, change.name or "")))
 
 
-def _moved(pairs: OutcomePairs, *, gained: bool) -> tuple[ChangedAnswer, ...]:
+def _changed(pairs: OutcomePairs, *, gained: bool) -> tuple[ChangedAnswer, ...]:
     examples = [
         ChangedAnswer(after.number, after.question, after.right, before.lenient, after.lenient)
         for before, after in pairs

@@ -20,11 +20,12 @@ from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.model.handle import ModelHandle
 from groupwise.model.logprobs import completion_logps
 from groupwise.tasks.base import TaskRow
-from groupwise.usmle.analysis import ExamReport, LetterProbabilities, ModelAnswer, Question, analyse
+from groupwise.usmle.analysis import analyse
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.compare import check_same
 from groupwise.usmle.prompts import letter_answers, shuffle_options
-from groupwise.usmle.records import fingerprint
+from groupwise.usmle.records import LetterProbabilities, ModelAnswer, Question, fingerprint
+from groupwise.usmle.tables import ExamReport
 
 CHUNK = 256  # rows answered at a time, between two calls of `progress`
 SCORED_CHUNK = 64  # rows whose letters are scored at a time

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 
 from groupwise.text import escape_markdown, markdown_table
-from groupwise.usmle.compare import LEVEL, ChangedAnswer, ExamComparison, MeasureChange
+from groupwise.usmle.compare import LEVEL, CategoryChange, ChangedAnswer, ExamComparison
 from groupwise.usmle.tables import (
     FEW,
+    Confusion,
     Difference,
     ErrorExample,
-    ErrorPattern,
     ExamReport,
     GroupAccuracy,
     LetterScores,
@@ -19,9 +20,7 @@ from groupwise.usmle.tables import (
     ShuffledOptions,
 )
 
-NOT_GIVEN = "not given"
 NONE = "–"
-MARK = " †"
 
 
 def markdown(
@@ -33,14 +32,17 @@ def markdown(
     picture: str | None = None,
 ) -> str:
     """The page. ``picture`` is the name of an image file beside it."""
-    parts = [f"# {escape_markdown(title) or 'Evaluation'}", _facts(facts), _headline(report)]
+    parts = [f"# {escape_markdown(title) or 'Evaluation'}"]
+    if facts:
+        parts.append(markdown_table(["", ""], [_cells(*fact) for fact in facts.items()], left=(0, 1)))
+    parts += _headline(report)
     if picture:
         parts.append(f"![accuracy, letters and calibration]({picture})")
     if comparison:
         parts += _compared(comparison)
     parts += _by_group("By category", "category", report.by_category)
     parts += _by_group("By exam step", "step", report.by_step)
-    parts += _letters(report)
+    parts += _letters(report.confusion)
     if report.shuffled:
         shuffled = f"With the options shuffled the accuracy is {interval(report.shuffled.accuracy)}."
         parts += ["## Shuffled options", f"{shuffled} {_order(report.shuffled)}"]
@@ -50,18 +52,20 @@ def markdown(
         parts += _scored("The letters' probabilities", report.letters)
     if report.shuffled_letters:
         parts += _scored("The letters' probabilities, shuffled options", report.shuffled_letters)
-    parts += _patterns(report)
-    parts += _rules(report)
+    parts += _errors(report)
+    rules = [(*_cells(rule.name, rule.accuracy.n), interval(rule.accuracy)) for rule in report.rules]
+    parts += ["## Reading rules", "The rule by which the lenient reader found its letter, or why it found none."]
+    parts.append(markdown_table(["rule", "answers", "accuracy"], rules))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
+def percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.1f} %"
 
 
-def interval(share: Proportion) -> str:
+def interval(share: Proportion | None) -> str:
     """``55.7 % [53.0, 58.4]``."""
-    return f"{percent(share.value)} [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+    return f"{percent(share.value)} [{100 * share.low:.1f}, {100 * share.high:.1f}]" if share else NONE
 
 
 def points(difference: Difference) -> str:
@@ -78,81 +82,63 @@ def _signed(value: float) -> str:
     return f"{rounded:+.1f}".replace("-", "−") if rounded else "0.0"
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    rows = [(escape_markdown(name), escape_markdown(value)) for name, value in facts.items()]
-    return markdown_table(["", ""], rows, left=(0, 1)) if rows else ""
+def _cells(*values: str | int | None) -> list[str]:
+    """Texts, escaped, and counts as cells of a table."""
+    return [NONE if v is None else escape_markdown(v) if isinstance(v, str) else f"{v:,}" for v in values]
 
 
-def _headline(report: ExamReport) -> str:
+def _headline(report: ExamReport) -> list[str]:
+    lenient, strict = (
+        f"{count:,} ({percent(count / report.n)})" for count in (report.unread_lenient, report.unread_strict)
+    )
     rows = [
-        (
-            "lenient: any form that is clear to a careful reader",
-            interval(report.lenient),
-            _count(report.unread_lenient, report.n),
-        ),
-        ("strict: the requested form", interval(report.strict), _count(report.unread_strict, report.n)),
+        ("lenient: any form that is clear to a careful reader", interval(report.lenient), lenient),
+        ("strict: the requested form", interval(report.strict), strict),
     ]
     summary = (
         f"{report.n:,} questions, one greedy answer each. An answer without a letter counts as wrong. Guessing gives "
         f"{percent(report.chance)}. In brackets: 95 % intervals."
     )
     length = f"An answer has {report.mean_tokens:.0f} tokens on average; {percent(report.cut_off)} were cut off."
-    return "\n\n".join([summary, markdown_table(["read as", "accuracy", "no answer"], rows), length])
-
-
-def _count(count: int, total: int) -> str:
-    return f"{count:,} ({percent(count / total)})"
+    return [summary, markdown_table(["read as", "accuracy", "no answer"], rows), length]
 
 
 def _by_group(heading: str, what: str, groups: Sequence[GroupAccuracy]) -> list[str]:
     if not groups:
         return []
-    rows = [(_name(part.name, part.few), f"{part.accuracy.n:,}", interval(part.accuracy)) for part in groups]
-    return [f"## {heading}", markdown_table([what, "questions", "accuracy"], rows), _few([part.few for part in groups])]
+    rows = [(_name(part), *_cells(part.accuracy.n), interval(part.accuracy)) for part in groups]
+    return [f"## {heading}", markdown_table([what, "questions", "accuracy"], rows), _few(groups)]
 
 
-def _name(name: str | None, few: bool) -> str:
-    return (NOT_GIVEN if name is None else escape_markdown(name)) + (MARK if few else "")
+def _name(part: GroupAccuracy | CategoryChange) -> str:
+    return escape_markdown("not given" if part.name is None else part.name) + (" †" if part.few else "")
 
 
-def _few(marks: Sequence[bool]) -> str:
-    return f"†: fewer than {FEW} questions." if any(marks) else ""
+def _few(parts: Iterable[GroupAccuracy | CategoryChange]) -> str:
+    return f"†: fewer than {FEW} questions." if any(part.few for part in parts) else ""
 
 
-def _letters(report: ExamReport) -> list[str]:
-    names = [letter.letter for letter in report.confusion.letters]
-    counts = markdown_table(
-        ["right", *(f"answered {escape_markdown(name)}" for name in names), "none"],
-        [
-            (
-                escape_markdown(name),
-                *(
-                    f"**{count:,}**" if name == answered else f"{count:,}"
-                    for answered, count in zip([*names, None], row, strict=True)
-                ),
-            )
-            for name, row in zip(names, report.confusion.counts, strict=True)
-        ],
-    )
-    shares = markdown_table(
-        ["letter", "right in", "predicted in", "accuracy where it is right"],
-        [
-            (
-                escape_markdown(letter.letter),
-                NONE if letter.right_share is None else percent(letter.right_share),
-                NONE if letter.predicted_share is None else percent(letter.predicted_share),
-                interval(letter.accuracy) if letter.accuracy else NONE,
-            )
-            for letter in report.confusion.letters
-        ],
-    )
-    if report.confusion.bias is None:
-        return ["## Letters", "Rows are right letters, columns are answers.", counts]
+def _letters(confusion: Confusion) -> list[str]:
+    names = _cells(*(letter.letter for letter in confusion.letters))
+    rows = []
+    for place, (name, counts) in enumerate(zip(names, confusion.counts, strict=True)):
+        cells = _cells(*counts)
+        cells[place] = f"**{cells[place]}**"
+        rows.append((name, *cells))
+    table = markdown_table(["right", *(f"answered {name}" for name in names), "none"], rows)
+    parts = ["## Letters", "Rows are right letters, columns are answers.", table]
+    if confusion.bias is None:
+        return parts
     bias = (
         "How often a letter is right and how often it is predicted, of the questions with an answer. Bias: "
-        f"{percent(report.confusion.bias)} of the predictions would have to change for the two to match."
+        f"{percent(confusion.bias)} of the predictions would have to change for the two to match."
     )
-    return ["## Letters", "Rows are right letters, columns are answers.", counts, bias, shares]
+    shares = [
+        (name, percent(letter.right_share), percent(letter.predicted_share), interval(letter.accuracy))
+        for name, letter in zip(names, confusion.letters, strict=True)
+    ]
+    header = ["letter", "right in", "predicted in", "accuracy where it is right"]
+    return [*parts, bias, markdown_table(header, shares)]
 
 
 def _order(shuffled: ShuffledOptions) -> str:
@@ -179,13 +165,12 @@ def _scored(heading: str, scored: LetterScores) -> list[str]:
         f"has a probability of {percent(scored.right_probability)} on average."
     )
     if scored.agreement:
-        summary += (
-            f" The likeliest letter is that of the written answer in {interval(scored.agreement)} of the questions."
-        )
+        agreement = interval(scored.agreement)
+        summary += f" The likeliest letter is that of the written answer in {agreement} of the questions."
     rows = [
-        (f"{entry.low:.1f} to {entry.high:.1f}", f"{entry.n:,}", percent(entry.confidence), percent(entry.accuracy))
+        (f"{entry.low:.1f} to {entry.high:.1f}", *_cells(entry.n), percent(entry.confidence), percent(entry.accuracy))
         for entry in scored.bins
-        if entry.confidence is not None and entry.accuracy is not None
+        if entry.n
     ]
     calibration = (
         f"Expected calibration error: {percent(scored.calibration_error)}, the distance between the last two columns, "
@@ -196,118 +181,63 @@ def _scored(heading: str, scored: LetterScores) -> list[str]:
     return [f"## {heading}", summary, order, calibration, table]
 
 
-def _patterns(report: ExamReport) -> list[str]:
+def _errors(report: ExamReport) -> list[str]:
     if not report.patterns:
         return ["## Errors", "There are none."]
-    rows = [(escape_markdown(entry.name), f"{entry.count:,}", percent(entry.share)) for entry in report.patterns]
+    rows = [(*_cells(entry.name, entry.count), percent(entry.share)) for entry in report.patterns]
     summary = f"{report.errors:,} answers are wrong for at least one reader. Each is counted once."
     parts = ["## Errors", summary, markdown_table(["kind", "answers", "of the errors"], rows)]
     for entry in report.patterns:
-        parts += _examples(entry)
+        parts += _examples(escape_markdown(entry.name), ("predicted", "end of the answer"), entry.examples)
     return parts
 
 
-def _examples(pattern: ErrorPattern) -> list[str]:
-    def row(example: ErrorExample) -> tuple[str, ...]:
-        predicted = NONE if example.predicted is None else escape_markdown(example.predicted)
-        return (
-            str(example.number),
-            escape_markdown(example.question),
-            escape_markdown(example.right),
-            predicted,
-            escape_markdown(example.ending),
-        )
-
-    header = ["number", "question", "right", "predicted", "end of the answer"]
-    return [
-        f"### {escape_markdown(pattern.name)}",
-        markdown_table(header, [row(example) for example in pattern.examples], left=range(5)),
-    ]
+def _examples(
+    heading: str, columns: tuple[str, str], examples: Sequence[ErrorExample] | Sequence[ChangedAnswer]
+) -> list[str]:
+    """A table of questions; the two kinds of examples have the same first three fields."""
+    if not examples:
+        return []
+    rows = [[str(number), *_cells(*texts)] for number, *texts in map(astuple, examples)]
+    return [f"### {heading}", markdown_table(["number", "question", "right", *columns], rows, left=range(5))]
 
 
-def _rules(report: ExamReport) -> list[str]:
-    rows = [(escape_markdown(rule.name), f"{rule.accuracy.n:,}", interval(rule.accuracy)) for rule in report.rules]
-    explanation = "The rule by which the lenient reader found its letter, or why it found none."
-    return ["## Reading rules", explanation, markdown_table(["rule", "answers", "accuracy"], rows)]
+def _change(before: float, after: float, difference: Difference) -> list[str]:
+    return [percent(before), percent(after), points(difference)]
 
 
 def _compared(comparison: ExamComparison) -> list[str]:
-    rows = [
-        (
-            measure.name,
-            percent(measure.before),
-            percent(measure.after),
-            points(measure.difference),
-            p_value(measure.p_value),
-            "significant" if measure.real else "not significant",
-        )
-        for measure in comparison.measures
-    ]
-    table = markdown_table(["", "before", "after", "difference in points", "p-value", ""], rows)
     explanation = (
         f"The same {comparison.n:,} questions before and after, compared one by one. A difference is significant if "
         f"the exact McNemar test gives p < {LEVEL:g}; samples are compared by a permutation test."
     )
-    parts = ["## Before and after", explanation, table]
-    parts.append(_changes(comparison.measures))
-    parts += _category_changes(comparison)
-    parts += _moved("Gained", comparison.gained) + _moved("Lost", comparison.lost)
-    return parts
-
-
-def _changes(measures: Sequence[MeasureChange]) -> str:
-    """How many questions changed from right to wrong and back."""
-    rows = [
-        (
-            measure.name,
-            f"{measure.changes.right_right:,}",
-            f"{measure.changes.wrong_right:,}",
-            f"{measure.changes.right_wrong:,}",
-            f"{measure.changes.wrong_wrong:,}",
-        )
-        for measure in measures
-        if measure.changes
+    measures = []
+    for measure in comparison.measures:
+        change = _change(measure.before, measure.after, measure.difference)
+        verdict = "significant" if measure.real else "not significant"
+        measures.append((measure.name, *change, p_value(measure.p_value), verdict))
+    changes = [
+        _cells(measure.name, counts.right_right, counts.wrong_right, counts.right_wrong, counts.wrong_wrong)
+        for measure in comparison.measures
+        if (counts := measure.changes)
     ]
-    return markdown_table(["questions", "right both times", "gained", "lost", "wrong both times"], rows)
-
-
-def _category_changes(comparison: ExamComparison) -> list[str]:
-    if not comparison.by_category:
-        return []
-    rows = [
-        (
-            _name(part.name, part.few),
-            f"{part.n:,}",
-            percent(part.before.value),
-            percent(part.after.value),
-            points(part.difference),
-            f"{part.gained:,}",
-            f"{part.lost:,}",
-        )
-        for part in comparison.by_category
+    categories = []
+    for part in comparison.by_category:
+        change = _change(part.before.value, part.after.value, part.difference)
+        categories.append((_name(part), *_cells(part.n), *change, *_cells(part.gained, part.lost)))
+    parts = [
+        "## Before and after",
+        explanation,
+        markdown_table(["", "before", "after", "difference in points", "p-value", ""], measures),
+        markdown_table(["questions", "right both times", "gained", "lost", "wrong both times"], changes),
     ]
-    header = ["category", "questions", "before", "after", "difference in points", "gained", "lost"]
-    return [
-        "### By category, before and after",
-        "With many categories some differ by chance: one 95 % interval in twenty misses the true difference.",
-        markdown_table(header, rows),
-        _few([part.few for part in comparison.by_category]),
-    ]
-
-
-def _moved(heading: str, moved: Sequence[ChangedAnswer]) -> list[str]:
-    rows = [
-        (
-            str(entry.number),
-            escape_markdown(entry.question),
-            escape_markdown(entry.right),
-            NONE if entry.before is None else escape_markdown(entry.before),
-            NONE if entry.after is None else escape_markdown(entry.after),
-        )
-        for entry in moved
-    ]
-    return (
-        [f"### {heading}", markdown_table(["number", "question", "right", "before", "after"], rows, left=range(5))]
-        if rows
-        else []
-    )
+    if categories:
+        header = ["category", "questions", "before", "after", "difference in points", "gained", "lost"]
+        parts += [
+            "### By category, before and after",
+            "With many categories some differ by chance: one 95 % interval in twenty misses the true difference.",
+            markdown_table(header, categories),
+            _few(comparison.by_category),
+        ]
+    parts += _examples("Gained", ("before", "after"), comparison.gained)
+    return parts + _examples("Lost", ("before", "after"), comparison.lost)

@@ -8,28 +8,17 @@ from collections.abc import Sequence
 from groupwise.text import one_line
 from groupwise.usmle import answers as reader
 from groupwise.usmle.records import ModelAnswer, Question
-from groupwise.usmle.tables import FEW, ErrorExample, ErrorPattern, Proportion, RuleAccuracy
-from groupwise.usmle.text import end_of, start_of
+from groupwise.usmle.tables import FEW, ErrorExample, ErrorPattern, Proportion, RuleAccuracy, end_of, start_of
 
 EXAMPLES = 3
 EXCERPT, ENDING = 120, 200  # characters of a question and of an answer's end
 
-CUT_OFF = "no answer: cut off"
-DECLINED = "no answer: declined"
-BEYOND = "no answer: beyond the options"
-NOTHING = "no answer: nothing found"
-TWO = "two answers"
-DISAGREE = "letter and text disagree"
-SAME = "the favourite letter"
-WRONG = "wrong option"
-FORM = "right in lenient, not in strict form"
-
-# The kind of error by the rule of the lenient reader.
-BY_RULE = {reader.SEVERAL: TWO, reader.DECLINED: DECLINED, reader.BEYOND: BEYOND}
-
-
-def right_in_both(question: Question, answer: ModelAnswer) -> bool:
-    return answer.lenient == answer.strict == question.answer
+# The kind of an error by the rule of the lenient reader, where that found no letter for another reason than "nothing".
+BY_RULE = {
+    reader.SEVERAL: "two answers",
+    reader.DECLINED: "no answer: declined",
+    reader.BEYOND: "no answer: beyond the options",
+}
 
 
 def find_patterns(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[ErrorPattern, ...]:
@@ -37,7 +26,7 @@ def find_patterns(questions: Sequence[Question], answers: Sequence[ModelAnswer])
     favourite = favourite_letter(questions, answers)
     by_kind: dict[str, list[ErrorExample]] = {}
     for question, answer in zip(questions, answers, strict=True):
-        if not right_in_both(question, answer):
+        if not answer.lenient == answer.strict == question.answer:
             by_kind.setdefault(_kind(question, answer, favourite), []).append(_example(question, answer))
     errors = sum(map(len, by_kind.values()))
     patterns = [
@@ -68,12 +57,13 @@ def find_rules(questions: Sequence[Question], answers: Sequence[ModelAnswer]) ->
 
 def _kind(question: Question, answer: ModelAnswer, favourite: str | None) -> str:
     if answer.lenient == question.answer:
-        return FORM
+        return "right in lenient, not in strict form"
     if answer.lenient is None:
-        return BY_RULE.get(answer.rule) or (CUT_OFF if answer.stop_reason == "length" else NOTHING)
+        nothing = "no answer: cut off" if answer.stop_reason == "length" else "no answer: nothing found"
+        return BY_RULE.get(answer.rule, nothing)
     if answer.rule.endswith(reader.DISAGREES):
-        return DISAGREE
-    return f"{SAME}: {favourite}" if answer.lenient == favourite else WRONG
+        return "letter and text disagree"
+    return f"the favourite letter: {favourite}" if answer.lenient == favourite else "wrong option"
 
 
 def _example(question: Question, answer: ModelAnswer) -> ErrorExample:

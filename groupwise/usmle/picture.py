@@ -9,8 +9,7 @@ from typing import Any
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.usmle.compare import ExamComparison
-from groupwise.usmle.tables import ExamReport, GroupAccuracy, LetterScores, Proportion
-from groupwise.usmle.text import start_of
+from groupwise.usmle.tables import ExamReport, GroupAccuracy, LetterScores, Proportion, start_of
 
 AFTER, BEFORE, GUESSING = COLOURS[0], "0.72", "0.35"
 MAX_GROUPS = 16  # the Markdown page lists them all

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from typing import TypeVar
 
 from groupwise.errors import InputError
 
-Item = TypeVar("Item")
 OptionOrder = Mapping[str, str]
 """How the options were shuffled: {letter in the question: letter as it was shown}."""
 
@@ -28,6 +27,15 @@ class Question:
     category: str | None = None
     step: str | None = None
     id: str | None = None
+
+    def original_letters(self, order: OptionOrder) -> dict[str, str]:
+        """The question's letters by the letters as they were shown."""
+        if set(order) != set(self.options) or set(order.values()) != set(self.options):
+            raise InputError(
+                f"the order {dict(order)!r} of question {self.number} does not map its letters "
+                f"({_names(self.options)}) one to one"
+            )
+        return {shown: letter for letter, shown in order.items()}
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,18 @@ class ModelAnswer:
     tokens: int
     stop_reason: str
 
+    def check(self, question: Question) -> None:
+        for letter in (self.lenient, self.strict):
+            if letter is not None and letter not in question.options:
+                raise InputError(
+                    f"an answer to question {question.number} was read as {letter!r}, which is none of its options "
+                    f"({_names(question.options)}); read it as None"
+                )
+
+    def renamed(self, letters: Mapping[str, str]) -> ModelAnswer:
+        lenient, strict = (letter and letters[letter] for letter in (self.lenient, self.strict))
+        return replace(self, lenient=lenient, strict=strict)
+
 
 @dataclass(frozen=True)
 class LetterProbabilities:
@@ -54,21 +74,41 @@ class LetterProbabilities:
     number: int
     probabilities: Mapping[str, float]
 
+    def check(self, question: Question) -> None:
+        values = self.probabilities.values()
+        if set(self.probabilities) != set(question.options):
+            raise InputError(
+                f"question {question.number} has the options {_names(question.options)}, but probabilities of "
+                f"{_names(self.probabilities)}"
+            )
+        if not all(0 <= value <= 1 for value in values) or not math.isclose(sum(values), 1, abs_tol=1e-3):
+            raise InputError(
+                f"the probabilities of question {question.number}'s letters must lie between 0 and 1 and sum to 1, got "
+                f"{', '.join(f'{value:g}' for value in values)}"
+            )
+
+    def renamed(self, letters: Mapping[str, str]) -> LetterProbabilities:
+        return replace(self, probabilities={letters[shown]: value for shown, value in self.probabilities.items()})
+
+
+Record = TypeVar("Record", ModelAnswer, LetterProbabilities)
+
 
 def sorted_questions(questions: Sequence[Question]) -> list[Question]:
     """The questions, checked, by their numbers."""
     if not questions:
         raise InputError("there are no questions to analyse; give at least one")
-    repeated = _repeated(question.number for question in questions)
-    if repeated is not None:
-        raise InputError(f"two questions have the number {repeated}; give each its own")
     for question in questions:
         if len(question.options) < 2 or question.answer not in question.options:
             raise InputError(
                 f"question {question.number} needs at least two options with the right one among them, got "
                 f"{_names(question.options)} and the answer {question.answer!r}"
             )
-    return sorted(questions, key=lambda question: question.number)
+    ordered = sorted(questions, key=lambda question: question.number)
+    for first, second in pairwise(ordered):
+        if first.number == second.number:
+            raise InputError(f"two questions have the number {first.number}; give each its own")
+    return ordered
 
 
 def fingerprint(questions: Sequence[Question]) -> str:
@@ -77,104 +117,32 @@ def fingerprint(questions: Sequence[Question]) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()
 
 
-def one_per_question(
-    what: str, questions: Sequence[Question], items: Sequence[Item], number: Callable[[Item], int]
-) -> list[Item]:
-    """One item per question, in the questions' order."""
-    by_number: dict[int, Item] = {}
-    for item in items:
-        if number(item) in by_number:
-            raise InputError(f"there are two {what} for question {number(item)}; give one for each question")
-        by_number[number(item)] = item
-    _check_numbers(what, questions, by_number)
-    return [by_number[question.number] for question in questions]
-
-
-def group_samples(what: str, questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
-    """The samples of each question, equally many, in the order in which they were drawn."""
-    groups: dict[int, list[ModelAnswer]] = {}
-    for answer in answers:
-        groups.setdefault(answer.number, []).append(answer)
-    _check_numbers(what, questions, groups)
-    number = len(groups[questions[0].number])
+def by_question(what: str, questions: Sequence[Question], records: Iterable[Record], each: int = 1) -> list[Record]:
+    """The records, checked, in the questions' order; an error unless there are ``each`` of every question."""
+    groups: dict[int, list[Record]] = {question.number: [] for question in questions}
+    for record in records:
+        if record.number not in groups:
+            raise InputError(f"there are {what} for question {record.number}, which was not asked")
+        groups[record.number].append(record)
     for question in questions:
-        samples = groups[question.number]
-        if len(samples) != number:
-            raise InputError(
-                f"every question needs equally many {what}, but question {questions[0].number} has {number} and "
-                f"question {question.number} has {len(samples)}"
-            )
-        repeated = _repeated(answer.sample for answer in samples)
-        if repeated is not None:
-            raise InputError(f"question {question.number} has two {what} with the number {repeated}")
-        samples.sort(key=lambda answer: answer.sample)
-    return [groups[question.number] for question in questions]
+        group = groups[question.number]
+        if len(group) != each:
+            raise InputError(f"question {question.number} has {len(group)} {what}; give {each} for every question")
+        for record in group:
+            record.check(question)
+    return list(chain(*groups.values()))
 
 
-def check_answer(question: Question, answer: ModelAnswer) -> None:
-    for letter in (answer.lenient, answer.strict):
-        if letter is not None and letter not in question.options:
-            raise InputError(
-                f"an answer to question {question.number} was read as {letter!r}, which is none of its options "
-                f"({_names(question.options)}); read it as None"
-            )
-
-
-def check_probabilities(question: Question, letters: LetterProbabilities) -> None:
-    values = letters.probabilities.values()
-    if set(letters.probabilities) != set(question.options):
-        raise InputError(
-            f"question {question.number} has the options {_names(question.options)}, but probabilities of "
-            f"{_names(letters.probabilities)}"
-        )
-    if not all(0 <= value <= 1 for value in values) or not math.isclose(sum(values), 1, abs_tol=1e-3):
-        raise InputError(
-            f"the probabilities of question {question.number}'s letters must lie between 0 and 1 and sum to 1, got "
-            f"{', '.join(f'{value:g}' for value in values)}"
-        )
-
-
-def answer_in_original_letters(question: Question, order: OptionOrder, answer: ModelAnswer) -> ModelAnswer:
-    """An answer to the shuffled question, in the letters of the original."""
-    original = _original_letters(question, order)
-    check_answer(question, answer)
-    return replace(
-        answer,
-        lenient=None if answer.lenient is None else original[answer.lenient],
-        strict=None if answer.strict is None else original[answer.strict],
-    )
-
-
-def probabilities_in_original_letters(
-    question: Question, order: OptionOrder, letters: LetterProbabilities
-) -> LetterProbabilities:
-    """The probabilities of the shuffled question's letters, by the letters of the original."""
-    original = _original_letters(question, order)
-    check_probabilities(question, letters)
-    return replace(letters, probabilities={original[shown]: value for shown, value in letters.probabilities.items()})
-
-
-def _original_letters(question: Question, order: OptionOrder) -> dict[str, str]:
-    if set(order) != set(question.options) or set(order.values()) != set(question.options):
-        raise InputError(
-            f"the order {dict(order)!r} of question {question.number} does not map its letters "
-            f"({_names(question.options)}) one to one"
-        )
-    return {shown: letter for letter, shown in order.items()}
-
-
-def _check_numbers(what: str, questions: Sequence[Question], numbers: Iterable[int]) -> None:
-    asked, answered = {question.number for question in questions}, set(numbers)
-    if missing := asked - answered:
-        raise InputError(
-            f"{len(missing)} of {len(asked)} questions have no {what}, the first is question {min(missing)}"
-        )
-    if extra := answered - asked:
-        raise InputError(f"there are {what} for question {min(extra)}, which was not asked")
-
-
-def _repeated(numbers: Iterable[int]) -> int | None:
-    return next((number for number, count in Counter(numbers).items() if count > 1), None)
+def by_question_unshuffled(
+    what: str, questions: Sequence[Question], shuffled: Sequence[tuple[OptionOrder, Record]]
+) -> list[Record]:
+    """One record of each question, in the question's own letters."""
+    orders = {record.number: order for order, record in shuffled}
+    records = by_question(what, questions, [record for _, record in shuffled])
+    return [
+        record.renamed(question.original_letters(orders[question.number]))
+        for question, record in zip(questions, records, strict=True)
+    ]
 
 
 def _names(letters: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from groupwise.errors import CheckpointError
 from groupwise.stats import Interval, mean_interval, paired_test, proportion_interval
+from groupwise.text import one_line
 
 VERSION = 1
 FEW = 5  # groups of fewer questions are marked
@@ -251,3 +252,15 @@ def to_plain(table: Any) -> dict[str, Any]:
     """A table as dictionaries, lists, strings and numbers."""
     plain: dict[str, Any] = TypeAdapter(type(table)).dump_python(table, mode="json")
     return plain
+
+
+def start_of(text: str, limit: int) -> str:
+    """The first characters of a text on one line, at most ``limit`` including the ellipsis."""
+    line = one_line(text)
+    return line if len(line) <= limit else line[: limit - 1].rstrip() + "…"
+
+
+def end_of(text: str, limit: int) -> str:
+    """The last characters of a text on one line, at most ``limit`` including the ellipsis."""
+    line = one_line(text)
+    return line if len(line) <= limit else "…" + line[len(line) - limit + 1 :].lstrip()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from groupwise.usmle.analysis import LetterProbabilities, ModelAnswer, Question, analyse
+from groupwise.usmle.analysis import analyse
+from groupwise.usmle.records import LetterProbabilities, ModelAnswer, Question
 
 LETTERS = "ABCDE"
 

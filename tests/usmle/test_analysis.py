@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.stats import bootstrap_interval, paired_test, proportion_interval
-from groupwise.usmle.analysis import ExamReport, LetterProbabilities, analyse, majority
-from groupwise.usmle.tables import CalibrationBin, Difference, Proportion
+from groupwise.usmle.analysis import analyse, majority
+from groupwise.usmle.records import LetterProbabilities
+from groupwise.usmle.tables import CalibrationBin, Difference, ExamReport, Proportion
 from tests.usmle.factories import Model, answer_to, exam, question
 
 FOUR = [question(1, "A"), question(2, "B"), question(3, "C"), question(4, "D")]

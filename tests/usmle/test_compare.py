@@ -8,8 +8,9 @@ import pytest
 
 from groupwise.errors import InputError
 from groupwise.stats import paired_test
-from groupwise.usmle.analysis import LetterProbabilities, analyse
+from groupwise.usmle.analysis import analyse
 from groupwise.usmle.compare import AnswerChanges, compare
+from groupwise.usmle.records import LetterProbabilities
 from tests.usmle.factories import Model, answer_to, exam, question
 
 

@@ -15,11 +15,11 @@ from groupwise.generate import Engine, Rollout, Sampling
 from groupwise.model import load_model_and_tokenizer, prepare
 from groupwise.tasks import load_task
 from groupwise.usmle import exam as exam_module
-from groupwise.usmle.analysis import ModelAnswer
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.evaluation import exam_of_recipe
 from groupwise.usmle.exam import ModelUnderTest, question_of, read_answer, run_exam
 from groupwise.usmle.prompts import letter_answers, shuffle_options
+from groupwise.usmle.records import ModelAnswer
 
 
 def tiny(dtype="float32"):

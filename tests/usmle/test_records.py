@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from groupwise.errors import InputError
-from groupwise.usmle.analysis import LetterProbabilities, analyse
+from groupwise.usmle.analysis import analyse
+from groupwise.usmle.records import LetterProbabilities
 from tests.usmle.factories import answer_to, question
 
 ASKED = [question(1, "A"), question(2, "B")]
@@ -27,23 +28,23 @@ def letters(number, **probabilities):
         (lambda: analyse([ASKED[0], ASKED[0]], GREEDY), "two questions have the number 1"),
         (lambda: analyse([question(1, "E"), ASKED[1]], GREEDY), "got A, B, C, D and the answer 'E'"),
         (lambda: analyse([question(1, letters="A"), ASKED[1]], GREEDY), "question 1 needs at least two options"),
-        (lambda: analyse(ASKED, GREEDY[:1]), "1 of 2 questions have no greedy answers, the first is question 2"),
-        (lambda: analyse(ASKED, [*GREEDY, answer_to(1, "B")]), "two greedy answers for question 1"),
+        (lambda: analyse(ASKED, GREEDY[:1]), "question 2 has 0 greedy answers; give 1"),
+        (lambda: analyse(ASKED, [*GREEDY, answer_to(1, "B")]), "question 1 has 2 greedy answers; give 1"),
         (lambda: analyse(ASKED, [*GREEDY, answer_to(9, "B")]), "greedy answers for question 9, which was not asked"),
         (lambda: analyse(ASKED, [answer_to(1, "F"), GREEDY[1]]), "question 1 was read as 'F', which is none"),
         (lambda: analyse(ASKED, [answer_to(1, "A", "a"), GREEDY[1]]), "was read as 'a'"),
-        (lambda: analyse(ASKED, GREEDY, sampled=[answer_to(1, "A")]), "1 of 2 questions have no sampled answers"),
+        (lambda: analyse(ASKED, GREEDY, sampled=[answer_to(1, "A")]), "question 2 has 0 sampled answers"),
         (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, answer_to(2, "A", sample=1)]),
-         "question 1 has 1 and question 2 has 2"),
-        (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, *GREEDY]), "two sampled answers with the number 0"),
+         "question 2 has 2 sampled answers; give 1"),
+        (lambda: analyse(ASKED, GREEDY, sampled=[*GREEDY, *GREEDY]), "two sampled answers with the same number"),
         (lambda: analyse(ASKED, GREEDY, sampled=[answer_to(1, "X"), answer_to(2, "A")]), "was read as 'X'"),
-        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, answer_to(1, "A"))]), "have no shuffled answers"),
+        (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, answer_to(1, "A"))]), "question 2 has 0 shuffled answers"),
         (lambda: analyse(ASKED, GREEDY, shuffled=[(SAME, answer_to(1, "Z")), (SAME, answer_to(2, "A"))]),
          "was read as 'Z'"),
         (lambda: analyse(ASKED, GREEDY, shuffled=[({**SAME, "A": "B"}, answer) for answer in GREEDY]),
          "of question 1 does not map its letters"),
         (lambda: analyse(ASKED, GREEDY, shuffled=[({"A": "A"}, answer) for answer in GREEDY]), "does not map"),
-        (lambda: analyse(ASKED, GREEDY, letters=[letters(1)]), "have no letter probabilities"),
+        (lambda: analyse(ASKED, GREEDY, letters=[letters(1)]), "question 2 has 0 letter probabilities"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=0.5)]), "sum to 1, got 0.5, 0.25"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=-0.25, B=0.75)]), "between 0 and 1"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2, A=float("nan"))]), "got nan"),
@@ -52,7 +53,7 @@ def letters(number, **probabilities):
         (lambda: analyse(ASKED, GREEDY, shuffled_letters=[(SAME, letters(1)), (SAME, letters(2))]),
          "shuffled_letters are compared with letters"),
         (lambda: analyse(ASKED, GREEDY, letters=[letters(1), letters(2)], shuffled_letters=[(SAME, letters(1))]),
-         "have no shuffled letter probabilities"),
+         "question 2 has 0 shuffled letter probabilities"),
     ],
 )  # fmt: skip
 def test_refused(call, message):

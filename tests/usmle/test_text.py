@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from groupwise.text import escape_markdown, one_line
-from groupwise.usmle.text import end_of, start_of
+from groupwise.usmle.tables import end_of, start_of
 
 READER = MarkdownIt("commonmark").enable(["table", "strikethrough"])
 
