@@ -1,4 +1,4 @@
-"""The lines that a run prints at its end."""
+"""What a run shows at its start, and the lines that it prints at its end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from groupwise.training.components import RunComponents
+from groupwise.training.display.base import RunFacts
 from groupwise.training.monitor.question_log import QuestionLog, summarise
 from groupwise.training.results import RunResult
 from groupwise.training.state import TrainState
@@ -14,13 +15,30 @@ from groupwise.training.store.model_card import held_out_rows
 SummaryLines = list[str | tuple[str, ...]]
 
 
+def run_facts(components: RunComponents, folder: Path, steps: int) -> RunFacts:
+    """The description of a run for its display."""
+    recipe = components.recipe
+    return RunFacts(
+        name=folder.name,
+        model=recipe.model.source,
+        parameters=sum(weight.numel() for weight in components.model.parameters()),
+        device=str(components.handle.device),
+        algorithm=recipe.algorithm,
+        steps=steps,
+        metric=components.metric,
+        folder=str(folder),
+        goal=components.goal,
+        log_every=recipe.run.log_every,
+    )
+
+
 def run_summary(
     components: RunComponents,
     state: TrainState,
     result: RunResult,
     question_log: QuestionLog,
-    *,
     total_steps: int,
+    *,
     picture: Path | None,
 ) -> SummaryLines:
     """Text lines and table rows: held-out metrics, questions, and where everything is."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.training.components import (
-    RunComponents,
     RunInputs,
     check_training_inputs,
     count_steps,
@@ -39,12 +38,12 @@ from groupwise.training.components import (
     make_schedule,
     names_rows,
 )
-from groupwise.training.display import Display, LineDisplay, RunFacts
+from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.evaluation import evaluate_policy
 from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
-from groupwise.training.monitor.metrics import rollout_table, step_metrics, with_aliases
+from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
@@ -58,10 +57,9 @@ from groupwise.training.state import TrainState
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
-from groupwise.training.store.model_card import model_card
 from groupwise.training.store.recorder import Recorder
 from groupwise.training.store.run_folder import keep_inputs, open_run, write_recipe
-from groupwise.training.summary import run_summary
+from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
@@ -109,7 +107,10 @@ class Trainer:
         self.say = self.display.say
         inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say)
         check_training_inputs(recipe, inputs)
-        self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
+        name = _default_name(recipe)
+        self.run_dir: RunDir = open_run(
+            recipe, folder, name=name, recipe_file=recipe_file, resume=resume, overwrite=overwrite
+        )
         try:
             self._build(inputs)
             if overwrite and not resume:
@@ -122,21 +123,21 @@ class Trainer:
     def _build(self, inputs: RunInputs) -> None:
         """Load the model, and make everything that a step needs."""
         recipe = self.recipe
-        self.components: RunComponents = load_components(recipe, inputs, self.say)
+        components = self.components = load_components(recipe, inputs, self.say)
+        handle, task = components.handle, components.task
         self.advantage_function = find_advantage(recipe.advantages.function)
         self.grouping_function = find_grouping(recipe.advantages.grouping)
-        self.metric = self.components.metric
+        self.metric = components.metric
         self.metric_aliases = find_algorithm(recipe.algorithm).metrics
-        self.sft = SupervisedFineTuning(self.components) if recipe.sft.steps or recipe.sft.epochs else None
-        self.total_steps = count_steps(self.components) or (self.sft.steps if self.sft is not None else 0)
+        self.sft = SupervisedFineTuning(components) if recipe.sft.steps or recipe.sft.epochs else None
+        self.total_steps = count_steps(components) or (self.sft.steps if self.sft is not None else 0)
         self.grouper = make_grouper(recipe.grouping, self.say) if groups_by_similarity(recipe) else None
 
-        handle, model = self.components.handle, self.components.model
         if recipe.model.gradient_checkpointing:
             handle.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        handle.model.train(recipe.model.gradient_checkpointing or self.components.has_dropout)
-        self.masters = MasterWeights(model)
-        self.optimizer = make_optimizer(recipe, model, self.masters, self.say)
+        handle.model.train(recipe.model.gradient_checkpointing or components.has_dropout)
+        self.masters = MasterWeights(components.model)
+        self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
         self.reference: Reference | None = None  # the policy after SFT, so not known yet
         self.engine = Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
         self.updater = Updater(
@@ -145,47 +146,39 @@ class Trainer:
             self.optimizer,
             None,
             recipe.train.token_budget or default_token_budget(handle),
-            self.components.loss,
-            dropout=self.components.has_dropout,
+            components.loss,
+            dropout=components.has_dropout,
             release=self.engine.release,
             say=self.say,
         )
 
         self.state = TrainState()
         self.schedule = make_schedule(recipe)
-        self.order = Order(max(1, len(self.components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
-        self.pairs = PairSampler(self.components.pairs, recipe)
-        self.health_checks = HealthChecks(self.components.task.metric, self.components.task.health_checks)
-        self.question_log = QuestionLog(self.components.train.rows, self.components.task.metric)
+        self.order = Order(max(1, len(components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        self.pairs = PairSampler(components.pairs, recipe)
+        self.health_checks = HealthChecks(task.metric, task.health_checks)
+        self.question_log = QuestionLog(components.train.rows, task.metric)
+        parts = {
+            "order": self.order,
+            "pairs": self.pairs,
+            "schedule": self.schedule,
+            "health_checks": self.health_checks,
+            "questions": self.question_log,
+        }
         self.checkpointer = Checkpointer(
-            self.run_dir,
-            self.components,
-            self.state,
-            {
-                "order": self.order,
-                "pairs": self.pairs,
-                "schedule": self.schedule,
-                "health_checks": self.health_checks,
-                "questions": self.question_log,
-            },
-            self.question_log,
-            masters=self.masters,
-            optimizer=self.optimizer,
-            updater=self.updater,
-            engine=self.engine,
-            say=self.say,
+            self.run_dir, components, self.state, parts, self.question_log, self.updater, self.engine, self.say
         )
         self.collector = RolloutCollector(
             self.engine,
-            self.components.tokenizer,
-            self.components.train.rows,
-            self.components.train.prompts,
-            self.components.scorer,
+            components.tokenizer,
+            components.train.rows,
+            components.train.prompts,
+            components.scorer,
             self.order,
             self.compute_advantages,
             prompt_column=recipe.data.prompt,
             seed=recipe.train.seed,
-            stop=self.components.stop,
+            stop=components.stop,
             overlong=recipe.scoring.overlong_buffer > 0,
             grouper=self.grouper,
             say=self.say,
@@ -234,8 +227,6 @@ class Trainer:
         """The number of finished steps."""
         return self.state.step
 
-    # --- the run -----------------------------------------------------------------------------------------------------
-
     def run(self) -> RunResult:
         """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and the result says so."""
         with self.display, stop_on_signals(self.say) as self.stopping:
@@ -265,31 +256,18 @@ class Trainer:
         model = None
         if self.state.step and not self.stopping:
             self.display.stage("exporting the model")
-            model = self._export()
+            model = export_policy(self.run_dir, self.components, self.state, self.masters)
         picture = None
         if self.recipe.run.plot:
             picture = draw_curves(self.run_dir.path, metric=self.metric, goal=self.components.goal)
-        result = RunResult(
-            step=self.state.step,
-            first=self.state.first,
-            last=self.state.last,
-            best_step=None if self.state.best is None else int(self.state.best["step"]),
-            model=model,
-            folder=self.run_dir.path,
-            exit_status=self.stopping.exit_status,
-        )
+        state, best_step = self.state, None if self.state.best is None else self.state.exported_step
+        folder, exit_status = self.run_dir.path, self.stopping.exit_status
+        result = RunResult(state.step, state.first, state.last, best_step, model, folder, exit_status)
         if model is not None and self.recipe.run.push_to_hub is not None:
             self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
             push_to_hub(model, self.recipe.run.push_to_hub, self.say)
         self.display.finish(
-            run_summary(
-                self.components,
-                self.state,
-                result,
-                self.question_log,
-                total_steps=self.total_steps,
-                picture=picture,
-            )
+            run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
         )
         self._call("on_end", result)
         return result
@@ -306,12 +284,8 @@ class Trainer:
     def __enter__(self) -> Trainer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-    # --- one step ----------------------------------------------------------------------------------------------------
 
     def _step(self) -> StepReport:
         state, step_recipe = self.state, self.step_recipe()
@@ -334,17 +308,8 @@ class Trainer:
         for replaced in rollout.left_out:
             self.question_log.observe(replaced, self.compute_advantages(replaced, step_recipe))
         metrics = step_metrics(rollout, group_advantages, self.collector.names, minibatches, updates, step_recipe)
-        metrics |= {
-            "learning_rate": self.optimizer.param_groups[0]["lr"],  # the embeddings' group, if any, is the last
-            "temperature": step_recipe.sampling.temperature,
-            "samples_per_prompt": step_recipe.sampling.samples_per_prompt,
-            "kl_coef": step_recipe.loss.kl_coef,
-            "num_tokens": state.tokens,
-            "epoch": self.order.epoch if self.components.samples else self.pairs.epoch,
-            "token_budget": self.updater.token_budget,
-        }
-        if self.reference is not None:
-            metrics["reference_refreshes"] = self.reference.refreshes
+        epoch = self.order.epoch if self.components.samples else self.pairs.epoch
+        metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
         timing = self.timer.take()
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
@@ -375,7 +340,10 @@ class Trainer:
     ) -> tuple[list[MiniBatch], list[UpdateResult]]:
         """μ passes over the batch, each in mini-batches of complete prompts, with a data set's pairs beside them."""
         prompts, count = len(batch.prompts), step_recipe.train.mini_batches
-        order = list(range(prompts)) if count == 1 else self._shuffled(prompts)
+        order = list(range(prompts))
+        if count > 1:
+            generator = torch.Generator().manual_seed(derive_seed(self.recipe.train.seed, 4, self.state.step))
+            order = torch.randperm(prompts, generator=generator).tolist()
         cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
         pairs = self.pairs.take(step_recipe)
         minibatches = [
@@ -389,28 +357,20 @@ class Trainer:
         updates: list[UpdateResult] = []
         set_learning_rate(self.optimizer, step_recipe, self.state.step, self.total_steps)
         every = self.recipe.train.log_term_gradients_every
+        log_terms = bool(every) and self.state.step % every == 0
         for iteration in range(step_recipe.train.iterations):
             for minibatch in minibatches:
                 if minibatch.empty:
                     continue  # no learning signal in it: no update
                 self._seed_dropout(len(updates), iteration)
                 updates.append(
-                    self.updater.update(
-                        minibatch,
-                        step_recipe,
-                        check=not updates,
-                        log_term_gradients=bool(every) and self.state.step % every == 0,
-                    )
+                    self.updater.update(minibatch, step_recipe, check=not updates, log_term_gradients=log_terms)
                 )
         return minibatches, updates
 
     def _seed_dropout(self, update: int, iteration: int) -> None:
         if self.components.has_dropout:
             torch.manual_seed(derive_seed(self.recipe.train.seed, 3, self.state.step, update, iteration))
-
-    def _shuffled(self, number: int) -> list[int]:
-        generator = torch.Generator().manual_seed(derive_seed(self.recipe.train.seed, 4, self.state.step))
-        return torch.randperm(number, generator=generator).tolist()
 
     def _warn(self, metrics: dict[str, float], step_recipe: Recipe, rollout: RolloutResult) -> None:
         step = self.state.step
@@ -446,8 +406,6 @@ class Trainer:
                 self.save()
         self.timer.restart()
 
-    # --- start and resume --------------------------------------------------------------------------------------------
-
     def _start(self) -> None:
         if self.recorder is not None:
             return  # iterated a second time: continue
@@ -480,18 +438,7 @@ class Trainer:
             say=self.say,
         )
         self.display.start(
-            RunFacts(
-                name=self.run_dir.path.name,
-                model=self.recipe.model.source,
-                parameters=sum(weight.numel() for weight in self.components.model.parameters()),
-                device=str(self.components.handle.device),
-                algorithm=self.recipe.algorithm,
-                steps=self.total_steps,
-                metric=self.metric,
-                folder=str(self.run_dir.path),
-                goal=self.components.goal,
-                log_every=self.recipe.run.log_every,
-            ),
+            run_facts(self.components, self.run_dir.path, self.total_steps),
             first_step=self.state.step,
             past=read_metrics(self.run_dir.path / "metrics.jsonl"),
         )
@@ -535,19 +482,6 @@ class Trainer:
             self._call("on_checkpoint", folder)
         return folder
 
-    def _export(self) -> Path:
-        return export_policy(
-            self.run_dir,
-            self.state.step,
-            self.state.exported_step,
-            masters=self.masters,
-            tokenizer=self.components.tokenizer,
-            dtype=self.recipe.run.export_dtype or str(self.components.handle.dtype).removeprefix("torch."),
-            card=model_card(self.components, self.state),
-        )
-
-    # --- evaluation --------------------------------------------------------------------------------------------------
-
     def evaluate(self) -> Evaluation | None:
         """Measure the policy on what is held out, and remember the best; None if nothing is held out."""
         if self.metric is None:
@@ -584,8 +518,6 @@ class Trainer:
             return False
         self.say(f"stopped early: {count} evaluations without a better {self.metric}")
         return True
-
-    # --- small helpers -----------------------------------------------------------------------------------------------
 
     def trainer_state(self) -> SimpleNamespace:
         """The ``trainer_state`` that a reward function written for TRL may ask for."""

@@ -19,6 +19,7 @@ from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import MiniBatch
 from groupwise.training.update.result import UpdateResult
+from groupwise.training.update.updater import Updater
 
 
 def step_metrics(
@@ -42,6 +43,20 @@ def step_metrics(
         **learned,
         **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
     }
+
+
+def settings_metrics(step_recipe: Recipe, updater: Updater, *, tokens: int, epoch: float) -> dict[str, float]:
+    """The settings that may change during a run, and how far it has come."""
+    metrics = {
+        "learning_rate": updater.optimizer.param_groups[0]["lr"],  # the embeddings' group, if any, is the last
+        "temperature": step_recipe.sampling.temperature,
+        "samples_per_prompt": step_recipe.sampling.samples_per_prompt,
+        "kl_coef": step_recipe.loss.kl_coef,
+        "num_tokens": tokens,
+        "epoch": epoch,
+        "token_budget": updater.token_budget,
+    }
+    return metrics if updater.reference is None else {**metrics, "reference_refreshes": updater.reference.refreshes}
 
 
 def with_aliases(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> dict[str, float]:

@@ -11,7 +11,6 @@ import torch
 
 from groupwise.errors import ConfigError
 from groupwise.generate import Engine
-from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir
 from groupwise.text import Say
 from groupwise.training.components import RunComponents
@@ -33,16 +32,12 @@ class Checkpointer:
         state: TrainState,
         parts: Mapping[str, Stateful],
         question_log: QuestionLog,
-        *,
-        masters: MasterWeights,
-        optimizer: torch.optim.Optimizer,
         updater: Updater,
         engine: Engine,
         say: Say,
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
-        self.question_log, self.masters, self.optimizer = question_log, masters, optimizer
-        self.updater, self.engine, self.say = updater, engine, say
+        self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
         self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
         self._verified: Path | None = None  # the last checkpoint written or restored, which is known to be intact
 
@@ -66,8 +61,8 @@ class Checkpointer:
             self.run_dir,
             step,
             state,
-            masters=self.masters,
-            optimizer=self.optimizer,
+            masters=self.updater.masters,
+            optimizer=self.updater.optimizer,
             reference=reference,
             tokenizer=self.components.tokenizer,
             dtype=recipe.run.export_dtype,
@@ -98,7 +93,11 @@ class Checkpointer:
                 "or start a new run"
             )
         saved = checkpoint.load_checkpoint(
-            folder, masters=self.masters, optimizer=self.optimizer, reference=reference, verified=True
+            folder,
+            masters=self.updater.masters,
+            optimizer=self.updater.optimizer,
+            reference=reference,
+            verified=True,
         )
         self._verified = folder
         self.state.load_json(saved["train"])

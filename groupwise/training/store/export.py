@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from groupwise.errors import CheckpointError
 from groupwise.model.export import export_model
@@ -12,7 +12,10 @@ from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, atomic_folder, verify_manifest, write_bytes
 from groupwise.text import Say
+from groupwise.training.components import RunComponents
+from groupwise.training.state import TrainState
 from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name
+from groupwise.training.store.model_card import model_card
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,21 +23,20 @@ if TYPE_CHECKING:
 MODEL, CARD = "model", "README.md"
 
 
-def export_policy(
-    run: RunDir, step: int, best_step: int, *, masters: MasterWeights, tokenizer: Any, dtype: str, card: str
-) -> Path:
-    """Write the policy of ``best_step`` into the run's ``model`` folder, with its model card.
+def export_policy(run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights) -> Path:
+    """Write the best policy into the run's ``model`` folder, with its model card.
 
-    The weights of ``step``, the last one, are in memory; another step's are read from its checkpoint.
+    The weights of the last step are in memory; another step's are read from its checkpoint.
     """
-    folder = run.path / MODEL
+    folder, best_step = run.path / MODEL, state.exported_step
+    dtype = components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
     if folder.exists():  # the run was finished before and was given more steps
         shutil.rmtree(folder)
 
     def export() -> None:
-        export_model(masters.model, folder, tokenizer=tokenizer, masters=masters, dtype=dtype)
+        export_model(masters.model, folder, tokenizer=components.tokenizer, masters=masters, dtype=dtype)
 
-    if best_step == step:
+    if best_step == state.step:
         export()
     else:
         source = run.path / checkpoint_name(best_step)
@@ -43,7 +45,7 @@ def export_policy(
         except CheckpointError as error:
             raise CheckpointError(
                 f"the best checkpoint cannot be exported: {error}. The last policy is in "
-                f"{source.with_name(checkpoint_name(step)) / POLICY}"
+                f"{source.with_name(checkpoint_name(state.step)) / POLICY}"
             ) from error
         best = _checkpoint_weights(source, masters)
         if best is None:
@@ -56,7 +58,7 @@ def export_policy(
                 export()
             finally:
                 masters.load_state_dict(last)
-    write_bytes(folder / CARD, card.encode())
+    write_bytes(folder / CARD, model_card(components, state).encode())
     return folder
 
 
