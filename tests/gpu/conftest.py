@@ -1,4 +1,4 @@
-"""What torch.compile says while it works is not a fault of a test."""
+"""Warnings of torch.compile do not fail a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core on a CUDA device gives what it gives on the CPU: values, gradients, and the same types."""
+"""The core gives the same values, gradients and dtypes on a CUDA device as on the CPU."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_policy_loss(loss, dtype):
 
 
 def test_policy_loss_never_waits_for_the_device():
-    """No value is read on the host inside the loss, so the GPU is never drained by it."""
+    """The loss reads no value on the host, so the GPU is never synchronized."""
     batch = random_batch(4)
     logps, old, ref, advantages, mask = on(CUDA, *batch, dtype=torch.float32)
     logps.requires_grad_()
@@ -61,7 +61,7 @@ def test_policy_loss_never_waits_for_the_device():
     total = mask.sum()
     torch.cuda.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that it is a prototype
+        warnings.simplefilter("ignore")  # a prototype, it warns
         torch.cuda.set_sync_debug_mode("error")
     try:
         for loss in core.LOSSES:
@@ -75,7 +75,7 @@ def test_policy_loss_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_advantages_are_the_same_to_the_bit():
+def test_advantages_are_identical_bit_for_bit():
     rewards = torch.randn(4096)
     rewards[torch.rand(4096) < 0.1] = math.nan
     labels = torch.randint(0, 700, (4096,))

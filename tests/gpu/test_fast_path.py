@@ -1,4 +1,4 @@
-"""Generation and log-probs on a GPU: the kernels, the graphs and the compiled layers give what the plain ones give."""
+"""Generation and log-probs on a GPU: kernels, CUDA graphs and compiled layers equal the plain computation."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import nn
 from groupwise.core.filters import KeptSets
 from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
 from groupwise.generate.sampling import draw
-from groupwise.model.attention import Call
-from groupwise.model.cache import STORAGE, DecodeLayout, Storage
+from groupwise.model.attention import AttentionInputs
+from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps, padded_logps
 from groupwise.model.precision import MasterWeights, set_precision
@@ -26,7 +26,7 @@ COUNTS = [3, 1, 4, 2, 4]
 
 
 @pytest.mark.parametrize(
-    ("heads", "shared", "width", "window", "softcap", "dtype"),
+    ("heads", "kv_heads", "width", "window", "softcap", "dtype"),
     [
         (9, 3, 64, None, None, torch.float32),
         (9, 3, 64, None, None, torch.bfloat16),
@@ -38,28 +38,28 @@ COUNTS = [3, 1, 4, 2, 4]
     ],
 )
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decode_attention(heads, shared, width, window, softcap, dtype, splits):
+def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits):
     from groupwise.model.kernels import TILE_ROWS, decode_attention
 
-    make = torch.Generator(device="cuda").manual_seed(0)
+    generator = torch.Generator(device="cuda").manual_seed(0)
 
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda", generator=make).to(dtype)
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
     rows, slots, length = 22, 30, 20
-    storage = Storage(
-        *(some(700, shared, width) for _ in range(2)), *(some(slots + 1, length, shared, width) for _ in range(2))
+    cache = LayerCache(
+        *(randn(700, kv_heads, width) for _ in range(2)), *(randn(slots + 1, length, kv_heads, width) for _ in range(2))
     )
-    copy = Storage(*(tensor.clone() for tensor in storage))
+    copy = LayerCache(*(tensor.clone() for tensor in cache))
     slot = torch.randperm(slots)[:rows].cuda()
     lengths = torch.randint(0, length, (rows,)).cuda()
     groups = [(10, 600, slice(0, 18)), (650, 5, slice(18, 20)), (620, 20, slice(20, 22))]
     prompt = torch.tensor([600] * 18 + [5] * 2 + [20] * 2).cuda()
-    query, key, value = some(rows, heads, 1, width), some(rows, shared, 1, width), some(rows, shared, 1, width)
+    query, key, value = randn(rows, heads, 1, width), randn(rows, kv_heads, 1, width), randn(rows, kv_heads, 1, width)
     module = nn.Module()
-    setattr(module, STORAGE, Storage(*(tensor.float() for tensor in storage)))
+    setattr(module, CACHE_ATTRIBUTE, LayerCache(*(tensor.float() for tensor in cache)))
     wanted = DecodeLayout(slot, lengths, prompt + lengths, groups).attend(
-        Call(module, query.float(), key.float(), value.float(), 0.2, window, softcap)
+        AttentionInputs(module, query.float(), key.float(), value.float(), 0.2, window, softcap)
     )
     starts, sizes = torch.zeros(2, rows, dtype=torch.int32)
     members = torch.full((rows, TILE_ROWS), -1, dtype=torch.int32)
@@ -71,9 +71,9 @@ def test_decode_attention(heads, shared, width, window, softcap, dtype, splits):
     got = decode_attention(query, key, value, *copy, *numbers, 0.2, window or 0, softcap or 0.0, splits)
     close = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.float(), wanted, rtol=0, atol=close)
-    own: Storage = getattr(module, STORAGE)
-    assert torch.equal(copy.own_keys.float(), own.own_keys)
-    assert torch.equal(copy.own_values.float(), own.own_values)
+    stored: LayerCache = getattr(module, CACHE_ATTRIBUTE)
+    assert torch.equal(copy.slot_keys.float(), stored.slot_keys)
+    assert torch.equal(copy.slot_values.float(), stored.slot_values)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def test_decode_attention(heads, shared, width, window, softcap, dtype, splits):
     ],
 )
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
-def test_the_kernel_draws_what_the_sampler_draws(settings, kind):
-    """bfloat16's few values tie by the dozen, and flat logits all do."""
+def test_the_kernel_samples_what_the_sampler_samples(settings, kind):
+    """bfloat16 has many ties, and flat logits are all tied."""
     from groupwise.generate.kernels import append_kept, draw_rows
 
     vocabulary, rows, sampling = 50_000, 64, Sampling(**settings)
@@ -106,7 +106,7 @@ def test_the_kernel_draws_what_the_sampler_draws(settings, kind):
     got = draw_rows(logits, uniform, banned, eos, sampling)
     sets = KeptSets.from_logits(wanted.filtered)
     assert torch.equal(got.counts.long(), sets.offsets.diff())
-    # A cumulated sum is rounded differently: where the whole vocabulary is summed, a neighbour may be drawn.
+    # The cumulative sum is rounded differently: over the full vocabulary a neighbour may be sampled.
     same = got.ids == wanted.ids
     assert same.float().mean() > (0.9 if sets.ids.numel() > rows * 1000 or not sets.ids.numel() else 0.99)
     torch.testing.assert_close(got.logps[same], wanted.logps[same], rtol=0, atol=2e-5)
@@ -124,7 +124,7 @@ def test_the_kernel_draws_what_the_sampler_draws(settings, kind):
     ("name", "compile"), [*((name, False) for name in ARCHITECTURES), ("llama", True), ("gemma3", True)]
 )
 def test_packed_equals_padded(name, compile):
-    """float32 by written-out scores; bfloat16 by flash kernels, no further from the truth than the padded pass."""
+    """float32 with explicit scores; bfloat16 with flash kernels, as accurate as the padded pass."""
     truth_model = tiny(name, torch.float32).cuda()
     prompts, completions = random_groups(*RAGGED)
     truth = padded_logps(prepare(truth_model, plain=True), prompts, completions).logps
@@ -181,7 +181,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", ["llama", "llama_one_head", "qwen3", "gemma2", "gemma3"])
-def test_graphs_draw_what_single_operations_draw(name, kind):
+def test_graphs_sample_what_single_operations_sample(name, kind):
     handle = prepare(tiny(name, torch.float32).cuda(), compile=False)
     sampling = Sampling(max_new_tokens=20, **SETTINGS[kind])
     graphs = Engine(handle, max_num_seqs=6)
@@ -190,7 +190,7 @@ def test_graphs_draw_what_single_operations_draw(name, kind):
         got = graphs.generate(PROMPTS, COUNTS, sampling)
         assert_same(got, Engine(handle, max_num_seqs=6, graphs=False).generate(PROMPTS, COUNTS, sampling))
     assert_same(got, PlainGenerator(handle.model).generate(PROMPTS, COUNTS, sampling))
-    assert got.facts["prefilled_tokens"] == sum(map(len, PROMPTS))
+    assert got.stats["prefilled_tokens"] == sum(map(len, PROMPTS))
 
 
 def assert_same(got: Rollout, wanted: Rollout) -> None:
@@ -222,7 +222,7 @@ def test_the_same_seed_gives_the_same_samples_run_after_run():
     assert torch.equal(first.logps, fresh.logps)
 
 
-def test_isolated_samples_are_the_same_to_the_bit_in_bfloat16():
+def test_isolated_samples_are_identical_bit_for_bit_in_bfloat16():
     engine = Engine(prepare(rough(), compile=False), max_num_seqs=16, isolated=True)
     sampling = Sampling(max_new_tokens=60, eos_ids=(1, 2))
     together = engine.generate(PROMPTS, 4, sampling)
@@ -247,7 +247,7 @@ def test_the_sampler_agrees_with_training():
 
 
 def test_graphs_see_new_weights():
-    """An update in place, by master weights, and the captured steps compute with it."""
+    """Captured steps use weights that master weights update in place."""
     model = rough()
     engine = Engine(prepare(model, compile=False), max_num_seqs=8)
     sampling = Sampling(max_new_tokens=20)
@@ -264,7 +264,7 @@ def test_graphs_see_new_weights():
 
 
 def test_decoding_never_waits_for_the_device():
-    """PyTorch raises at every hidden wait while the steps run."""
+    """PyTorch raises at every synchronization."""
     engine = Engine(prepare(rough(), compile=False), max_num_seqs=8)
     sampling = Sampling(max_new_tokens=40, top_k=20, eos_ids=(1, 2, 3))
     wanted = engine.generate(PROMPTS, 4, sampling)
@@ -277,7 +277,7 @@ def test_decoding_never_waits_for_the_device():
     assert torch.equal(got.ids, wanted.ids)
 
 
-def test_kept_sets_are_refused_before_they_swell():
+def test_kept_sets_are_bounded():
     from groupwise.errors import InputError
 
     sampling = Sampling(max_new_tokens=20, keep_sets=True, min_p=0.001, kept_bytes=4000, eos_ids=())
@@ -290,6 +290,6 @@ def test_a_cache_too_large_for_the_device():
     from groupwise.errors import InputError
 
     handle = prepare(rough(), compile=False)
-    engine = Engine(dataclasses.replace(handle, window=None), max_num_seqs=10**4)
-    with pytest.raises(InputError, match="the memory that is free"):
+    engine = Engine(dataclasses.replace(handle, context_length=None), max_num_seqs=10**4)
+    with pytest.raises(InputError, match="the free memory"):
         engine.generate([[1]], 10**4, Sampling(max_new_tokens=10**6))

@@ -1,9 +1,11 @@
-"""Tiny models with random weights, one per architecture, and an exact float64 for them."""
+"""Tiny models with random weights, one per architecture, computing in true float64."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
@@ -48,6 +50,11 @@ ARCHITECTURES = {
 }
 
 
+def quick(names: Iterable[str], *chosen: str) -> list[Any]:
+    """``names`` as parameters of a test; all but the chosen ones are slow."""
+    return [pytest.param(name, marks=() if name in chosen else pytest.mark.slow) for name in names]
+
+
 def tiny(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A model with weights large enough that attention matters; in float64 it computes in float64 throughout."""
     model_class, config_class, extra = ARCHITECTURES[name]
@@ -64,7 +71,7 @@ def tiny(name: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTra
 
 
 def exact(model: nn.Module) -> None:
-    """transformers' norms compute in float32 whatever the model's type; for 1e-9 they must not."""
+    """Make transformers' norms, which always compute in float32, use the model's dtype."""
     for module in model.modules():
         name = type(module).__name__
         if name.endswith("RMSNorm"):

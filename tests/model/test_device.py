@@ -181,6 +181,7 @@ def test_without_affinity(machine, monkeypatch):
     assert usable_cpus() == os.cpu_count()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs CPU affinity")
 def test_a_process_that_is_pinned_to_one_cpu():
     code = (

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
+
+import groupwise
 
 SNAPSHOT = """
 import logging, os, random, signal, sys, warnings
@@ -63,6 +68,22 @@ def run_python(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
+CHANGES = re.compile(
+    r"filterwarnings|simplefilter|environ|_dynamo|backends|set_[a-z_]*threads|set_verbosity|manual_seed"
+)
+
+
+def test_no_module_changes_a_global_setting_at_its_top_level():
+    found = []
+    for path in sorted(Path(groupwise.__file__).parent.rglob("*.py")):
+        for statement in ast.parse(path.read_text()).body:
+            if not isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
+                code = ast.unparse(statement)
+                found += [f"{path.name}: {code}"] if CHANGES.search(code) else []
+    assert found == []
+
+
+@pytest.mark.slow
 def test_importing_every_module_changes_no_global_setting():
     assert run_python(SNAPSHOT + IMPORT_ALL) == "[] {}"
 

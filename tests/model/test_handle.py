@@ -28,7 +28,7 @@ from groupwise.model.attention import IMPLEMENTATION
 from groupwise.model.handle import _excess_difference as excess_difference
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps, padded_logps
-from tests.model.models import ARCHITECTURES, random_groups, tiny
+from tests.model.models import ARCHITECTURES, quick, random_groups, tiny
 from tests.weights import smollm2
 
 SMALL = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -74,7 +74,7 @@ def test_the_fields_of_a_handle(name):
     assert prepare(model).fallback_reason is None  # also a second time
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama", "mistral", "gemma2", "gemma3"))
 def test_a_prepared_model_still_works_as_usual(name):
     """Called directly, it computes and generates the same as before."""
     model = tiny(name)

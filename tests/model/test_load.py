@@ -358,7 +358,9 @@ class OwnForCausalLM(LlamaForCausalLM):
 """
 
 
-def test_a_models_own_code_runs_only_if_trusted(folder, tmp_path, monkeypatch):
+@pytest.fixture
+def with_code(folder, tmp_path):
+    """A model that comes with its own code, and the file that the code creates."""
     mark = tmp_path / "ran"
     (folder / "own.py").write_text(CODE.format(mark=str(mark)))
     rewrite(
@@ -367,10 +369,20 @@ def test_a_models_own_code_runs_only_if_trusted(folder, tmp_path, monkeypatch):
         architectures=["OwnForCausalLM"],
         auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnForCausalLM"},
     )
+    return folder, mark
+
+
+def test_a_models_own_code_does_not_run(with_code):
+    folder, mark = with_code
     with pytest.raises(InputError, match=r"its own Python code.*trust_remote_code=True"):
         load_model(folder)
     assert load_tokenizer(folder)("a").input_ids == [97]
     assert not mark.exists()
+
+
+@pytest.mark.slow
+def test_a_models_own_code_runs_if_trusted(with_code, tmp_path):
+    folder, mark = with_code
     env = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
     code = (
         "import sys\nfrom groupwise.model.load import load_model\n"
@@ -443,6 +455,7 @@ def hub(folder, tmp_path):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_model_on_the_hub(hub, tmp_path):
     ask, requested = hub
     loaded, unknown, gated, old, broken = ask(

@@ -10,7 +10,7 @@ from groupwise.model.handle import prepare
 from groupwise.model.logprobs import _take, completion_logps
 from tests.model.models import SIZE
 
-REPETITIONS = 30
+REPETITIONS = [5, pytest.param(30, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
@@ -21,7 +21,8 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
+@pytest.mark.parametrize("repetitions", REPETITIONS)
+def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads, repetitions):
     """Forty first tokens share one position, and the model is wide enough to use both threads."""
     shape = {"hidden_size": 512, "intermediate_size": 16, "num_hidden_layers": 1}
     handle = prepare(LlamaForCausalLM(LlamaConfig(**{**SIZE, **shape})).eval())
@@ -37,10 +38,11 @@ def test_the_gradient_of_packed_logps_has_the_same_bits_each_time(two_threads):
 
     first = gradient()
     assert float(first.norm()) > 0
-    assert all(torch.equal(gradient(), first) for _ in range(REPETITIONS))
+    assert all(torch.equal(gradient(), first) for _ in range(repetitions))
 
 
-def test_taking_hidden_states_sums_their_gradients_in_order(two_threads):
+@pytest.mark.parametrize("repetitions", REPETITIONS)
+def test_taking_hidden_states_sums_their_gradients_in_order(two_threads, repetitions):
     hidden = torch.randn(4, 128, requires_grad=True)
     positions = torch.randint(4, (600,))
     weights = torch.randn(600, 128)
@@ -52,4 +54,4 @@ def test_taking_hidden_states_sums_their_gradients_in_order(two_threads):
     first = gradient()
     wanted = torch.zeros(4, 128, dtype=torch.float64).index_add(0, positions, weights.double())
     torch.testing.assert_close(first.double(), wanted, rtol=1e-4, atol=1e-4)
-    assert all(torch.equal(gradient(), first) for _ in range(REPETITIONS))
+    assert all(torch.equal(gradient(), first) for _ in range(repetitions))

