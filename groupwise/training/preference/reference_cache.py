@@ -203,8 +203,8 @@ def _check_finite(logps: Tensor, first: int) -> None:
         chosen, rejected = logps[bad[0]].tolist()
         raise InputError(
             f"the log-probs of {_pair_name(first + bad[0])} are {chosen:g} for the chosen and {rejected:g} for the "
-            "rejected completion; look for NaN in the model's weights, or for float16, whose range is small (use bfloat16 or "
-            "float32)"
+            "rejected completion; look for NaN in the model's weights, or for float16, whose range is small (use "
+            "bfloat16 or float32)"
         )
 
 

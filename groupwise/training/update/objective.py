@@ -122,6 +122,7 @@ class ObjectiveTerm:
     needs_reference: bool = False  # fills `MicroBatch.ref_logps`, or the reference of the pairs
     needs_old_logps: bool = False  # fills `MicroBatch.old_logps` if the batch is used more than once
     needs_all_samples: bool = False  # else samples without a learning signal are not computed
+    is_regularizer: bool = False  # a run with nothing but regularizers learns nothing, and is refused
     from_pairs: bool = False  # a function of preference pairs, which may come from a data set without any sampling
     tag: str | None = None  # in the model card
 
@@ -129,7 +130,7 @@ class ObjectiveTerm:
         return float(recipe.get(self.weight)) if isinstance(self.weight, str) else self.weight
 
     def is_active(self, recipe: Recipe, driven: Collection[str] = ()) -> bool:
-        """Whether the weight is not 0, now or when a schedule changes one of the ``driven`` settings."""
+        """Whether the weight is not 0, or is one of the ``driven`` settings, which a schedule changes."""
         return bool(self.weight_in(recipe)) or self.weight in driven
 
 
@@ -276,8 +277,16 @@ def pairs_loss(
 
 _BUILT_IN = (
     ObjectiveTerm("policy", policy_term, "loss.policy_coef", needs_old_logps=True, tag="grpo"),
-    ObjectiveTerm("kl", kl_term, "loss.kl_coef", needs_reference=True, needs_old_logps=True, needs_all_samples=True),
-    ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True),
+    ObjectiveTerm(
+        "kl",
+        kl_term,
+        "loss.kl_coef",
+        needs_reference=True,
+        needs_old_logps=True,
+        needs_all_samples=True,
+        is_regularizer=True,
+    ),
+    ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True, is_regularizer=True),
     ObjectiveTerm("preference", preference_term, "preference.weight", needs_reference=True, from_pairs=True, tag="dpo"),
 )
 TERMS: dict[str, ObjectiveTerm] = {term.name: term for term in _BUILT_IN}

@@ -210,7 +210,7 @@ def settings_of(kind):
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["both", *SLOW_SOURCES])
 def test_the_gradient_is_the_naive_one_for_every_source_of_pairs(source):
     case = make_case(SOURCES[source])
     assert len(case.minibatch.pairs) == {"group": 3, "data": 5, "both": 8}[source]
@@ -231,7 +231,7 @@ def test_kinds_are_added_with_their_weights(kinds):
     )
 
 
-@pytest.mark.parametrize("loss", ["dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gspo", "cispo"))])
 def test_beside_other_losses_and_masks(loss):
     settings = {"loss.name": loss, "masks.truncated": True, "masks.off_policy": "v3.2", "loss.entropy_coef": 0.1}
     check_against_naive(make_case({**SOURCES["both"], **settings, "masks.off_policy_threshold": 0.8}))

@@ -12,6 +12,7 @@ from groupwise.core import LOSSES, Loss, TokenTerm, kl_estimate
 from groupwise.core.losses import clipped_loss
 from groupwise.errors import ConfigError
 from groupwise.training.rollout.advantages import compute_group_advantages
+from groupwise.training.store.model_card import model_card
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.objective import (
     TERMS,
@@ -408,7 +409,20 @@ def test_a_custom_term_in_a_run(tmp_path, monkeypatch):
             reports = list(trainer.steps())
         norms[every] = [report.metrics["grad_norm"] for report in reports]
         assert all("loss/distance" in report.metrics for report in reports)
+        assert "distance" in model_card(trainer.components, trainer.state)
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_a_custom_term_may_be_the_only_one(tmp_path, monkeypatch):
+    """Regularizers alone are refused."""
+    settings = {"loss.policy_coef": 0.0, "loss.entropy_coef": 0.1, "train.steps": 1}
+    with pytest.raises(ConfigError, match="nothing would be learned"), make_trainer(tmp_path, settings):
+        pass
+    term = ObjectiveTerm("length", length_penalty, 0.3, needs_all_samples=True)
+    monkeypatch.setitem(TERMS, "length", term)
+    with make_trainer(tmp_path, settings) as trainer:
+        (report,) = trainer.steps()
+    assert report.metrics["grad_norm"] > 0
 
 
 def test_which_steps_sample_completions(monkeypatch):
