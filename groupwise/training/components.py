@@ -30,7 +30,7 @@ from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.rollout.advantages import find_advantage, find_grouping
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.schedule import Schedule
-from groupwise.training.update.objective import find_loss, needs_reference, samples_completions
+from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,22 @@ class RunInputs:
     scorer: Scorer | None  # None if no completion is ever scored
     loss: Loss
     driven: tuple[str, ...]  # the settings that a schedule changes
-    samples: bool  # whether completions are sampled at some time
+    samples: bool  # whether completions are sampled at some time; otherwise the run only learns from pairs or examples
 
 
 @dataclass(frozen=True)
-class RunComponents:
+class RunComponents(RunInputs):
     """The loaded parts of a run. They do not change while it goes on; `TrainState` does."""
 
     recipe: Recipe
-    task: Task
     model: Any
     tokenizer: Any
     handle: ModelHandle
     train: PromptSet
     held_out: PromptSet
     builder: PromptBuilder
-    scorer: Scorer | None
     stop: Stop | None
-    loss: Loss
     pairs: PairSplits
-    driven: tuple[str, ...]
-    samples: bool  # otherwise the run only learns from pairs of a data set
 
     @property
     def supervised(self) -> bool:
@@ -133,11 +128,7 @@ class RunComponents:
 
 
 def load_inputs(
-    recipe: Recipe,
-    *,
-    task: Task | None = None,
-    rewards: Sequence[Any] = (),
-    say: Say = lambda text: None,
+    recipe: Recipe, *, task: Task | None = None, rewards: Sequence[Any] = (), say: Say = lambda text: None
 ) -> RunInputs:
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
@@ -168,7 +159,7 @@ def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
 def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = lambda text: None) -> RunComponents:
     """Load the model and build the prompts of ``inputs``, by default the recipe's own."""
     inputs = inputs or load_inputs(recipe, say=say)
-    task, driven = inputs.task, inputs.driven
+    task = inputs.task
     model, tokenizer = _load_model(recipe)
     builder = PromptBuilder(
         tokenizer,
@@ -188,22 +179,18 @@ def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = 
     handle = prepare(model, compile=recipe.model.compile, notice=say)
     _check_window(recipe, handle, train, held_out)
     stop_strings = [*recipe.sampling.stop, *task.stop]
-    learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in driven
+    learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in inputs.driven
     return RunComponents(
+        **vars(inputs),
         recipe=recipe,
-        task=task,
         model=model,
         tokenizer=tokenizer,
         handle=handle,
         train=train,
         held_out=held_out,
         builder=builder,
-        scorer=inputs.scorer,
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
-        loss=inputs.loss,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
-        driven=driven,
-        samples=inputs.samples,
     )
 
 
@@ -280,9 +267,9 @@ def make_schedule(recipe: Recipe) -> Schedule:
     for phase in phases:
         _check_scheduled(recipe, dict(phase.set), f"phase {phase.name!r}")
     for ramp in ramps:
+        integer = isinstance(recipe.get(ramp.setting), int)
         for _, value in ramp.points:
-            integer = isinstance(recipe.get(ramp.setting), int)
-            point = {ramp.setting: round(value) if integer else float(value)}
+            point = {ramp.setting: round(value) if integer else value}
             _check_scheduled(recipe, point, f"the ramp of {ramp.setting}")
 
     def refusal(values: dict[str, Any]) -> str | None:
@@ -312,8 +299,7 @@ def _check_step(recipe: Recipe, values: dict[str, Any]) -> None:
 
 def _check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | None) -> None:
     """Raise an error if nothing would be learned, or if group pairs are ordered by a reward that does not exist."""
-    weights = ("loss.policy_coef", "preference.weight")
-    if not any(recipe.get(name) or name in driven for name in weights) and recipe.train.steps != 0:
+    if all(term.is_regularizer for term in active_terms(recipe, driven)) and recipe.train.steps != 0:
         raise ConfigError(
             "loss.policy_coef and preference.weight are both 0, so nothing would be learned; set one of them"
         )

@@ -51,24 +51,18 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     if not steps:
         yield f"steps: {SupervisedFineTuning(components).steps:,}, all of them SFT (train.steps is 0)"
         return
-    pairs = components.pairs.train if components.learns_from_pairs else []
-    yield f"steps: {steps:,}, each with {_step_size(recipe, components.samples, bool(pairs))}"
+    sizes, pairs = [], components.pairs.train if components.learns_from_pairs else []
+    if components.samples:
+        count = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
+        sizes.append(f"{count:,} completions of up to {recipe.sampling.max_new_tokens} tokens")
+    if pairs:
+        sizes.append(f"{recipe.preference.batch_size:,} pairs" + (" of the data set" if components.samples else ""))
+    yield f"steps: {steps:,}, each with {' and '.join(sizes)}"
     phase = schedule.phase(0, 0)
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
         yield from _time(components, steps, pairs)
-
-
-def _step_size(recipe: Recipe, samples: bool, dataset_pairs: bool) -> str:
-    """The completions and pairs of a step."""
-    sizes = []
-    if samples:
-        count = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
-        sizes.append(f"{count:,} completions of up to {recipe.sampling.max_new_tokens} tokens")
-    if dataset_pairs:
-        sizes.append(f"{recipe.preference.batch_size:,} pairs" + (" of the data set" if samples else ""))
-    return " and ".join(sizes)
 
 
 def _settings(recipe: Recipe) -> Iterator[str]:
@@ -79,17 +73,13 @@ def _settings(recipe: Recipe) -> Iterator[str]:
             continue
         value = recipe.get(name)
         default = defaults.get(name) if not name.startswith("model.lora.") else None
-        if name == "task_options":
-            yield from _task_options(recipe)
-        else:
+        if name != "task_options":
             yield f"  {'*' if value != default else ' '} {name} = {value!r}"
-
-
-def _task_options(recipe: Recipe) -> Iterator[str]:
-    options = find_task(recipe.task).read_options(recipe)
-    for name, field in type(options).model_fields.items() if options is not None else ():
-        value, default = getattr(options, name), field.get_default(call_default_factory=True)
-        yield f"  {'*' if value != default else ' '} task_options.{name} = {value!r}"
+            continue
+        options = find_task(recipe.task).read_options(recipe)
+        for option, field in type(options).model_fields.items() if options is not None else ():
+            value, default = getattr(options, option), field.get_default(call_default_factory=True)
+            yield f"  {'*' if value != default else ' '} task_options.{option} = {value!r}"
 
 
 def _data(components: RunComponents) -> Iterator[str]:
@@ -180,8 +170,9 @@ def _sampled_at_once(components: RunComponents) -> tuple[int, int]:
 def _time(components: RunComponents, steps: int, pairs: Sequence[TokenPair]) -> Iterator[str]:
     seconds, pair_seconds, probes, condition = 0.0, 0.0, [], ""
     if components.samples:
-        seconds += _seconds_per_step(components)
-        probes.append(f"completions of {_probe_tokens(components.recipe)} tokens")
+        tokens = min(PROBE_TOKENS, components.recipe.sampling.max_new_tokens)
+        seconds += _seconds_per_step(components, tokens)
+        probes.append(f"completions of {tokens} tokens")
         condition = " if every completion has full length"
     if pairs:
         pair_seconds, count = _seconds_per_pair(components, pairs)
@@ -220,12 +211,11 @@ def _tokens(pair: TokenPair) -> int:
     return len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
 
 
-def _seconds_per_step(components: RunComponents) -> float:
-    """Short completions of one prompt, sampled and run forward and backward, scaled up to a step."""
+def _seconds_per_step(components: RunComponents, tokens: int) -> float:
+    """Completions of ``tokens`` for one prompt, sampled and run forward and backward, scaled up to a step."""
     recipe, settings = components.recipe, components.recipe.sampling
     prompt = max(components.train.prompts[:64], key=lambda candidate: len(candidate.ids))
     engine = Engine(components.handle)
-    tokens = _probe_tokens(recipe)
     sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens, temperature=settings.temperature)
     engine.generate([prompt.ids], settings.samples_per_prompt, sampling)  # the first call compiles and allocates
     start = time.perf_counter()
@@ -253,10 +243,6 @@ def _since(start: float, components: RunComponents) -> float:
     if components.handle.device.type == "cuda":
         torch.cuda.synchronize(components.handle.device)
     return time.perf_counter() - start
-
-
-def _probe_tokens(recipe: Recipe) -> int:
-    return min(PROBE_TOKENS, recipe.sampling.max_new_tokens)
 
 
 def _size(count: float) -> str:

@@ -19,9 +19,6 @@ from groupwise.training.components import RunComponents
 from groupwise.training.errors import NotFiniteError, retry_with_less_memory
 from groupwise.training.seeds import derive_seed
 
-SftProgress = Callable[[int, dict[str, float]], None]
-"""Called after each step with its number (from 1) and its metrics."""
-
 
 class SupervisedFineTuning:
     """A task's examples as token ids, and the number of steps that the recipe asks for."""
@@ -37,18 +34,25 @@ class SupervisedFineTuning:
         self.steps = self.settings.steps
         if self.settings.epochs is not None:
             self.steps = math.ceil(len(self.prompts) * self.settings.epochs / self.settings.batch_size)
-        self._check_window()
+        pairs = zip(self.prompts, self.completions, strict=True)
+        longest, window = max(len(prompt) + len(ids) for prompt, ids in pairs), components.handle.context_length
+        if window is not None and longest > window:
+            raise ConfigError(
+                f"the longest example of SFT has {longest} tokens, more than the model's window of {window}; lower "
+                "data.max_prompt_length, or shorten the completions of the task's examples"
+            )
 
     def run(
         self,
         masters: MasterWeights,
         token_budget: int,
-        progress: SftProgress = lambda step, metrics: None,
+        progress: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> int:
         """Train on the completions, each followed by the end of text; the number of steps done before it was stopped.
 
-        A forward pass holds at most ``token_budget`` tokens, or the longest example.
+        A forward pass holds at most ``token_budget`` tokens, or the longest example. ``progress`` is called after each
+        step with its number (from 1) and its metrics.
         """
         optimizer = torch.optim.AdamW(masters.parameters(), lr=self.settings.learning_rate, weight_decay=0.0)
         next_examples = self._example_order()
@@ -79,15 +83,6 @@ class SupervisedFineTuning:
             optimizer.zero_grad(set_to_none=True)
             progress(step + 1, {"loss": loss, "learning_rate": rate})
         return self.steps
-
-    def _check_window(self) -> None:
-        pairs = zip(self.prompts, self.completions, strict=True)
-        longest, window = max(len(prompt) + len(ids) for prompt, ids in pairs), self.components.handle.context_length
-        if window is not None and longest > window:
-            raise ConfigError(
-                f"the longest example of SFT has {longest} tokens, more than the model's window of {window}; lower "
-                "data.max_prompt_length, or shorten the completions of the task's examples"
-            )
 
     def _example_order(self) -> Callable[[], list[int]]:
         """The examples of one step after another: drawn at random, or with epochs each equally often."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from groupwise.errors import CheckpointError
@@ -66,11 +66,8 @@ class TrainState:
         step = self.evaluated_at if self.best is None else self.best["step"]
         return f"after {step} steps" + (f" (best of {self.evaluations})" if self.evaluations > 1 else "")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     def load_json(self, values: Mapping[str, Any]) -> None:
-        """Take all values from what `to_json` gave."""
+        """Take all values from a saved state, which `asdict` gave."""
         for entry in fields(self):
             if entry.name not in values:
                 raise CheckpointError(f"the checkpoint's state lacks {entry.name!r}; resume from another checkpoint")

@@ -53,7 +53,7 @@ from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
 from groupwise.training.rollout.collector import RolloutCollector, RolloutResult
 from groupwise.training.seeds import derive_seed
 from groupwise.training.sft import SupervisedFineTuning
-from groupwise.training.state import TrainState
+from groupwise.training.state import Stateful, TrainState
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
@@ -158,7 +158,7 @@ class Trainer:
         self.pairs = PairSampler(components.pairs, recipe)
         self.health_checks = HealthChecks(task.metric, task.health_checks)
         self.question_log = QuestionLog(components.train.rows, task.metric)
-        parts = {
+        parts: dict[str, Stateful] = {
             "order": self.order,
             "pairs": self.pairs,
             "schedule": self.schedule,
@@ -430,7 +430,6 @@ class Trainer:
         write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
         self.recorder = Recorder(
             self.run_dir,
-            rollouts=self.recipe.run.save_rollouts,
             tensorboard=self.recipe.run.tensorboard,
             wandb=self.recipe.run.wandb,
             settings=self.recipe.model_dump(),

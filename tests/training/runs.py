@@ -84,6 +84,19 @@ def small_trainer(folder: Path, *changes: Mapping[str, Any], **options: Any) -> 
     return Trainer(small_recipe(*changes), folder=folder, **{"task": TASK, "display": RecordingDisplay(), **options})
 
 
+def graded_trainer(folder: Path, rights: Sequence[int], *changes: Mapping[str, Any], held_out: int = 4) -> Trainer:
+    """A run in which ``rights[step]`` of the held-out answers are "right" after each step, and all of them "ever"."""
+    trainers: list[Trainer] = []
+
+    def grade(row: Mapping[str, Any], answer: str) -> bool:
+        return ROWS.index(dict(row)) < rights[min(trainers[0].step, len(rights) - 1)]
+
+    grades = {"right": grade, "ever": lambda *_: True}
+    task = Task("graded", ROWS, ROWS[:held_out], grades=grades, metric="right")
+    trainers.append(small_trainer(folder, *changes, task=task))
+    return trainers[0]
+
+
 def run_steps(trainer: Trainer, steps: int) -> Trainer:
     """Run some steps, then close the trainer as if the loop had been interrupted."""
     with trainer:

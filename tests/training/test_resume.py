@@ -91,11 +91,11 @@ def test_schedules(tmp_path, at):
     """Stopped within a phase of tokens, between two firings of a rule, and halfway up a ramp."""
     changes = {**SCHEDULES, "loss": {"clip_high": 0.2}, "train": {"steps": 5}}
     rows, state = break_and_resume(tmp_path, changes, at, steps=5)
-    found = count_steps(rows)
-    assert [row["temperature"] for row in found] == [0.6, 1.0, 1.0, 1.0, 1.0]
-    assert [row["kl_coef"] for row in found] == [0.0, 0.1, 0.1, 0.0, 0.0]
-    assert [row["samples_per_prompt"] for row in found] == [4, 4, 4, 6, 6]
-    assert [row["learning_rate"] for row in found] == [1e-3, 1e-3, 5e-4, 2.5e-4, 1.25e-4]
+    steps = count_steps(rows)
+    assert [row["temperature"] for row in steps] == [0.6, 1.0, 1.0, 1.0, 1.0]
+    assert [row["kl_coef"] for row in steps] == [0.0, 0.1, 0.1, 0.0, 0.0]
+    assert [row["samples_per_prompt"] for row in steps] == [4, 4, 4, 6, 6]
+    assert [row["learning_rate"] for row in steps] == [1e-3, 1e-3, 5e-4, 2.5e-4, 1.25e-4]
     assert [step for _, step in state["schedule"]["fired"]] == [1, 2, 3, 4]
 
 
@@ -103,69 +103,53 @@ SHORT = {"train": {"steps": 3}, "evaluate": {"before_training": False, "every": 
 KL = {"loss": {"kl_coef": 0.05}}
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8.0}}, "optimizer": {"learning_rate": 1e-2}}
 SETTINGS = {
-    "reference that is refreshed": ({**KL, "reference": {"refresh_every": 2}}, 2),
-    "reference that is mixed": ({**KL, "reference": {"refresh_every": 1, "mix": 0.3}}, 2),
-    "reference that stays": (KL, 2),
-    "lora": (LORA, 2),
-    "lora with a refreshed reference": ({**LORA, **KL, "reference": {"refresh_every": 2}}, 2),
-    "lora with dropout": (
-        {**LORA, **KL, "model": {"lora": {"rank": 4, "dropout": 0.3}}, "train": {"iterations": 2}},
-        2,
-    ),
-    "iterations and mini-batches": ({"train": {"iterations": 2, "mini_batches": 2}, **KL}, 2),
-    "masks": (
-        {
-            "masks": {
-                "off_policy": "v3.2",
-                "off_policy_threshold": 1e-4,
-                "keep_sampling_mask": True,
-                "high_entropy": 0.5,
-            },
-            "sampling": {"top_k": 12, "top_p": 0.95},
-            "loss": {"importance_cap": 2.0},
-            "train": {"iterations": 2},
-        },
-        2,
-    ),
-    "resample_rounds": (
-        {"train": {"resample_rounds": 2}, "sampling": {"samples_per_prompt": 2, "max_new_tokens": 4}},
-        2,
-    ),
-    "checkpointing, compared terms, embeddings": (
-        {
-            "model": {"gradient_checkpointing": True},
-            "train": {"log_term_gradients_every": 2},
-            "optimizer": {"embedding_learning_rate": 1e-4, "weight_decay": 0.1},
-            "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
-        },
-        2,
-    ),
+    "reference that is refreshed": {**KL, "reference": {"refresh_every": 2}},
+    "reference that is mixed": {**KL, "reference": {"refresh_every": 1, "mix": 0.3}},
+    "reference that stays": KL,
+    "lora": LORA,
+    "lora with a refreshed reference": {**LORA, **KL, "reference": {"refresh_every": 2}},
+    "lora with dropout": {**LORA, **KL, "model": {"lora": {"rank": 4, "dropout": 0.3}}, "train": {"iterations": 2}},
+    "iterations and mini-batches": {"train": {"iterations": 2, "mini_batches": 2}, **KL},
+    "masks": {
+        "masks": {"off_policy": "v3.2", "off_policy_threshold": 1e-4, "keep_sampling_mask": True, "high_entropy": 0.5},
+        "sampling": {"top_k": 12, "top_p": 0.95},
+        "loss": {"importance_cap": 2.0},
+        "train": {"iterations": 2},
+    },
+    "resample_rounds": {
+        "train": {"resample_rounds": 2},
+        "sampling": {"samples_per_prompt": 2, "max_new_tokens": 4},
+    },
+    "checkpointing, compared terms, embeddings": {
+        "model": {"gradient_checkpointing": True},
+        "train": {"log_term_gradients_every": 2},
+        "optimizer": {"embedding_learning_rate": 1e-4, "weight_decay": 0.1},
+        "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
+    },
 }
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings(tmp_path, name):
-    changes, at = SETTINGS[name]
-    rewards = [
-        vowels if name == "resample_rounds" else even
-    ]  # most answers have no vowel at all, so many groups are equal
-    rows, state = break_and_resume(tmp_path, merged(SHORT, changes), (at,), steps=3, rewards=rewards)
-    found = count_steps(rows)
+    changes = SETTINGS[name]
+    rewards = [vowels if name == "resample_rounds" else even]  # few answers have a vowel: many groups are equal
+    rows, state = break_and_resume(tmp_path, merged(SHORT, changes), (2,), steps=3, rewards=rewards)
+    steps = count_steps(rows)
     tensors = checkpoint_of(tmp_path / "b", 3)
-    assert sum(row["updates"] for row in found) >= 2
+    assert sum(row["updates"] for row in steps) >= 2
     if "reference" in name:
         every = changes.get("reference", {}).get("refresh_every", 0)
-        assert found[-1]["reference_refreshes"] == state["refreshes"] == (3 // every if every else 0)
+        assert steps[-1]["reference_refreshes"] == state["refreshes"] == (3 // every if every else 0)
         names = [name.removeprefix("reference/") for name in tensors if name.startswith("reference/")]
         assert any(not torch.equal(tensors[f"reference/{key}"], tensors[f"masters/{key}"]) for key in names)
     if "lora" in name:
         assert all("lora_" in key for key in tensors if key.startswith("masters/"))
     if name == "iterations and mini-batches":
-        assert max(row["updates"] for row in found) == 4
+        assert max(row["updates"] for row in steps) == 4
     if name == "resample_rounds":
-        assert sum(row.get("resample/replaced", 0) for row in found) > 0
+        assert sum(row.get("resample/replaced", 0) for row in steps) > 0
     if name == "masks":
-        assert sum(row.get("masks/off_policy", 0) for row in found) > 0
+        assert sum(row.get("masks/off_policy", 0) for row in steps) > 0
 
 
 def test_warm_up(tmp_path):
@@ -235,7 +219,7 @@ def test_bfloat16(tmp_path):
 @pytest.mark.parametrize("name", ["reference that is mixed", "iterations and mini-batches"])
 def test_two_threads(tmp_path, name):
     """The number of threads changes sums in their last bits, so it belongs to the run."""
-    changes = {**SETTINGS[name][0], "evaluate": {"every": 0}}
+    changes = {**SETTINGS[name], "evaluate": {"every": 0}}
     torch.set_num_threads(2)
     small_trainer(tmp_path / "a", changes).run()
     run_steps(small_trainer(tmp_path / "b", changes), 2)
@@ -244,7 +228,7 @@ def test_two_threads(tmp_path, name):
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
     trainer.run()
     assert torch.get_num_threads() == 2
-    assert trainer.display.heard("the run was begun with 2 threads; that many are used again, for the same bits")
+    assert trainer.display.heard("the run was started with 2 threads")
     check_same(tmp_path / "a", tmp_path / "b", 4)
 
 
@@ -263,14 +247,12 @@ def test_finished_run(tmp_path):
     """Resumed once more, it finishes again and changes nothing."""
     folder = tmp_path / "run"
     small_trainer(folder).run()
-    before = {
-        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.components
-    }
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.parts}
     trainer = small_trainer(folder, resume=True)
     result = trainer.run()
     assert trainer.display.steps == []
     assert (result.step, result.exit_status, result.model) == (4, 0, folder / "model")
-    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.components}
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.parts}
     assert after == before
     assert not trainer.display.heard("resumed with another")
 
@@ -283,7 +265,7 @@ def test_more_steps(tmp_path):
     result = trainer.run()
     assert (result.step, trainer.display.steps) == (6, [5, 6])
     assert trainer.display.said[:3] == [
-        "going on after step 4, from checkpoint-4",
+        "resuming after step 4, from checkpoint-4",
         "resumed with another sampling.temperature: 1.0 before, 0.8 now",
         "resumed with another train.steps: 4 before, 6 now",
     ]
@@ -313,7 +295,7 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path):
     run_steps(small_trainer(tmp_path / "b", changes), 2)
     trainer = small_trainer(tmp_path / "b", changes, resume=True)
     trainer.run()
-    assert trainer.display.said[0] == "there is no finished checkpoint in this run: it begins anew"
+    assert "no finished checkpoint" in trainer.display.said[0]
     assert trainer.display.steps == [1, 2, 3, 4]
     check_same(tmp_path / "a", tmp_path / "b", 4)
 
@@ -321,15 +303,15 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path):
 def test_a_newer_checkpoint_that_is_damaged(tmp_path):
     """The one before it is taken, and what the damaged one's step had recorded is done again."""
     small_trainer(tmp_path / "a").run()
-    run_steps(small_trainer(tmp_path / "b", {"run": {"keep": 1}}), 2)
-    run_steps(small_trainer(tmp_path / "b", {"run": {"keep": 20}}, resume=True), 1)
+    run_steps(small_trainer(tmp_path / "b", {"run": {"keep_checkpoints": 1}}), 2)
+    run_steps(small_trainer(tmp_path / "b", {"run": {"keep_checkpoints": 20}}, resume=True), 1)
     path = tmp_path / "b" / "checkpoint-3" / "masters.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\x00")
     damaged = path.read_bytes()
-    trainer = small_trainer(tmp_path / "b", {"run": {"keep": 1}}, resume=True)
+    trainer = small_trainer(tmp_path / "b", {"run": {"keep_checkpoints": 1}}, resume=True)
     run_steps(trainer, 1)
     assert trainer.display.heard("checkpoint-3 is damaged and was removed: its steps are done again")
-    assert trainer.display.heard("going on after step 2, from checkpoint-2")
+    assert trainer.display.heard("resuming after step 2, from checkpoint-2")
     assert path.read_bytes() != damaged
     small_trainer(tmp_path / "b", resume=True).run()
     check_same(tmp_path / "a", tmp_path / "b", 4)
@@ -338,12 +320,8 @@ def test_a_newer_checkpoint_that_is_damaged(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "sentence"),
     [
-        ({"train": {"seed": 1}}, ConfigError, "the saved order was made with seed=0, but seed=1 is set now"),
-        (
-            KL,
-            CheckpointError,
-            r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\); start anew",
-        ),
+        ({"train": {"seed": 1}}, ConfigError, "the saved order was"),
+        (KL, CheckpointError, r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\)"),
         (LORA, CheckpointError, "these master weights do not fit the model"),
         (
             {"rules": [{"when": "reward < 0", "over": 2, "then": "learning_rate * 0.5"}]},
@@ -364,5 +342,6 @@ def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
 
 def test_other_rows(tmp_path):
     run_steps(small_trainer(tmp_path / "run"), 1)
-    with pytest.raises(DataError, match="the saved order is over 10 rows, but there are 9 now"):
-        small_trainer(tmp_path / "run", resume=True, task=Task("try", TASK.train[:9], TASK.held_out)).run()
+    fewer = Task("try", TASK.train[:9], TASK.held_out)
+    with pytest.raises(DataError, match=r"10 rows.*9"):
+        small_trainer(tmp_path / "run", resume=True, allow_changes=True, task=fewer).run()

@@ -96,6 +96,7 @@ def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
     [
         ({"train": {"steps": 0}}, TASK, "train.steps is 0 and there is no SFT"),
         ({"sft": {"epochs": 2.5}}, Task("try", ROWS), "sft.epochs is 2.5, but the task 'try' has no examples"),
+        ({"sft": {"steps": 3}}, Task("try", ROWS), "sft.steps is 3, but the task 'try' has no examples; set it to 0"),
     ],
 )
 def test_what_cannot_be(tmp_path, changes, task, sentence):

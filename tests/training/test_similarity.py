@@ -13,7 +13,7 @@ from groupwise.core import group_advantages
 from groupwise.errors import ConfigError
 from groupwise.grouping.grouper import GroupingResult
 from groupwise.grouping.labels import LABELS, compute_single_member_mask
-from groupwise.training.components import load_components
+from groupwise.training.components import load_components, load_inputs
 from groupwise.training.preflight import describe_run
 from groupwise.training.rollout.advantages import GROUPINGS, compute_group_advantages
 from groupwise.training.rollout.batch import join
@@ -57,15 +57,15 @@ def test_answers_are_compared_within_their_cluster(tmp_path):
 
 def test_what_a_step_logs_and_records(tmp_path):
     report = first_report(small_trainer(tmp_path, SIMILAR))
-    metrics, found = report.metrics, report.batch.similarity
+    metrics, similarity = report.metrics, report.batch.similarity
     counts = [metrics[f"similarity_groups/n_prompts_split_into_{k}_groups"] for k in range(1, 9)]
     assert sum(counts) == 3
-    per_prompt = [len(set(found.labels[p, :, 0].tolist())) for p in range(3)]
+    per_prompt = [len(set(similarity.labels[p, :, 0].tolist())) for p in range(3)]
     assert metrics["similarity_groups/avg_groups_per_prompt"] == pytest.approx(sum(per_prompt) / 3)
     assert metrics["similarity_groups/n_single_member_groups"] == int(
         compute_single_member_mask(report.batch.extra[LABELS]).sum()
     )
-    assert metrics["similarity_groups/avg_silhouette_score"] == pytest.approx(float(found.scores.mean()))
+    assert metrics["similarity_groups/avg_silhouette_score"] == pytest.approx(float(similarity.scores.mean()))
     assert 0 < metrics["diversity/mean_distance"] < 2
     assert metrics["diversity/distance_between_prompts"] > 0
     assert 1 <= metrics["diversity/effective_clusters"] <= 6
@@ -176,8 +176,6 @@ def test_a_worker_that_is_killed_in_a_run_costs_nothing(tmp_path):
     check_same(tmp_path / "here", tmp_path / "there", 3)
 
 
-# --- the comparison alone --------------------------------------------------------------------------------------------
-
 REWARDS = [[1.0, 2.0, 6.0, 4.0], [5.0, 9.0, 2.0, 2.0]]
 LENGTHS = [[1, 2, 3, 4], [2, 2, 2, 2]]
 
@@ -195,22 +193,22 @@ def test_small_clusters_borrow_from_their_prompt():
         [[[0], [0], [1], [1]], [[0], [1], [1], [1]]],
         ["a_0", "a_0", "a_1", "a_1", "b_0", "b_1", "b_1", "b_1"],
     )
-    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
-    found = compute_group_advantages(batch, now, [1.0], grouping=GROUPINGS["similarity"])
+    recipe = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
+    result = compute_group_advantages(batch, recipe, [1.0], grouping=GROUPINGS["similarity"])
     expected = group_advantages(batch.scored, batch.extra[LABELS], within=[batch.prompt_of], shrinkage=2.0)
-    torch.testing.assert_close(found.advantages, expected.float())
-    assert found.advantages[4] > 0, "alone, and better than its prompt's mean"
-    assert not found.equal.any()
+    torch.testing.assert_close(result.advantages, expected.float())
+    assert result.advantages[4] > 0, "alone, and better than its prompt's mean"
+    assert not result.equal.any()
 
 
 def test_clusters_in_clusters_borrow_from_the_clusters():
     names = ["a_0_0", "a_0_0", "a_0_1", "a_1_0", "b_0_0", "b_0_1", "b_0_1", "b_0_1"]
     batch = similar_batch([[[0, 0], [0, 0], [0, 1], [1, 0]], [[0, 0], [0, 1], [0, 1], [0, 1]]], names)
-    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
-    found = compute_group_advantages(batch, now, [1.0], grouping=GROUPINGS["similarity"])
+    recipe = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 2.0})
+    result = compute_group_advantages(batch, recipe, [1.0], grouping=GROUPINGS["similarity"])
     middle = [name.rpartition("_")[0] for name in names]
     expected = group_advantages(batch.scored, names, within=[batch.prompt_of, middle], shrinkage=2.0)
-    torch.testing.assert_close(found.advantages, expected.float())
+    torch.testing.assert_close(result.advantages, expected.float())
     two = group_advantages(batch.scored, names, within=[batch.prompt_of], shrinkage=2.0)
     assert not torch.allclose(expected, two)
 
@@ -229,9 +227,9 @@ def test_a_batch_without_clusters_is_refused():
 
 
 def test_a_grouping_across_prompts_has_no_prompt_to_borrow_from():
-    now = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 1.0})
-    with pytest.raises(ConfigError, match="compares answers to different prompts"):
-        compute_group_advantages(make_batch(), now, [1.0], grouping=lambda batch: [0] * len(batch))
+    recipe = short_recipe({"advantages.grouping": "similarity", "advantages.shrinkage": 1.0})
+    with pytest.raises(ConfigError, match="different prompts into one group"):
+        compute_group_advantages(make_batch(), recipe, [1.0], grouping=lambda batch: [0] * len(batch))
 
 
 @pytest.mark.parametrize(
@@ -279,6 +277,7 @@ def test_an_embedder_that_cannot_be_had_is_an_error_before_the_run_begins(tmp_pa
 
 def test_an_evaluation_needs_no_embedder():
     recipe = small_recipe(SIMILAR, {"grouping": {"embedder": "wordlama"}})
-    assert len(load_components(recipe, task=TASK, rewards=[even]).held_out) == 2
+    inputs = load_inputs(recipe, task=TASK, rewards=[even])
+    assert len(load_components(recipe, inputs).held_out) == 2
     with pytest.raises(ConfigError, match="wordlama"):
-        list(describe_run(recipe, timed=False))
+        list(describe_run(small_recipe(SIMILAR, {"task": "quiz", "grouping": {"embedder": "wordlama"}}), timed=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,16 @@ from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Callback, RunResult, Trainer
-from tests.training.runs import ROWS, check_same, even, metrics_of, run_steps, small_recipe, small_trainer
+from tests.training.runs import (
+    ROWS,
+    check_same,
+    even,
+    graded_trainer,
+    metrics_of,
+    run_steps,
+    small_recipe,
+    small_trainer,
+)
 
 QUICK = {
     "train": {"steps": 3, "batch_size": 2},
@@ -117,12 +125,12 @@ def test_metrics(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "at"),
+    ("settings", "at"),
     [({"every": 0}, [0, 3]), ({"every": 1, "before_training": False}, [1, 2, 3]), ({"every": 3}, [0, 3])],
     ids=str,
 )
-def test_when_it_is_evaluated(tmp_path, how, at):
-    small_trainer(tmp_path / "run", QUICK, {"evaluate": how}).run()
+def test_when_it_is_evaluated(tmp_path, settings, at):
+    small_trainer(tmp_path / "run", QUICK, {"evaluate": settings}).run()
     assert [row["step"] for row in metrics_of(tmp_path / "run") if "eval/reward" in row] == at
 
 
@@ -135,21 +143,9 @@ def test_nothing_held_out(tmp_path):
     assert not any("eval/reward" in row for row in metrics_of(tmp_path / "run"))
 
 
-def graded_by_step(folder: Path, rights: list[int], changes: dict[str, Any], **options: Any) -> Trainer:
-    """The held-out metric is what ``rights`` says for each step: so many of four answers are right."""
-    found: list[Trainer] = []
-
-    def grade(row, answer):
-        return ROWS.index(row) < rights[found[0].step]
-
-    task = Task("graded", ROWS, ROWS[:4], grades={"right": grade, "ever": lambda *_: True}, metric="right")
-    found.append(small_trainer(folder, QUICK, changes, task=task, **options))
-    return found[0]
-
-
 def test_the_best_is_the_first_of_equals(tmp_path):
     changes = {"train": {"steps": 5}, "evaluate": {"every": 1}}
-    trainer = graded_by_step(tmp_path / "run", [4, 1, 2, 2, 1, 2], changes)
+    trainer = graded_trainer(tmp_path / "run", [4, 1, 2, 2, 1, 2], QUICK, changes)
     result = trainer.run()
     assert result.best_step == 2  # what was measured before the first step is nobody's doing
     assert read_json(tmp_path / "run" / "best.json")["metric"] == "right"
@@ -159,7 +155,7 @@ def test_the_best_is_the_first_of_equals(tmp_path):
 def test_early_stop(tmp_path):
     """Two evaluations that are not better, equal ones too, and it ends after the second, with the best in hand."""
     changes = {"train": {"steps": 8}, "evaluate": {"every": 1, "patience": 2}}
-    trainer = graded_by_step(tmp_path / "run", [0, 1, 0, 3, 3, 2, 4, 4, 4], changes)
+    trainer = graded_trainer(tmp_path / "run", [0, 1, 0, 3, 3, 2, 4, 4, 4], QUICK, changes)
     result = trainer.run()
     assert (result.step, result.best_step, result.exit_status) == (5, 3, 0)
     assert trainer.display.said[-1] == "stopped early: 2 evaluations without a better right"
@@ -167,24 +163,19 @@ def test_early_stop(tmp_path):
 
 
 def test_patience_outlasts_the_run(tmp_path):
-    trainer = graded_by_step(
-        tmp_path / "run", [0, 3, 2, 1], {"train": {"steps": 3}, "evaluate": {"every": 1, "patience": 2}}
-    )
+    trainer = graded_trainer(tmp_path / "run", [0, 3, 2, 1], QUICK, {"evaluate": {"every": 1, "patience": 2}})
     assert trainer.run().step == 3
     assert not trainer.display.heard("stopped early")
 
 
 def test_another_metric(tmp_path):
-    trainer = graded_by_step(tmp_path / "run", [0, 1, 2, 3], {"evaluate": {"metric": "ever"}})
+    trainer = graded_trainer(tmp_path / "run", [0, 1, 2, 3], QUICK, {"evaluate": {"metric": "ever"}})
     assert trainer.run().best_step == 2
     assert read_json(tmp_path / "run" / "best.json")["metric"] == "ever"
     sentence = r"evaluate\.metric 'never' is not measured by this task \(there are: right, ever\)"
     with pytest.raises(ConfigError, match=sentence):
-        graded_by_step(tmp_path / "other", [0], {"evaluate": {"metric": "never"}})
+        graded_trainer(tmp_path / "other", [0], QUICK, {"evaluate": {"metric": "never"}})
     assert not (tmp_path / "other").exists()
-
-
-# --- one's own loop --------------------------------------------------------------------------------------------------
 
 
 def test_a_loop_of_ones_own(tmp_path):
@@ -248,9 +239,6 @@ def test_off_the_main_thread(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
-# --- what goes wrong -------------------------------------------------------------------------------------------------
-
-
 class Failing:
     """A reward that fails in one call."""
 
@@ -310,18 +298,9 @@ def test_a_policy_that_cannot_be_resumed(tmp_path):
     assert small_trainer(tmp_path / "new", QUICK, source).run().step == 3
 
 
-def test_sft_without_examples(tmp_path):
-    with pytest.raises(ConfigError, match=r"sft\.steps is 3, but the task 'try' has no examples; set it to 0"):
-        small_trainer(tmp_path / "run", QUICK, {"sft": {"steps": 3}}).run()
-
-
-def test_no_rows(tmp_path):
+def test_no_rows_or_no_reward(tmp_path):
     with pytest.raises(ConfigError, match=r"the task 'none' has no rows to train on; set data\.train"):
         small_trainer(tmp_path / "run", QUICK, task=Task("none", []))
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_reward(tmp_path):
     with pytest.raises(ConfigError, match="there is no reward to learn from"):
         small_trainer(tmp_path / "run", QUICK, rewards=[])
     assert not (tmp_path / "run").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,10 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
                 target = goal if name == f"{EVAL_PREFIX}{metric}" else None
                 _draw_held_out(axes, rows, name, panel.colours[0], target, share)
             else:
-                _draw_lines(axes, panel, curves)
+                for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
+                    _draw_smoothed(axes, *curves[name], colour, label)
+                if any(panel.lines.values()):
+                    axes.legend(frameon=False, fontsize=8)
             _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
     save_figure(figure, folder / CURVES)
     return folder / CURVES
@@ -120,25 +124,14 @@ def _cells(metric: str | None) -> list[list[CurvePanel]]:
 
 def _finite(rows: list[dict[str, Any]], name: str) -> Points:
     steps, values = metric_column(rows, name)
-    kept = [
-        (step, float(value))
-        for step, value in zip(steps, values, strict=True)
-        if isinstance(value, (int, float)) and math.isfinite(value)
-    ]
-    return [step for step, _ in kept], [value for _, value in kept]
+    kept = [isinstance(value, (int, float)) and math.isfinite(value) for value in values]
+    return list(compress(steps, kept)), [float(value) for value in compress(values, kept)]
 
 
 def _held_out_title(metric: str) -> str:
     if metric == PREFERENCE_ACCURACY:
         return "better answer preferred, held-out pairs"
     return "right on held-out questions" if "accuracy" in metric else f"{metric.replace('_', ' ')}, held out"
-
-
-def _draw_lines(axes: Any, panel: CurvePanel, curves: Mapping[str, Points]) -> None:
-    for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
-        _draw_smoothed(axes, *curves[name], colour, label)
-    if any(panel.lines.values()):
-        axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str) -> None:

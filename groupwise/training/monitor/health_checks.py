@@ -49,6 +49,11 @@ class RecentSteps:
     metric: str | None  # the task's
     prompts: int  # in all these steps
 
+    def setting(self, name: str) -> str:
+        """A setting with its value, for a message."""
+        value = self.recipe.get(name)
+        return f"{name}, now {value:g}" if isinstance(value, float) else f"{name}, now {value!r}"
+
     def mean(self, name: str) -> float | None:
         """The mean over the steps that report a metric; None if none does."""
         values = [row[name] for row in self.rows if name in row]
@@ -98,7 +103,6 @@ class HealthChecks:
         return warnings
 
     def state(self) -> dict[str, Any]:
-        """The state as JSON."""
         return {
             "window": [dict(row) for row in self._window],
             "questions": list(self._prompts),
@@ -119,29 +123,24 @@ class HealthChecks:
 
 
 def _kl_high(recent: RecentSteps) -> str | None:
-    kl, recipe = recent.mean("kl"), recent.recipe
+    kl = recent.mean("kl")
     if kl is None or kl <= HIGH_KL:
         return None
     return (
-        f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g}); raise loss.kl_coef, now "
-        f"{recipe.loss.kl_coef:g}, or lower optimizer.learning_rate, now {recipe.optimizer.learning_rate:g}"
+        f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g}); raise "
+        f"{recent.setting('loss.kl_coef')}, or lower {recent.setting('optimizer.learning_rate')}"
     )
 
 
 def _kl_low(recent: RecentSteps) -> str | None:
-    kl, weight = recent.mean("kl"), recent.recipe.loss.kl_coef
-    if kl is None or not weight or abs(kl) >= LOW_KL or _steps_with_reference(recent) < LOW_KL_STEPS:
+    kl, every = recent.mean("kl"), recent.recipe.reference.refresh_every
+    steps = (recent.step - 1) % every + 1 if every else recent.step  # since the last refresh
+    if kl is None or not recent.recipe.loss.kl_coef or abs(kl) >= LOW_KL or steps < LOW_KL_STEPS:
         return None
     return (
         f"the KL to the reference is {kl:.1e}, so it has no effect but costs the reference's forward passes; lower "
-        f"loss.kl_coef, now {weight:g} (0 switches it off)"
+        f"{recent.setting('loss.kl_coef')} (0 switches it off)"
     )
-
-
-def _steps_with_reference(recent: RecentSteps) -> int:
-    """The number of steps since the reference was last refreshed."""
-    every = recent.recipe.reference.refresh_every
-    return (recent.step - 1) % every + 1 if every else recent.step
 
 
 def _masked(recent: RecentSteps) -> str | None:
@@ -153,19 +152,16 @@ def _masked(recent: RecentSteps) -> str | None:
     start = f"only {unmasked:.0%} of the answers are left by the masks"
     if not largest:
         return f"{start}; switch off a mask (masks.*)"
-    return f"{start}; {largest} masks {shares[largest]:.0%}: {_mask_remedy(largest, recent.recipe)}"
+    return f"{start}; {largest} masks {shares[largest]:.0%}: {_mask_remedy(largest, recent)}"
 
 
-def _mask_remedy(mask: str, recipe: Recipe) -> str:
-    if mask == "off_policy" and recipe.masks.off_policy == "reference_drift":
-        every = recipe.reference.refresh_every
-        return f"lower reference.refresh_every, now {every}" if every else "set reference.refresh_every, such as 100"
+def _mask_remedy(mask: str, recent: RecentSteps) -> str:
+    if mask == "off_policy" and recent.recipe.masks.off_policy == "reference_drift":
+        every = "reference.refresh_every"
+        return f"lower {recent.setting(every)}" if recent.recipe.get(every) else f"set {every}, such as 100"
     if mask == "off_policy":
-        return (
-            f"lower train.iterations, now {recipe.train.iterations}, or optimizer.learning_rate, now "
-            f"{recipe.optimizer.learning_rate:g}"
-        )
-    limit = f"raise sampling.max_new_tokens, now {recipe.sampling.max_new_tokens}"
+        return f"lower {recent.setting('train.iterations')}, or {recent.setting('optimizer.learning_rate')}"
+    limit = f"raise {recent.setting('sampling.max_new_tokens')}"
     if mask == "truncated":
         return limit
     if mask == "dropped":
@@ -180,8 +176,7 @@ def _no_answer(recent: RecentSteps) -> str | None:
     start = f"{share:.0%} of the completions contain no answer"
     cut = recent.mean("completions/clipped_ratio") or 0.0
     if cut > MAX_NO_ANSWER:
-        limit = recent.recipe.sampling.max_new_tokens
-        return f"{start}, and {cut:.0%} are cut off: raise sampling.max_new_tokens, now {limit}"
+        return f"{start}, and {cut:.0%} are cut off: raise {recent.setting('sampling.max_new_tokens')}"
     return f"{start}: describe its form in the prompt (data.system_prompt), or reward the form ([[rewards]])"
 
 
@@ -193,16 +188,14 @@ def _no_learning_signal(recent: RecentSteps) -> str | None:
     source = " from the sampled answers, only from the data set's pairs" if recent.mean("preference/pairs") else ""
     return (
         f"for {WINDOW} steps nothing was learned{source}: the rewards in each group are all equal{masked}; "
-        f"{_more_spread(recent.recipe)}"
+        f"{_more_spread(recent)}"
     )
 
 
-def _more_spread(recipe: Recipe) -> str:
+def _more_spread(recent: RecentSteps) -> str:
     """The remedy for rewards that are all equal."""
-    return (
-        f"use easier or harder questions, raise sampling.samples_per_prompt, now {recipe.sampling.samples_per_prompt}, "
-        f"or sampling.temperature, now {recipe.sampling.temperature:g}"
-    )
+    samples, temperature = recent.setting("sampling.samples_per_prompt"), recent.setting("sampling.temperature")
+    return f"use easier or harder questions, raise {samples}, or {temperature}"
 
 
 def _unsplit_share(recent: RecentSteps) -> float:
@@ -225,11 +218,10 @@ def _answers_alike(recent: RecentSteps) -> str | None:
     share, (distance, text) = _unsplit_share(recent), _relative_distance(recent)
     if share <= MAX_UNSPLIT or distance >= ALIKE:
         return None
-    recipe = recent.recipe
     return (
         f"the answers to {share:.0%} of the prompts are all alike ({text}); check whether they exploit the reward, and "
-        f"raise sampling.temperature, now {recipe.sampling.temperature:g}, loss.kl_coef, now {recipe.loss.kl_coef:g}, "
-        f"or loss.entropy_coef, now {recipe.loss.entropy_coef:g}"
+        f"raise {recent.setting('sampling.temperature')}, {recent.setting('loss.kl_coef')}, or "
+        f"{recent.setting('loss.entropy_coef')}"
     )
 
 
@@ -240,22 +232,20 @@ def _answers_unrelated(recent: RecentSteps) -> str | None:
     silhouette = recent.mean("similarity_groups/avg_silhouette_score") or 0.0
     return (
         f"the answers to {share:.0%} of the prompts form no clusters (silhouette {silhouette:.2f}) because no two are "
-        f"alike ({text}), so each prompt is one group; raise sampling.samples_per_prompt, now "
-        f"{recent.recipe.sampling.samples_per_prompt}, or try another grouping.embedder, now "
-        f"{recent.recipe.grouping.embedder!r}"
+        f"alike ({text}), so each prompt is one group; raise {recent.setting('sampling.samples_per_prompt')}, or try "
+        f"another {recent.setting('grouping.embedder')}"
     )
 
 
 def _answers_scattered(recent: RecentSteps) -> str | None:
-    recipe = recent.recipe
-    answers = sum(recent.means(SPLIT).values()) * recipe.sampling.samples_per_prompt
+    answers = sum(recent.means(SPLIT).values()) * recent.recipe.sampling.samples_per_prompt
     share = (recent.mean("similarity_groups/n_single_member_groups") or 0.0) / max(1e-9, answers)
     if share <= MAX_SINGLE:
         return None
     return (
         f"{share:.0%} of the answers are alone in their cluster and have no learning signal; lower "
-        f"grouping.max_groups, now {recipe.grouping.max_groups}, set advantages.shrinkage, now "
-        f"{recipe.advantages.shrinkage:g}, or try another grouping.embedder, now {recipe.grouping.embedder!r}"
+        f"{recent.setting('grouping.max_groups')}, set {recent.setting('advantages.shrinkage')}, or try another "
+        f"{recent.setting('grouping.embedder')}"
     )
 
 
@@ -268,25 +258,25 @@ def _no_pairs(recent: RecentSteps) -> str | None:
     reason = max(refused, key=lambda name: refused[name], default="")
     start = f"for {WINDOW} steps there was no pair to learn from"
     if not refused.get(reason):
-        return f"{start}; check preference.pairs, now {recent.recipe.preference.pairs!r}, and preference.train"
-    return f"{start}: {_pair_remedy(reason, recent.recipe)}"
+        return f"{start}; check {recent.setting('preference.pairs')}, and preference.train"
+    return f"{start}: {_pair_remedy(reason, recent)}"
 
 
-def _pair_remedy(reason: str, recipe: Recipe) -> str:
-    samples = f"sampling.samples_per_prompt, now {recipe.sampling.samples_per_prompt}"
+def _pair_remedy(reason: str, recent: RecentSteps) -> str:
+    samples = recent.setting("sampling.samples_per_prompt")
     if reason == "tie":
-        return f"the rewards in most groups are all equal; {_more_spread(recipe)}"
+        return f"the rewards in most groups are all equal; {_more_spread(recent)}"
     if reason == "margin":
         return (
-            "the best and the worst reward of most groups are too close; lower preference.min_margin, now "
-            f"{recipe.preference.min_margin:g}, or raise {samples}"
+            "the best and the worst reward of most groups are too close; lower "
+            f"{recent.setting('preference.min_margin')}, or raise {samples}"
         )
     if reason == "same_answer":
         return (
             "in most groups the best and the worst are the same text with different rewards; raise "
-            f"sampling.temperature, now {recipe.sampling.temperature:g}, and check why the reward varies"
+            f"{recent.setting('sampling.temperature')}, and check why the reward varies"
         )
-    clusters = ", lower grouping.max_groups" if recipe.advantages.grouping == "similarity" else ""
+    clusters = ", lower grouping.max_groups" if recent.recipe.advantages.grouping == "similarity" else ""
     return (
         "most groups have fewer than two answers left; check the masks (masks.*) and failed rewards"
         f"{clusters}, or raise {samples}"
@@ -299,8 +289,8 @@ def _preference_opposed(recent: RecentSteps) -> str | None:
         return None
     return (
         f"the pairs and the rest of the objective disagree: the cosine of their gradients is {cosine:.2f}; lower "
-        f"preference.weight, now {recent.recipe.preference.weight:g}, by hand or by a rule ([[rules]]), or check "
-        "whether the rewards and the pairs agree"
+        f"{recent.setting('preference.weight')}, by hand or by a rule ([[rules]]), or check whether the rewards and "
+        "the pairs agree"
     )
 
 
@@ -309,13 +299,13 @@ def _chosen_unlikely(recent: RecentSteps) -> str | None:
     if reward is None or reward >= UNLIKELY or margin is None or margin <= 0:
         return None
     preference = recent.recipe.preference
-    sft = (
-        "raise the weight of the kind 'sft'" if "sft" in preference.kinds else "add the kind 'sft' with a small weight"
-    )
+    sft = "raise the weight of the kind 'sft'"
+    if "sft" not in preference.kinds:
+        sft = "add the kind 'sft' with a small weight"
     return (
         f"the chosen answers of pairs become less likely too, by {-reward / preference.beta:.3g} in log-prob; lower "
-        f"optimizer.learning_rate, now {recent.recipe.optimizer.learning_rate:g}, or preference.weight, now "
-        f"{preference.weight:g}, raise preference.beta, now {preference.beta:g}, or {sft} (preference.kind_weights)"
+        f"{recent.setting('optimizer.learning_rate')}, or {recent.setting('preference.weight')}, raise "
+        f"{recent.setting('preference.beta')}, or {sft} (preference.kind_weights)"
     )
 
 

@@ -65,7 +65,22 @@ class QuestionLog:
 
     def table(self) -> list[dict[str, Any]]:
         """One record per training row."""
-        return [self._record(number, row) for number, row in enumerate(self.rows)]
+        records = []
+        for number, row in enumerate(self.rows):
+            history = self._history.get(number, [])
+            records.append(
+                {
+                    "row": number,
+                    **{name: row[name] for name in ROW_COLUMNS if name in row},
+                    "visits": len(history),
+                    "first": history[0] if history else None,
+                    "last": history[-1] if history else None,
+                    "best": max(history, default=None),
+                    "status": status_of(history),
+                    "history": history,
+                }
+            )
+        return records
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
@@ -84,19 +99,6 @@ class QuestionLog:
             raise CheckpointError(
                 f"the saved question log is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
             ) from error
-
-    def _record(self, number: int, row: TaskRow) -> dict[str, Any]:
-        history = self._history.get(number, [])
-        return {
-            "row": number,
-            **{name: row[name] for name in ROW_COLUMNS if name in row},
-            "visits": len(history),
-            "first": history[0] if history else None,
-            "last": history[-1] if history else None,
-            "best": max(history, default=None),
-            "status": status_of(history),
-            "history": history,
-        }
 
 
 def read_questions(folder: str | Path) -> list[dict[str, Any]]:

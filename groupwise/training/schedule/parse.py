@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import ConfigError, check_choice, did_you_mean
 from groupwise.training.schedule.rules import UNITS, Phase, Ramp, Rule, check_int, check_phases
 
 ResolveName = Callable[[str], str]
@@ -128,6 +127,5 @@ def _resolve(resolve: ResolveName, name: str, where: str, fields: Sequence[str] 
     try:
         return resolve(name)
     except ConfigError as error:
-        nearest = difflib.get_close_matches(name, fields, n=1)
-        hint = f"; or did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(name, fields).replace("; did", "; or did")
         raise ConfigError(f"{where}: {error}{hint}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,7 @@ class Checkpointer:
     def _state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides weights, as JSON."""
         return {
-            "train": self.state.to_json(),
+            "train": asdict(self.state),
             **{name: part.state() for name, part in self.parts.items()},
             "token_budget": self.updater.token_budget,
             "max_num_seqs": self.engine.max_num_seqs,

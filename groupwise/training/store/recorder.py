@@ -7,14 +7,12 @@ is dropped, and the run continues.
 from __future__ import annotations
 
 import socket
-import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol
 
 from groupwise.errors import MissingExtraError, RunDirError
@@ -108,10 +106,6 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _say_on_stderr(text: str) -> None:
-    sys.stderr.write(f"groupwise: {text}\n")
-
-
 class Recorder:
     """Writes metrics to the run folder and to the sinks, and rollouts to Parquet files.
 
@@ -124,15 +118,14 @@ class Recorder:
         self,
         run: RunDir,
         *,
-        rollouts: bool = True,
+        say: Say,
         tensorboard: bool = True,
         wandb: str | None = None,
         settings: Mapping[str, Any] | None = None,
         resumed_at: int | None = None,
-        say: Say = _say_on_stderr,
     ) -> None:
         self._metrics = run.metrics
-        self._rollouts = RolloutWriter(run.path / ROLLOUTS) if rollouts else None
+        self._rollouts = RolloutWriter(run.path / ROLLOUTS)
         self._say = say
         self._sinks: dict[str, MetricSink] = {}
         if wandb:
@@ -156,9 +149,8 @@ class Recorder:
         self.step(step, {EVAL_PREFIX + name.removeprefix(EVAL_PREFIX): value for name, value in metrics.items()})
 
     def rollouts(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
-        """Record the samples of a step, unless switched off."""
-        if self._rollouts is not None:
-            self._rollouts.write(step, table)
+        """Record the samples of a step."""
+        self._rollouts.write(step, table)
 
     def close(self) -> None:
         """Close the sinks. The run folder stays open."""
@@ -169,9 +161,7 @@ class Recorder:
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _open(self, name: str, make: Callable[[], MetricSink]) -> None:

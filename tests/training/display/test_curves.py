@@ -35,12 +35,7 @@ def title(axes):
     return axes.get_title(loc="left")
 
 
-OTHERS = {
-    "entropy": 1.0,
-    "kl": 0.1,
-    "completions/mean_length": 20.0,
-    "completions/clipped_ratio": 0.25,
-}
+OTHERS = {"entropy": 1.0, "kl": 0.1, "completions/mean_length": 20.0, "completions/clipped_ratio": 0.25}
 
 
 def test_every_panel_is_drawn(run, drawn):

@@ -198,19 +198,8 @@ def test_a_damaged_state(state):
 
 
 def test_the_names_of_the_warnings():
-    assert list(CHECKS) == [
-        "kl_high",
-        "kl_low",
-        "masked",
-        "no_answer",
-        "no_learning_signal",
-        "answers_alike",
-        "answers_unrelated",
-        "answers_scattered",
-        "no_pairs",
-        "preference_opposed",
-        "chosen_unlikely",
-    ]
+    names = "kl_high kl_low masked no_answer no_learning_signal answers_alike answers_unrelated answers_scattered"
+    assert list(CHECKS) == [*names.split(), "no_pairs", "preference_opposed", "chosen_unlikely"]
 
 
 def test_a_new_preference_term_gets_time_to_find_pairs():

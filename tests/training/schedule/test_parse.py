@@ -129,14 +129,8 @@ A = {"name": "a", "steps": 3, "temperature": 0.7}
         ([A | {"sampling": {"temp": 1}}], r"\[\[phases\]\] number 1: unknown setting 'sampling.temp'"),
         ([A | {"sampling": {}}], r"\[\[phases\]\] number 1: unknown setting 'sampling'"),
         ([A | {"tokens": 5}], "phase 'a' has both steps and tokens"),
-        (
-            [{"name": "a", "steps": 3}],
-            "phase 'a' changes no setting",
-        ),
-        (
-            [{"name": "a", "kl_coef": 1}, A | {"name": "b"}],
-            "phase 'a' has no length",
-        ),
+        ([{"name": "a", "steps": 3}], "phase 'a' changes no setting"),
+        ([{"name": "a", "kl_coef": 1}, A | {"name": "b"}], "phase 'a' has no length"),
         ([A, A], "two phases are called 'a'"),
         ([A | {T: 0.5}], r"\[\[phases\]\] number 1 sets sampling.temperature twice, the second time as 'sampling"),
         ([A | {"steps": 0}], "phase 'a': steps must be .* at least 1, got 0"),
@@ -161,10 +155,7 @@ F = {"from": 1.0, "to": 0.5, "steps": 10}
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            0.5,
-            r"\[ramps\] temperature must be a table, got 0.5; write \{ from = ",
-        ),
+        (0.5, r"\[ramps\] temperature must be a table, got 0.5; write \{ from = "),
         ({}, r"\[ramps\] temperature needs from, to, and one of steps and tokens"),
         (F | {"step": 3}, r"unknown key in \[ramps\] temperature: 'step'; did you mean 'steps'"),
         (F | {"tokens": 3}, "needs from, to, and one of steps and tokens"),
@@ -190,10 +181,7 @@ F = {"from": 1.0, "to": 0.5, "steps": 10}
             F | {"shape": "cosinus"},
             "unknown shape of the ramp of sampling.temperature 'cosinus'; did you mean 'cosine'",
         ),
-        (
-            F | {"to": 0, "shape": "exponential"},
-            "exponential, which needs values above 0, .* at 10 is 0",
-        ),
+        (F | {"to": 0, "shape": "exponential"}, "exponential, which needs values above 0, .* at 10 is 0"),
         (F | {"from": math.nan}, "the value at 0 must be a finite number, got nan"),
         (F | {"steps": 0}, r"\[ramps\] temperature: steps must be .* at least 1, got 0"),
         (F | {"start": -1}, r"\[ramps\] temperature: start must be .* at least 0, got -1"),
@@ -220,10 +208,7 @@ R = {"when": "r < 1", "over": 2, "then": "temperature * 0.5"}
     ("change", "message"),
     [
         ({"atleast": 1}, r"unknown key in \[\[rules\]\] number 1: 'atleast'; did you mean 'at_least'"),
-        (
-            {"when": "r = 1"},
-            r"\[\[rules\]\] number 1: when = 'r = 1' is invalid; write a name, a sign and a number",
-        ),
+        ({"when": "r = 1"}, r"\[\[rules\]\] number 1: when = 'r = 1' is invalid; write a name, a sign and a number"),
         ({"when": "r < high"}, "when = 'r < high' is invalid; .*: 'accuracy < 0.15'"),
         ({"when": "r < nan"}, "when = 'r < nan' is invalid"),
         ({"when": "r < 1 < 2"}, "is invalid"),

@@ -85,12 +85,7 @@ def test_phases_of_steps_need_not_be_queried_at_every_step():
 
 @pytest.mark.parametrize(
     ("shape", "at_10", "at_25", "at_40"),
-    [
-        ("linear", 1.0, 2.5, 4.0),
-        ("cosine", 1.0, 2.5, 4.0),
-        ("exponential", 1.0, 2.0, 4.0),
-        ("constant", 1.0, 1.0, 4.0),
-    ],
+    [("linear", 1.0, 2.5, 4.0), ("cosine", 1.0, 2.5, 4.0), ("exponential", 1.0, 2.0, 4.0), ("constant", 1.0, 1.0, 4.0)],
 )
 def test_ramp_by_hand(shape, at_10, at_25, at_40):
     ramp = Ramp(T, ((10, 1.0), (40, 4.0)), shape=shape)
@@ -530,10 +525,7 @@ def test_a_damaged_state_is_refused(change, reason):
         ({"phases": [Phase("a", set={T: 1}), Phase("b", set={T: 1})]}, "phase 'a' has no length"),
         ({"phases": [Phase("a", set={G: 7.5})]}, f"phase 'a': {G} must be an integer, got 7.5; write 8"),
         ({"ramps": [Ramp(G, ((0, 8), (9, 2.5)))]}, f"the ramp of {G}: {G} must be an integer, got 2.5"),
-        (
-            {"rules": [Rule(metric="r", above=0, over=1, setting=G, set=1.5)]},
-            "the rule on 'r': .* integer, got 1.5",
-        ),
+        ({"rules": [Rule(metric="r", above=0, over=1, setting=G, set=1.5)]}, "the rule on 'r': .* integer, got 1.5"),
         ({"rules": [Rule(**HALVE | {"setting": G, "at_least": 1.5})]}, "must be an integer, got 1.5"),
         ({"rules": [Rule(**HALVE | {"setting": G, "at_most": 2.5})]}, "must be an integer, got 2.5"),
     ],

@@ -18,22 +18,10 @@ from groupwise.tasks import Task
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.store.model_card import model_card
 from groupwise.training.trainer import Trainer
-from tests.training.runs import ROWS, merged, small_trainer
+from tests.training.runs import ROWS, graded_trainer, merged, small_trainer
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
 LORA = {"model": {"lora": {"rank": 4}}, "optimizer": {"learning_rate": 1e-2}}
-
-
-def graded_trainer(folder, changes, rights, **options) -> Trainer:
-    """A run whose held-out metric is what ``rights`` says for each step: so many of three answers are right."""
-    found: list[Trainer] = []
-
-    def grade(row, answer):
-        return ROWS.index(row) < rights[min(found[0].step, len(rights) - 1)]
-
-    task = Task("graded", ROWS, ROWS[:3], grades={"right": grade}, metric="right")
-    found.append(small_trainer(folder, merged(QUICK, changes), task=task, **options))
-    return found[0]
 
 
 PAIRS = [{"prompt": f"Say {n}: ", "chosen": f"{n} and more", "rejected": f"{n}!"} for n in range(12)]
@@ -66,9 +54,6 @@ def logits_of(model) -> torch.Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
-
-
 def test_the_model_and_every_policy_load_elsewhere(tmp_path):
     """transformers, which knows nothing of groupwise, gets the logits that the trainer has."""
     trainer = small_trainer(tmp_path / "run", QUICK, {"evaluate": {"every": 1}})
@@ -90,7 +75,7 @@ def test_the_model_and_every_policy_load_elsewhere(tmp_path):
 
 def test_lora_is_merged(tmp_path):
     """A checkpoint holds the adapter alone, the model is whole."""
-    trainer = graded_trainer(tmp_path / "run", LORA, [0, 1, 2])
+    trainer = graded_trainer(tmp_path / "run", [0, 1, 2], QUICK, LORA)
     untrained = logits_of(trainer.components.model).clone()
     result = trainer.run()
     policy = tmp_path / "run" / "checkpoint-2" / "policy"
@@ -134,11 +119,8 @@ FADING = [0, 1, 3, 2, 1]  # after steps 0 to 4
 )
 def test_the_best_is_exported(tmp_path, changes):
     """The held-out metric is at its height after step 2: that policy it is, though the run went on to step 4."""
-    trainer = graded_trainer(
-        tmp_path / "run",
-        merged({"train": {"steps": 4}, "evaluate": {"every": 1}, "run": {"keep_checkpoints": 1}}, changes),
-        FADING,
-    )
+    often = {"train": {"steps": 4}, "evaluate": {"every": 1}, "run": {"keep_checkpoints": 1}}
+    trainer = graded_trainer(tmp_path / "run", FADING, QUICK, often, changes, held_out=3)
     at_the_height = []
     with trainer:
         for report in trainer.steps():
@@ -167,7 +149,7 @@ def test_the_best_is_damaged(tmp_path):
     """It is not exported, whatever is in it; the last policy is named instead."""
     changes = {"train": {"steps": 3}, "evaluate": {"every": 1}}
     folder = tmp_path / "run"
-    trainer = graded_trainer(folder, changes, FADING)
+    trainer = graded_trainer(folder, FADING, QUICK, changes)
     with trainer:
         for _ in trainer.steps():
             pass
@@ -186,7 +168,8 @@ def test_the_best_is_damaged(tmp_path):
 
 def test_model_card(tmp_path):
     """What it is, what was measured, and every setting that was chosen."""
-    trainer = graded_trainer(tmp_path / "run", {"run": {"name": "mine"}, "loss": {"clip_low": 0.1}}, [1, 1, 3])
+    settings = {"run": {"name": "mine"}, "loss": {"clip_low": 0.1}}
+    trainer = graded_trainer(tmp_path / "run", [1, 1, 3], QUICK, settings, held_out=3)
     result = trainer.run()
     card = (result.model / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags:\n- groupwise\n- grpo\n---\n\n# mine\n")
