@@ -45,13 +45,12 @@ def trainer_of(folder: Path, **options: Any) -> Trainer:
     return grade.trainer
 
 
-# After step 2 is recorded, and before it is evaluated and saved, the run is forked once for each file operation.
+# After step 2 is recorded, before it is saved and evaluated, the run is forked once for each file operation.
 DRIVER = """
 import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from groupwise.rundir import MetricsRecorder
 from groupwise.training.trainer import Callback
 from tests.faults.kill_points import fork_at_every_point
 from tests.faults.test_kill import trainer_of
@@ -65,16 +64,15 @@ class Fork(Callback):
     def on_step(self, trainer, report):
         if report.step == 2:
             trainer.run_dir.path, self.point = fork_at_every_point(trainer.run_dir.path, base)
-            trainer.run_dir.metrics = MetricsRecorder(trainer.run_dir.path / "metrics.jsonl")
-
-    def on_checkpoint(self, trainer, folder):
-        if self.point is not None:
-            self.point.survived()
+            # The trainer's recorder holds the same object.
+            trainer.run_dir.metrics.__init__(trainer.run_dir.path / "metrics.jsonl")
 
 
-with trainer_of(base / "run", callbacks=[Fork()]) as trainer:
+fork = Fork()
+with trainer_of(base / "run", callbacks=[fork]) as trainer:
     for _ in trainer.steps():
-        pass
+        if fork.point is not None:
+            fork.point.survived()
 """
 
 
