@@ -1,8 +1,9 @@
 """The algorithms by name: each is a preset of settings, never a branch in the trainer.
 
-A preset is the layer below a recipe: the recipe's keys override it, key by key. `dapo` holds TRL's defaults and the
-other presets their differences. Two of TRL's defaults are adapted: bfloat16 is used only where the hardware supports it
-(``model.dtype = "auto"``), and the batch of 4 with accumulation 4 counts prompts, so a step has 16 groups.
+A preset is the layer below a recipe: the recipe's keys override it, key by key. The defaults of the recipe's sections
+are those of TRL, which is `dapo`; a preset holds its differences. Two of TRL's defaults are adapted: bfloat16 is used
+only where the hardware supports it (``model.dtype = "auto"``), and the batch of 4 with accumulation 4 counts prompts,
+so a step has 16 groups.
 
 `enhanced_grpo` uses three features of DeepSeek-V3.2 (arXiv 2512.02556): the unbiased KL estimate k3 · π_θ/π_old, the
 off-policy mask, and the keep sampling mask. `enhanced_grpo_literal` replaces each by a variant with a similar name:
@@ -41,41 +42,23 @@ class Algorithm:
     name: str
     summary: str
     settings: Mapping[str, Any]
-    metrics: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
-    def variant(self, name: str, summary: str, changes: Mapping[str, Any]) -> Algorithm:
+    def __post_init__(self) -> None:
+        for name in ("settings", "metrics"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
+
+    def variant(
+        self, name: str, summary: str, changes: Mapping[str, Any], metrics: Mapping[str, str] | None = None
+    ) -> Algorithm:
         """A copy under another name with some settings changed."""
-        return Algorithm(name, summary, MappingProxyType({**self.settings, **changes}), self.metrics)
+        return Algorithm(name, summary, {**self.settings, **changes}, self.metrics if metrics is None else metrics)
 
 
 DAPO = Algorithm(
     "dapo",
     "clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults",
-    MappingProxyType(
-        {
-            "optimizer.learning_rate": 1e-6,
-            "train.epochs": 3.0,
-            "train.batch_size": 4,
-            "train.accumulation": 4,
-            "train.iterations": 1,
-            "sampling.samples_per_prompt": 8,
-            "sampling.max_new_tokens": 256,
-            "sampling.temperature": 1.0,
-            "sampling.top_p": 1.0,
-            "sampling.top_k": None,
-            "sampling.min_p": None,
-            "loss.name": "dapo",
-            "loss.ratio": None,  # the default of the loss, also of another loss that a recipe sets
-            "loss.clip_low": 0.2,
-            "loss.clip_high": None,
-            "loss.kl_coef": 0.0,
-            "advantages.scale": "group",
-            "data.max_prompt_length": 512,
-            "data.shuffle": True,
-            "model.gradient_checkpointing": True,
-            "model.dtype": "auto",
-        }
-    ),
+    {"loss.name": "dapo"},
 )
 
 GRPO = DAPO.variant(
@@ -84,80 +67,35 @@ GRPO = DAPO.variant(
     {"loss.name": "grpo"},
 )
 
-DR_GRPO = DAPO.variant(
-    "dr_grpo",
-    "no division by the group's standard deviation or by the completion length (arXiv 2503.20783)",
-    {"loss.name": "dr_grpo", "advantages.scale": "none"},
-)
-
-GSPO = DAPO.variant(
-    "gspo",
-    "one ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071)",
-    {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
-)
-
-CISPO = DAPO.variant(
-    "cispo",
-    "the ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)",
-    {"loss.name": "cispo", "loss.clip_high": 5.0},
-)
-
 ENHANCED_GRPO = Algorithm(
     "enhanced_grpo",
     "REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556)",
-    MappingProxyType(
-        {
-            "sampling.samples_per_prompt": 16,
-            "sampling.temperature": 1.0,
-            "sampling.top_k": 40,
-            "sampling.max_new_tokens": 512,
-            "train.batch_size": 16,
-            "train.accumulation": 1,
-            "train.epochs": 2.0,
-            "optimizer.learning_rate": 1e-5,
-            "optimizer.embedding_learning_rate": 2e-4,
-            "optimizer.max_grad_norm": 1.0,
-            "loss.name": "reinforce",
-            "loss.denominator": "policy_mask",
-            "loss.kl_coef": 0.01,
-            "loss.kl": "unbiased",
-            "advantages.scale": "none",
-            "masks.off_policy": "v3.2",
-            "masks.off_policy_threshold": 0.5,
-            "masks.keep_sampling_mask": True,
-            "masks.validity": False,
-            "reference.refresh_every": 100,
-            "data.max_prompt_length": 1024,
-        }
-    ),
-    MappingProxyType(
-        {
-            "policy_loss": "loss/policy",
-            "kl_penalty": "loss/kl",
-            "kl_divergence": "kl",
-            "avg_reward": "reward",
-        }
-    ),
-)
-
-ENHANCED_GRPO_LITERAL = ENHANCED_GRPO.variant(
-    "enhanced_grpo_literal",
-    "enhanced_grpo with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked",
     {
-        "loss.kl": "full_ratio_weighted",
-        "masks.off_policy": "reference_drift",
-        "masks.validity": True,
-        "masks.keep_sampling_mask": False,
+        "sampling.samples_per_prompt": 16,
+        "sampling.top_k": 40,
+        "sampling.max_new_tokens": 512,
+        "train.batch_size": 16,
+        "train.accumulation": 1,
+        "train.epochs": 2.0,
+        "optimizer.learning_rate": 1e-5,
+        "optimizer.embedding_learning_rate": 2e-4,
+        "loss.name": "reinforce",
+        "loss.denominator": "policy_mask",
+        "loss.kl_coef": 0.01,
+        "loss.kl": "unbiased",
+        "advantages.scale": "none",
+        "masks.off_policy": "v3.2",
+        "masks.keep_sampling_mask": True,
+        "reference.refresh_every": 100,
+        "data.max_prompt_length": 1024,
     },
+    {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"},
 )
 
-SIMILARITY_GROUP_GRPO = DAPO.variant(
-    "similarity_group_grpo",
-    "advantages within clusters of similar completions of a prompt, to keep diversity",
-    {"advantages.grouping": "similarity", "advantages.eps": 1e-6, "sampling.samples_per_prompt": 8},
-)
-
-PREFERENCE_METRICS = MappingProxyType(
+PG_GRPO = GRPO.variant(
+    "pg_grpo",
+    "GRPO plus DPO on the best and worst completion of each group",
+    {"loss.ratio": "token", "loss.kl_coef": 0.04, "preference.weight": 0.1},
     {
         "rewards/chosen": "preference/chosen_reward",
         "rewards/rejected": "preference/rejected_reward",
@@ -165,50 +103,51 @@ PREFERENCE_METRICS = MappingProxyType(
         "rewards/accuracies": "preference/accuracy",
         "logps/chosen": "preference/chosen_logp",
         "logps/rejected": "preference/rejected_logp",
-    }
+    },
 )
 
-PG_GRPO = Algorithm(
-    "pg_grpo",
-    "GRPO plus DPO on the best and worst completion of each group",
-    MappingProxyType(
-        {
-            **GRPO.settings,
-            "loss.ratio": "token",
-            "loss.policy_coef": 1.0,
-            "loss.kl_coef": 0.04,
-            "loss.kl": "k3",
-            "reference.refresh_every": 0,
-            "preference.weight": 0.1,
-            "preference.beta": 0.1,
-            "preference.kind": "sigmoid",
-            "preference.pairs": "group",
-        }
+_PRESETS = (
+    DAPO,
+    GRPO,
+    DAPO.variant(
+        "dr_grpo",
+        "no division by the group's standard deviation or by the completion length (arXiv 2503.20783)",
+        {"loss.name": "dr_grpo", "advantages.scale": "none"},
     ),
-    PREFERENCE_METRICS,
+    DAPO.variant(
+        "gspo",
+        "one ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071)",
+        {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+    ),
+    DAPO.variant(
+        "cispo",
+        "the ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)",
+        {"loss.name": "cispo", "loss.clip_high": 5.0},
+    ),
+    ENHANCED_GRPO,
+    ENHANCED_GRPO.variant(
+        "enhanced_grpo_literal",
+        "enhanced_grpo with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked",
+        {
+            "loss.kl": "full_ratio_weighted",
+            "masks.off_policy": "reference_drift",
+            "masks.validity": True,
+            "masks.keep_sampling_mask": False,
+        },
+    ),
+    DAPO.variant(
+        "similarity_group_grpo",
+        "advantages within clusters of similar completions of a prompt, to keep diversity",
+        {"advantages.grouping": "similarity", "advantages.eps": 1e-6},
+    ),
+    PG_GRPO,
+    PG_GRPO.variant(
+        "dpo",
+        "DPO on a dataset of pairs, without sampling (arXiv 2305.18290)",
+        {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"},
+    ),
 )
-
-DPO = PG_GRPO.variant(
-    "dpo",
-    "DPO on a dataset of pairs, without sampling (arXiv 2305.18290)",
-    {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"},
-)
-
-ALGORITHMS: dict[str, Algorithm] = {
-    algorithm.name: algorithm
-    for algorithm in (
-        DAPO,
-        GRPO,
-        DR_GRPO,
-        GSPO,
-        CISPO,
-        ENHANCED_GRPO,
-        ENHANCED_GRPO_LITERAL,
-        SIMILARITY_GROUP_GRPO,
-        PG_GRPO,
-        DPO,
-    )
-}
+ALGORITHMS = {algorithm.name: algorithm for algorithm in _PRESETS}
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -60,6 +60,13 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
+def check_integer(name: str, value: object, least: int, error: type[GroupwiseError] = InputError) -> int:
+    """The value, or an error if it is not a whole number of at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise error(f"{name} must be a whole number of at least {least}, got {value!r}")
+    return value
+
+
 def check_choice(what: str, value: object, allowed: Iterable[str], error: type[GroupwiseError] = InputError) -> None:
     """Raise ``error`` unless ``value`` is one of ``allowed``; the message suggests the nearest one."""
     names = list(allowed)

@@ -25,12 +25,13 @@ from groupwise.config import (
 )
 from groupwise.config import names as names_module
 from groupwise.config.fields import choices_of, types_of
-from groupwise.config.layers import nested
+from groupwise.config.layers import nested, read_options
 from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
-from groupwise.config.options import read_options
-from groupwise.config.sections import CHOICES, LoraSection
+from groupwise.config.sections import LoraSection
+from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.kl import ESTIMATORS
-from groupwise.core.losses import LOSSES
+from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
+from groupwise.core.masks import OFF_POLICY_RULES
 from groupwise.errors import ConfigError
 
 NAMES = dict(setting_names())
@@ -348,6 +349,17 @@ def test_valid_combinations(table):
 
 
 # --- choices ---------------------------------------------------------------------------------------------------------
+
+
+CHOICES = {
+    "advantages.scale": SCALES,
+    "advantages.baseline": BASELINES,
+    "advantages.combine": COMBINATIONS,
+    "loss.kl": (*ESTIMATORS, "full", "full_ratio_weighted"),
+    "loss.ratio": RATIOS,
+    "loss.denominator": DENOMINATORS,
+    "masks.off_policy": OFF_POLICY_RULES,
+}
 
 
 @pytest.mark.parametrize("name", CHOICES)

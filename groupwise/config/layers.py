@@ -8,22 +8,23 @@ import os
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config.checks import check_recipe
-from groupwise.config.faults import recipe_fault, source_of
+from groupwise.config.faults import option_fault, recipe_fault, source_of
 from groupwise.config.fields import choices_of, types_of
 from groupwise.config.names import RENAMED_VALUES, find_field, section_names
 from groupwise.config.sections import Recipe
 from groupwise.errors import ConfigError
 
+Options = TypeVar("Options", bound=BaseModel)
+
 # Settings that may name a file, by section and key. A recipe's files are looked for in its folder first.
 DATA_FILES = (("data", "train"), ("data", "held_out"), ("preference", "train"), ("preference", "held_out"))
 FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
-TASK_OPTIONS = "task_options."
 # Tables with keys of the user's choice: a new table replaces the old one.
 REPLACED = {"chat_template_kwargs", "ramps"}
 
@@ -57,10 +58,8 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{path} is not a recipe: a run's recipe.json is one object, with a key for each section")
     algorithm = table.get("algorithm", overrides.get("algorithm"))
     if overrides.get("algorithm", algorithm) != algorithm:
-        raise ConfigError(
-            f"{path} holds every setting of a run with {algorithm!r}, so the preset {overrides['algorithm']!r} would "
-            "change nothing; change the algorithm in the recipe that the run was made from"
-        )
+        reason = f"{path} holds every setting of a run with {algorithm!r}"
+        raise ConfigError(f"{reason}, so the preset {overrides['algorithm']!r} would change nothing")
     return make_recipe(table, where=str(path), base={}, overrides=overrides)
 
 
@@ -122,6 +121,15 @@ def make_recipe(
     return recipe
 
 
+def read_options(model: type[Options], table: Mapping[str, Any], where: str) -> Options:
+    """A plug-in's table, such as ``[task_options]``, as its own pydantic class; an error begins with ``where``."""
+    try:
+        return model.model_validate(dict(table))
+    except ValidationError as error:
+        faults = dict.fromkeys(option_fault(fault, table, model) for fault in error.errors())
+        raise ConfigError(f"{where}: {'; '.join(faults)}") from error
+
+
 def _preset(algorithm: Any, where: str, overrides: Collection[str]) -> Mapping[str, Any]:
     source = source_of(["algorithm"], where, overrides)
     renamed = RENAMED_VALUES["algorithm"].get(algorithm) if isinstance(algorithm, str) else None
@@ -143,7 +151,7 @@ def parse_override(name: str, text: str) -> Any:
     is_none = text.lower() in ("none", "null")
     if is_none and name in section_names():
         return None  # an optional section, as in --model.lora none
-    if name.startswith(TASK_OPTIONS):
+    if name.startswith("task_options."):
         # Only the task knows the type, and it checks it. A date is a text.
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
     field = find_field(name)
@@ -154,9 +162,7 @@ def parse_override(name: str, text: str) -> Any:
         return None
     only_text = types <= {str, list, type(None)}
     value = _parse(text, types, (str, *(types & {list})) if only_text else (object,))
-    if float in types and int not in types and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    return value
+    return float(value) if float in types and int not in types and type(value) is int else value
 
 
 def _parse(text: str, types: Collection[Any], allowed: tuple[type, ...]) -> Any:
@@ -191,13 +197,10 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        if isinstance(old, Mapping) and isinstance(value, Mapping) and key not in REPLACED:
-            merged[key] = _merge(old, value)
-        else:
-            merged[key] = value
+    merged = {**below, **above}
+    for key in below.keys() & above.keys() - REPLACED:
+        if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
+            merged[key] = _merge(below[key], above[key])
     return merged
 
 

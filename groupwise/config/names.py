@@ -86,11 +86,10 @@ NOT_SCHEDULED = {
 
 def setting_names() -> Iterator[tuple[str, FieldInfo]]:
     """Every dotted setting with its field, in the order of the sections."""
-    yield from fields_of(Recipe)
+    return fields_of(Recipe)
 
 
 def section_names() -> set[str]:
-    """The dotted names of the sections."""
     return {name.rpartition(".")[0] for name, _ in setting_names()} - {""}
 
 

@@ -1,20 +1,18 @@
-"""The sections of a recipe: every setting, its type, its default, and its line in ``--help`` (the docstring)."""
+"""The sections of a recipe: every setting, its type, its default, and its line in ``--help`` (the docstring).
+
+The Literals repeat the choices of `core` and other packages, because mypy needs them written out; a test compares them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.algorithms import ALGORITHMS
-from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
-from groupwise.core.kl import ESTIMATORS
-from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
-from groupwise.core.masks import OFF_POLICY_RULES
+from groupwise.core.losses import LOSSES
 from groupwise.core.preference import KINDS
-
-KL_FORMS = (*ESTIMATORS, "full", "full_ratio_weighted")  # the last two are computed by `core.full_kl`
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -208,7 +206,7 @@ class GroupingSection(Section):
 
 class LossSection(Section):
     name: str = "dapo"
-    """one of {losses}, or module:function of your own (one number per token)"""
+    """one of {names}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
     """weight of the policy loss; 0 leaves it out (with [preference] that is DPO)"""
     ratio: Literal["token", "sequence"] | None = None
@@ -238,7 +236,7 @@ class PreferenceSection(SourcesSection):
     beta: Positive = 0.1
     """β of DPO: the smaller, the further the policy may move from the reference"""
     kind: str | list[str] = "sigmoid"
-    """the preference loss, or several that are summed: {kinds}"""
+    """the preference loss, or several that are summed: {names}"""
     kind_weights: list[Finite] | None = None
     """a weight for each kind; default: 1"""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -272,7 +270,6 @@ class PreferenceSection(SourcesSection):
 
     @property
     def kinds(self) -> list[str]:
-        """The kinds as a list."""
         return [self.kind] if isinstance(self.kind, str) else self.kind
 
 
@@ -420,7 +417,7 @@ class Recipe(Section):
     task_options: dict[str, Any] = Field(default_factory=dict)
     """the task's own settings, also as --task_options.KEY VALUE; `groupwise check RECIPE` shows them"""
     algorithm: str = "dapo"
-    """the preset of defaults: {algorithms}"""
+    """the preset of defaults: {names}"""
     model: ModelSection = Field(default_factory=ModelSection)
     data: DataSection = Field(default_factory=DataSection)
     rewards: list[RewardSection] = Field(default_factory=list)
@@ -454,25 +451,12 @@ class Recipe(Section):
         return value
 
 
-def _fill(model: type[Section], **lists: Sequence[str]) -> None:
-    """Put the existing names into the descriptions."""
-    for field in model.model_fields.values():
-        for name, values in lists.items():
-            if field.description:
-                field.description = field.description.replace(f"{{{name}}}", ", ".join(values))
+def _fill(model: type[Section], key: str, names: Iterable[str]) -> None:
+    """Put the existing names into the description of a setting."""
+    field = model.model_fields[key]
+    field.description = str(field.description).format(names=", ".join(names))
 
 
-_fill(LossSection, losses=tuple(LOSSES))
-_fill(PreferenceSection, kinds=tuple(KINDS))
-_fill(Recipe, algorithms=tuple(ALGORITHMS))
-
-# The Literals above repeat these choices of `core`, because mypy needs them written out; a test compares them.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "advantages.scale": SCALES,
-    "advantages.baseline": BASELINES,
-    "advantages.combine": COMBINATIONS,
-    "loss.kl": KL_FORMS,
-    "loss.ratio": RATIOS,
-    "loss.denominator": DENOMINATORS,
-    "masks.off_policy": OFF_POLICY_RULES,
-}
+_fill(LossSection, "name", LOSSES)
+_fill(PreferenceSection, "kind", KINDS)
+_fill(Recipe, "algorithm", ALGORITHMS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.errors import CheckpointError, ConfigError, DataError, InputError
+from groupwise.errors import CheckpointError, ConfigError, DataError, check_integer
 
 
 class Order:
@@ -19,13 +19,9 @@ class Order:
     """
 
     def __init__(self, rows: int, *, shuffle: bool = True, seed: int = 0) -> None:
-        if not _is_count(rows) or rows < 1:
-            raise InputError(f"rows must be a whole number of at least 1, got {rows!r}")
-        if not _is_count(seed):
-            raise InputError(f"seed must be a whole number of at least 0, got {seed!r}")
-        self.rows = rows
+        self.rows = check_integer("rows", rows, 1)
+        self.seed = check_integer("seed", seed, 0)
         self.shuffle = bool(shuffle)
-        self.seed = seed
         self._epoch = 0
         self._position = 0  # in the permutation of this epoch
         self._deferred: deque[int] = deque()  # rows before the position that are still to come
@@ -38,29 +34,22 @@ class Order:
 
     def take(self, n: int) -> list[int]:
         """The next ``n`` row numbers."""
-        if not _is_count(n) or n < 1:
-            raise InputError(f"n must be a whole number of at least 1, got {n!r}")
+        check_integer("n", n, 1)
         batch: list[int] = []
         seen: set[int] = set()
         while len(batch) < n:
             row = self._next(seen)
             if row is None:
                 seen.clear()  # the batch is larger than the dataset
-                continue
-            seen.add(row)
-            batch.append(row)
+            else:
+                seen.add(row)
+                batch.append(row)
         return batch
 
     def state(self) -> dict[str, Any]:
         """The position as JSON values, for `load_state`."""
-        return {
-            "rows": self.rows,
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "epoch": self._epoch,
-            "position": self._position,
-            "deferred": list(self._deferred),
-        }
+        settings = {"rows": self.rows, "shuffle": self.shuffle, "seed": self.seed}
+        return {**settings, "epoch": self._epoch, "position": self._position, "deferred": list(self._deferred)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``, which must come from an order with the same number of rows and the same settings."""
@@ -73,10 +62,8 @@ class Order:
             )
         for name in ("shuffle", "seed"):
             if state[name] != getattr(self, name):
-                raise ConfigError(
-                    f"the saved order was made with {name}={state[name]!r}, but {name}={getattr(self, name)!r} is set; "
-                    "resume with the same setting"
-                )
+                settings = f"made with {name}={state[name]!r}, but {name}={getattr(self, name)!r} is set"
+                raise ConfigError(f"the saved order was {settings}; resume with the same setting")
         epoch, position, deferred = state["epoch"], state["position"], state["deferred"]
         valid = _is_count(epoch) and _is_count(position) and position <= self.rows and isinstance(deferred, list)
         permutation = self._permute(epoch) if valid else self._permutation

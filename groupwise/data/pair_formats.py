@@ -66,10 +66,9 @@ class PreferenceReader:
         check_prompt(prompt, where, names[0])
         for answer, name in zip(answers, names[1:], strict=True):
             if answer[0]["role"] != "assistant":
-                raise DataError(
-                    f"{where}: the {name} begins with a message of the {answer[0]['role']}, but must begin with the "
-                    f"assistant's; leave the prompt out of the answers, or leave the column {names[0]!r} out"
-                )
+                reason = f"begins with a message of the {answer[0]['role']}, but must begin with the assistant's"
+                remedy = f"leave the prompt out of the answers, or leave the column {names[0]!r} out"
+                raise DataError(f"{where}: the {name} {reason}; {remedy}")
             _check_end(answer, where, name)
         return Preference(as_messages(prompt), *answers) if all(map(_has_words, answers)) else NO_ANSWER
 
@@ -79,7 +78,6 @@ class PreferenceReader:
         return next((name for name in names if isinstance(row.get(name), (Mapping, list, tuple))), self.chosen)
 
     def _columns(self, row: Mapping[str, Any], where: str) -> tuple[str, str, str]:
-        """The columns of this row with the prompt, the chosen and the rejected answer."""
         prompt, first, second, label = LLMBAR
         if row.get(self.chosen) is None and first in row and second in row:
             for name in (prompt, label):
@@ -88,9 +86,8 @@ class PreferenceReader:
             # In a .csv file the label is a text.
             orders = {"1": (prompt, first, second), "2": (prompt, second, first)}
             if str(row[label]) not in orders:
-                raise DataError(
-                    f"{where}: the {label} is {row[label]!r}; it must be 1 or 2, the number of the better output"
-                )
+                value = f"{where}: the {label} is {row[label]!r}"
+                raise DataError(f"{value}; it must be 1 or 2, the number of the better output")
             return orders[str(row[label])]
         for name in (self.chosen, self.rejected):
             check_column(row, name, where)
@@ -103,47 +100,34 @@ class PreferenceReader:
             check_prompt(prompt, where, column)
         if not (_has_words(chosen) and _has_words(rejected)):
             return NO_ANSWER
-        if prompt is not None:
-            return self._wrapped(prompt, chosen, rejected)
-        if chosen == rejected:
-            return SAME_ANSWER
-        dialogues = _turns(chosen), _turns(rejected)
-        if all(dialogues):
-            return self._dialogue(row, where, chosen, rejected, *dialogues)
-        split = _split_point(chosen, rejected)
-        prompt, chosen, rejected = chosen[:split], chosen[split:], rejected[split:]
-        if not prompt.strip():
-            raise self._no_prompt(row, where, "complete word")
-        if not (_has_words(chosen) and _has_words(rejected)):
-            return NO_ANSWER
-        if self.chat:  # the space in between belongs to neither message
-            return self._wrapped(prompt.rstrip(), chosen.lstrip(), rejected.lstrip())
-        return Preference(prompt, chosen, rejected)
-
-    def _wrapped(self, prompt: str, chosen: str, rejected: str) -> Preference:
+        if prompt is None:
+            if chosen == rejected:
+                return SAME_ANSWER
+            dialogues = [_turns(chosen), _turns(rejected)]
+            if all(dialogues):
+                return self._dialogue(row, where, (chosen, rejected), dialogues)
+            split = _split_point(chosen, rejected)
+            prompt, chosen, rejected = chosen[:split], chosen[split:], rejected[split:]
+            if not prompt.strip():
+                raise self._no_prompt(row, where, "complete word")
+            if not (_has_words(chosen) and _has_words(rejected)):
+                return NO_ANSWER
+            if self.chat:  # the space in between belongs to neither message
+                prompt, chosen, rejected = prompt.rstrip(), chosen.lstrip(), rejected.lstrip()
         if not self.chat:
             return Preference(prompt, chosen, rejected)
         return Preference(as_messages(prompt), _messages_of(chosen), _messages_of(rejected))
 
     def _dialogue(
-        self,
-        row: Mapping[str, Any],
-        where: str,
-        chosen: str,
-        rejected: str,
-        chosen_turns: list[Turn],
-        rejected_turns: list[Turn],
+        self, row: Mapping[str, Any], where: str, texts: tuple[str, str], dialogues: list[list[Turn]]
     ) -> Preference | str:
-        both = [
-            [{"role": turn.role, "content": turn.words} for turn in turns] for turns in (chosen_turns, rejected_turns)
-        ]
+        both = [[{"role": turn.role, "content": turn.words} for turn in turns] for turns in dialogues]
         preference = self._split_messages(row, where, *both)
         if self.chat or isinstance(preference, str):
             return preference
         # As texts, the prompt ends with "Assistant:".
-        number = len(preference.prompt)
-        start = chosen_turns[number].start
-        return Preference(chosen[:start], chosen[start:], rejected[rejected_turns[number].start :])
+        starts = [turns[len(preference.prompt)].start for turns in dialogues]
+        return Preference(texts[0][: starts[0]], *(text[start:] for text, start in zip(texts, starts, strict=True)))
 
     def _split_messages(
         self, row: Mapping[str, Any], where: str, chosen: list[Message], rejected: list[Message]
@@ -202,10 +186,8 @@ def _answer(value: Any, where: str, column: str) -> str | list[Message]:
         check_text(value, f"{where}: the {column}", may_be_empty=True)
         return value
     if not isinstance(value, (Mapping, list, tuple)):
-        raise DataError(
-            f"{where}: the {column} is {describe_type(value)}; it must be a text, a message or a list of messages such "
-            'as [{"role": "assistant", "content": "…"}]'
-        )
+        expected = 'a text, a message or a list of messages such as [{"role": "assistant", "content": "…"}]'
+        raise DataError(f"{where}: the {column} is {describe_type(value)}; it must be {expected}")
     messages = _with_roles([value] if isinstance(value, Mapping) else value, where, column)
     for number, message in enumerate(messages, start=1):
         what = f"{where}: message {number} of the {column}"
@@ -225,10 +207,8 @@ def _has_words(answer: str | list[Message]) -> bool:
 
 def _check_end(answer: list[Message], where: str, column: str) -> None:
     if answer[-1]["role"] != "assistant":
-        raise DataError(
-            f"{where}: the {column} ends with a message of the {answer[-1]['role']}, but must end with the "
-            "assistant's; remove what follows it, or the row"
-        )
+        reason = f"ends with a message of the {answer[-1]['role']}, but must end with the assistant's"
+        raise DataError(f"{where}: the {column} {reason}; remove what follows it, or the row")
 
 
 def _split_point(chosen: str, rejected: str) -> int:

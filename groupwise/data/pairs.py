@@ -6,14 +6,16 @@ the ids of the prompt. If the last prompt tokens change when a completion follow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from groupwise.data.pair_formats import NO_ANSWER, SAME_ANSWER, Preference, PreferenceReader, common_length
 from groupwise.data.prompts import CHUNK, TOO_LONG, PromptBuilder, check_length, check_tokens
 from groupwise.data.rows import where_of
 from groupwise.errors import ConfigError, DataError, check_choice
+
+PairIds = tuple[list[int], list[int], list[int]]  # of a prompt, alone and followed by each answer
 
 REFUSALS = {SAME_ANSWER: "equal answers", NO_ANSWER: "an empty answer", "too_long": "too many tokens"}
 
@@ -25,14 +27,6 @@ class Pair:
     prompt: tuple[int, ...]
     chosen: tuple[int, ...]
     rejected: tuple[int, ...]
-
-
-class _PairIds(NamedTuple):
-    """The ids of a prompt, alone and followed by each answer."""
-
-    prompt: list[int]
-    with_chosen: list[int]
-    with_rejected: list[int]
 
 
 class PairBuilder:
@@ -74,12 +68,12 @@ class PairBuilder:
         if not rows:
             raise DataError("there are no rows")
         places = [where_of(row, number) for number, row in enumerate(rows)]
-        read = [self._reader.read(row, where) for row, where in zip(rows, places, strict=True)]
-        results: dict[int, Pair | str] = {number: item for number, item in enumerate(read) if isinstance(item, str)}
+        read = {number: self._reader.read(row, places[number]) for number, row in enumerate(rows)}
+        results: dict[int, Pair | str] = {number: item for number, item in read.items() if isinstance(item, str)}
+        preferences = {number: item for number, item in read.items() if isinstance(item, Preference)}
         prompt_lengths: dict[int, int] = {}  # before a prompt loses its last tokens
-        preferences = {number: item for number, item in enumerate(read) if isinstance(item, Preference)}
         for number, ids in self._tokenised(preferences, rows, places):
-            results[number], prompt_lengths[number] = self._split(ids, places[number]), len(ids.prompt)
+            results[number], prompt_lengths[number] = _split(ids, places[number]), len(ids[0])
         self._check_lengths(results, places)
         pairs: dict[int, Pair] = {}
         refused = dict.fromkeys(REFUSALS, 0)
@@ -90,68 +84,46 @@ class PairBuilder:
             else:
                 pairs[number] = result
         if not pairs:
-            raise self._none_left(refused)
+            reasons = ", ".join(f"{count} with {REFUSALS[reason]}" for reason, count in refused.items() if count)
+            remedy = f"; raise max_length, which is {self.max_length}" if refused["too_long"] else ""
+            raise DataError(f"no pair is left of {len(rows)} rows: {reasons}{remedy}")
         self.refused, self.kept = refused, tuple(pairs)
         self.retokenised = sum(len(pair.prompt) < prompt_lengths[number] for number, pair in pairs.items())
         return list(pairs.values())
 
     def _tokenised(
         self, preferences: Mapping[int, Preference], rows: Sequence[Mapping[str, Any]], places: Sequence[str]
-    ) -> Iterator[tuple[int, _PairIds]]:
+    ) -> Iterator[tuple[int, PairIds]]:
         texts = [number for number, preference in preferences.items() if isinstance(preference.prompt, str)]
         chats = [number for number, preference in preferences.items() if not isinstance(preference.prompt, str)]
         if chats:
             self.prompts.check_template(self._reader.column_of_messages(rows[chats[0]]))
         if texts:
-            self._check_plain()
+            self.prompts.check_plain()
+        if texts and self.prompts.tokenizer.eos_token is None:
+            raise ConfigError("the tokenizer has no EOS token to end plain texts with; choose a model that has one")
         for numbers, ids_of in ((chats, self._chat_ids), (texts, self._text_ids)):
             for start in range(0, len(numbers), CHUNK):
                 chunk = numbers[start : start + CHUNK]
                 ids = ids_of([preferences[number] for number in chunk], [places[number] for number in chunk])
                 yield from zip(chunk, ids, strict=True)
 
-    def _chat_ids(self, preferences: list[Preference], places: list[str]) -> list[_PairIds]:
+    def _chat_ids(self, preferences: list[Preference], places: list[str]) -> Iterable[PairIds]:
         prompts = [self.prompts.messages(preference.prompt) for preference in preferences]
         ids = self.prompts.render(prompts, places)
         self.prompts.check_system_prompt(prompts, ids)
         chosen = [chat + preference.chosen for chat, preference in zip(prompts, preferences, strict=True)]
         rejected = [chat + preference.rejected for chat, preference in zip(prompts, preferences, strict=True)]
-        with_chosen = self.prompts.render(chosen, places, open_answer=False)
-        with_rejected = self.prompts.render(rejected, places, open_answer=False)
-        return list(map(_PairIds, ids, with_chosen, with_rejected))
+        with_answers = (self.prompts.render(chats, places, open_answer=False) for chats in (chosen, rejected))
+        return zip(ids, *with_answers, strict=True)
 
-    def _text_ids(self, preferences: list[Preference], places: list[str]) -> list[_PairIds]:
+    def _text_ids(self, preferences: list[Preference], places: list[str]) -> Iterable[PairIds]:
         end = self.prompts.tokenizer.eos_token
-        texts = [
-            (prompt, *(prompt + answer.removesuffix(end) + end for answer in answers))
-            for prompt, *answers in preferences
-        ]
-        columns = (self.prompts.tokenizer(list(column))["input_ids"] for column in zip(*texts, strict=True))
-        return list(map(_PairIds, *columns))
-
-    def _check_plain(self) -> None:
-        self.prompts.check_plain()
-        if self.prompts.tokenizer.eos_token is None:
-            raise ConfigError(
-                "the tokenizer has no EOS token to end plain texts with; choose a model whose tokenizer has one, or "
-                "one with a chat template"
-            )
-
-    def _split(self, ids: _PairIds, where: str) -> Pair | str:
-        """The pair, or why the row has none."""
-        length = min(common_length(ids.prompt, ids.with_chosen), common_length(ids.prompt, ids.with_rejected))
-        prompt, chosen, rejected = ids.prompt[:length], ids.with_chosen[length:], ids.with_rejected[length:]
-        if not chosen or not rejected:
-            return NO_ANSWER
-        if chosen == rejected:
-            return SAME_ANSWER
-        check_tokens(ids.prompt, where, "prompt")
-        if not prompt:
-            raise DataError(
-                f"{where}: all tokens of the prompt change when an answer follows; end it with a complete word, or "
-                "remove the row"
-            )
-        return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
+        prompts = [preference.prompt for preference in preferences]
+        chosen = [prompt + answer.removesuffix(end) + end for prompt, answer, _ in preferences]
+        rejected = [prompt + answer.removesuffix(end) + end for prompt, _, answer in preferences]
+        columns = (self.prompts.tokenizer(texts)["input_ids"] for texts in (prompts, chosen, rejected))
+        return zip(*columns, strict=True)
 
     def _check_lengths(self, results: Mapping[int, Pair | str], places: Sequence[str]) -> None:
         limit = self.max_length
@@ -178,10 +150,19 @@ class PairBuilder:
         truncated = Pair(pair.prompt, pair.chosen[:room], pair.rejected[:room])
         return SAME_ANSWER if truncated.chosen == truncated.rejected else truncated
 
-    def _none_left(self, refused: Mapping[str, int]) -> DataError:
-        reasons = ", ".join(f"{count} with {REFUSALS[reason]}" for reason, count in refused.items() if count)
-        remedy = f"; raise max_length, which is {self.max_length}" if refused["too_long"] else ""
-        return DataError(f"no pair is left of {sum(refused.values())} rows: {reasons}{remedy}")
+
+def _split(ids: PairIds, where: str) -> Pair | str:
+    """The pair, or why the row has none."""
+    length = min(common_length(ids[0], with_answer) for with_answer in ids[1:])
+    prompt, chosen, rejected = ids[0][:length], ids[1][length:], ids[2][length:]
+    if not chosen or not rejected:
+        return NO_ANSWER
+    if chosen == rejected:
+        return SAME_ANSWER
+    check_tokens(ids[0], where, "prompt")
+    if not prompt:
+        raise DataError(f"{where}: all tokens of the prompt change when an answer follows; end it with a complete word")
+    return Pair(tuple(prompt), tuple(chosen), tuple(rejected))
 
 
 def _length(pair: Pair | str) -> int:

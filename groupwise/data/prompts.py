@@ -7,26 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.rows import check_prompts, content_text, has_lone_surrogate, where_of
-from groupwise.errors import ConfigError, DataError, check_choice
+from groupwise.errors import ConfigError, DataError, check_choice, check_integer
 from groupwise.text import error_reason
 
 Message = dict[str, Any]
 
 TOO_LONG = ("error", "drop", "truncate")
 # Arguments of apply_chat_template that PromptBuilder sets itself.
-RESERVED = (
-    "add_generation_prompt",
-    "continue_final_message",
-    "conversation",
-    "max_length",
-    "padding",
-    "return_assistant_tokens_mask",
-    "return_dict",
-    "return_tensors",
-    "tokenize",
-    "tokenizer_kwargs",
-    "truncation",
-)
+RESERVED = """
+    add_generation_prompt continue_final_message conversation max_length padding return_assistant_tokens_mask
+    return_dict return_tensors tokenize tokenizer_kwargs truncation
+"""
 CHUNK = 1000  # prompts per call of the tokenizer
 
 
@@ -67,16 +58,13 @@ class PromptBuilder:
         if system_prompt is not None and (not isinstance(system_prompt, str) or has_lone_surrogate(system_prompt)):
             raise ConfigError(f"system_prompt must be a text without lone surrogates, or None, got {system_prompt!r}")
         self.template_kwargs = dict(chat_template_kwargs or {})
-        reserved = [name for name in RESERVED if name in self.template_kwargs]
+        reserved = [name for name in RESERVED.split() if name in self.template_kwargs]
         if reserved:
             raise ConfigError(f"chat_template_kwargs may not set {', '.join(reserved)}; remove it")
         self.tokenizer = tokenizer
         self.has_template = bool(self.template_kwargs.get("chat_template") or getattr(tokenizer, "chat_template", None))
         if chat and not self.has_template:
-            raise ConfigError(
-                "chat=True, but the tokenizer has no chat template; use chat=False for plain texts, or choose a model "
-                "with a template"
-            )
+            raise ConfigError("chat=True, but the tokenizer has no chat template; use chat=False, or another model")
         self.chat = self.has_template if chat is None else chat
         self.system_prompt = system_prompt
         self.max_prompt_length = max_prompt_length
@@ -93,7 +81,9 @@ class PromptBuilder:
         chats: list[list[Message]] | None = None
         if conversational(values[0]) or self.chat:
             self.check_template(column)
-            self._check_truncation()
+            if self.on_too_long == "truncate" and self.max_prompt_length is not None:
+                reason = "on_too_long='truncate' would remove the first tokens of a chat prompt"
+                raise ConfigError(f"{reason}; use 'drop' or 'error', or a larger max_prompt_length")
             chats = [self.messages(value) for value in values]
             for start in range(0, len(chats), CHUNK):
                 ids += self.render(chats[start : start + CHUNK], places[start : start + CHUNK])
@@ -113,29 +103,17 @@ class PromptBuilder:
         ]
 
     def check_template(self, column: str) -> None:
-        """Raise a DataError if there is no template for the messages in a column."""
         if not self.has_template:
-            raise DataError(
-                f"the column {column!r} holds messages, but the tokenizer has no chat template; use texts as prompts, "
-                "or choose a model with a template"
-            )
-
-    def _check_truncation(self) -> None:
-        if self.on_too_long == "truncate" and self.max_prompt_length is not None:
-            raise ConfigError(
-                "on_too_long='truncate' would remove the first tokens of a chat prompt, and with them its structure; "
-                "use 'drop' or 'error', or a larger max_prompt_length"
-            )
+            reason = f"the column {column!r} holds messages, but the tokenizer has no chat template"
+            raise DataError(f"{reason}; use texts as prompts, or choose a model with a template")
 
     def check_plain(self) -> None:
         """Raise a ConfigError if there is a system prompt, which plain texts have no place for."""
         if self.system_prompt is None:
             return
         remedy = "use chat=True" if self.has_template else "choose a model with a chat template"
-        raise ConfigError(
-            "system_prompt is a chat message, but these prompts are plain texts; "
-            f"{remedy}, or write it into the prompts and leave system_prompt out"
-        )
+        reason = "system_prompt is a chat message, but these prompts are plain texts"
+        raise ConfigError(f"{reason}; {remedy}, or write it into the prompts")
 
     def messages(self, value: Any) -> list[Message]:
         """The messages of a prompt, with the system prompt."""
@@ -157,10 +135,8 @@ class PromptBuilder:
         except Exception as error:
             reason = error_reason(error)
             if self._without_system_prompt(chat, open_answer) is not None:
-                raise ConfigError(
-                    f"the tokenizer's chat template rejects system messages ({reason}); leave system_prompt "
-                    "out, or write it into the prompts"
-                ) from error
+                problem = f"the tokenizer's chat template rejects system messages ({reason})"
+                raise ConfigError(f"{problem}; leave system_prompt out, or write it into the prompts") from error
             raise DataError(f"{where}: the tokenizer's chat template rejects these messages: {reason}") from error
 
     def check_system_prompt(self, chats: list[list[Message]], ids: list[list[int]]) -> None:
@@ -170,10 +146,8 @@ class PromptBuilder:
             return
         # The two are also equal if the template has a default system message and the system prompt is the same text.
         if self.system_prompt.strip() not in self._decode([ids[number]])[0]:
-            raise ConfigError(
-                "the tokenizer's chat template ignores system messages, so the model would never see system_prompt; "
-                "write it into the prompts instead"
-            )
+            reason = "the tokenizer's chat template ignores system messages"
+            raise ConfigError(f"{reason}, so the model would never see system_prompt; write it into the prompts")
 
     def _without_system_prompt(self, chat: list[Message], open_answer: bool = True) -> list[int] | None:
         """The ids without the added system prompt; None if there is none, or if the template fails without it."""
@@ -188,44 +162,30 @@ class PromptBuilder:
         return {"role": "system", "content": self.system_prompt}
 
     def _apply(self, chats: list[list[Message]], open_answer: bool) -> list[list[int]]:
-        rendered = self.tokenizer.apply_chat_template(
-            chats, add_generation_prompt=open_answer, return_dict=True, **self.template_kwargs
-        )
-        ids: list[list[int]] = rendered["input_ids"]
+        options = {"add_generation_prompt": open_answer, "return_dict": True, **self.template_kwargs}
+        ids: list[list[int]] = self.tokenizer.apply_chat_template(chats, **options)["input_ids"]
         return ids
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
-        texts: list[str] = self.tokenizer.batch_decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        texts: list[str] = self.tokenizer.batch_decode(ids, **options)
         return texts
 
     def _fit(self, ids: list[list[int]], places: list[str], column: str) -> list[int]:
         """The numbers of the prompts to keep; prompts are truncated in place."""
         limit = self.max_prompt_length
-        all_numbers = list(range(len(ids)))
-        if limit is None:
-            return all_numbers
-        if self.on_too_long == "truncate":
-            for number, tokens in enumerate(ids):
-                ids[number] = tokens[-limit:]
-            return all_numbers
-        long = [number for number in all_numbers if len(ids[number]) > limit]
-        if not long:
-            return all_numbers
+        if limit is not None and self.on_too_long == "truncate":
+            ids[:] = [tokens[-limit:] for tokens in ids]
+        long = [number for number, tokens in enumerate(ids) if limit is not None and len(tokens) > limit]
         lengths = [len(ids[number]) for number in long]
-        if self.on_too_long == "error":
+        if long and self.on_too_long == "error":
             others = f" ({len(long)} prompts are too long, the longest has {max(lengths)})" if len(long) > 1 else ""
-            raise DataError(
-                f"{places[long[0]]}: the {column} has {lengths[0]} tokens, more than max_prompt_length={limit}{others}"
-                "; raise max_prompt_length, or leave such prompts out with on_too_long='drop'"
-            )
+            reason = f"the {column} has {lengths[0]} tokens, more than max_prompt_length={limit}{others}"
+            raise DataError(f"{places[long[0]]}: {reason}; raise max_prompt_length, or use on_too_long='drop'")
         if len(long) == len(ids):
-            raise DataError(
-                f"every {column} has more than max_prompt_length={limit} tokens (the shortest has {min(lengths)}), so "
-                "none is left; raise max_prompt_length"
-            )
-        return [number for number in all_numbers if len(ids[number]) <= limit]
+            reason = f"every {column} has more than max_prompt_length={limit} tokens (the shortest has {min(lengths)})"
+            raise DataError(f"{reason}; raise max_prompt_length")
+        return [number for number, tokens in enumerate(ids) if limit is None or len(tokens) <= limit]
 
 
 def as_messages(value: Any) -> list[Message]:
@@ -240,13 +200,11 @@ def as_messages(value: Any) -> list[Message]:
 
 def check_length(name: str, length: Any) -> None:
     """Raise a ConfigError unless this is None or a positive number of tokens."""
-    is_integer = isinstance(length, int) and not isinstance(length, bool)
-    if length is not None and (not is_integer or length < 1):
-        raise ConfigError(f"{name} must be a whole number of at least 1, or None, got {length!r}")
+    if length is not None:
+        check_integer(name, length, 1, ConfigError)
 
 
 def check_tokens(ids: Sequence[int], where: str, column: str) -> None:
-    """Raise a DataError if there are no tokens."""
     if not ids:
         raise DataError(f"{where}: the {column} has no tokens; remove the row")
 

@@ -12,15 +12,13 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from groupwise.data.rows import Row, describe_type, has_lone_surrogate
-from groupwise.errors import DataError, MissingExtraError, did_you_mean
+from groupwise.errors import DataError, MissingExtraError, check_integer, did_you_mean
 from groupwise.text import error_reason
 
 # File name endings and their formats.
@@ -50,26 +48,22 @@ def read_rows(
     """The rows of ``source``, or the first ``limit``; rows after those are not read.
 
     source: a file (.jsonl; .json with a list of objects or one object per line; both also with .gz; .parquet; .csv with
-        a header, all values are texts), a folder of files of one format, read in the order of their names, or a hub
-        dataset ``owner/name``.
+        a header), a folder of files of one format, read in the order of their names, or a hub dataset ``owner/name``.
     split, subset: of a hub dataset; default: ``"train"`` and its only subset. Files have none.
     header: the column names of a .csv file without a header line.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise DataError(f"a dataset is named by a text or a path, not by {source!r}")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise DataError(f"limit must be a whole number of at least 1, or None for all rows, got {limit!r}")
+    if limit is not None:
+        check_integer("limit", limit, 1, DataError)
     name = str(source)
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):
         for option, value in (("split", split), ("subset", subset)):
             if value is not None:
-                raise DataError(
-                    f"{option}={value!r} is for hub datasets, but {path} is a local path; leave {option} out and name "
-                    "the file"
-                )
+                raise DataError(f"{option}={value!r} is for hub datasets, but {path} is local; leave {option} out")
         iterator = _files(path, header) if path.is_dir() else _file(path, header)
-    elif isinstance(source, os.PathLike) or _looks_like_a_path(name):
+    elif isinstance(source, os.PathLike) or name.startswith(("/", ".", "~")) or _ending(name):
         raise DataError(_missing(path))
     elif _HUB_ID.fullmatch(name):
         iterator = _hub(name, subset, split or "train")
@@ -85,20 +79,13 @@ def _ending(name: str) -> str | None:
     return next((ending for ending in ENDINGS if name.lower().endswith(ending)), None)
 
 
-def _looks_like_a_path(name: str) -> bool:
-    return name.startswith(("/", ".", "~")) or _ending(name) is not None
-
-
 def _missing(path: Path) -> str:
     """The message for a missing file, with the nearest name in its folder."""
     folder = path.absolute().parent
     if not os.path.isdir(folder):
         existing = next((parent for parent in folder.parents if os.path.isdir(parent)), folder.anchor)
         return f"there is no file or folder {path}: the folder {folder} does not exist, only {existing}"
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        names = []
+    names = os.listdir(folder) if os.access(folder, os.R_OK) else []
     return f"there is no file or folder {path.name!r} in {folder}{did_you_mean(path.name, names)}"
 
 
@@ -135,12 +122,13 @@ def _file(path: Path, header: Sequence[str] | None) -> Iterator[Row]:
         return
     try:
         with gzip.open(path) if ending.endswith(".gz") else open(path, "rb") as file:
-            read = partial(_csv, header=header) if ENDINGS[ending] == "csv" else TEXT_READERS[ENDINGS[ending]]
-            yield from read(file, path.name)
+            if ENDINGS[ending] == "csv":
+                yield from _csv(file, path.name, header)
+            else:
+                yield from _json(file, path.name) if ENDINGS[ending] == "json" else _json_lines(file, path.name)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path} is damaged or not a gzip file: {error or 'it ends too early'}; download it again"
-        ) from error
+        reason = str(error) or "it ends too early"
+        raise DataError(f"{path} is damaged or not a gzip file: {reason}; download it again") from error
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error_reason(error)}") from error
 
@@ -151,10 +139,8 @@ def _lines(file: Iterable[bytes], name: str) -> Iterator[str]:
         try:
             yield (line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line).decode()
         except UnicodeDecodeError as error:
-            raise DataError(
-                f"{name}, line {number}: byte {error.start + 1} of the line is not UTF-8 ({error.reason}); save the "
-                "file as UTF-8"
-            ) from error
+            place = f"{name}, line {number}: byte {error.start + 1} of the line"
+            raise DataError(f"{place} is not UTF-8 ({error.reason}); save the file as UTF-8") from error
 
 
 def _json_lines(file: Iterable[bytes], name: str) -> Iterator[Row]:
@@ -164,7 +150,7 @@ def _json_lines(file: Iterable[bytes], name: str) -> Iterator[Row]:
             yield _object(_parse(line, name, number), where, escapes=_SURROGATE.search(line) is not None)
 
 
-def _json(file: IO[bytes], name: str) -> Iterator[Row]:
+def _json(file: Any, name: str) -> Iterator[Row]:
     data = file.read()
     text = "".join(_lines(io.BytesIO(data), name))
     if text.lstrip().startswith("["):
@@ -213,13 +199,15 @@ def _csv(file: Iterable[bytes], name: str, header: Sequence[str] | None = None) 
     while True:
         # A record may span several lines.
         where = f"{name}, line {reader.line_num + 1}"
+        field_limit = csv.field_size_limit(2**31 - 1)  # global, so it is restored
         try:
-            with _long_fields():
-                fields = next(reader)
+            fields = next(reader)
         except StopIteration:
             return
         except csv.Error as error:
             raise DataError(f"{where}: this is not CSV: {error}") from error
+        finally:
+            csv.field_size_limit(field_limit)
         if not fields:
             continue
         if not header:
@@ -228,24 +216,9 @@ def _csv(file: Iterable[bytes], name: str, header: Sequence[str] | None = None) 
                 raise DataError(f"{where}: the header must name every column once, got {', '.join(map(repr, header))}")
             continue
         if len(fields) != len(header):
-            raise DataError(
-                f"{where} has {len(fields)} fields, but the header names {len(header)} ({', '.join(header)}); put a "
-                'field that holds commas or line breaks into "…"'
-            )
+            counts = f"{len(fields)} fields, but the header names {len(header)} ({', '.join(header)})"
+            raise DataError(f'{where} has {counts}; put a field that holds commas or line breaks into "…"')
         yield Row(dict(zip(header, fields, strict=True)), where)
-
-
-@contextmanager
-def _long_fields() -> Iterator[None]:
-    """Allow fields of any length. The limit is global, so it is restored."""
-    before = csv.field_size_limit(2**31 - 1)
-    try:
-        yield
-    finally:
-        csv.field_size_limit(before)
-
-
-TEXT_READERS: dict[str, Callable[[Any, str], Iterator[Row]]] = {"jsonl": _json_lines, "json": _json}
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -254,11 +227,9 @@ def _parquet(path: Path) -> Iterator[Row]:
 
     try:
         with parquet.ParquetFile(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for values in batch.to_pylist():
-                    number += 1
-                    yield Row(values, f"{path.name}, row {number}")
+            batches = (batch.to_pylist() for batch in file.iter_batches(batch_size=1024))
+            for number, values in enumerate(chain.from_iterable(batches), start=1):
+                yield Row(values, f"{path.name}, row {number}")
     except (pyarrow.ArrowException, ValueError, OSError) as error:
         if getattr(error, "errno", None):  # from the system: Arrow's own errors have no errno
             raise DataError(f"{path} cannot be read: {error_reason(error)}") from error

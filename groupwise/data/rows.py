@@ -39,14 +39,11 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
         check_prompt(value, where, column)
         if isinstance(value, str) != isinstance(rows[0][column], str):
             here, there = ("a text", "messages") if isinstance(value, str) else ("a list of messages", "a text")
-            raise DataError(
-                f"{where}: the {column} is {here}, but {where_of(rows[0], 0)} has {there}; all rows of a data set must "
-                "have the same kind"
-            )
+            kinds = f"{here}, but {where_of(rows[0], 0)} has {there}"
+            raise DataError(f"{where}: the {column} is {kinds}; all rows must have the same kind")
 
 
 def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
-    """Raise a DataError unless the row has the column."""
     if column not in row:
         columns = ", ".join(map(repr, row)) or "none"
         raise DataError(f"{where} has no column {column!r}{did_you_mean(column, map(str, row))} (it has: {columns})")
@@ -59,10 +56,8 @@ def check_prompt(value: Any, where: str, column: str = "prompt") -> None:
     elif isinstance(value, (list, tuple)):
         _check_messages(value, where, column)
     else:
-        raise DataError(
-            f"{where}: the {column} is {describe_type(value)}; it must be a text or a list of messages such as "
-            '[{"role": "user", "content": "…"}]'
-        )
+        expected = 'a text or a list of messages such as [{"role": "user", "content": "…"}]'
+        raise DataError(f"{where}: the {column} is {describe_type(value)}; it must be {expected}")
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]], *, without: str | None = None) -> dict[str, list[Any]]:
@@ -92,9 +87,7 @@ def _check_messages(messages: Sequence[Any], where: str, column: str) -> None:
         text = check_message(message, what)
         last = number == len(messages)
         if last and message["role"] == "assistant":
-            raise DataError(
-                f"{where}: the {column} ends with a message of the assistant; end it with the message to reply to"
-            )
+            raise DataError(f"{where}: the {column} ends with a message of the assistant; end it with the user's")
         check_text(text, what, may_be_empty=not last or message["role"] == "tool")
 
 
@@ -111,10 +104,8 @@ def check_message(message: Any, what: str) -> str:
         raise DataError(f"{what}: {error}") from None
     text = content_text(message["content"])
     if text is None:
-        raise DataError(
-            f"{what}: its content is {describe_type(message['content'])}; it must be a text or a list of text parts "
-            '{"type": "text", "text": …}'
-        )
+        kind = describe_type(message["content"])
+        raise DataError(f"{what}: its content is {kind}; it must be a text or a list of text parts")
     return text
 
 

@@ -8,7 +8,6 @@ a failed row is an error or is dropped and counted; it never becomes a reward of
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import DataError, InputError, RewardError
+from groupwise.errors import DataError, InputError, RewardError, did_you_mean
 from groupwise.rewards.options import is_finite_number
 from groupwise.rewards.text import excerpt
 
@@ -60,9 +59,8 @@ class RewardFunction:
     def choose_arguments(self, available: Sequence[str]) -> tuple[list[str], list[str]]:
         """The names of the positional and of the keyword arguments to pass, or a `RewardError` if one is missing.
 
-        A function with ``**kwargs`` gets everything, another one what its signature names. The first two
-        positional-only parameters are the prompts and the completions, whatever their names are. These two also go to
-        a function with only ``*args`` and to a builtin without a signature.
+        The first two positional-only parameters are the prompts and the completions, whatever their names are. These
+        two also go to a function with only ``*args`` and to a builtin without a signature.
         """
         try:
             parameters = list(inspect.signature(self.function).parameters.values())
@@ -85,11 +83,9 @@ class RewardFunction:
             if name in available and (chosen is keywords or len(positional) == place):  # without a gap before it
                 chosen.append(name)
             elif parameter.default is Parameter.empty:
-                nearest = difflib.get_close_matches(name, available, n=1)
                 raise RewardError(
                     f"reward {self.name!r} needs the argument {name!r}, which does not exist"
-                    f"{f'; did you mean {nearest[0]!r}?' if nearest else ''} (columns of the data and other arguments: "
-                    f"{', '.join(map(repr, available))})"
+                    f"{did_you_mean(name, available)} (there are: {', '.join(map(repr, available))})"
                 )
         if Parameter.VAR_KEYWORD in kinds:
             keywords = [name for name in available if name not in positional]
@@ -110,13 +106,10 @@ def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class RowFailure:
-    """A row that a function could not score.
-
-    ``row`` is None if the function failed on the batch but on none of its rows alone; then all rows are kept.
-    """
+    """A row that a function could not score."""
 
     function: str
-    row: int | None
+    row: int | None  # None: the function failed on the batch but on none of its rows alone, which are all kept
     reason: str
 
 
@@ -133,8 +126,6 @@ class RewardTimeout(BatchFailure):
 
 @dataclass(frozen=True)
 class Scores:
-    """The results of K functions on B completions."""
-
     rewards: Tensor  # (B, K) float64 on the CPU; NaN where a function returned None, and in dropped rows
     dropped: Tensor  # (B,) bool: a function failed on this row
     failures: tuple[RowFailure, ...]
@@ -164,10 +155,9 @@ def check_rewards(function: str, result: Any, rows: int) -> list[RowReward]:
     """The rewards in a function's result, or a `BatchFailure` if they cannot be assigned to rows."""
     kind = type(result).__name__
     if hasattr(result, "shape") and hasattr(result, "tolist"):  # a tensor, an array, a column of a table
-        if tuple(result.shape) != (rows,):
-            raise BatchFailure(
-                f"returned a {kind} of shape {tuple(result.shape)}; expected ({rows},), one per completion"
-            )
+        shape = tuple(result.shape)
+        if shape != (rows,):
+            raise BatchFailure(f"returned a {kind} of shape {shape}; expected ({rows},), one per completion")
         values = list(result.tolist())
     elif not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping, Set)):
         hint = "; is a return missing?" if result is None else ""

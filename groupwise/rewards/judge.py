@@ -16,15 +16,14 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
-from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice
-from groupwise.rewards.options import check_after, check_integer, check_number, check_text, is_finite_number
+from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice, check_integer
+from groupwise.rewards.options import check_after, check_number, check_text, is_finite_number
 from groupwise.rewards.scorer import LOST_BATCHES
 from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_text
 from groupwise.rewards.verdict import DEFAULT_RUBRIC, parse_score, question
 
 OPENAI = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
-ON_FAILURE = ("none", "raise")
 REFUSALS = (401, 403, 404)  # a wrong key, no permission, a wrong address or model: retries do not help
 KEY_PIECE = 8  # a text with this many consecutive characters of the key leaks it
 
@@ -48,17 +47,15 @@ def judge(
     """A reward from 0 to 1: the score that a language model gives to each answer, mapped from its ``scale``.
 
     ``rubric`` is a text with {prompt} and {answer} in it, or the path of a file with such a text; {low} and {high} are
-    the ends of the scale. Instructions for the format of the score are added. Only the text after the last ``after`` of
-    an answer is judged. ``system`` is an optional system message. ``temperature`` and ``max_tokens`` are sent as they
-    are; "none" leaves them out, as some models require.
+    the ends of the scale. Only the text after the last ``after`` of an answer is judged. ``system`` is an optional
+    system message. The value "none" of ``temperature`` and ``max_tokens`` leaves them out, as some models require.
 
     The key is read from the environment variable ``api_key_env`` and is never stored or logged. The default is
     OPENAI_API_KEY for api.openai.com and no key for other endpoints, such as vLLM or llama.cpp.
 
-    At most ``concurrency`` requests run at the same time, and rows with the same prompt and answer share one. A request
-    has ``timeout`` seconds. After 408, 409, 429, 5xx or no answer it is retried up to ``retries`` times, with growing
-    waits or those that the endpoint asks for, for at most timeout × (retries + 1) seconds in all. scoring.timeout (60 s
-    by default) limits the complete batch, so it may have to be raised.
+    At most ``concurrency`` requests run at the same time; equal rows share one. After 408, 409, 429, 5xx or no answer
+    within ``timeout`` seconds, a request is retried up to ``retries`` times, within timeout × (retries + 1) seconds.
+    scoring.timeout (60 s by default) limits the complete batch, so it may have to be raised.
 
     With ``on_failure="none"`` a row whose request fails, or whose verdict has no readable score, is not scored;
     judge/requests_failed and judge/parse_failures are the shares of such rows. With "raise" it is an error. It is
@@ -71,22 +68,24 @@ def judge(
     if importlib.util.find_spec("openai") is None:
         raise MissingExtraError("the judge", "openai", "judge")
     check_after(after)
-    check_choice("on_failure", on_failure, ON_FAILURE, ConfigError)
+    check_choice("on_failure", on_failure, ("none", "raise"), ConfigError)
     url = _check_url(endpoint)
+    sampling: dict[str, Any] = {"model": check_text("model", model)}
+    if temperature not in (None, "none"):
+        sampling["temperature"] = check_number("temperature", temperature, 0)
+    if max_tokens not in (None, "none"):
+        sampling["max_tokens"] = check_integer("max_tokens", max_tokens, 1, ConfigError)
     client = JudgeClient(
-        model=check_text("model", model),
+        model=model,
         url=url,
         key_variable=_check_key_variable(api_key_env, url),
         rubric=_read_rubric(rubric),
         scale=_check_scale(scale),
-        concurrency=check_integer("concurrency", concurrency, 1),
+        concurrency=check_integer("concurrency", concurrency, 1, ConfigError),
         timeout=check_number("timeout", timeout, 0.001),
-        retries=check_integer("retries", retries, 0),
+        retries=check_integer("retries", retries, 0, ConfigError),
         system=None if system is None else check_text("system", system),
-        sampling={
-            **({} if temperature in (None, "none") else {"temperature": check_number("temperature", temperature, 0)}),
-            **({} if max_tokens in (None, "none") else {"max_tokens": check_integer("max_tokens", max_tokens, 1)}),
-        },
+        sampling=sampling,
     )
 
     async def judge(
@@ -96,10 +95,8 @@ def judge(
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float | None]:
-        pairs = [
-            (prompt_text(prompt), answer_of(completion, after))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        answers = (answer_of(completion, after) for completion in completions)
+        pairs = list(zip(map(prompt_text, prompts), answers, strict=True))
         distinct = list(dict.fromkeys(pairs))
         verdicts = dict(zip(distinct, await client.verdicts(distinct), strict=True))
         rows = [verdicts[pair] for pair in pairs]
@@ -134,10 +131,6 @@ class JudgeVerdict:
     seconds: float = 0.0
 
 
-class _EndpointRefused(Exception):
-    """The endpoint will not answer any request."""
-
-
 @dataclass
 class JudgeClient:
     """Sends questions to the endpoint. The key is not stored here, but read from the environment when it is used."""
@@ -157,7 +150,6 @@ class JudgeClient:
     slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
 
     async def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[JudgeVerdict]:
-        """The verdict on each prompt and answer."""
         from openai import AsyncOpenAI
 
         if not pairs:
@@ -165,13 +157,12 @@ class JudgeClient:
         slots = self.slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
         refusal = ""
         # The client's connections belong to this loop, so it is closed after the batch.
-        async with AsyncOpenAI(
-            api_key=self._key() or "none", base_url=self.url, timeout=self.timeout, max_retries=self.retries
-        ) as client:
+        options: dict[str, Any] = {"timeout": self.timeout, "max_retries": self.retries}
+        async with AsyncOpenAI(api_key=self._key() or "none", base_url=self.url, **options) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._verdict(client, slots, *pair)) for pair in pairs]
-            except* _EndpointRefused as refused:
+            except* RewardError as refused:  # the endpoint will not answer any request
                 refusal = str(refused.exceptions[0])
         if refusal:
             raise RewardError(refusal)
@@ -187,17 +178,18 @@ class JudgeClient:
             start = time.perf_counter()
             try:
                 async with asyncio.timeout(self.timeout * (self.retries + 1)):
-                    response = await client.chat.completions.create(
-                        model=self.model, messages=messages, **self.sampling
-                    )
-                text, cut = _content(response)
-            except (
-                Exception
-            ) as error:  # its message may contain the request's headers, so it is never repeated as it is
+                    response = await client.chat.completions.create(messages=messages, **self.sampling)
+                choice = response.choices[0]
+                text, cut = choice.message.content or "", choice.finish_reason == "length"
+                if not isinstance(text, str):
+                    raise TypeError("the content is not a text")
+            except Exception as error:
                 status, failure = self._describe(error)
             seconds = time.perf_counter() - start
         if status in REFUSALS:
-            raise _EndpointRefused(f"{self._name()} refuses to judge: it answered {failure}; {self._remedy(status)}")
+            remedy = f"check the key in {self.key_variable}" if self.key_variable else "name its key in api_key_env"
+            remedy = "check endpoint and model" if status == 404 else remedy
+            raise RewardError(f"{self.name} refuses to judge: it answered {failure}; {remedy}")
         if failure:
             return JudgeVerdict(failure=failure, seconds=seconds)
         score = None if cut else parse_score(text, *self.scale)
@@ -209,18 +201,21 @@ class JudgeClient:
         if failures.total() == len(verdicts):
             reason, number = failures.most_common(1)[0]
             times = f" ({number} times)" if len(failures) > 1 else ""
-            raise RewardError(f"{self._name()} answered none of {len(verdicts)} requests: {reason}{times}")
+            raise RewardError(f"{self.name} answered none of {len(verdicts)} requests: {reason}{times}")
         unreadable = all(verdict.score is None for verdict in verdicts)
         self.unreadable_batches = self.unreadable_batches + 1 if unreadable else 0
         if self.unreadable_batches >= LOST_BATCHES:
             last = next(verdict.text for verdict in reversed(verdicts) if verdict.failure is None)
             raise RewardError(
-                f"no verdict of the last {self.unreadable_batches} batches has a readable score; {self._name()} ended "
+                f"no verdict of the last {self.unreadable_batches} batches has a readable score; {self.name} ended "
                 f"one with {excerpt((last or '')[-80:], 80)} (if verdicts are cut off, raise max_tokens)"
             )
 
     def _describe(self, error: Exception) -> tuple[int | None, str]:
-        """The status of the endpoint's answer, if there is one, and what went wrong, without the key."""
+        """The status of the endpoint's answer, if there is one, and what went wrong.
+
+        An error's message may contain the request's headers with the key, so it is never repeated as it is.
+        """
         from openai import APIConnectionError, APIStatusError, APITimeoutError
 
         if isinstance(error, APIStatusError):
@@ -244,22 +239,9 @@ class JudgeClient:
     def _key(self) -> str:
         return os.environ.get(self.key_variable, "").strip() if self.key_variable else ""
 
-    def _name(self) -> str:
+    @property
+    def name(self) -> str:
         return f"the judge {self.model!r} at {self.url}"
-
-    def _remedy(self, status: int | None) -> str:
-        if status == 404:
-            return "check endpoint and model"
-        return f"check the key in {self.key_variable}" if self.key_variable else "name its key in api_key_env"
-
-
-def _content(response: Any) -> tuple[str, bool]:
-    """The text of a chat completion, and whether it was cut off."""
-    choice = response.choices[0]
-    content = choice.message.content
-    if content is not None and not isinstance(content, str):
-        raise TypeError("the content is not a text")
-    return content or "", choice.finish_reason == "length"
 
 
 def _check_url(endpoint: object) -> str:
@@ -272,10 +254,7 @@ def _check_url(endpoint: object) -> str:
     except ValueError as error:
         raise ConfigError(f"endpoint is not an address: {error}; {example}") from None
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError(
-            "endpoint must be a plain address without a user, a password or a query; put the key in an environment "
-            "variable and name that in api_key_env"
-        )
+        raise ConfigError("endpoint must be a plain address without a password or query; api_key_env names the key")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"endpoint must begin with http:// or https:// and a host, got {endpoint!r}; {example}")
     return endpoint.rstrip("/").removesuffix("/chat/completions")
@@ -288,10 +267,8 @@ def _check_key_variable(name: object, url: str) -> str | None:
         return None
     variable = OPENAI_KEY if name is None else name
     if not isinstance(variable, str) or not re.fullmatch("[A-Z_][A-Z0-9_]*", variable):
-        raise ConfigError(
-            f"api_key_env must be the name of an environment variable, in capitals such as {OPENAI_KEY}, and not the "
-            "key itself (the value is not repeated here, in case it is a key)"
-        )
+        # The value is not repeated, in case it is a key.
+        raise ConfigError(f"api_key_env must be the name of a variable, such as {OPENAI_KEY}, and not the key itself")
     key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(f"the environment variable {variable} is not set; it must have the key for {url}")

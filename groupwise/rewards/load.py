@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -14,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, did_you_mean
 from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.text import excerpt
 
@@ -24,9 +23,8 @@ _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the fold
 def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     """The function that ``spec`` names; it may be dotted after the colon, as in ``file.py:Class.method``.
 
-    A relative path starts at the current directory, and so does the search for a module. A file is imported under a
-    name of its own, and again only after a change. It can import modules of its folder at the top of the file, but not
-    later, inside functions.
+    Paths and modules are looked for from the current directory. A file is imported again only after a change. It can
+    import modules of its folder at its top, but not later, inside functions.
     """
     origin, colon, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not colon or not origin or not all(part.isidentifier() for part in attribute.split(".")):
@@ -72,10 +70,8 @@ def _import_module(name: str, where: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module exists, but something that it imports does not
-            raise ConfigError(
-                f"{where}: there is no module {error.name!r} in {Path.cwd()} or on Python's path; "
-                "a file is given as path/file.py:function"
-            ) from None
+            reason = f"there is no module {error.name!r} in {Path.cwd()} or on Python's path"
+            raise ConfigError(f"{where}: {reason}; a file is given as path/file.py:function") from None
 
 
 @contextmanager
@@ -116,7 +112,6 @@ def _importable(folder: Path, where: str) -> Iterator[None]:
 
 def _describe(holder: Any, name: str, origin: str) -> str:
     names = [entry for entry in dir(holder) if not entry.startswith("_") and callable(getattr(holder, entry, None))]
-    nearest = difflib.get_close_matches(name, names, n=1)
-    hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
     place = origin if isinstance(holder, ModuleType) else getattr(holder, "__name__", type(holder).__name__)
-    return f"{place}{hint} (functions there: {', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''})"
+    listed = f"{', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''}"
+    return f"{place}{did_you_mean(name, names)} (functions there: {listed})"

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import DataError, InputError, MissingExtraError, RewardError
+from groupwise.errors import DataError, MissingExtraError, RewardError
 from groupwise.rewards.maths import marked_answer, same_number
 from groupwise.rewards.options import check_number, check_text
-from groupwise.rewards.text import excerpt, text_of
+from groupwise.rewards.text import column_of, excerpt, text_of
 
 LONGEST = 1000  # characters of an answer that are read
 
@@ -41,13 +41,10 @@ def math_equal(*, column: str = "answer", seconds: float = 5.0) -> Callable[...,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
-        if column not in columns:
-            raise InputError(
-                f"the data has no column {column!r} (there are: {', '.join(map(repr, columns)) or 'none'})"
-            )
+        golds = column_of(columns, column)
         results: list[bool | None] = []
         with _MathProcess(seconds) as process:
-            for completion, gold in zip(completions, columns[column], strict=True):
+            for completion, gold in zip(completions, golds, strict=True):
                 answer, right = marked_answer(text_of(completion)), marked_answer(str(gold))
                 right = str(gold) if right is None else right
                 if not answer or same_number(answer, right):  # numbers need no other process

@@ -45,8 +45,8 @@ _SAYS = re.compile(r"\banswer(?:\s+is\b|\s*:)(?:[\s0-9.,:$+*/x×·÷()-]*=)*", r
 def parse_number(text: str) -> Fraction | None:
     """The value of a text that is a number and nothing else, or None.
 
-    Commas separate thousands. Currency signs, a percent sign and a unit are ignored ("50%" is 50), but "million" is
-    not. Fractions ("3/4", "1 1/2", also in LaTeX) and "1.5e3" are understood.
+    Currency signs, a percent sign and a unit are ignored ("50%" is 50), but "million" is not. Fractions ("3/4",
+    "1 1/2", also in LaTeX) and "1.5e3" are understood.
     """
     match = _ALONE.fullmatch(" ".join(_plain(text).split()))
     return _value(match) if match else None
@@ -75,11 +75,8 @@ def lenient_answer(text: str) -> Fraction | None:
     plain = _plain(text)
     numbers = list(_WITHIN.finditer(plain))
     start = max((match.end() for match in _SAYS.finditer(plain)), default=len(plain))
-    for match in (*(match for match in numbers if match.start() >= start), *reversed(numbers)):
-        value = _value(match)
-        if value is not None:
-            return value
-    return None
+    candidates = (*(match for match in numbers if match.start() >= start), *reversed(numbers))
+    return next((value for value in map(_value, candidates) if value is not None), None)
 
 
 def same_number(a: Number | str | None, b: Number | str | None) -> bool:
@@ -99,18 +96,14 @@ def gold_number(answer: Any) -> Fraction:
 
 def correct_number(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """1.0 where the strict answer is the gold answer, else 0.0."""
-    return [
-        float(strict_answer(text_of(completion)) == gold_number(gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    pairs = zip(completions, answer, strict=True)
+    return [float(strict_answer(text_of(completion)) == gold_number(gold)) for completion, gold in pairs]
 
 
 def lenient_correct(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
     """1.0 where the lenient answer is the gold answer, else 0.0."""
-    return [
-        float(lenient_answer(text_of(completion)) == gold_number(gold))
-        for completion, gold in zip(completions, answer, strict=True)
-    ]
+    pairs = zip(completions, answer, strict=True)
+    return [float(lenient_answer(text_of(completion)) == gold_number(gold)) for completion, gold in pairs]
 
 
 def number_format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:

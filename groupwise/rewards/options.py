@@ -6,43 +6,31 @@ import math
 from numbers import Real
 from typing import Any
 
-from groupwise.errors import ConfigError, GroupwiseError
+from groupwise.errors import ConfigError
 from groupwise.rewards.text import excerpt
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether the value is a finite real number; booleans do not count."""
     return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
 
 
 def check_number(name: str, value: Any, least: float) -> float:
-    """The value as a float, or a `ConfigError` if it is not a number of at least ``least``."""
     if not is_finite_number(value) or value < least:
         raise ConfigError(f"{name} must be a number of at least {least:g}, got {excerpt(value)}")
     return float(value)
 
 
-def check_integer(name: str, value: object, least: int, error: type[GroupwiseError] = ConfigError) -> int:
-    """The value, or an error if it is not a whole number of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise error(f"{name} must be a whole number of at least {least}, got {excerpt(value)}")
-    return value
-
-
 def check_share(name: str, value: object) -> None:
-    """Raise a `ConfigError` unless the value is above 0 and at most 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= 1:
         raise ConfigError(f"{name} must be a share above 0 and up to 1, got {excerpt(value)}")
 
 
 def check_text(name: str, value: object) -> str:
-    """The value, or a `ConfigError` if it is not a text or is blank."""
     if not isinstance(value, str) or not value.strip():
         raise ConfigError(f"{name} must be a text, got {excerpt(value)}")
     return value
 
 
 def check_after(after: object) -> None:
-    """Raise a `ConfigError` unless ``after`` can mark where an answer begins."""
     if after is not None and not isinstance(after, str):
         raise ConfigError(f"after must be the text that an answer follows, or '' for none, got {excerpt(after)}")

@@ -77,6 +77,5 @@ def _check_options(factory: Callable[..., Any], name: str, options: Mapping[str,
             check_choice(f"option of reward {name!r}:", option, allowed, ConfigError)
     for option in allowed:
         if parameters[option].default is Parameter.empty and option not in options:
-            raise ConfigError(
-                f"reward {name!r} needs the option {option!r}: add options = {{ {option} = … }} to its entry"
-            )
+            remedy = f"add options = {{ {option} = … }} to its entry"
+            raise ConfigError(f"reward {name!r} needs the option {option!r}: {remedy}")

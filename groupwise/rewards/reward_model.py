@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import ConfigError, InputError, check_choice
-from groupwise.rewards.options import check_after, check_integer
+from groupwise.errors import ConfigError, InputError, check_choice, check_integer
+from groupwise.rewards.options import check_after
 from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_messages, prompt_text
+from groupwise.text import error_reason
 
 SCALES = ("raw", "sigmoid")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -47,10 +48,9 @@ def reward_model(
     index or its name: the reward is its log-probability ("raw") or probability ("sigmoid"). For multi-label and
     regression models it is the output itself or its sigmoid.
 
-    Prompt and answer go through the tokenizer's chat template if it has one (``chat`` overrides this). Otherwise they
-    are a pair of texts if the tokenizer has a separator, or one text with an empty line between them. Only the text
-    after the last ``after`` of an answer is scored. A text longer than ``max_length`` tokens, or than the model's
-    context, loses its beginning, the prompt first; reward_model/truncated is the share of such rows.
+    Prompt and answer go through the tokenizer's chat template if it has one (``chat`` overrides this), are a pair of
+    texts if it has a separator, or else one text. Only the text after the last ``after`` of an answer is scored. A text
+    longer than ``max_length`` tokens or the model's context loses its beginning; reward_model/truncated is their share.
 
     ``device`` "auto" is the first CUDA device if there is one; the model shares its memory with the policy. ``dtype``
     "auto" is float32 on the CPU, and elsewhere the dtype of the saved weights.
@@ -58,8 +58,8 @@ def reward_model(
     check_choice("scale", scale, SCALES, ConfigError)
     check_choice("dtype", dtype, ("auto", *DTYPES), ConfigError)
     check_after(after)
-    check_integer("batch_size", batch_size, 1)
-    check_integer("max_length", max_length, 1)
+    check_integer("batch_size", batch_size, 1, ConfigError)
+    check_integer("max_length", max_length, 1, ConfigError)
     source = _check_source(model)
     tokenizer, classifier = _load(source, _check_device(device), dtype, trust_remote_code)
     encoder = _PairEncoder(tokenizer, classifier, chat, max_length, source)
@@ -136,12 +136,10 @@ class _PairEncoder:
         excess = len(encoding["input_ids"]) - self.limit
         if excess <= 0:
             return encoding, False
-        first_length = len(
-            self.tokenizer(first, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-        )
+        first_ids = self.tokenizer(first, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         self.tokenizer.truncation_side = "left"
         # The answer is truncated only if it is too long by itself.
-        strategy = "only_first" if first_length > excess else "longest_first"
+        strategy = "only_first" if len(first_ids) > excess else "longest_first"
         return self.tokenizer(first, second, truncation=strategy, max_length=self.limit, verbose=False), True
 
 
@@ -182,8 +180,7 @@ def _scores(logits: Tensor, config: Any, column: int, scale: str) -> Tensor:
     if config.num_labels > 1 and kind not in ("regression", "multi_label_classification"):
         logps = logits.log_softmax(-1)[:, column]
         return logps.exp() if scale == "sigmoid" else logps
-    outputs = logits[:, column]
-    return outputs.sigmoid() if scale == "sigmoid" else outputs
+    return logits[:, column].sigmoid() if scale == "sigmoid" else logits[:, column]
 
 
 def _output_column(config: Any, label: object, source: str) -> int:
@@ -223,7 +220,7 @@ def _check_device(device: Any) -> torch.device:
         checked = torch.device(device)
         torch.empty(1, device=checked)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = error_reason(error)
         raise ConfigError(f"device {device!r} cannot be used: {reason}; leave it out, or use 'cpu'") from error
     return checked
 
@@ -244,17 +241,15 @@ def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool
             source, dtype=precision, use_safetensors=True, output_loading_info=True, **options
         )
     except Exception as error:  # transformers, the hub and remote code raise anything
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"the reward model {source} cannot be loaded: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {error_reason(error)}"
+        raise ConfigError(f"the reward model {source} cannot be loaded: {reason}") from error
     finally:
         if enabled:
             bars.enable_progress_bar()
     classifier, report = loaded
     if missing := sorted(report["missing_keys"]):
-        raise ConfigError(
-            f"{source} is not a reward model: its weights lack {', '.join(missing[:3])}, which would be random; it may "
-            "be the language model that a reward model is trained from"
-        )
+        names = ", ".join(missing[:3])
+        raise ConfigError(f"{source} is not a reward model: its weights lack {names}, which would be random")
     if getattr(classifier.config, "use_cache", None):
         classifier.config.use_cache = False
     return tokenizer, classifier.to(device).eval()
@@ -267,7 +262,7 @@ def _check_sample(classifier: Any, encoder: _PairEncoder, source: str) -> None:
     except InputError as error:
         raise ConfigError(f"{source}: {error}") from error
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{source} cannot score a sample: {type(error).__name__}: {reason}") from error
+        reason = f"{type(error).__name__}: {error_reason(error)}"
+        raise ConfigError(f"{source} cannot score a sample: {reason}") from error
     if not bool(logits.isfinite().all()):
         raise ConfigError(f"{source} scores a sample with {logits[0].tolist()}; another dtype may help")

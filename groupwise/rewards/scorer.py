@@ -1,9 +1,8 @@
 """Calling reward functions: threads, an event loop, time limits, and what happens when a call fails.
 
-With a time limit, a plain function runs in a thread. Async functions run on an event loop in a background thread. The
-threads are daemons, so a function that hangs does not keep the process alive. No signals are used, so the limit also
-works off the main thread. A single C call that holds the interpreter lock cannot be interrupted, for example a regular
-expression with catastrophic backtracking.
+With a time limit, a plain function runs in a thread; async ones run on an event loop in a background thread. These are
+daemons, so a function that hangs does not keep the process alive. A single C call that holds the interpreter lock, such
+as a regular expression with catastrophic backtracking, cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -49,9 +48,8 @@ GRACE = 2.0  # seconds for cancelled coroutines to clean up
 class Scorer:
     """Scores batches with reward functions.
 
-    ``timeout`` is each function's time limit for one batch, in seconds. With None there is no limit, and plain
-    functions run in the caller's thread. ``on_error`` says what happens to a row that a function cannot score:
-    ``"stop"`` raises a `RewardError`, ``"drop"`` leaves the row out.
+    ``timeout`` is each function's limit for one batch, in seconds; without one, plain functions run in the caller's
+    thread. If a function cannot score a row, ``on_error`` ``"stop"`` raises a `RewardError`, ``"drop"`` leaves it out.
     """
 
     def __init__(
@@ -67,10 +65,8 @@ class Scorer:
         names = [reward.name for reward in self.functions]
         for name in names:
             if names.count(name) > 1:
-                raise InputError(
-                    f"{names.count(name)} reward functions have the name {name!r}; give each a name of its own: "
-                    "named(function, name='…')"
-                )
+                number = names.count(name)
+                raise InputError(f"{number} reward functions have the name {name!r}; use named(function, name='…')")
         if timeout is not None and not (is_finite_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
             raise InputError(f"timeout must be a number of seconds above 0, or None for no limit, got {timeout!r}")
         check_choice("on_error", on_error, ON_ERROR)
@@ -108,11 +104,10 @@ class Scorer:
         if len(completions):
             for reward in self.functions:
                 reward.choose_arguments([*lists, *HELPERS])
-            for reward in self.functions:
-                if not reward.is_async:
-                    calls[reward.name] = self._handle_failure(calls[reward.name].run(self.timeout))
-            concurrent = [call for call in calls.values() if call.reward.is_async]
-            for call in run_concurrently(concurrent, self.timeout):
+            for call in list(calls.values()):
+                if not call.reward.is_async:
+                    calls[call.reward.name] = self._handle_failure(call.run(self.timeout))
+            for call in run_concurrently([call for call in calls.values() if call.reward.is_async], self.timeout):
                 calls[call.reward.name] = self._handle_failure(call)
         return self._combine(list(calls.values()))
 
@@ -228,10 +223,8 @@ class RewardCall:
             return excerpt(completion)
 
     def fail(self, row: int | None, reason: str, cause: BaseException | None = None) -> NoReturn:
-        if row is None:
-            place = f"a batch of {len(self)} (first completion {self.excerpt(0)})"
-        else:
-            place = f"row {row} (completion {self.excerpt(row)})"
+        batch = f"a batch of {len(self)} (first completion {self.excerpt(0)})"
+        place = batch if row is None else f"row {row} (completion {self.excerpt(row)})"
         raise RewardError(f"reward {self.reward.name!r} failed on {place}: {reason}") from cause
 
     def run(self, timeout: float | None) -> RewardCall:
@@ -285,9 +278,8 @@ class RewardCall:
         arguments: dict[str, Any] = {name: list(values) for name, values in self.lists.items()}
         arguments |= {"trainer_state": self.trainer_state, "log_extra": self._log_extra, "log_metric": self._log_metric}
         positional, keywords = self.reward.choose_arguments(list(arguments))
-        return self.reward.function(
-            *(arguments[name] for name in positional), **{name: arguments[name] for name in keywords}
-        )
+        by_keyword = {name: arguments[name] for name in keywords}
+        return self.reward.function(*(arguments[name] for name in positional), **by_keyword)
 
     def _finish(self, result: Any) -> None:
         rewards = check_rewards(self.reward.name, result, len(self))
@@ -342,13 +334,10 @@ class _LoopThread(threading.Thread):
     """The event loop of async rewards: one per process, because clients are bound to the loop they were used in."""
 
     def __init__(self) -> None:
-        super().__init__(name="groupwise-async-rewards", daemon=True)
         self.loop = asyncio.new_event_loop()
         self.blocked = False
+        super().__init__(target=self.loop.run_forever, name="groupwise-async-rewards", daemon=True)
         self.start()
-
-    def run(self) -> None:
-        self.loop.run_forever()
 
 
 _loop_thread: _LoopThread | None = None

@@ -6,25 +6,19 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import InputError
+from groupwise.errors import InputError, check_integer
 
 THINKING_ENDS = "</think>"
 
 
 def text_of(completion: Any) -> str:
-    """The model's text: the completion itself if it is a text, or the assistant's messages joined by newlines.
+    """The model's text: the completion itself, or the messages of the assistant (or without a role), one per line.
 
-    Messages of tools and users are left out. A message without a role is the assistant's. Its content may be a text, a
-    list of parts (those with a text are used) or None.
+    A message's content may be a text, a list of parts (those with a text are used) or None.
     """
     if isinstance(completion, str):
         return completion
-    messages = [completion] if isinstance(completion, Mapping) else completion
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise InputError(
-            f"a completion must be a text or a list of messages such as {{'role': 'assistant', 'content': '…'}}, "
-            f"got {excerpt(completion)}"
-        )
+    messages = _check_messages("completion", completion)
     by_assistant = [message for message in messages if message.get("role", "assistant") == "assistant"]
     if messages and not by_assistant:
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
@@ -32,12 +26,17 @@ def text_of(completion: Any) -> str:
     return "\n".join(text for text in map(_content, by_assistant) if text)
 
 
+def _check_messages(what: str, value: Any) -> Sequence[Mapping[str, Any]]:
+    messages = [value] if isinstance(value, Mapping) else value
+    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+        raise InputError(f"a {what} must be a text or a list of messages, got {excerpt(value)}")
+    return messages
+
+
 def _content(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
+    if content is None or isinstance(content, str):
+        return content or ""
     if isinstance(content, Sequence) and all(isinstance(part, Mapping) for part in content):
         return "".join(part["text"] for part in content if isinstance(part.get("text"), str))
     raise InputError(f"a message's content must be a text, a list of parts or None, got {excerpt(content)}")
@@ -53,9 +52,7 @@ def prompt_messages(prompt: Any) -> list[dict[str, str]]:
     """A prompt as chat messages, each with a role and a text; a text is a message of the user."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    messages = [prompt] if isinstance(prompt, Mapping) else prompt
-    if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise InputError(f"a prompt must be a text or a list of messages, got {excerpt(prompt)}")
+    messages = _check_messages("prompt", prompt)
     return [{"role": str(message.get("role", "user")), "content": _content(message)} for message in messages]
 
 
@@ -69,21 +66,25 @@ def prompt_text(prompt: Any) -> str:
 
 def excerpt(value: Any, length: int = 60) -> str:
     """The repr of a value, cut to about ``length`` characters for an error message."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= length else value[: length - 1] + "…")
-    text = repr(value)
-    return text if len(text) <= length else text[: length - 1] + "…"
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= length else text[: length - 1] + "…"
+    return repr(text) if isinstance(value, str) else text
+
+
+def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:
+    """A column of the data, or an `InputError` if there is none of that name."""
+    if name not in columns:
+        raise InputError(f"the data has no column {name!r} (there are: {', '.join(map(repr, columns)) or 'none'})")
+    return columns[name]
 
 
 def overlong_penalty(length: int, limit: int, buffer: int) -> float:
     """The soft penalty for overlong answers of DAPO (2503.14476): 0 up to ``limit − buffer``, then linear down to −1.
 
-    An answer of exactly ``limit`` tokens gets −1, as in the paper's formula. With a buffer of 0 it gets 0, since it may
-    have ended in time; answers that were cut off can be masked instead.
+    An answer of exactly ``limit`` tokens gets −1; with a buffer of 0 it gets 0, since it may have ended in time.
     """
     for name, value, least in (("length", length, 0), ("limit", limit, 1), ("buffer", buffer, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise InputError(f"{name} must be a whole number of tokens of at least {least}, got {value!r}")
+        check_integer(name, value, least)
     if buffer > limit:
         raise InputError(f"the buffer of {buffer} tokens is longer than the limit of {limit}")
     over = length - (limit - buffer)

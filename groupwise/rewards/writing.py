@@ -15,9 +15,9 @@ from itertools import islice
 from keyword import iskeyword
 from typing import Any
 
-from groupwise.errors import ConfigError, InputError, check_choice
-from groupwise.rewards.options import check_after, check_integer, check_share
-from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_messages
+from groupwise.errors import ConfigError, InputError, check_choice, check_integer
+from groupwise.rewards.options import check_after, check_share
+from groupwise.rewards.text import THINKING_ENDS, answer_of, column_of, excerpt, prompt_messages
 
 UNITS = ("words", "characters")
 KEY_LETTERS = 4  # shorter words say little about the subject
@@ -46,16 +46,16 @@ def words_of(text: str) -> list[str]:
     Thai, Lao and Khmer have no spaces between words either; there a phrase counts as one word.
     """
     plain = unicodedata.normalize("NFKC", text).casefold().translate(_JOINERS).translate(_APOSTROPHES)
-    spaced = "".join(letter if _in_word(letter) else " " for letter in _SPACELESS.sub(r" \1 ", plain))
+    spaced = "".join(
+        letter if letter.isalnum() or letter == "'" or unicodedata.category(letter)[0] == "M" else " "
+        for letter in _SPACELESS.sub(r" \1 ", plain)
+    )
     return [word for part in spaced.split() if (word := part.strip("'"))]
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """The share of distinct n-grams of words among all n-grams of the texts (distinct-n).
-
-    It is 1 if no n-gram occurs twice, also if the texts are too short to have one.
-    """
-    check_integer("n", n, 1, InputError)
+    """The share of distinct n-grams of words among all n-grams of the texts (distinct-n); 1 if there are none."""
+    check_integer("n", n, 1)
     if isinstance(texts, str):
         raise InputError(f"distinct_n takes a list of texts, got the single text {excerpt(texts)}")
     grams = [gram for text in texts for gram in _ngrams(words_of(text), n)]
@@ -68,20 +68,20 @@ def length_band(
     """A reward for the length of an answer: 1 from ``low`` to ``high`` (inclusive), and linear down to 0 outside.
 
     It reaches 0 at ``soft`` words (or characters, see ``unit``) below or above; the default is the width of the band.
-    With 0 there is no slope. Only the text after the last ``after`` is measured.
     """
-    check_integer("low", low, 0)
-    check_integer("high", high, 0)
+    check_integer("low", low, 0, ConfigError)
+    check_integer("high", high, 0, ConfigError)
     if high < low:
         raise ConfigError(f"high is {high}, which is less than low, {low}")
-    slope = high - low if soft is None else soft
-    check_integer("soft", slope, 0)
+    slope = check_integer("soft", high - low if soft is None else soft, 0, ConfigError)
     check_choice("unit", unit, UNITS, ConfigError)
     check_after(after)
 
     def length_band(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float | None]:
         texts = [answer_of(completion, after) for completion in completions]
-        return [_within(len(words_of(text)) if unit == "words" else len(text), low, high, slope) for text in texts]
+        lengths = [len(words_of(text)) if unit == "words" else len(text) for text in texts]
+        outside = [max(low - length, length - high, 0) for length in lengths]
+        return [max(0.0, 1 - number / slope) if slope else float(not number) for number in outside]
 
     return length_band
 
@@ -92,10 +92,9 @@ def repetition(
     """A reward against repetition: 1 minus the share of an answer's n-grams of words that occurred before.
 
     ``most`` is the share at which the reward is 0: with 0.25, an answer gets 0 if a quarter of its n-grams are repeated
-    and 0.5 if an eighth is. With weight w it acts as a penalty of at most w, since group advantages ignore a constant.
-    An answer of fewer than n words gets 1, also an empty one; use `length_band` against short answers.
+    and 0.5 if an eighth is. An answer of fewer than n words gets 1; use `length_band` against short answers.
     """
-    check_integer("n", n, 1)
+    check_integer("n", n, 1, ConfigError)
     check_share("most", most)
     check_after(after)
 
@@ -128,14 +127,13 @@ def keywords(
         raise ConfigError("the key words come from a column or from words; give one of them, not both")
     check_share("least", least)
     if copied is not None:
-        check_integer("copied", copied, 2)
+        check_integer("copied", copied, 2, ConfigError)
     check_after(after)
     if column is not None and (not isinstance(column, str) or not column):
         raise ConfigError(f"column must be the name of a column of the data, got {excerpt(column)}")
     listed = None if words is None else key_words(words, "words")
     if listed is not None and not listed:
-        raise ConfigError(f"words has no key words: {excerpt(words)}; a text needs words of at least {KEY_LETTERS} "
-                          "letters, and a list at least one entry")  # fmt: skip
+        raise ConfigError(f"words has no key words: {excerpt(words)}; a text needs words of at least 4 letters")
 
     def keys_of(row: int, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> set[tuple[str, ...]]:
         if listed is not None:
@@ -143,11 +141,7 @@ def keywords(
         if column is None:
             texts = (message["content"] for message in prompt_messages(prompts[row]) if message["role"] == "user")
             return key_words("\n".join(texts))
-        if column not in columns:
-            raise InputError(
-                f"the data has no column {column!r} (there are: {', '.join(map(repr, columns)) or 'none'})"
-            )
-        return key_words(columns[column][row], f"the column {column!r}")
+        return key_words(column_of(columns, column)[row], f"the column {column!r}")
 
     def keywords(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         scores: list[float | None] = []
@@ -179,10 +173,7 @@ def key_words(source: Any, what: str = "a text of key words") -> set[tuple[str, 
 
 
 def stem(word: str) -> str:
-    """A word without its most common English endings, for comparing forms of a word.
-
-    "make", "makes" and "making" become "mak"; "story" and "stories" become "stori".
-    """
+    """A word without its most common English endings: "make", "makes" and "making" become "mak"."""
     word = word.removesuffix("'s").replace("'", "")
     if word.endswith(("ies", "ied")) and len(word) > 4:
         return word[:-2]
@@ -205,19 +196,8 @@ def _stop_stems() -> frozenset[str]:
     return frozenset(map(stem, STOP_WORDS.split()))
 
 
-def _in_word(letter: str) -> bool:
-    return letter.isalnum() or letter == "'" or unicodedata.category(letter)[0] == "M"
-
-
 def _ngrams(words: Sequence[str], n: int) -> Iterator[tuple[str, ...]]:
     return zip(*(islice(words, start, None) for start in range(n)), strict=False)
-
-
-def _within(length: int, low: int, high: int, soft: int) -> float:
-    outside = max(low - length, length - high, 0)
-    if not outside:
-        return 1.0
-    return max(0.0, 1 - outside / soft) if soft else 0.0
 
 
 def _without_copies(words: list[str], prompt: list[str], run: int) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel
 
 from groupwise.config import Recipe
-from groupwise.config.options import read_options
+from groupwise.config.layers import read_options
 from groupwise.errors import ConfigError
 from groupwise.rewards.contract import RewardFunction
 from groupwise.text import Say

@@ -176,7 +176,7 @@ def test_too_long_is_an_error():
     with pytest.raises(
         DataError,
         match=r"^q.jsonl, line 2: the prompt has 5 tokens, more than max_prompt_length=4; raise max_prompt_length, or "
-        r"leave such prompts out with on_too_long='drop'$",
+        r"use on_too_long='drop'$",
     ):
         builder.build(rows_of("abcd", "abcde"))
     with pytest.raises(DataError, match=r"has 5 tokens.* \(2 prompts are too long, the longest has 7\); raise"):
@@ -221,7 +221,7 @@ def test_a_chat_prompt_is_not_truncated():
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "8"])
 def test_invalid_lengths(length):
-    with pytest.raises(ConfigError, match="max_prompt_length must be a whole number of at least 1, or None, got"):
+    with pytest.raises(ConfigError, match="max_prompt_length must be a whole number of at least 1, got"):
         PromptBuilder(tiny(), max_prompt_length=length)
 
 

@@ -271,9 +271,7 @@ def test_invalid_limits(tmp_path, limit):
 
 def test_files_have_no_splits(tmp_path):
     path = write(tmp_path / "q.jsonl")
-    with pytest.raises(
-        DataError, match=r"split='test' is for hub datasets, but .*q.jsonl is a local path; leave split"
-    ):
+    with pytest.raises(DataError, match=r"split='test' is for hub datasets, but .*q.jsonl is local; leave split"):
         read_rows(path, split="test")
     with pytest.raises(DataError, match=r"subset='main' .*leave subset out"):
         read_rows(tmp_path, subset="main")

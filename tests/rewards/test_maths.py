@@ -14,15 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import DataError, InputError, MissingExtraError
-from groupwise.rewards import (
-    RewardFunction,
-    Scorer,
+from groupwise.rewards import RewardFunction, Scorer, make_reward, math_equal
+from groupwise.rewards.maths import (
     correct_number,
     gold_number,
     lenient_answer,
     lenient_correct,
-    make_reward,
-    math_equal,
     number_format,
     parse_number,
     same_number,
