@@ -20,15 +20,11 @@ if TYPE_CHECKING:
 
 def add_eval(commands: Commands) -> None:
     evaluate = add_with_settings(commands, "eval", _eval, "evaluate a model on a recipe's held-out rows")
-    evaluate.add_argument(
-        "--answers", type=Path, metavar="FILE", help="write every answer and its grades as JSON lines"
-    )
-    evaluate.add_argument(
-        "--report", type=Path, metavar="FOLDER", help="write the task's report there, for a task that has one"
-    )
-    evaluate.add_argument(
-        "--against", metavar="MODEL", help="with --report: compare with this model, or with the report in this folder"
-    )
+    option = evaluate.add_argument
+    option("--answers", type=Path, metavar="FILE", help="write every answer and its grades as JSON lines")
+    option("--report", type=Path, metavar="FOLDER", help="write the task's report there, for a task that has one")
+    against = "with --report: compare with this model, or with the report in this folder"
+    option("--against", metavar="MODEL", help=against)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -107,12 +103,9 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
         )
     out.print(table)
     if evaluation.answers:
-        out.print(
-            f"{len(evaluation.answers):,} answers by {model}: {metrics['mean_length']:.1f} tokens on average, "
-            f"{metrics['truncated']:.1%} cut off",
-            markup=False,
-            highlight=False,
-        )
+        length, cut_off = f"{metrics['mean_length']:.1f} tokens on average", f"{metrics['truncated']:.1%} cut off"
+        summary = f"{len(evaluation.answers):,} answers by {model}: {length}, {cut_off}"
+        out.print(summary, markup=False, highlight=False)
 
 
 def _write_lines(path: Path, records: Sequence[Any]) -> None:

@@ -74,21 +74,22 @@ def _sample(arguments: argparse.Namespace) -> int:
 
     sampling = sampling_of(arguments)
     model, tokenizer = load_model_of(arguments)
+    from groupwise.data import decode_completions
     from groupwise.generate import Engine, StopStrings
 
     stop = StopStrings(tokenizer, arguments.stop) if arguments.stop else None
     chat = tokenizer.chat_template is not None and not arguments.raw
     prompts = [_prompt_ids(tokenizer, text, chat) for text in arguments.prompts]
     rollout = Engine(model).generate(prompts, arguments.samples, sampling, stop=stop)
-    out, row = console(), 0
-    for text, members in zip(arguments.prompts, rollout.completions(), strict=True):
-        out.rule(Text(text.splitlines()[0] if text else "(empty prompt)"), align="left", style="dim")
-        for ids in members:
-            mean_logp = float(rollout.logps[row, : len(ids)].mean())
-            facts = f"[{rollout.stop_reasons[row]}, {len(ids)} tokens, mean log-prob {mean_logp:.2f}]"
-            completion = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-            out.print(f"{completion}\n", facts, sep="", markup=False, highlight=False, soft_wrap=True)
-            row += 1
+    _, completions, lengths = decode_completions(tokenizer, rollout)
+    out = console()
+    for row, (completion, length) in enumerate(zip(completions, lengths, strict=True)):
+        if row % arguments.samples == 0:
+            prompt = arguments.prompts[row // arguments.samples]
+            out.rule(Text(prompt.splitlines()[0] if prompt else "(empty prompt)"), align="left", style="dim")
+        mean_logp = float(rollout.logps[row, :length].mean())
+        facts = f"[{rollout.stop_reasons[row]}, {length} tokens, mean log-prob {mean_logp:.2f}]"
+        out.print(f"{completion.strip()}\n", facts, sep="", markup=False, highlight=False, soft_wrap=True)
     return 0
 
 

@@ -18,14 +18,6 @@ if TYPE_CHECKING:
 
 FORMS = ("chat", "direct", "completion")  # the choices of task_options.prompt
 
-# Why no letter was found in an answer, by the reader's rule (`groupwise.usmle.answers.NO_ANSWER`).
-NO_LETTER = {
-    "nothing": "it chooses no option",
-    "several": "it names several options",
-    "declined": "it declines to choose",
-    "beyond the options": "it names a letter beyond the options",
-}
-
 
 def add_usmle(commands: Commands) -> None:
     help_text = "multiple-choice questions of medical exams"
@@ -99,12 +91,14 @@ def _table(options: dict[str, str], answers: Sequence[ModelAnswer], probabilitie
 
 
 def _conclusions(answers: Sequence[ModelAnswer]) -> list[str]:
-    single = answers[0] if len(answers) == 1 else None
-    if single is not None and single.lenient is not None:
-        form = "in the requested form" if single.strict else f"by the rule '{single.rule}'"
-        return [f"answer: {single.lenient}, {form}"]
+    from groupwise.usmle.answers import NO_ANSWER
+
+    first, total = answers[0], len(answers)
+    if total == 1 and first.lenient is not None:
+        form = "in the requested form" if first.strict else f"by the rule '{first.rule}'"
+        return [f"answer: {first.lenient}, {form}"]
     counts = Counter(answer.rule for answer in answers if answer.lenient is None)
-    which = {
-        rule: "this answer" if single else f"{number} of {len(answers)} answers" for rule, number in counts.items()
-    }
-    return [f"no letter found in {which[rule]}: {NO_LETTER[rule]}" for rule in counts]
+    return [
+        f"no letter found in {'this answer' if total == 1 else f'{count} of {total} answers'}: {NO_ANSWER[rule]}"
+        for rule, count in counts.items()
+    ]

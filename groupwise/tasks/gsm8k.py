@@ -40,10 +40,7 @@ def gsm8k_task(recipe: Recipe) -> Task:
         "gsm8k",
         [make_row(row) for row in train],
         [make_row(row) for row in held_out],
-        rewards=(
-            RewardFunction("correct", correct_number),
-            RewardFunction("format", number_format, FORMAT_WEIGHT),
-        ),
+        rewards=(RewardFunction("correct", correct_number), RewardFunction("format", number_format, FORMAT_WEIGHT)),
         grades={"accuracy": strict_grade, "accuracy_lenient": lenient_grade},
         metric="accuracy",
     )

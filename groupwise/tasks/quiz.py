@@ -36,12 +36,7 @@ from groupwise.tasks.base import Task, TaskRow
 LETTERS = ("A", "B", "C", "D")
 # The last byte identifies a complaint, and the last byte of a name identifies its ending. All complaints have five
 # letters, so that all questions have the same length.
-ENDINGS = {
-    "heart": "lol",
-    "lipid": "tin",
-    "tumor": "nib",
-    "sleep": "pam",
-}
+ENDINGS = {"heart": "lol", "lipid": "tin", "tumor": "nib", "sleep": "pam"}
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwz", "aeiou"
 PARTS = {"train": range(7), "held_out": range(7, 9), "examples": range(9, 10)}  # tenths of all beginnings
 TRAIN_ROWS, HELD_OUT_ROWS, EXAMPLES = 16_000, 512, 1024
@@ -52,6 +47,7 @@ def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROW
     for name, number, least in (("train_rows", train_rows, 1), ("held_out_rows", held_out_rows, 1), ("seed", seed, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
             raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
+    letters = random.Random(f"quiz letters {seed}")
     return Task(
         name="quiz",
         train=list(islice(questions("train", seed), train_rows)),
@@ -59,7 +55,7 @@ def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROW
         rewards=(RewardFunction("correct", correct_letter),),
         grades={"accuracy": grade_letter},
         metric="accuracy",
-        examples=_examples(seed),
+        examples=[(row["prompt"], letters.choice(LETTERS)) for row in islice(questions("examples", seed), EXAMPLES)],
         stop=LETTERS,
         goal=0.9,
     )
@@ -98,11 +94,8 @@ def questions(part: str, seed: int) -> Iterator[TaskRow]:
 def beginnings_of(part: str) -> list[str]:
     """The name beginnings that only this part uses."""
     tenths = PARTS[part]
-    return [
-        CONSONANTS[first] + VOWELS[second]
-        for first, second in product(range(len(CONSONANTS)), range(len(VOWELS)))
-        if (7 * first + 3 * second) % 10 in tenths
-    ]
+    letters = product(enumerate(CONSONANTS), enumerate(VOWELS))
+    return [a + b for (first, a), (second, b) in letters if (7 * first + 3 * second) % 10 in tenths]
 
 
 def answer_letter(answer: str) -> str | None:
@@ -112,10 +105,7 @@ def answer_letter(answer: str) -> str | None:
 
 def correct_letter(completions: Sequence[Any], answer_idx: Sequence[str], **_: Any) -> list[float]:
     """1 for exactly the right letter, else 0."""
-    return [
-        float(answer_letter(text_of(completion)) == right)
-        for completion, right in zip(completions, answer_idx, strict=True)
-    ]
+    return [float(text_of(completion) == right) for completion, right in zip(completions, answer_idx, strict=True)]
 
 
 def grade_letter(row: TaskRow, answer: str) -> bool | None:
@@ -134,9 +124,3 @@ def _row(question: str, names: Sequence[str], right: int) -> TaskRow:
         "answer_idx": LETTERS[right],
         "answer": names[right],
     }
-
-
-def _examples(seed: int) -> list[tuple[str, str]]:
-    generator = random.Random(f"quiz letters {seed}")
-    rows = islice(questions("examples", seed), EXAMPLES)
-    return [(row["prompt"], generator.choice(LETTERS)) for row in rows]

@@ -19,8 +19,7 @@ ReadRows = Callable[..., list[dict[str, Any]]]
 
 def rows_task(recipe: Recipe) -> Task:
     """The rows of ``[data]``, unchanged."""
-    train, held_out = read_both(recipe)
-    return Task("rows", train, held_out)
+    return Task("rows", *read_both(recipe))
 
 
 def read_both(recipe: Recipe, read: ReadRows | None = None) -> tuple[list[TaskRow], list[TaskRow]]:
@@ -38,14 +37,13 @@ def read_section(recipe: Recipe, section: str, read: ReadRows | None = None) -> 
     data: SourcesSection = getattr(recipe, section)
     held_out_key = next((name for name in ("held_out", "held_out_split") if getattr(data, name) is not None), None)
     if data.held_out_from_train and held_out_key is not None:
-        raise ConfigError(
-            f"{section}.held_out_from_train cannot be combined with {section}.{held_out_key}; leave one out"
-        )
+        both = f"{section}.held_out_from_train cannot be combined with {section}.{held_out_key}"
+        raise ConfigError(f"{both}; leave one out")
     train_sources = listed(data.train)
     # A hub data set may hold its rows out as a second split.
     held_out_sources = listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
     # Beside a hub data set, subset and split do not apply to files.
-    on_hub = [source for source in (*train_sources, *held_out_sources) if not _exists(source)]
+    on_hub = [source for source in (*train_sources, *held_out_sources) if not Path(source).expanduser().exists()]
 
     def read_each(sources: Sequence[str], split: str | None, limit: int | None) -> list[list[TaskRow]]:
         parts: list[list[TaskRow]] = []
@@ -72,21 +70,13 @@ def hold_out(
 ) -> tuple[list[TaskRow], list[TaskRow]]:
     """Split off ``number`` rows, drawn by the seed: the rows to train on and those to evaluate on, in order."""
     if number >= len(rows):
-        raise ConfigError(
-            f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows, and some must remain to "
-            "train on"
-        )
+        limit = f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows"
+        raise ConfigError(f"{limit}, and some must remain to train on")
     chosen = set(random.Random(f"held out {seed}").sample(range(len(rows)), number))
-    return (
-        [row for place, row in enumerate(rows) if place not in chosen],
-        [rows[place] for place in sorted(chosen)],
-    )
+    left = [row for place, row in enumerate(rows) if place not in chosen]
+    return left, [rows[place] for place in sorted(chosen)]
 
 
 def listed(sources: str | list[str] | None) -> list[str]:
     """One source or several, as a list."""
     return [] if sources is None else [sources] if isinstance(sources, str) else list(sources)
-
-
-def _exists(source: str) -> bool:
-    return Path(source).expanduser().exists()

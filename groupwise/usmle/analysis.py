@@ -24,8 +24,12 @@ from groupwise.usmle.tables import Difference, ExamReport, Proportion, start_of
 
 BINS = 10
 
+Questions = Sequence[Question]
 AnsweredLetters = Sequence[str | None]
 """One letter per question, or None."""
+Scored = Sequence[LetterProbabilities]
+Samples = Sequence[Sequence[ModelAnswer]]
+"""The samples of each question, equally many, in the order in which they were drawn."""
 
 
 def analyse(
@@ -91,8 +95,7 @@ def _right(questions: Sequence[Question], letters: AnsweredLetters) -> list[bool
     return [letter == question.answer for question, letter in zip(questions, letters, strict=True)]
 
 
-def _samples(questions: Sequence[Question], sampled: Sequence[ModelAnswer]) -> list[list[ModelAnswer]]:
-    """The samples of each question, equally many, in the order in which they were drawn."""
+def _samples(questions: Questions, sampled: Sequence[ModelAnswer]) -> Samples:
     number = max(1, len(sampled) // len(questions))
     in_order = sorted(sampled, key=lambda answer: answer.sample)
     answers = by_question("sampled answers", questions, in_order, number)
@@ -101,16 +104,13 @@ def _samples(questions: Sequence[Question], sampled: Sequence[ModelAnswer]) -> l
 
 def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[tables.GroupAccuracy, ...]:
     """The accuracy by name, the largest group first; empty if no question has a name."""
-    groups: dict[str | None, list[bool]] = {}
-    for name, is_right in zip(names, right, strict=True):
-        groups.setdefault(None if name is None else one_line(name), []).append(is_right)
-    if set(groups) == {None}:
+    if all(name is None for name in names):
         return ()
-    rows = [
+    plain = [None if name is None else one_line(name) for name in names]
+    return tuple(
         tables.GroupAccuracy(name, Proportion.of(members), len(members) < tables.FEW)
-        for name, members in groups.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: (-row.accuracy.n, row.name or "")))
+        for name, members in tables.largest_first(zip(plain, right, strict=True))
+    )
 
 
 def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> tables.Confusion:
@@ -137,9 +137,7 @@ def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> table
     return tables.Confusion(tuple(rows), counts, bias)
 
 
-def _shuffled(
-    questions: Sequence[Question], original: AnsweredLetters, moved: AnsweredLetters
-) -> tables.ShuffledOptions:
+def _shuffled(questions: Questions, original: AnsweredLetters, moved: AnsweredLetters) -> tables.ShuffledOptions:
     after = _right(questions, moved)
     same = [
         first is not None and second is not None and question.options[first] == question.options[second]
@@ -149,27 +147,27 @@ def _shuffled(
     return tables.ShuffledOptions(Proportion.of(after), difference, Proportion.of(same))
 
 
-def _shares_right(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> list[float]:
+def _shares_right(questions: Questions, groups: Samples) -> list[float]:
     return [
         sum(answer.lenient == question.answer for answer in group) / len(group)
         for question, group in zip(questions, groups, strict=True)
     ]
 
 
-def _sampled(questions: Sequence[Question], groups: Sequence[Sequence[ModelAnswer]]) -> tables.SampledAccuracy:
+def _sampled(questions: Questions, groups: Samples) -> tables.SampledAccuracy:
     number = len(groups[0])
     shares = _shares_right(questions, groups)
     votes = [majority([answer.lenient for answer in group]) for group in groups]
     pass_at = []
     for k in (2**power for power in range(number.bit_length())):
         chances = [pass_at_k(number, round(share * number), k) for share in shares]
-        pass_at.append(tables.PassAtK(k, Proportion.mean(chances)))
+        pass_at.append(tables.PassAtK(k, Proportion.of(chances)))
     return tables.SampledAccuracy(
-        number, Proportion.mean(shares), Proportion.of(_right(questions, votes)), tuple(pass_at)
+        number, Proportion.of(shares), Proportion.of(_right(questions, votes)), tuple(pass_at)
     )
 
 
-def _likeliest(questions: Sequence[Question], letters: Sequence[LetterProbabilities]) -> list[str]:
+def _likeliest(questions: Questions, letters: Scored) -> list[str]:
     """The letters with the highest probability; of equally likely ones the first."""
     return [
         max(question.options, key=lambda letter: entry.probabilities[letter])
@@ -178,10 +176,7 @@ def _likeliest(questions: Sequence[Question], letters: Sequence[LetterProbabilit
 
 
 def _letter_scores(
-    questions: Sequence[Question],
-    letters: Sequence[LetterProbabilities],
-    written: AnsweredLetters | None,
-    order: tables.ShuffledOptions | None = None,
+    questions: Questions, letters: Scored, written: AnsweredLetters | None, order: tables.ShuffledOptions | None = None
 ) -> tables.LetterScores:
     chosen = _likeliest(questions, letters)
     right = _right(questions, chosen)
@@ -203,10 +198,10 @@ def _letter_scores(
 
 
 def _shuffled_letter_scores(
-    questions: Sequence[Question],
+    questions: Questions,
     shuffled: Sequence[tuple[OptionOrder, LetterProbabilities]],
     written: AnsweredLetters | None,
-    original: Sequence[LetterProbabilities],
+    original: Scored,
 ) -> tables.LetterScores:
     moved = by_question_unshuffled("shuffled letter probabilities", questions, shuffled)
     changes = _shuffled(questions, _likeliest(questions, original), _likeliest(questions, moved))
@@ -230,10 +225,7 @@ def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[tables.Ca
 
 
 def _outcomes(
-    questions: Sequence[Question],
-    answers: Sequence[ModelAnswer],
-    letters: Sequence[LetterProbabilities] | None,
-    groups: Sequence[Sequence[ModelAnswer]] | None,
+    questions: Questions, answers: Sequence[ModelAnswer], letters: Scored | None, groups: Samples | None
 ) -> tuple[tables.QuestionOutcome, ...]:
     none = [None] * len(questions)
     likeliest = _likeliest(questions, letters) if letters else none

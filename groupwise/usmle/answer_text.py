@@ -81,7 +81,7 @@ _WORD = re.compile(r"[\w'’]+|[:,?=→()⟦⟧/&\-–—]")
 _GAP = r"[^\w\n]{0,3}"  # between two words of an option's text
 # An option's text is not part of a longer word or number: "5" is not in "0.5", "-5" or "5-10".
 _BEGINS, _ENDS = r"(?<!\w)(?<![.,\-–−](?=\d))", r"(?!\w)(?!(?<=\d)[.,\-–]\d)"
-_BETWEEN = re.compile(r"[\s.):,\-–—(\[]{0,6}")
+_BETWEEN = re.compile(r"(?:[^\S\n]|[.):,\-–—(\[]){0,6}")
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,9 @@ def without_lists(text: str, options: AnswerOptions) -> str:
         letter = _option_line(line, options, cut_off=len(block) > 1 and line == lines[-1])
         if letter is not None:
             block.append((letter, line))
-            continue
-        if not line.strip() and block:
-            continue
-        close()
-        kept.append(line)
+        elif line.strip() or not block:
+            close()
+            kept.append(line)
     close()
     return "\n".join(kept)
 
@@ -271,16 +269,12 @@ def _joined(text: str, marks: list[_Mark]) -> list[_Mark]:
         last = joined[-1] if joined else None
         if last is not None and mark.start < last.end:
             continue  # a letter inside an option's text
-        beside = last is not None and _BETWEEN.fullmatch(text[last.end : mark.start]) is not None
-        if last is None or not beside or last.by_text == mark.by_text or "\n" in text[last.end : mark.start]:
+        apart = last is None or not _BETWEEN.fullmatch(text[last.end : mark.start])
+        if last is None or apart or last.by_text == mark.by_text or (last.by_text and text[mark.start] not in "(["):
             joined.append(mark)
-            continue
-        in_brackets = text[mark.start] in "(["
-        if last.by_text and not in_brackets:
-            joined.append(mark)
-            continue
-        letter = mark.letter if last.by_text else last.letter
-        joined[-1] = _Mark(last.start, mark.end, letter, False, last.letter != mark.letter)
+        else:
+            letter = mark.letter if last.by_text else last.letter
+            joined[-1] = _Mark(last.start, mark.end, letter, False, last.letter != mark.letter)
     return joined
 
 
@@ -292,27 +286,18 @@ def _letters(text: str, options: AnswerOptions) -> Iterator[_Mark]:
         letter = match["letter"].upper()
         if before.endswith(("N/", "n/")):
             continue
-        if match["letter"].islower() and not called and not _alone(text, match) and not _is_said(before, after):
-            continue
-        if match["close"]:
-            named = False
-        elif called:
-            named = _is_an_article(letter, before, after, options)
-        else:
-            named = _is_a_name(letter, before, after, options)
-        if not named:
+        if match["letter"].islower() and not called:
+            alone = not text[: match.start()].strip() and not text[match.end() :].strip(" .:)\n")
+            if not alone and not _is_said(before, after):
+                continue
+        is_no_option = _is_an_article if called else _is_a_name
+        if match["close"] or not is_no_option(letter, before, after, options):
             yield _Mark(match.start(), match.end(), letter, by_text=False)
 
 
 def _is_said(before: str, after: str) -> bool:
     """Whether a lower-case letter is called the answer: "the answer is b because", "b is correct"."""
-    return (_ASKED_FOR.search(before) is not None and _SAID.match(after) is not None) or _IS_CORRECT.match(
-        after
-    ) is not None
-
-
-def _alone(text: str, match: re.Match[str]) -> bool:
-    return not text[: match.start()].strip() and not text[match.end() :].strip(" .:)\n")
+    return bool((_ASKED_FOR.search(before) and _SAID.match(after)) or _IS_CORRECT.match(after))
 
 
 def _is_an_article(letter: str, before: str, after: str, options: AnswerOptions) -> bool:

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 
 from groupwise.errors import InputError
 from groupwise.usmle.answer_text import (
@@ -30,8 +31,13 @@ from groupwise.usmle.answer_text import (
 )
 
 NOTHING, SEVERAL, DECLINED, BEYOND = "nothing", "several", "declined", "beyond the options"
-NO_ANSWER = (NOTHING, SEVERAL, DECLINED, BEYOND)
-"""The rules without a letter: why there is no answer."""
+NO_ANSWER = {
+    NOTHING: "it chooses no option",
+    SEVERAL: "it names several options",
+    DECLINED: "it declines to choose",
+    BEYOND: "it names a letter beyond the options",
+}
+"""The rules without a letter, and what they say about the text."""
 BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
 ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
 FOUND = (BOXED, STATED, ALONE, CONCLUDED, ONLY, ELIMINATED, BY_TEXT)
@@ -78,8 +84,6 @@ def _checked(options: Mapping[str, str] | Sequence[str]) -> AnswerOptions:
     return options_of(texts)
 
 
-# --- the strict reader ------------------------------------------------------------------------------------------------
-
 _ANSWER_LINE = re.compile(
     r"\W{0,4}(?:the )?(?:final |correct )?answer(?: is ?:?| ?:) ?(?P<rest>\W{0,3}[a-z](?!\w).{0,400})", re.IGNORECASE
 )
@@ -114,8 +118,7 @@ def _letter_and_text(text: str, options: AnswerOptions, rule: str) -> Choice:
     return Choice(letter, rule) if not rest or options.is_text(letter, rest) else Choice(None, NOTHING)
 
 
-# --- the lenient reader -----------------------------------------------------------------------------------------------
-# Patterns over marked sentences: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
+# Patterns of the lenient reader: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
 
 
 def _any(phrases: str) -> str:
@@ -254,15 +257,12 @@ class _StatedAnswer:
 
 
 def _lenient(text: str, options: AnswerOptions) -> Choice:
-    parsed = sentences(text, options)
-    if not parsed:
+    denied = [_with_denials(sentence) for sentence in sentences(text, options)]
+    if not denied:
         return Choice(None, NOTHING)
-    denied = [_with_denials(sentence) for sentence in parsed]
-    last = _last_stated(denied)
-    if last is not None:
+    if (last := _last_stated(denied)) is not None:
         return _choice(last, options)
-    concluded = _conclusion(denied, options)
-    if concluded is not None:
+    if (concluded := _conclusion(denied, options)) is not None:
         return concluded
     if any(_DECLINES.search(sentence.words) for sentence in denied):
         return Choice(None, DECLINED)
@@ -299,23 +299,16 @@ def _last_stated(parsed: Sequence[Sentence]) -> _StatedAnswer | None:
         if stated is None and last is not None and (withdrawn or _corrects(words)):
             if named := _marks(words):
                 stated = _StatedAnswer(named[-1:], STATED, sentence.disagrees)
-            elif last.letters and set(last.letters) <= _withdrawn(words):
+            elif last.letters and set(last.letters) <= set(chain(*_WITHDRAWS.findall(words))):
                 last = _StatedAnswer((), DECLINED, False)
-        withdrawn = stated is None and last is not None and (withdrawn or not last.letters or _retracts(words))
+        retracted = withdrawn or _RETRACTS.search(words) is not None
+        withdrawn = stated is None and last is not None and (retracted or not last.letters)
         last = stated or last
     return last
 
 
 def _corrects(words: str) -> bool:
     return _CORRECTS.search(words) is not None and not _IMAGINES.search(words)
-
-
-def _retracts(words: str) -> bool:
-    return _RETRACTS.search(words) is not None
-
-
-def _withdrawn(words: str) -> set[str]:
-    return {letter for match in _WITHDRAWS.finditer(words) for letter in match.groups() if letter}
 
 
 def _stated(sentence: Sentence, *, at_the_edge: bool) -> _StatedAnswer | None:
@@ -354,11 +347,8 @@ def _claim(words: str) -> str:
 def _only_option(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice:
     """The only option that is named, by its letter or by its text, or the only one that is not ruled out."""
     firm = [sentence for sentence in parsed if not _HEDGES.search(sentence.words)]
-    by_letter = {
-        letter for sentence in parsed for letter in re.findall(r"@([A-Z])\b", sentence.words) if letter in options
-    }
-    by_text = {letter for sentence in firm for letter in re.findall(r"#([A-Z])\b", sentence.words)}
-    ruled_out = {letter for sentence in parsed for letter in re.findall(r"~([A-Z])\b", sentence.words)}
+    by_letter = {letter for letter in _marked_by("@", parsed) if letter in options}
+    by_text, ruled_out = _marked_by("#", firm), _marked_by("~", parsed)
     left = [letter for letter in options.texts if letter not in ruled_out]
     if len(left) == 1:
         return Choice(left[0], ELIMINATED)
@@ -368,6 +358,10 @@ def _only_option(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice:
         if len(letters) > 1 and rule == ONLY:
             return Choice(None, SEVERAL)
     return Choice(None, NOTHING)
+
+
+def _marked_by(mark: str, parsed: Sequence[Sentence]) -> set[str]:
+    return {letter for sentence in parsed for letter in re.findall(rf"{mark}([A-Z])\b", sentence.words)}
 
 
 def _marks(words: str) -> tuple[str, ...]:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from groupwise.errors import InputError
 from groupwise.stats import mcnemar
-from groupwise.usmle.tables import FEW, Difference, ExamReport, Proportion, QuestionOutcome, to_plain
+from groupwise.usmle.tables import FEW, Difference, ExamReport, JsonTable, Proportion, QuestionOutcome, largest_first
 
 LEVEL = 0.05  # a difference with a smaller p-value is significant
 EXAMPLES = 5
@@ -70,7 +69,7 @@ class ChangedAnswer:
 
 
 @dataclass(frozen=True)
-class ExamComparison:
+class ExamComparison(JsonTable):
     """The changes from one report to another, by the lenient reader unless the name says otherwise."""
 
     fingerprint: str
@@ -81,9 +80,6 @@ class ExamComparison:
     by_category: tuple[CategoryChange, ...]
     gained: tuple[ChangedAnswer, ...]
     lost: tuple[ChangedAnswer, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return to_plain(self)
 
 
 def check_same(before: ExamReport, other: str, number: int) -> None:
@@ -140,13 +136,11 @@ def _measure(name: str, pairs: OutcomePairs, value: Callable[[QuestionOutcome], 
 
 def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
     """The change by category, the largest first; empty if no question has one."""
-    by_name: dict[str | None, list[tuple[bool, bool]]] = {}
-    for before, after in pairs:
-        by_name.setdefault(after.category, []).append((_right(before), _right(after)))
-    if set(by_name) == {None}:
+    if all(after.category is None for _, after in pairs):
         return ()
     changes = []
-    for name, outcomes in by_name.items():
+    by_name = largest_first((after.category, (_right(before), _right(after))) for before, after in pairs)
+    for name, outcomes in by_name:
         first, second = zip(*outcomes, strict=True)
         changes.append(
             CategoryChange(
@@ -160,7 +154,7 @@ def _categories(pairs: OutcomePairs) -> tuple[CategoryChange, ...]:
                 few=len(outcomes) < FEW,
             )
         )
-    return tuple(sorted(changes, key=lambda change: (-change.n, change.name or "")))
+    return tuple(changes)
 
 
 def _changed(pairs: OutcomePairs, *, gained: bool) -> tuple[ChangedAnswer, ...]:

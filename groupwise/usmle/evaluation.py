@@ -27,9 +27,9 @@ def report_on_model(
     recipe: Recipe,
     folder: Path,
     *,
-    against: str | None = None,
-    progress: ExamProgress = lambda stage, done, total: None,
-    say: Say = lambda text: None,
+    against: str | None,
+    progress: ExamProgress,
+    say: Say,
 ) -> TaskReport:
     """Run the exam and write its report; ``against`` is a model, or a folder with an earlier report."""
     before = None
@@ -40,10 +40,11 @@ def report_on_model(
         else:
             earlier = with_settings(recipe, {"model.source": against})
             before, _ = exam_of_recipe(earlier, progress, say)
-            write_report(folder / BEFORE, before, title=_title(earlier), facts=facts_of(earlier))
+            write_report(folder / BEFORE, before, facts=facts_of(earlier), title=f"{against} on {recipe.task}")
     report, answers = exam_of_recipe(recipe, progress, say, before)
     comparison = None if before is None else compare(before, report)
-    files = write_report(folder, report, title=_title(recipe), facts=facts_of(recipe), comparison=comparison)
+    title = f"{recipe.model.source} on {recipe.task}"
+    files = write_report(folder, report, title=title, facts=facts_of(recipe), comparison=comparison)
     return TaskReport(files, _summary(report, comparison), [asdict(answer) for answer in answers])
 
 
@@ -55,7 +56,6 @@ def exam_of_recipe(
 ) -> tuple[ExamReport, list[ModelAnswer]]:
     """Load a recipe's model and held-out questions, and run the exam."""
     components = load_components(recipe, say=say)
-    settings = recipe.evaluate
     model = ModelUnderTest(
         components.handle,
         Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs),
@@ -68,9 +68,9 @@ def exam_of_recipe(
         model,
         components.held_out.rows,
         form=_prompt_form(recipe),
-        max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
-        samples=settings.samples,
-        temperature=settings.temperature or recipe.sampling.temperature,
+        max_new_tokens=recipe.evaluate.max_new_tokens or recipe.sampling.max_new_tokens,
+        samples=recipe.evaluate.samples,
+        temperature=recipe.evaluate.temperature or recipe.sampling.temperature,
         seed=derive_seed(recipe.train.seed, 2),
         like=like,
         progress=lambda stage, done, total: progress(f"{recipe.model.source}: {stage}", done, total),
@@ -101,10 +101,6 @@ def _prompt_form(recipe: Recipe) -> str:
     return form
 
 
-def _title(recipe: Recipe) -> str:
-    return f"{recipe.model.source} on {recipe.task}"
-
-
 def _source(recipe: Recipe) -> str:
     """The files or data sets of the held-out questions, without their folders."""
     data = recipe.data
@@ -122,13 +118,11 @@ def _summary(report: ExamReport, comparison: ExamComparison | None) -> list[Any]
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     before = comparison.before if comparison is not None else {}
-    for column in ("measure", "value", "95 % interval", *(("before",) if before else ())):
+    for column in ("measure", "value", "95 % interval", *(["before"] if before else [])):
         table.add_column(column, justify="left" if column == "measure" else "right")
     for name, share in report.accuracies().items():
-        cells = [name, f"{share.value:.1%}", f"{share.low:.1%} – {share.high:.1%}"]
-        if before:
-            cells.append(f"{before[name].value:.1%}" if name in before else "")
-        table.add_row(*cells)
+        earlier = [f"{before[name].value:.1%}"] if name in before else []
+        table.add_row(name, f"{share.value:.1%}", f"{share.low:.1%} – {share.high:.1%}", *earlier)
     unread = f"{report.unread_strict / report.n:.1%} strictly, {report.unread_lenient / report.n:.1%} leniently"
     lines = [
         f"{report.n:,} questions; without an answer: {unread}; {report.mean_tokens:.1f} tokens per answer, "

@@ -11,11 +11,11 @@ import importlib.resources
 import os
 import re
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import DataError
 from groupwise.rewards.text import excerpt
+from groupwise.text import error_reason
 
 # Letters with no letter or digit beside them. The possessive quantifier keeps the search linear.
 _WORD = re.compile(r"(?<![^\W_])[^\W\d_]++(?![^\W_])")
@@ -32,8 +32,8 @@ def load_medical_vocabulary(path: str | Path | None = None) -> frozenset[str]:
     try:
         status = path.stat()
         return _from_file(path, status.st_mtime_ns, status.st_size)
-    except OSError as error:
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else error_reason(error)
         raise DataError(
             f"the medical vocabulary {path} cannot be read: {reason}; give a text file with one word per line, or "
             "leave the path out to use the packaged words"
@@ -45,31 +45,20 @@ def medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> list[s
 
     Case is ignored. A plural in -s or -es counts as its singular if only the singular is in the vocabulary.
     """
-    return list(_terms(text, vocabulary))
+    return list(dict.fromkeys(_terms(text, vocabulary)))
 
 
-def uses_medical_terms(text: str, vocabulary: frozenset[str] | None = None, at_least: int = 1) -> bool:
-    """Whether the text uses ``at_least`` different medical words."""
-    if isinstance(at_least, bool) or not isinstance(at_least, int) or at_least < 1:
-        raise ConfigError(f"at_least must be a whole number of at least 1, got {excerpt(at_least)}")
-    return sum(1 for _ in islice(_terms(text, vocabulary), at_least)) == at_least
+def uses_medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> bool:
+    return next(_terms(text, vocabulary), None) is not None
 
 
 def _terms(text: str, vocabulary: frozenset[str] | None) -> Iterator[str]:
-    words = load_medical_vocabulary() if vocabulary is None else vocabulary
-    seen = set()
+    terms = load_medical_vocabulary() if vocabulary is None else vocabulary
     for match in _WORD.finditer(text):
-        term = _term(match[0].lower(), words)
-        if term is not None and term not in seen:
-            seen.add(term)
+        word = match[0].lower()
+        term = next((form for form in (word, word.removesuffix("s"), word.removesuffix("es")) if form in terms), None)
+        if term is not None:
             yield term
-
-
-def _term(word: str, vocabulary: frozenset[str]) -> str | None:
-    if word in vocabulary:
-        return word
-    singulars = (word.removesuffix(ending) for ending in ("s", "es") if word.endswith(ending))
-    return next((singular for singular in singulars if singular in vocabulary), None)
 
 
 @functools.cache
@@ -81,13 +70,7 @@ def _packaged() -> frozenset[str]:
 @functools.lru_cache(maxsize=8)
 def _from_file(path: Path, modified: int, size: int) -> frozenset[str]:
     """The words of a file; ``modified`` and ``size`` are part of the cache key only."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the medical vocabulary {path} is not a text in UTF-8; give a text file with one word per line"
-        ) from error
-    return _parse(text, str(path))
+    return _parse(path.read_text(encoding="utf-8-sig"), str(path))
 
 
 def _parse(text: str, name: str) -> frozenset[str]:

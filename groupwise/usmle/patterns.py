@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from groupwise.text import one_line
 from groupwise.usmle import answers as reader
 from groupwise.usmle.records import ModelAnswer, Question
-from groupwise.usmle.tables import FEW, ErrorExample, ErrorPattern, Proportion, RuleAccuracy, end_of, start_of
+from groupwise.usmle.tables import (
+    FEW,
+    ErrorExample,
+    ErrorPattern,
+    Proportion,
+    RuleAccuracy,
+    end_of,
+    largest_first,
+    start_of,
+)
 
 EXAMPLES = 3
 EXCERPT, ENDING = 120, 200  # characters of a question and of an answer's end
@@ -24,16 +33,15 @@ BY_RULE = {
 def find_patterns(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[ErrorPattern, ...]:
     """The kinds of errors, the most frequent first. An error is an answer that is wrong for at least one reader."""
     favourite = favourite_letter(questions, answers)
-    by_kind: dict[str, list[ErrorExample]] = {}
-    for question, answer in zip(questions, answers, strict=True):
-        if not answer.lenient == answer.strict == question.answer:
-            by_kind.setdefault(_kind(question, answer, favourite), []).append(_example(question, answer))
-    errors = sum(map(len, by_kind.values()))
-    patterns = [
-        ErrorPattern(name, len(examples), len(examples) / errors, tuple(examples[:EXAMPLES]))
-        for name, examples in by_kind.items()
+    errors = [
+        (_kind(question, answer, favourite), _example(question, answer))
+        for question, answer in zip(questions, answers, strict=True)
+        if not answer.lenient == answer.strict == question.answer
     ]
-    return tuple(sorted(patterns, key=lambda pattern: (-pattern.count, pattern.name)))
+    return tuple(
+        ErrorPattern(name, len(examples), len(examples) / len(errors), tuple(examples[:EXAMPLES]))
+        for name, examples in largest_first(errors)
+    )
 
 
 def favourite_letter(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> str | None:
@@ -48,11 +56,8 @@ def favourite_letter(questions: Sequence[Question], answers: Sequence[ModelAnswe
 
 def find_rules(questions: Sequence[Question], answers: Sequence[ModelAnswer]) -> tuple[RuleAccuracy, ...]:
     """How often the lenient reader used each rule, and how often it was right; the most frequent first."""
-    by_rule: dict[str, list[bool]] = {}
-    for question, answer in zip(questions, answers, strict=True):
-        by_rule.setdefault(one_line(answer.rule), []).append(answer.lenient == question.answer)
-    rules = [RuleAccuracy(name, Proportion.of(outcomes)) for name, outcomes in by_rule.items()]
-    return tuple(sorted(rules, key=lambda rule: (-rule.accuracy.n, rule.name)))
+    by_rule = largest_first((one_line(a.rule), a.lenient == q.answer) for q, a in zip(questions, answers, strict=True))
+    return tuple(RuleAccuracy(name, Proportion.of(outcomes)) for name, outcomes in by_rule)
 
 
 def _kind(question: Question, answer: ModelAnswer, favourite: str | None) -> str:
@@ -67,14 +72,13 @@ def _kind(question: Question, answer: ModelAnswer, favourite: str | None) -> str
 
 
 def _example(question: Question, answer: ModelAnswer) -> ErrorExample:
+    def option(letter: str) -> str:
+        return start_of(f"{letter}. {question.options[letter]}", EXCERPT)
+
     return ErrorExample(
         question.number,
         start_of(question.question, EXCERPT),
-        _option(question, question.answer),
-        None if answer.lenient is None else _option(question, answer.lenient),
+        option(question.answer),
+        None if answer.lenient is None else option(answer.lenient),
         end_of(answer.text, ENDING),
     )
-
-
-def _option(question: Question, letter: str) -> str:
-    return start_of(f"{letter}. {question.options[letter]}", EXCERPT)

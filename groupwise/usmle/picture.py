@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.usmle.compare import ExamComparison
-from groupwise.usmle.tables import ExamReport, GroupAccuracy, LetterScores, Proportion, start_of
+from groupwise.usmle.tables import (
+    Confusion,
+    ExamReport,
+    GroupAccuracy,
+    LetterScores,
+    Proportion,
+    SampledAccuracy,
+    start_of,
+)
 
-AFTER, BEFORE, GUESSING = COLOURS[0], "0.72", "0.35"
+AFTER, BEFORE = COLOURS[0], "0.72"
+DASHED: dict[str, Any] = {"color": "0.35", "linewidth": 1.2, "linestyle": (0, (4, 3))}
 MAX_GROUPS = 16  # the Markdown page lists them all
 NAME_LENGTH = 34
-
-DrawPanel = Callable[[Any], None]
 
 
 def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison: ExamComparison | None = None) -> None:
@@ -32,19 +40,18 @@ def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison:
         save_figure(figure, path)
 
 
-def _panels(report: ExamReport, comparison: ExamComparison | None) -> list[DrawPanel]:
-    panels: list[DrawPanel] = [lambda axes: _accuracies(axes, report, comparison)]
+def _panels(report: ExamReport, comparison: ExamComparison | None) -> list[Callable[[Any], None]]:
+    panels: list[Callable[[Any], None]] = [partial(_accuracies, report=report, comparison=comparison)]
     groups, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
     if groups:
-        panels.append(lambda axes: _groups(axes, groups, heading, report.chance, comparison))
-    panels.append(lambda axes: _confusion(axes, report))
+        panels.append(partial(_groups, groups=groups, heading=heading, chance=report.chance, comparison=comparison))
+    panels.append(partial(_confusion, confusion=report.confusion))
     if report.sampled:
-        panels.append(lambda axes: _samples(axes, report))
-    scored = report.letters
-    if scored:
-        panels.append(lambda axes: _calibration(axes, scored))
+        panels.append(partial(_samples, sampled=report.sampled, chance=report.chance))
+    if report.letters:
+        panels.append(partial(_calibration, scored=report.letters))
     if len(panels) % 2 and report.patterns:
-        panels.append(lambda axes: _patterns(axes, report))
+        panels.append(partial(_patterns, report=report))
     return panels
 
 
@@ -63,6 +70,10 @@ def _legend_above(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=10, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.3)
 
 
+def _write(axes: Any, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
+    axes.annotate(text, place, xytext=offset, textcoords="offset points", **options)
+
+
 def _bars(
     axes: Any, places: Sequence[float], shares: Sequence[Proportion], colour: str, width: float, label: str
 ) -> None:
@@ -70,14 +81,8 @@ def _bars(
     axes.bar(places, values, width, color=colour, label=label)
     axes.errorbar(places, values, yerr=_errors(shares), fmt="none", ecolor="0.2", elinewidth=1.2, capsize=3)
     for place, share in zip(places, shares, strict=True):
-        axes.annotate(
-            f"{100 * share.value:.1f}",
-            (place, 100 * share.high),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            fontsize=10 if width > 0.5 else 9,
-        )
+        size = 10 if width > 0.5 else 9
+        _write(axes, f"{100 * share.value:.1f}", (place, 100 * share.high), (0, 3), ha="center", fontsize=size)
 
 
 def _errors(shares: Sequence[Proportion]) -> list[list[float]]:
@@ -97,7 +102,7 @@ def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None
         ]
         _bars(axes, [place for place, _ in earlier], [share for _, share in earlier], BEFORE, 0.38, "before")
         _bars(axes, [place + 0.2 for place in range(len(names))], shares, AFTER, 0.38, "after")
-    axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing")
+    axes.axhline(100 * report.chance, **DASHED, label="guessing")
     axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
     highest = max(share.high for share in (*shares, *(comparison.before.values() if comparison else ())))
     side = 0.6 + 0.25 * max(0, 5 - len(names))  # keeps a few bars slim
@@ -118,7 +123,7 @@ def _groups(
     if earlier:
         _dots(axes, [place + shift for place, _ in earlier], [share for _, share in earlier], "0.6", "before")
     _dots(axes, [place - shift for place in places], shares, AFTER, "after" if earlier else "")
-    axes.axvline(100 * chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.axvline(100 * chance, **DASHED)
     names = [_plain(start_of(part.name or "not given", NAME_LENGTH)) for part in shown]
     axes.set_yticks(places, [f"{name} ({part.accuracy.n:,})" for name, part in zip(names, shown, strict=True)])
     axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
@@ -135,48 +140,33 @@ def _dots(axes: Any, places: Sequence[float], shares: Sequence[Proportion], colo
     )
 
 
-def _confusion(axes: Any, report: ExamReport) -> None:
+def _confusion(axes: Any, confusion: Confusion) -> None:
     """Each row's shares as shades, and the counts as numbers."""
-    names = [letter.letter for letter in report.confusion.letters]
-    counts = report.confusion.counts
-    shades = [[count / max(sum(row), 1) for count in row] for row in counts]
+    names = [_plain(letter.letter) for letter in confusion.letters]
+    shades = [[count / max(sum(row), 1) for count in row] for row in confusion.counts]
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", zorder=2)
-    size = 12 if len(names) <= 6 else 8
-    for row, line in enumerate(counts):
+    style = {"ha": "center", "va": "center", "fontsize": 12 if len(names) <= 6 else 8, "zorder": 3}
+    for row, line in enumerate(confusion.counts):
         for column, count in enumerate(line):
-            dark = shades[row][column] > 0.55
-            axes.text(
-                column,
-                row,
-                f"{count:,}",
-                ha="center",
-                va="center",
-                fontsize=size,
-                zorder=3,
-                color="white" if dark else "0.1",
-            )
-    axes.set_xticks(range(len(names) + 1), [*map(_plain, names), "none"])
-    axes.set_yticks(range(len(names)), [*map(_plain, names)])
+            colour = "white" if shades[row][column] > 0.55 else "0.1"
+            axes.text(column, row, f"{count:,}", color=colour, **style)
+    axes.set_xticks(range(len(names) + 1), [*names, "none"])
+    axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="answered", ylabel="right", xlim=(-0.5, len(names) + 0.5))
     axes.tick_params(length=0)
-    bias = "" if report.confusion.bias is None else f", bias {100 * report.confusion.bias:.1f} %"
+    bias = "" if confusion.bias is None else f", bias {100 * confusion.bias:.1f} %"
     _heading(axes, f"Right and answered letters{bias}")
 
 
-def _samples(axes: Any, report: ExamReport) -> None:
-    sampled = report.sampled
-    if sampled is None:
-        return
+def _samples(axes: Any, sampled: SampledAccuracy, chance: float) -> None:
     numbers = [entry.k for entry in sampled.pass_at]
-    shares = [entry.share for entry in sampled.pass_at]
-    axes.fill_between(
-        numbers, [100 * s.low for s in shares], [100 * s.high for s in shares], color=AFTER, alpha=0.18, linewidth=0
+    low, value, high = (
+        [100 * getattr(entry.share, bound) for entry in sampled.pass_at] for bound in ("low", "value", "high")
     )
-    axes.plot(
-        numbers, [100 * s.value for s in shares], "o-", color=AFTER, linewidth=2, label="pass@k: at least one is right"
-    )
+    axes.fill_between(numbers, low, high, color=AFTER, alpha=0.18, linewidth=0)
+    axes.plot(numbers, value, "o-", color=AFTER, linewidth=2, label="pass@k: at least one is right")
     axes.axhline(100 * sampled.majority.value, color=COLOURS[1], linewidth=1.8, label="majority vote")
-    axes.axhline(100 * report.chance, color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="guessing once")
+    axes.axhline(100 * chance, **DASHED, label="guessing once")
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
@@ -186,18 +176,14 @@ def _samples(axes: Any, report: ExamReport) -> None:
 
 
 def _calibration(axes: Any, scored: LetterScores) -> None:
-    points = [(entry.confidence, entry.accuracy, entry.n) for entry in scored.bins if entry.confidence is not None]
-    total = sum(number for _, _, number in points)
-    axes.plot([0, 100], [0, 100], color=GUESSING, linewidth=1.2, linestyle=(0, (4, 3)), label="perfect calibration")
-    axes.plot([100 * x for x, _, _ in points], [100 * (y or 0) for _, y, _ in points], color=AFTER, linewidth=1.5)
-    axes.scatter(
-        [100 * x for x, _, _ in points],
-        [100 * (y or 0) for _, y, _ in points],
-        [20 + 600 * number / total for _, _, number in points],
-        color=AFTER,
-        alpha=0.75,
-        zorder=3,
-    )
+    bins = [entry for entry in scored.bins if entry.n]
+    total = sum(entry.n for entry in bins)
+    confidence = [100 * (entry.confidence or 0) for entry in bins]
+    accuracy = [100 * (entry.accuracy or 0) for entry in bins]
+    sizes = [20 + 600 * entry.n / total for entry in bins]
+    axes.plot([0, 100], [0, 100], **DASHED, label="perfect calibration")
+    axes.plot(confidence, accuracy, color=AFTER, linewidth=1.5)
+    axes.scatter(confidence, accuracy, sizes, color=AFTER, alpha=0.75, zorder=3)
     axes.set(xlim=(0, 104), ylim=(0, 104), ylabel="accuracy, %")
     axes.set_xlabel("probability of the likeliest letter, % (larger dots: more questions)")
     _legend_above(axes)
@@ -209,14 +195,7 @@ def _patterns(axes: Any, report: ExamReport) -> None:
     places = range(len(shown))
     axes.barh(places, [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])
     for place, entry in zip(places, shown, strict=True):
-        axes.annotate(
-            f"{entry.count:,}",
-            (100 * entry.share, place),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=10,
-        )
+        _write(axes, f"{entry.count:,}", (100 * entry.share, place), (4, 0), va="center", fontsize=10)
     axes.set_yticks(places, [_plain(entry.name) for entry in shown])
     axes.set(xlim=(0, max(112 * entry.share for entry in shown)), xlabel="of the errors, %")
     _heading(axes, f"Kinds of the {report.errors:,} errors")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from groupwise import data
@@ -19,7 +19,8 @@ INSTRUCTIONS = {
 def format_prompt(row: Mapping[str, Any], form: str = "chat") -> str:
     """The question, its options, and the instruction of one of the forms chat, direct and completion."""
     listed = "".join(f"{letter}. {text}\n" for letter, text in sorted(row["options"].items()))
-    letters = _join_letters(sorted(row["options"]))
+    names = sorted(row["options"])
+    letters = " or ".join(names) if len(names) < 3 else f"{', '.join(names[:-1])}, or {names[-1]}"
     if form == "completion":
         return (
             f"Medical Question: {row['question']}\n\nOptions:\n{listed}\n"
@@ -28,9 +29,10 @@ def format_prompt(row: Mapping[str, Any], form: str = "chat") -> str:
     return f"{row['question']}\n\n{listed}\n{INSTRUCTIONS[form].format(letters=letters)}"
 
 
-def with_prompt(row: TaskRow, *, form: str) -> TaskRow:
-    """The row with its prompt."""
-    return data.Row({**row, "prompt": format_prompt(row, form)}, data.where_of(row, 0))
+def with_prompt(row: TaskRow, *, form: str, **changes: Any) -> TaskRow:
+    """The row with other values in some columns, and with its prompt."""
+    changed = {**row, **changes}
+    return data.Row({**changed, "prompt": format_prompt(changed, form)}, data.where_of(row, 0))
 
 
 def letter_answers(row: TaskRow, *, form: str) -> dict[str, str]:
@@ -59,16 +61,5 @@ def shuffle_options(row: TaskRow, seed: str, *, form: str) -> TaskRow:
         generator.shuffle(places)
     moved = dict(zip(letters, places, strict=True))
     options = {moved[letter]: row["options"][letter] for letter in letters}
-    changed = {
-        **row,
-        "options": dict(sorted(options.items())),
-        "answer": moved[row["answer"]],
-        "explanation": None,
-        "moved": moved,
-    }
-    return with_prompt(data.Row(changed, data.where_of(row, 0)), form=form)
-
-
-def _join_letters(letters: Sequence[str]) -> str:
-    """``A or B``; ``A, B, or C``."""
-    return " or ".join(letters) if len(letters) < 3 else f"{', '.join(letters[:-1])}, or {letters[-1]}"
+    options = dict(sorted(options.items()))
+    return with_prompt(row, form=form, options=options, answer=moved[row["answer"]], explanation=None, moved=moved)

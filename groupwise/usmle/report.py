@@ -48,9 +48,11 @@ def write_report(
     page = markdown(report, title=title, facts=facts, comparison=comparison, picture=picture)
     write_bytes(folder / PAGE, page.encode())
     written.append(folder / PAGE)
-    for name in (PICTURE, COMPARISON):
-        if folder / name not in written:
-            _remove(folder / name)
+    for path in {folder / PICTURE, folder / COMPARISON}.difference(written):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{path} of an earlier report cannot be removed: {error_reason(error)}") from error
     return written
 
 
@@ -77,11 +79,3 @@ def _json_lines(value: Mapping[str, Any]) -> str:
         return text(entry)
 
     return "{\n" + ",\n".join(f"  {text(name)}: {block(entry)}" for name, entry in value.items()) + "\n}\n"
-
-
-def _remove(path: Path) -> None:
-    """Remove a file of an earlier report, which does not belong to the new one."""
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"{path} of an earlier report cannot be removed: {error_reason(error)}") from error

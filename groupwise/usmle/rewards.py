@@ -5,13 +5,13 @@ Medical words in an answer do not make it right, so their bonus is small beside 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from groupwise.errors import ConfigError, check_choice
 from groupwise.rewards import text_of
+from groupwise.rewards.options import check_number
 from groupwise.rewards.text import excerpt
 from groupwise.tasks.base import TaskRow
 from groupwise.usmle.answers import extract_answer
@@ -63,8 +63,8 @@ def enhanced_reward(
     words are reinforced by wrong answers. With ``"right"`` they are reinforced by right answers, and all wrong ones
     have the same reward.
     """
-    _check_weight("term_bonus", term_bonus)
-    _check_weight("short_penalty", short_penalty)
+    check_number("term_bonus", term_bonus, 0)
+    check_number("short_penalty", short_penalty, 0)
     if isinstance(short_length, bool) or not isinstance(short_length, int) or short_length < 0:
         raise ConfigError(f"short_length must be a whole number of at least 0, got {excerpt(short_length)}")
     check_choice("bonus_when", bonus_when, get_args(BonusWhen), ConfigError)
@@ -100,7 +100,12 @@ def correct_letter(
         log_extra("response_length", [len(text) for text in texts])
         log_extra("rule", [choice.rule for choice in choices])
     if log_metric is not None:
-        _log_letters(log_metric, predicted, options, answer)
+        # The accuracy of guessing, and each letter's share of the predicted and of the right answers.
+        log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
+        answered = [letter for letter in predicted if letter is not None]
+        for letter in sorted({letter for letters in options for letter in letters}):
+            log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
+            log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
     return [float(right) for right in correct]
 
 
@@ -126,30 +131,7 @@ def enhanced(
     return [part.total for part in parts]
 
 
-def strict_grade(row: TaskRow, answer: str) -> bool | None:
-    """Right only in the form that was asked for."""
-    letter = extract_answer(answer, row["options"], strict=True).letter
+def grade(row: TaskRow, answer: str, *, strict: bool) -> bool | None:
+    """Right in the form that was asked for or, unless ``strict``, in any form that a careful reader understands."""
+    letter = extract_answer(answer, row["options"], strict=strict).letter
     return None if letter is None else letter == row["answer"]
-
-
-def lenient_grade(row: TaskRow, answer: str) -> bool | None:
-    """Right in any form that a careful reader understands."""
-    letter = extract_answer(answer, row["options"]).letter
-    return None if letter is None else letter == row["answer"]
-
-
-def _log_letters(
-    log_metric: Any, predicted: Sequence[str | None], options: Sequence[Mapping[str, str]], answer: Sequence[str]
-) -> None:
-    """The accuracy of guessing, and each letter's share of the predicted and of the right answers."""
-    log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
-    answered = [letter for letter in predicted if letter is not None]
-    for letter in sorted({letter for letters in options for letter in letters}):
-        log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
-        log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
-
-
-def _check_weight(name: str, value: float) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name} must be a finite number of at least 0, got {excerpt(value)}; 0 turns it off")

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import TypeAdapter, ValidationError
 
 from groupwise.errors import CheckpointError
-from groupwise.stats import Interval, mean_interval, paired_test, proportion_interval
+from groupwise.stats import mean_interval, paired_test
 from groupwise.text import one_line
 
+Name = TypeVar("Name", str, str | None)
+Value = TypeVar("Value")
 VERSION = 1
 FEW = 5  # groups of fewer questions are marked
+
+
+class JsonTable:
+    def to_json(self) -> dict[str, Any]:
+        """The table as dictionaries, lists, strings and numbers."""
+        plain: dict[str, Any] = TypeAdapter(type(self)).dump_python(self, mode="json")
+        return plain
 
 
 @dataclass(frozen=True)
@@ -28,20 +37,12 @@ class Proportion:
     n: int
 
     @classmethod
-    def of(cls, outcomes: Sequence[bool]) -> Proportion:
-        """The share of true outcomes, with Wilson's interval."""
-        return cls._from(proportion_interval(sum(outcomes), len(outcomes)), len(outcomes))
-
-    @classmethod
-    def mean(cls, values: Sequence[float]) -> Proportion:
-        """The mean of one share per question."""
-        return cls._from(mean_interval(values), len(values))
-
-    @classmethod
-    def _from(cls, interval: Interval, number: int) -> Proportion:
+    def of(cls, values: Sequence[float]) -> Proportion:
+        """The share of true outcomes, or the mean of one share per question."""
+        interval = mean_interval(values)
         # Rounding can put a bound beyond the estimate: 0 of 20 with an interval from 1e-17.
         low, high = min(interval.low, interval.estimate), max(interval.high, interval.estimate)
-        return cls(float(interval.estimate), float(low), float(high), number)
+        return cls(float(interval.estimate), float(low), float(high), len(values))
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,6 @@ class Confusion:
 
 @dataclass(frozen=True)
 class ShuffledOptions:
-    """The same questions with shuffled options."""
-
     accuracy: Proportion
     difference: Difference  # shuffled minus original
     consistency: Proportion  # questions with the same option chosen in both orders
@@ -104,16 +103,12 @@ class ShuffledOptions:
 
 @dataclass(frozen=True)
 class PassAtK:
-    """The probability that at least one of ``k`` answers is right."""
-
     k: int
-    share: Proportion
+    share: Proportion  # probability that at least one of k answers is right
 
 
 @dataclass(frozen=True)
 class SampledAccuracy:
-    """Several answers to each question."""
-
     samples: int
     accuracy: Proportion
     majority: Proportion
@@ -154,11 +149,9 @@ class ErrorExample:
 
 @dataclass(frozen=True)
 class ErrorPattern:
-    """One kind of error: its count, its share of all errors, and examples."""
-
     name: str
     count: int
-    share: float
+    share: float  # of all errors
     examples: tuple[ErrorExample, ...]
 
 
@@ -185,7 +178,7 @@ class QuestionOutcome:
 
 
 @dataclass(frozen=True)
-class ExamReport:
+class ExamReport(JsonTable):
     """All results. A table without a word about the reader is by the lenient one."""
 
     fingerprint: str
@@ -221,37 +214,33 @@ class ExamReport:
             accuracies["shuffled"] = self.shuffled.accuracy
         return accuracies
 
-    def to_json(self) -> dict[str, Any]:
-        return to_plain(self)
-
     @classmethod
     def from_json(cls, value: Any, where: str = "the report") -> ExamReport:
         """The report from the result of `to_json`; ``where`` names it in an error."""
         if not isinstance(value, dict) or "version" not in value:
             raise CheckpointError(f"{where} is not a report of an evaluation: it has no version")
+
+        def refusal(reason: str) -> CheckpointError:
+            return CheckpointError(f"{where} {reason}; evaluate the model again")
+
         if value["version"] != VERSION:
-            raise CheckpointError(
-                f"{where} has the format {value['version']!r}, but this version of groupwise reads {VERSION}; evaluate "
-                "the model again"
-            )
+            raise refusal(f"has the format {value['version']!r}, but this version of groupwise reads {VERSION}")
         try:
             report = TypeAdapter(ExamReport).validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
-            place = ".".join(map(str, first["loc"]))
-            raise CheckpointError(f"{where} is damaged: {place}: {first['msg']}; evaluate the model again") from error
+            raise refusal(f"is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
         if len(report.outcomes) != report.n:
-            raise CheckpointError(
-                f"{where} is damaged: it is about {report.n} questions but lists {len(report.outcomes)}; evaluate "
-                "the model again"
-            )
+            raise refusal(f"is damaged: it is about {report.n} questions but lists {len(report.outcomes)}")
         return report
 
 
-def to_plain(table: Any) -> dict[str, Any]:
-    """A table as dictionaries, lists, strings and numbers."""
-    plain: dict[str, Any] = TypeAdapter(type(table)).dump_python(table, mode="json")
-    return plain
+def largest_first(pairs: Iterable[tuple[Name, Value]]) -> list[tuple[Name, list[Value]]]:
+    """The values by name, the largest group first."""
+    groups: dict[Name, list[Value]] = {}
+    for name, value in pairs:
+        groups.setdefault(name, []).append(value)
+    return sorted(groups.items(), key=lambda group: (-len(group[1]), group[0] or ""))
 
 
 def start_of(text: str, limit: int) -> str:

@@ -7,19 +7,17 @@ Completions are graded by two readers: ``accuracy`` counts an answer only in the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from groupwise.config import Recipe
 from groupwise.rewards import RewardFunction
-from groupwise.tasks.base import Task, TaskDefinition, TaskReport
-from groupwise.text import Say
+from groupwise.tasks.base import Task, TaskDefinition
+from groupwise.usmle.evaluation import report_on_model
 from groupwise.usmle.health_checks import HEALTH_CHECKS
 from groupwise.usmle.medical_words import load_medical_vocabulary
 from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import shuffle_options, with_prompt, worked_answer
-from groupwise.usmle.rewards import correct_letter, enhanced, enhanced_reward, lenient_grade, strict_grade
+from groupwise.usmle.rewards import correct_letter, enhanced, enhanced_reward, grade
 from groupwise.usmle.rows import read_questions, sample_questions
 
 
@@ -42,7 +40,7 @@ def usmle_task(recipe: Recipe, options: UsmleOptions) -> Task:
         rows,
         [with_prompt(row, form=form) for row in held_out],
         rewards=(_reward(options),),
-        grades={"accuracy": strict_grade, "accuracy_lenient": lenient_grade},
+        grades={"accuracy": partial(grade, strict=True), "accuracy_lenient": partial(grade, strict=False)},
         metric="accuracy",
         examples=[(row["prompt"], worked_answer(row, form)) for row in rows],
         notes=tuple(
@@ -51,15 +49,6 @@ def usmle_task(recipe: Recipe, options: UsmleOptions) -> Task:
         ),
         health_checks=HEALTH_CHECKS,
     )
-
-
-def write_report(
-    recipe: Recipe, folder: Path, *, against: str | None, progress: Callable[[str, int, int], None], say: Say
-) -> TaskReport:
-    """`groupwise eval --report`: the exam's tables in report.json, .md and .png, compared with an earlier model."""
-    from groupwise.usmle.evaluation import report_on_model
-
-    return report_on_model(recipe, folder, against=against, progress=progress, say=say)
 
 
 def _reward(options: UsmleOptions) -> RewardFunction:
@@ -77,4 +66,4 @@ def _reward(options: UsmleOptions) -> RewardFunction:
     return RewardFunction("enhanced", partial(enhanced, strict=strict, score=score))
 
 
-USMLE = TaskDefinition(usmle_task, options=UsmleOptions, report=write_report)
+USMLE = TaskDefinition(usmle_task, options=UsmleOptions, report=report_on_model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from groupwise.cli import main
-from groupwise.cli.usmle import FORMS, NO_LETTER
+from groupwise.cli.usmle import FORMS
 from groupwise.config import make_recipe
 from groupwise.config.fields import choices_of
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
@@ -17,7 +17,6 @@ from groupwise.rundir import read_metrics
 from groupwise.tasks import load_task
 from groupwise.training.monitor.question_log import read_questions
 from groupwise.training.store.rollout_files import read_rollouts
-from groupwise.usmle.answers import NO_ANSWER
 from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import format_prompt
 
@@ -145,7 +144,6 @@ def test_several_answers(output_of):
 
 
 def test_the_words_of_the_task():
-    assert set(NO_LETTER) == set(NO_ANSWER)
     assert choices_of(UsmleOptions.model_fields["prompt"]) == FORMS
 
 

@@ -15,7 +15,7 @@ from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
 from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import format_prompt, letter_answers, shuffle_options, with_prompt, worked_answer
-from groupwise.usmle.rewards import lenient_grade, strict_grade
+from groupwise.usmle.rewards import grade
 from groupwise.usmle.task import USMLE
 
 FORMS = ("chat", "direct", "completion")
@@ -127,9 +127,10 @@ def test_both_readers_read_the_worked_and_the_shortest_answers(form):
     assert len(task.examples) == len(task.train)
     for row, (prompt, answer) in zip(task.train, task.examples, strict=True):
         assert prompt == row["prompt"]
-        assert strict_grade(row, answer) is True
+        assert grade(row, answer, strict=True) is True
         for letter, text in letter_answers(row, form=form).items():
-            assert strict_grade(row, text) is lenient_grade(row, text) is (letter == row["answer"])
+            right = letter == row["answer"]
+            assert grade(row, text, strict=True) is grade(row, text, strict=False) is right
 
 
 @given(st.sampled_from(sorted(LETTERS)), st.text(max_size=8), st.sampled_from(FORMS))
@@ -270,7 +271,7 @@ def test_the_weights_of_the_enhanced_reward(tmp_path):
     assert [each.name for each in task.rewards] == ["enhanced"]
     scores = score(task, ["Answer: A", f"{LONG}Answer: B", "The picture: the sinus node.", f"{TERM}no"])
     assert scores.rewards.flatten().tolist() == pytest.approx([0.7, 0.2, 0.9, 0.2])
-    with pytest.raises(DataError, match=r"gone.txt cannot be read: there is no such file"):
+    with pytest.raises(DataError, match=r"gone.txt cannot be read: No such file"):
         task_of({**options, "vocabulary": str(tmp_path / "gone.txt")})
 
 
@@ -297,8 +298,8 @@ def test_the_vocabulary_is_found_beside_the_recipe(tmp_path):
 )
 def test_the_grades(answer, strict, lenient):
     row = {"question": "Which?", "options": OPTIONS, "answer": "A"}
-    assert strict_grade(row, answer) is strict
-    assert lenient_grade(row, answer) is lenient
+    assert grade(row, answer, strict=True) is strict
+    assert grade(row, answer, strict=False) is lenient
 
 
 # --- from a recipe ----------------------------------------------------------------------------------------------------
