@@ -107,7 +107,14 @@ class Trainer:
         self.say = self.display.say
         inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say)
         check_training_inputs(recipe, inputs)
-        self.run_dir: RunDir = open_run(recipe, folder, name=_default_name(recipe), resume=resume, overwrite=overwrite)
+        self.run_dir: RunDir = open_run(
+            recipe,
+            folder,
+            name=_default_name(recipe),
+            recipe_file=recipe_file,
+            resume=resume,
+            overwrite=overwrite,
+        )
         try:
             self._build(inputs)
             if overwrite and not resume:

@@ -248,7 +248,7 @@ def test_nothing_to_evaluate(complaint, here):
 
 def test_nothing_to_resume(complaint, here):
     message = complaint("train", "r.toml", "--resume")
-    assert "'rows'" in message
+    assert "r.toml" in message
     assert "--run.folder" in message
     assert "gone" in complaint("train", "r.toml", "--resume", "--run.folder", "gone")
 

@@ -217,6 +217,7 @@ def test_a_ramp_of_the_weight(tmp_path):
     assert (table[table.step == 3].pair == "chosen").sum() == paired[2]
 
 
+@pytest.mark.slow
 def test_a_phase_changes_the_weight(tmp_path):
     phases = [
         {"name": "grpo", "steps": 1, "preference.weight": 0.0},
@@ -242,7 +243,9 @@ def test_an_offline_run_may_start_with_weight_0(tmp_path):
     assert values_of(tmp_path / "run", "preference/weight") == [None, 1.0]
 
 
-@pytest.mark.parametrize(("limit", "wanted"), [(1.01, [0.5, 0.25, 0.125]), (-1.01, [0.5, 0.5, 0.5])])
+@pytest.mark.parametrize(
+    ("limit", "wanted"), [(1.01, [0.5, 0.25, 0.125]), pytest.param(-1.01, [0.5, 0.5, 0.5], marks=pytest.mark.slow)]
+)
 def test_a_rule_lowers_the_weight_by_the_cosine_of_gradients(tmp_path, limit, wanted):
     """A cosine is always below one limit, and never below the other."""
     rule = {"when": f"grad_cosine/grpo_preference < {limit}", "over": 1, "then": "preference.weight * 0.5"}
@@ -280,7 +283,7 @@ def equal(completions, **_):
     return [0.5] * len(completions)
 
 
-@pytest.mark.parametrize("policy", [1.0, 0.0])
+@pytest.mark.parametrize("policy", [1.0, pytest.param(0.0, marks=pytest.mark.slow)])
 def test_equal_rewards_are_not_computed_and_change_no_weight(tmp_path, policy):
     settings = {"loss": {"kl_coef": 0.0, "policy_coef": policy}, "optimizer": {"weight_decay": 0.5}}
     seen = {}

@@ -302,10 +302,10 @@ def test_pairs_in_one_pack_are_computed_once(monkeypatch):
         return real(self, minibatch, recipe)
 
     monkeypatch.setattr(Updater, "_all_pair_logps", sums)
-    for kind in KINDS:
+    for kind in QUICK_KINDS:
         case = make_case({**SOURCES["both"], **settings_of(kind)}, naive=False)
         case.updater.update(case.minibatch, case.recipe)
-    assert asked == [kind for kind in KINDS if kind in BATCH_KINDS]
+    assert asked == [kind for kind in QUICK_KINDS if kind in BATCH_KINDS]
     case = make_case(SOURCES["data"], budget=1, dataset=data_pairs(3, 20, 20), naive=False)
     case.updater.update(case.minibatch, case.recipe)
     assert asked[-1] == "sigmoid"
@@ -369,7 +369,7 @@ def test_pairs_without_a_reference_are_refused():
 # --- without the policy loss ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", ["both", *SLOW_SOURCES])
 def test_without_the_policy_loss_only_members_of_pairs_are_computed(source):
     case = make_case({**SOURCES[source], **ALONE})
     assert sorted(case.minibatch.samples) == ([] if source == "data" else [0, 1, 2, 3, 14, 15])
@@ -417,7 +417,7 @@ def test_half_the_policy_coef_is_half_its_gradient():
     assert norm_of({name: gradients[1.0][name] - gradients[0.0][name] for name in halfway}) > 1e-3
 
 
-@pytest.mark.parametrize("log_term_gradients", [False, True])
+@pytest.mark.parametrize("log_term_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_samples_without_a_learning_signal_may_be_computed(budget, log_term_gradients):
     """With train.skip_equal_rewards = false there are packs without a pair, and mini-batches without a term."""
@@ -550,7 +550,7 @@ def cosine(one, other):
     return product / (norm_of(one) * norm_of(other))
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [1, pytest.param(10**6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", ["both", *SLOW_SOURCES])
 def test_norms_and_cosines_of_the_terms_gradients(source, budget):
     case = make_case({**SOURCES[source], "loss.entropy_coef": 0.1}, budget=budget)
@@ -610,7 +610,7 @@ def test_there_are_no_cosines_with_pairs_alone():
 # --- memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("log_term_gradients", [False, True])
+@pytest.mark.parametrize("log_term_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("where", ["packs", "sums"])
 def test_out_of_memory_halves_the_packs_with_the_same_result(monkeypatch, where, log_term_gradients):
     """In the packs with gradient, and in the log-probs that are computed before them."""
