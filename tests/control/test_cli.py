@@ -18,7 +18,7 @@ from PIL import Image
 from groupwise.cli import main
 from groupwise.control.algorithms import PRESETS, settings_of
 from groupwise.control.main import HELD_OUT, load_agent, play_out, read_model, read_progress
-from groupwise.control.utils import make_environments
+from groupwise.control.utils import LivePlotter, make_environments
 from groupwise.rundir import read_json
 
 SMALL = ["--steps", "500", "--starts", "3", "--evaluate-every", "250"]
@@ -59,12 +59,14 @@ def _surroundings(monkeypatch, tmp_path):
 def trained(tmp_path_factory):
     """Two runs on CartPole and one on FrozenLake."""
     root = tmp_path_factory.mktemp("trained")
-    for name, words in {
-        "grpo": ["--algo", STILL],
-        "ppo": ["--algo", "ppo-fast:lr=1e-6:steps=256:minibatch=128", "--seed", "3"],
-        "lake": ["--env", "FrozenLake-v1", "--env-option", "is_slippery=false", "--env-option", "map_name=8x8"],
-    }.items():
-        assert main(["control", "train", *SMALL, "--out", str(root / name), *words]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LivePlotter, "draw", lambda plotter: None)  # takes longer than these short runs
+        for name, words in {
+            "grpo": ["--algo", STILL],
+            "ppo": ["--algo", "ppo-fast:lr=1e-6:steps=256:minibatch=128", "--seed", "3"],
+            "lake": ["--env", "FrozenLake-v1", "--env-option", "is_slippery=false", "--env-option", "map_name=8x8"],
+        }.items():
+            assert main(["control", "train", *SMALL, "--out", str(root / name), *words]) == 0
     return root
 
 
@@ -141,7 +143,8 @@ def test_options_reach_the_environments_of_a_comparison(capsys, tmp_path):
     assert "was started with options = {'map_name': '8x8'}, not" in refused(capsys, *words, "map_name=4x4")
 
 
-def test_an_interrupted_run_can_be_resumed(capsys, tmp_path):
+def test_an_interrupted_run_can_be_resumed(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(LivePlotter, "draw", lambda plotter: None)
     gymnasium.register(INTERRUPTED, entry_point=Interrupted, reward_threshold=0.0)
     Interrupted.taken.clear()
     try:
@@ -186,6 +189,7 @@ def test_one_run_plays_into_a_gif_in_its_folder(capsys, runs):
     assert read_gif(path / "play.gif") == ((width, height), frames)
 
 
+@pytest.mark.slow
 def test_two_runs_play_side_by_side_from_the_same_first_state(capsys, runs):
     both = [runs / "grpo", runs / "ppo"]
     assert main(["control", "play", *map(str, both)]) == 0

@@ -19,6 +19,7 @@ from PIL import Image
 
 from groupwise.cli import main as groupwise
 from groupwise.control.comparison import compare as comparing
+from groupwise.control.comparison import write
 from groupwise.control.comparison.compare import compare
 from groupwise.control.main import config_of, read_model, read_progress, train
 from groupwise.errors import ConfigError, ControlError
@@ -164,7 +165,7 @@ def test_the_runs_of_a_comparison_are_the_same_as_single_runs(compared, tmp_path
     folder, _, _ = compared
     lines = {(line["algorithm"], int(line["seed"])): line for line in table(folder / "runs.csv")}
     assert len(lines) == 4
-    for config in configs_of():
+    for config in configs_of(seeds=1):
         path = folder / "CartPole-v1" / FOLDERS[ALGORITHMS.index(config.algorithm)] / f"seed-{config.seed}"
         alone = train(config, tmp_path / f"{config.algorithm}-{config.seed}")
         rows = [{**row, "cpu_seconds": 0} for row in read_progress(path / "progress.csv")]
@@ -188,7 +189,8 @@ def test_parallel_processes_train_the_same_runs(compared, tmp_path):
         assert rows[0] == rows[1]
 
 
-def test_finished_runs_are_not_trained_again(compared, copy):
+def test_finished_runs_are_not_trained_again(compared, copy, monkeypatch):
+    monkeypatch.setattr(write, "plot_environment", lambda *arguments, **options: None)
     _, text, _ = compared
     before, messages = states(copy), []
     assert compare(configs_of(), copy, jobs=2, report=messages.append) == text
@@ -351,6 +353,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent(tmp_path):
     (tmp_path / "watching.py").write_text(WATCHING)
     done = subprocess.run([sys.executable, "watching.py"], cwd=tmp_path, timeout=600, check=False)

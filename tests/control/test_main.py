@@ -508,7 +508,7 @@ def test_only_a_better_evaluation_replaces_the_best_model(tmp_path):
     assert agent.actor[0].weight.tolist() == weights(tmp_path / "run/models/update-2.pt")["actor.0.weight"]
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+@pytest.mark.parametrize("algorithm", [GRPO, pytest.param(PPO, marks=pytest.mark.slow)])
 def test_evaluation_does_not_change_training(tmp_path, algorithm):
     train(small(algorithm=algorithm, environment=WALK), tmp_path / "often")
     train(small(algorithm=algorithm, environment=WALK, evaluate_every=10**9, starts=2), tmp_path / "never")
@@ -517,7 +517,7 @@ def test_evaluation_does_not_change_training(tmp_path, algorithm):
     assert weights(tmp_path / "often") == weights(tmp_path / "never")
 
 
-@pytest.mark.parametrize("algorithm", [GRPO, PPO])
+@pytest.mark.parametrize("algorithm", [GRPO, pytest.param(PPO, marks=pytest.mark.slow)])
 def test_evaluation_does_not_count_in_steps_and_cpu_seconds(tmp_path, monkeypatch, algorithm):
     monkeypatch.setattr(control.time, "process_time", Walk.clock)  # one second per step of any environment
     train(small(algorithm=algorithm, environment=WALK), tmp_path / "run")

@@ -595,6 +595,7 @@ def test_without_a_display_an_image_is_drawn_after_each_pause(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["live.png"]
 
 
+@pytest.mark.slow
 def test_without_a_pause_every_row_is_drawn(tmp_path):
     image = tmp_path / "live.png"
     plotter = LivePlotter(image, window=False, pause=0.0)
