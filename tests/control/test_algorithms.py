@@ -147,7 +147,7 @@ def bits(agent):
 
 
 @pytest.mark.usefixtures("_doubles")
-@pytest.mark.parametrize("epochs", [1, 4])
+@pytest.mark.parametrize("epochs", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(
     ("length_norm", "divide_by_std", "kl_coef", "credit"),
     itertools.product(("episode", "step"), (True, False), (0.0, 0.3), ("outcome", "reward_to_go")),
