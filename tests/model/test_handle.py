@@ -277,6 +277,7 @@ def test_attention_dropout_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, unless warnings are errors
 def test_compiled_layers_give_the_same():
     """With and without gradients, with checkpointing, and in decoding; a direct call is not compiled."""
     model = tiny("llama", torch.float32)
