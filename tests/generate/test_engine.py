@@ -48,10 +48,10 @@ def assert_same(got: Rollout, wanted: Rollout) -> None:
 @pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama"))
 def test_greedy_is_transformers_token_for_token(name):
     model = tiny(name)
-    rollout = Engine(model, max_num_seqs=4).generate(PROMPTS, 1, Sampling(max_new_tokens=25, greedy=True))
+    rollout = Engine(model, max_num_seqs=4).generate(PROMPTS, 1, Sampling(max_new_tokens=15, greedy=True))
     for prompt, row, length in zip(PROMPTS, rollout.ids, rollout.lengths.tolist(), strict=True):
         mask = torch.ones(1, len(prompt), dtype=torch.long)
-        wanted = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=25, pad_token_id=0)
+        wanted = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=15, pad_token_id=0)
         assert row[:length].tolist() == wanted[0, len(prompt) :].tolist()
 
 

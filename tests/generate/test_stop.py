@@ -56,7 +56,7 @@ def test_a_real_tokenizer(text, string, ends):
 def test_in_generation():
     handle = prepare(tiny_model())
     prompts = [TOKENIZER("Hello")["input_ids"]]
-    sampling = Sampling(max_new_tokens=200, eos_ids=())
+    sampling = Sampling(max_new_tokens=80, eos_ids=())
     stop = StopStrings(TOKENIZER, ["e", "ab"])
     rollout = Engine(handle).generate(prompts, 20, sampling, stop=stop)
     reasons = set()

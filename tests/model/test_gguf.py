@@ -273,6 +273,7 @@ def test_missing_weights_are_an_error(tmp_path, original):
         load_gguf(tmp_path / "x.gguf")
 
 
+@pytest.mark.slow
 def test_an_unknown_architecture(tmp_path, original):
     write_gguf(tmp_path / "x.gguf", original, architecture="gpt5")
     with pytest.raises(CheckpointError, match="of the architecture 'gpt5', which transformers could not load"):

@@ -69,7 +69,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 CHANGES = re.compile(
-    r"filterwarnings|simplefilter|environ|_dynamo|backends|set_[a-z_]*threads|set_verbosity|manual_seed"
+    r"filterwarnings|simplefilter|os\.environ\b|_dynamo\.|backends\.|set_[a-z_]*threads\(|set_verbosity|manual_seed"
 )
 
 
