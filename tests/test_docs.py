@@ -72,3 +72,12 @@ def test_every_make_command_that_is_named_exists():
     for page in PAGES:
         for command in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
             assert re.search(rf"^{command}:", makefile, re.MULTILINE), f"{page.name}: make {command}"
+
+
+def test_the_files_that_the_design_names_exist():
+    """The page follows a step file by file; a file that was moved must be moved there too."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    names = re.findall(r"`((?:[a-z_]+/)+[a-z_]*(?:\.py)?)`", text)
+    assert len(names) > 40
+    missing = [name for name in names if not any((ROOT / place / name).exists() for place in ("groupwise", "."))]
+    assert missing == []

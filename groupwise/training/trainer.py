@@ -29,7 +29,6 @@ from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.training.components import (
-    RunInputs,
     check_training_inputs,
     count_steps,
     groups_by_similarity,
@@ -58,7 +57,7 @@ from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import Recorder
-from groupwise.training.store.run_folder import keep_inputs, open_run, write_recipe
+from groupwise.training.store.run_folder import check_inputs, open_run, write_inputs, write_recipe
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import samples_completions
@@ -116,18 +115,20 @@ class Trainer:
             overwrite=overwrite,
         )
         try:
-            self._build(inputs)
+            self.components = load_components(recipe, inputs, self.say)
+            if resume and not allow_changes:
+                check_inputs(self.run_dir, self.components)
+            self._build()
             if overwrite and not resume:
                 self.run_dir.clear()
-            keep_inputs(self.run_dir, self.components, recipe_file, resuming=resume, allow_changes=allow_changes)
+            write_inputs(self.run_dir, self.components, recipe_file)
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise
 
-    def _build(self, inputs: RunInputs) -> None:
-        """Load the model, and make everything that a step needs."""
-        recipe = self.recipe
-        components = self.components = load_components(recipe, inputs, self.say)
+    def _build(self) -> None:
+        """Make everything that a step needs."""
+        recipe, components = self.recipe, self.components
         handle, task = components.handle, components.task
         self.advantage_function = find_advantage(recipe.advantages.function)
         self.grouping_function = find_grouping(recipe.advantages.grouping)

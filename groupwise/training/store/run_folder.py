@@ -65,26 +65,29 @@ def _recipe_file(path: Path) -> str | None:
         return None
 
 
-def keep_inputs(
-    run: RunDir, components: RunComponents, recipe_file: str | None, *, resuming: bool, allow_changes: bool
-) -> None:
-    """Write down what the run is trained on; refuse to resume it with other rows, rewards or another model."""
-    inputs = {"recipe": recipe_file, **describe_inputs(components)}
-    if resuming and not allow_changes:
-        if not (run.path / INPUTS).exists():
-            raise RunDirError(
-                f"{run.path} has no {INPUTS}: it was written by an earlier version of groupwise, or never started; "
-                "start a new run"
-            )
-        before = read_json(run.path / INPUTS)
-        changed = [name for name in inputs if name != "recipe" and inputs[name] != before.get(name)]
-        if changed:
-            words = [f"{name} (before: {_shown(before.get(name))}, now: {_shown(inputs[name])})" for name in changed]
-            raise ConfigError(
-                f"{run.path} was started with other inputs: {'; '.join(words)}. Resume it with the same ones, add "
-                "--allow-changes, or start a new run"
-            )
-    run.write_json(INPUTS, inputs)
+def check_inputs(run: RunDir, components: RunComponents) -> None:
+    """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
+    if not (run.path / INPUTS).exists():
+        raise RunDirError(
+            f"{run.path} has no {INPUTS}: it was written by an earlier version of groupwise, or never started; start a "
+            "new run"
+        )
+    before, current = read_json(run.path / INPUTS), describe_inputs(components)
+    changed = [
+        f"{name} (before: {_shown(before.get(name))}, now: {_shown(value)})"
+        for name, value in current.items()
+        if value != before.get(name)
+    ]
+    if changed:
+        raise ConfigError(
+            f"{run.path} was started with other inputs: {'; '.join(changed)}. Resume it with the same ones, add "
+            "--allow-changes, or start a new run"
+        )
+
+
+def write_inputs(run: RunDir, components: RunComponents, recipe_file: str | None) -> None:
+    """Write down what the run is trained on, and the name of its recipe's file."""
+    run.write_json(INPUTS, {"recipe": recipe_file, **describe_inputs(components)})
 
 
 def describe_inputs(components: RunComponents) -> dict[str, Any]:
