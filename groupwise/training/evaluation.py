@@ -44,7 +44,7 @@ def evaluate_rows(
             max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
             temperature=settings.temperature or 1.0,
             greedy=settings.temperature == 0,
-            seed=derive_seed(recipe.train.seed, 2),
+            seed=derive_seed("evaluation", recipe.train.seed),
         ),
         samples=settings.samples,
         stop=components.stop,

@@ -60,7 +60,7 @@ class SupervisedFineTuning:
             if stopping():
                 return step
             if self.components.has_dropout:
-                torch.manual_seed(derive_seed(self.components.recipe.train.seed, 3, -1, step))
+                torch.manual_seed(derive_seed("sft dropout", self.components.recipe.train.seed, step))
             examples = next_examples()
             loss = retry_with_less_memory(
                 lambda examples=examples: self._backward(examples, token_budget),  # type: ignore[misc]
@@ -86,7 +86,7 @@ class SupervisedFineTuning:
 
     def _example_order(self) -> Callable[[], list[int]]:
         """The examples of one step after another: drawn at random, or with epochs each equally often."""
-        seed, size = derive_seed(self.components.recipe.train.seed, 1), self.settings.batch_size
+        seed, size = derive_seed("sft order", self.components.recipe.train.seed), self.settings.batch_size
         if self.settings.epochs is not None:
             order = Order(len(self.prompts), seed=seed)
             return lambda: order.take(size)

@@ -347,7 +347,9 @@ class Trainer:
         prompts, count = len(batch.prompts), step_recipe.train.mini_batches
         order = list(range(prompts))
         if count > 1:
-            generator = torch.Generator().manual_seed(derive_seed(self.recipe.train.seed, 4, self.state.step))
+            generator = torch.Generator().manual_seed(
+                derive_seed("mini-batches", self.recipe.train.seed, self.state.step)
+            )
             order = torch.randperm(prompts, generator=generator).tolist()
         cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
         pairs = self.pairs.take(step_recipe)
@@ -375,7 +377,7 @@ class Trainer:
 
     def _seed_dropout(self, update: int, iteration: int) -> None:
         if self.components.has_dropout:
-            torch.manual_seed(derive_seed(self.recipe.train.seed, 3, self.state.step, update, iteration))
+            torch.manual_seed(derive_seed("dropout", self.recipe.train.seed, self.state.step, update, iteration))
 
     def _warn(self, metrics: dict[str, float], step_recipe: Recipe, rollout: RolloutResult) -> None:
         step = self.state.step

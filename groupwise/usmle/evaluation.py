@@ -71,7 +71,7 @@ def exam_of_recipe(
         max_new_tokens=recipe.evaluate.max_new_tokens or recipe.sampling.max_new_tokens,
         samples=recipe.evaluate.samples,
         temperature=recipe.evaluate.temperature or recipe.sampling.temperature,
-        seed=derive_seed(recipe.train.seed, 2),
+        seed=derive_seed("evaluation", recipe.train.seed),
         like=like,
         progress=lambda stage, done, total: progress(f"{recipe.model.source}: {stage}", done, total),
     )

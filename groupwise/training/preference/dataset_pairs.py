@@ -21,6 +21,7 @@ from groupwise.tasks.rows import read_section
 from groupwise.text import Say
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
 from groupwise.training.preference.reference_cache import TokenPair, pair_lengths, pair_logps, reference_logps
+from groupwise.training.seeds import derive_seed
 from groupwise.training.update.minibatch import DatasetPairs
 from groupwise.training.update.objective import pairs_loss
 from groupwise.training.update.reference import Reference
@@ -109,7 +110,8 @@ class PairSampler:
         self.batch_size = settings.batch_size
         self.order: Order | None = None
         if splits.train:
-            self.order = Order(len(splits.train), shuffle=settings.shuffle, seed=recipe.train.seed)
+            seed = derive_seed("pairs", recipe.train.seed)
+            self.order = Order(len(splits.train), shuffle=settings.shuffle, seed=seed)
         self.train_reference: Tensor | None = None  # (n, 2) if the reference is fixed
         self.held_out_reference: Tensor | None = None  # (m, 2)
 

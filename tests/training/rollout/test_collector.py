@@ -150,7 +150,7 @@ def test_every_round_has_its_own_seed():
     generator = Echo()
     collect(make_collector(set(range(30)), generator), step=3, **{"train.resample_rounds": 2})
     seeds = [sampling.seed for _, sampling in generator.calls]
-    assert seeds == [derive_seed(5, 3, 0), derive_seed(5, 3, 1), derive_seed(5, 3, 2)]
+    assert seeds == [derive_seed("sampling", 5, 3, number) for number in range(3)]
     assert len(set(seeds)) == 3
     assert [number for number, _ in generator.calls] == [4, 4, 4]
 
@@ -291,10 +291,13 @@ def test_samples_depend_on_seed_and_step_alone(tmp_path):
 
 def test_seeds_do_not_change():
     """A change would change every run that is resumed."""
-    assert derive_seed(0, 0, 0) == 136345500341227
-    assert derive_seed(0, 0, 1) == 237325388874986
-    assert derive_seed(12, 3) != derive_seed(1, 23)
-    assert 0 <= derive_seed(7) < 2**48
+    assert derive_seed("sampling", 0, 0) == 150842330696401
+    assert derive_seed("sampling", 12, 3) != derive_seed("sampling", 1, 23)
+    assert 0 <= derive_seed("sampling") < 2**48
+    # Without a tag, sampling in step 4 and the mini-batches of another step had the same seed.
+    purposes = ("sampling", "mini-batches", "dropout", "sft dropout", "sft order", "evaluation", "pairs")
+    seeds = [derive_seed(purpose, 0, *rest) for purpose in purposes for rest in ((), (4,), (4, 1), (4, 1, 0))]
+    assert len(set(seeds)) == len(seeds)
 
 
 # --- parts of batches -------------------------------------------------------------------------------------------------
