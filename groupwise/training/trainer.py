@@ -57,7 +57,7 @@ from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import Recorder
-from groupwise.training.store.run_folder import check_inputs, open_run, write_inputs, write_recipe
+from groupwise.training.store.run_folder import check_inputs, describe_inputs, open_run, write_inputs, write_recipe
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import samples_completions
@@ -116,12 +116,13 @@ class Trainer:
         )
         try:
             self.components = load_components(recipe, inputs, self.say)
+            described = describe_inputs(self.components)
             if resume and not allow_changes:
-                check_inputs(self.run_dir, self.components)
+                check_inputs(self.run_dir, described)
             self._build()
             if overwrite and not resume:
                 self.run_dir.clear()
-            write_inputs(self.run_dir, self.components, recipe_file)
+            write_inputs(self.run_dir, described, recipe_file)
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise

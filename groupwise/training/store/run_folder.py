@@ -65,17 +65,17 @@ def _recipe_file(path: Path) -> str | None:
         return None
 
 
-def check_inputs(run: RunDir, components: RunComponents) -> None:
+def check_inputs(run: RunDir, inputs: Mapping[str, Any]) -> None:
     """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
     if not (run.path / INPUTS).exists():
         raise RunDirError(
             f"{run.path} has no {INPUTS}: it was written by an earlier version of groupwise, or never started; start a "
             "new run"
         )
-    before, current = read_json(run.path / INPUTS), describe_inputs(components)
+    before = read_json(run.path / INPUTS)
     changed = [
         f"{name} (before: {_shown(before.get(name))}, now: {_shown(value)})"
-        for name, value in current.items()
+        for name, value in inputs.items()
         if value != before.get(name)
     ]
     if changed:
@@ -85,9 +85,9 @@ def check_inputs(run: RunDir, components: RunComponents) -> None:
         )
 
 
-def write_inputs(run: RunDir, components: RunComponents, recipe_file: str | None) -> None:
+def write_inputs(run: RunDir, inputs: Mapping[str, Any], recipe_file: str | None) -> None:
     """Write down what the run is trained on, and the name of its recipe's file."""
-    run.write_json(INPUTS, {"recipe": recipe_file, **describe_inputs(components)})
+    run.write_json(INPUTS, {"recipe": recipe_file, **inputs})
 
 
 def describe_inputs(components: RunComponents) -> dict[str, Any]:
