@@ -384,7 +384,6 @@ def test_other_literals_match_the_code_that_uses_them():
     from groupwise.grouping.cluster import METHODS
     from groupwise.rewards.scorer import ON_ERROR
     from groupwise.training.rollout.difficulty import WEIGHTS
-    from groupwise.training.schedule.learning_rate import DECAYS
     from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
 
     assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
@@ -392,7 +391,6 @@ def test_other_literals_match_the_code_that_uses_them():
     assert choices_of(NAMES["grouping.method"]) == METHODS
     assert set(choices_of(NAMES["data.on_too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
-    assert set(choices_of(NAMES["optimizer.lr_schedule"])) == set(DECAYS)
 
 
 def test_every_setting_has_a_description():

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import ConfigError, check_choice, did_you_mean
-from groupwise.training.schedule.rules import UNITS, Phase, Ramp, Rule, check_int, check_phases
+from groupwise.errors import ConfigError, check_choice, check_integer, did_you_mean
+from groupwise.training.schedule.rules import UNITS, Phase, Ramp, Rule
 
 ResolveName = Callable[[str], str]
 """A setting's full dotted name, from any name the recipe accepts."""
@@ -32,7 +33,12 @@ def parse_phases(tables: Any, resolve: ResolveName) -> tuple[Phase, ...]:
                 raise ConfigError(f"{where} sets {setting} twice, the second time as {name!r}; keep one")
             changes[setting] = value
         phases.append(Phase(**fields, set=changes))
-    check_phases(phases)
+    for phase in phases[:-1]:
+        if phase.steps is None and phase.tokens is None:
+            raise ConfigError(f"phase {phase.name!r} has no length, so the next would never begin; add steps or tokens")
+    for name, count in Counter(phase.name for phase in phases).items():
+        if count > 1:
+            raise ConfigError(f"two phases are called {name!r}; names must be unique")
     return tuple(phases)
 
 
@@ -67,8 +73,8 @@ def _parse_ramp(setting: str, entry: Any, where: str) -> Ramp:
     units = [unit for unit in UNITS if unit in entry]
     if "from" not in entry or "to" not in entry or len(units) != 1 or "over" in entry:
         raise ConfigError(f"{where} needs from, to, and one of steps and tokens ('over' goes with 'at'); {usage}")
-    start = check_int(f"{where}: start", entry.get("start", 0), 0)
-    end = start + check_int(f"{where}: {units[0]}", entry[units[0]], 1)
+    start = check_integer(f"{where}: start", entry.get("start", 0), 0, ConfigError)
+    end = start + check_integer(f"{where}: {units[0]}", entry[units[0]], 1, ConfigError)
     return Ramp(setting, ((start, entry["from"]), (end, entry["to"])), over=units[0], shape=shape)
 
 
@@ -127,5 +133,4 @@ def _resolve(resolve: ResolveName, name: str, where: str, fields: Sequence[str] 
     try:
         return resolve(name)
     except ConfigError as error:
-        hint = did_you_mean(name, fields).replace("; did", "; or did")
-        raise ConfigError(f"{where}: {error}{hint}") from error
+        raise ConfigError(f"{where}: {error}{did_you_mean(name, fields)}") from error

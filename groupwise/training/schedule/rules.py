@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import ConfigError, check_choice, check_integer
 
 SHAPES = ("linear", "cosine", "exponential", "constant")
 UNITS = ("steps", "tokens")
@@ -37,7 +38,7 @@ class Phase:
             raise ConfigError(f"{where} has both steps and tokens; keep one of them")
         for unit, length in (("steps", self.steps), ("tokens", self.tokens)):
             if length is not None:
-                check_int(f"{where}: {unit}", length, 1)
+                check_integer(f"{where}: {unit}", length, 1, ConfigError)
         if not self.set:
             raise ConfigError(f"{where} changes no setting; add one, such as temperature = 0.7, or remove the phase")
         for name, value in self.set.items():
@@ -64,14 +65,11 @@ class Ramp:
         if not self.points:
             raise ConfigError(f"{where} has no points; add at least one, such as [0, 1.0]")
         for position, value in self.points:
-            check_int(f"{where}: the position of a point", position, 0)
+            check_integer(f"{where}: the position of a point", position, 0, ConfigError)
             check_number(f"{where}: the value at {position}", value)
             if self.shape == "exponential" and value <= 0:
-                raise ConfigError(
-                    f"{where} is exponential, which needs values above 0, but its value at {position} is {value}; "
-                    "raise the value, or use the shape 'linear' or 'cosine'"
-                )
-        for (before, _), (after, _) in zip(self.points, self.points[1:], strict=False):
+                raise ConfigError(f"{where} is exponential, which needs values above 0, but at {position} is {value}")
+        for (before, _), (after, _) in pairwise(self.points):
             if after <= before:
                 raise ConfigError(f"{where}: its points must be in increasing order, but {after} comes after {before}")
 
@@ -98,6 +96,7 @@ class Ramp:
 class Rule:
     """Changes ``setting`` when the mean of ``metric`` over the last ``over`` steps is ``below`` or ``above`` a number.
 
+    One of ``below`` and ``above`` and one of ``multiply``, ``set`` and ``add`` must be set.
     Only steps that report the metric count, for ``over`` and for ``cooldown``: the number of steps before the rule may
     fire again (default: ``over``, so no step is used twice). It fires at most ``times`` times. ``at_least`` and
     ``at_most`` bound the rule's change, but do not clip a value that a phase or ramp put outside them. A rule that
@@ -122,17 +121,13 @@ class Rule:
 
     def __post_init__(self) -> None:
         where = f"the rule on {self.metric!r} for {self.setting}"
-        check_int(f"{where}: over", self.over, 1)
+        check_integer(f"{where}: over", self.over, 1, ConfigError)
         for name, count, least in (("cooldown", self.cooldown, 0), ("times", self.times, 1)):
             if count is not None:
-                check_int(f"{where}: {name}", count, least)
+                check_integer(f"{where}: {name}", count, least, ConfigError)
         for name in ("below", "above", "multiply", "set", "add", "at_least", "at_most"):
             if getattr(self, name) is not None:
                 check_number(f"{where}: {name}", getattr(self, name))
-        if (self.below is None) == (self.above is None):
-            raise ConfigError(f"{where} needs exactly one of below and above")
-        if [self.multiply, self.set, self.add].count(None) != 2:
-            raise ConfigError(f"{where} needs exactly one of multiply, set and add")
         if self._low() > self._high():
             raise ConfigError(f"{where}: at_least = {self.at_least} is above at_most = {self.at_most}; swap them")
         if self.set is not None and not self._low() <= self.set <= self._high():
@@ -149,11 +144,11 @@ class Rule:
 
     def holds(self, mean: float) -> bool:
         """Whether the rule fires for this mean of the metric."""
-        threshold = self.threshold()
-        return (mean < threshold if self.above is None else mean > threshold) or (self.inclusive and mean == threshold)
+        beyond = mean < self.threshold if self.above is None else mean > self.threshold
+        return beyond or (self.inclusive and mean == self.threshold)
 
+    @property
     def threshold(self) -> float:
-        """The threshold for the mean."""
         return self.above if self.above is not None else self.below if self.below is not None else math.nan
 
     def _low(self) -> float:
@@ -163,25 +158,7 @@ class Rule:
         return math.inf if self.at_most is None else self.at_most
 
 
-def check_phases(phases: Sequence[Phase]) -> None:
-    """Check that every phase but the last has a length, and that names are unique."""
-    for phase in phases[:-1]:
-        if phase.steps is None and phase.tokens is None:
-            raise ConfigError(f"phase {phase.name!r} has no length, so the next would never begin; add steps or tokens")
-    names = [phase.name for phase in phases]
-    for name in names:
-        if names.count(name) > 1:
-            raise ConfigError(f"two phases are called {name!r}; names must be unique")
-
-
 def check_number(what: str, value: Any) -> None:
     """Raise an error unless the value is a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= HUGE:
         raise ConfigError(f"{what} must be a finite number, got {value!r}")
-
-
-def check_int(what: str, value: Any, least: int) -> int:
-    """Return the value; raise an error unless it is an integer of at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{what} must be an integer of at least {least}, got {value!r}")
-    return value

@@ -10,15 +10,14 @@ continues exactly.
 
 from __future__ import annotations
 
-import difflib
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from groupwise.errors import CheckpointError, ConfigError, InputError, check_choice
-from groupwise.training.schedule.rules import HUGE, Phase, Ramp, Rule, check_number, check_phases
+from groupwise.errors import CheckpointError, ConfigError, InputError, check_choice, did_you_mean
+from groupwise.training.schedule.rules import HUGE, Phase, Ramp, Rule, check_number
 
 PATIENCE = 50  # steps after which a warning is given about a metric that was never reported
 
@@ -42,23 +41,19 @@ class Schedule:
         rules: Sequence[Rule] = (),
         refusal: Callable[[dict[str, float | int]], str | None] = lambda values: None,
     ) -> None:
-        check_phases(phases)
         self._refusal = refusal
         self._phases, self._rules = tuple(phases), tuple(rules)
         self._ramps = {ramp.setting: ramp for ramp in ramps}
-        if len(self._ramps) < len(ramps):
-            settings = [ramp.setting for ramp in ramps]
-            duplicate = next(name for name in settings if settings.count(name) > 1)
-            raise ConfigError(f"{duplicate} has two ramps; merge their points into one, with at = [[…], …]")
         changes: list[tuple[str, str, float | None]] = []  # (where, setting, value)
         changes += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
         changes += [(f"the ramp of {ramp.setting}", ramp.setting, value) for ramp in ramps for _, value in ramp.points]
         for rule in rules:
-            self._check_during(rule)
-            numbers = (rule.set, rule.at_least, rule.at_most)
-            changes += [(f"the rule on {rule.metric!r}", rule.setting, value) for value in numbers]
+            where = f"the rule on {rule.metric!r}"
+            if rule.during is not None:
+                names = [phase.name for phase in phases]
+                check_choice(f"phase in {where}: during =", rule.during, names, ConfigError)
+            changes += [(where, rule.setting, value) for value in (rule.set, rule.at_least, rule.at_most)]
         for where, name, value in changes:
-            check_choice(f"setting in {where}:", name, base, ConfigError)
             check_number(f"{name}, which {where} changes,", base[name])
             if isinstance(base[name], int) and value is not None and value != int(value):
                 raise ConfigError(f"{where}: {name} must be an integer, got {value}; write {round(value)}")
@@ -80,15 +75,12 @@ class Schedule:
     def values(self, step: int, tokens: int) -> dict[str, float | int]:
         """Every scheduled setting at the start of ``step`` (from 0), after ``tokens`` sampled tokens."""
         self._advance(step, tokens)
-        fired = self._fired
-        try:
-            values = self._values(step, tokens, before=step)
-            while self._fired and self._refusal(values) is not None:
-                # A phase or a ramp has moved the value under a rule's change: leave the latest change out.
-                self._fired = self._fired[:-1]
-                values = self._values(step, tokens, before=step)
-        finally:
-            self._fired = fired
+        fired = [(index, fired_at) for index, fired_at in self._fired if fired_at < step]
+        values = self._values(step, tokens, fired)
+        while fired and self._refusal(values) is not None:
+            # A phase or a ramp has moved the value under a rule's change: leave the latest change out.
+            fired.pop()
+            values = self._values(step, tokens, fired)
         return values
 
     def phase(self, step: int, tokens: int) -> str | None:
@@ -113,7 +105,12 @@ class Schedule:
             if rule.metric in numbers and rule.during in (None, self._name(self._phase_at(step)))
         ]
         if new and self._observed == PATIENCE + 1:  # the evaluation of the 50th step comes after its training metrics
-            messages += [self._never_reported(metric) for metric in dict.fromkeys(rule.metric for rule in self._rules)]
+            messages += [
+                f"a rule needs the metric {metric!r}, but no step of the first {PATIENCE} reported it"
+                + did_you_mean(metric, sorted(self._reported))
+                for metric in dict.fromkeys(rule.metric for rule in self._rules)
+                if metric not in self._reported
+            ]
         return [message for message in messages if message]
 
     def state(self) -> dict[str, Any]:
@@ -159,16 +156,6 @@ class Schedule:
         self._begun, self._windows, self._waits, self._fired = begun, windows, waits, fired
         self._reported, self._observed, self._last, self._tokens = reported, observed, last, tokens
 
-    def _check_during(self, rule: Rule) -> None:
-        names = [phase.name for phase in self._phases]
-        if rule.during is not None and not names:
-            raise ConfigError(
-                f"the rule on {rule.metric!r} is for the phase {rule.during!r}, but there are no phases; add "
-                "[[phases]] or remove 'during'"
-            )
-        if rule.during is not None:
-            check_choice(f"phase in the rule on {rule.metric!r}: during =", rule.during, names, ConfigError)
-
     def _advance(self, step: int, tokens: int) -> None:
         self._tokens = max(self._tokens, tokens)
         while len(self._begun) <= len(self._phases):
@@ -186,15 +173,14 @@ class Schedule:
     def _name(self, index: int) -> str | None:
         return self._phases[index].name if index < len(self._phases) else None
 
-    def _values(self, step: int, tokens: int, *, before: int) -> dict[str, float | int]:
-        return {name: self._value(name, step, tokens, before=before) for name in self._base}
+    def _values(self, step: int, tokens: int, fired: Sequence[tuple[int, int]]) -> dict[str, float | int]:
+        values = {name: self._exact(name, step, tokens, fired) for name in self._base}
+        return {
+            name: round(value) if isinstance(self._base[name], int) else float(value) for name, value in values.items()
+        }
 
-    def _value(self, name: str, step: int, tokens: int, *, before: int) -> float | int:
-        value = self._exact(name, step, tokens, before=before)
-        return round(value) if isinstance(self._base[name], int) else float(value)
-
-    def _exact(self, name: str, step: int, tokens: int, *, before: int) -> float:
-        """The value at ``step``, not rounded, with the changes of the rules that fired before the step ``before``."""
+    def _exact(self, name: str, step: int, tokens: int, fired: Sequence[tuple[int, int]]) -> float:
+        """The value at ``step``, not rounded, with the changes of the rules that ``fired``, as (rule, step)."""
         index = self._phase_at(step)
         value = self._base[name]
         if index < len(self._phases):
@@ -202,9 +188,9 @@ class Schedule:
         if name in self._ramps:
             ramp = self._ramps[name]
             value = ramp.value(step if ramp.over == "steps" else tokens)
-        for number, fired in self._fired:
+        for number, fired_at in fired:
             rule = self._rules[number]
-            if rule.setting == name and fired < before and (rule.set is None or self._phase_at(fired) == index):
+            if rule.setting == name and (rule.set is None or self._phase_at(fired_at) == index):
                 value = rule.change(value)
         return value
 
@@ -218,10 +204,9 @@ class Schedule:
         mean = math.fsum(value for _, value in window) / len(window)
         if len(window) < rule.over or self._waits[index] or used_up or not rule.holds(mean):
             return None
-        before = self._exact(rule.setting, step, self._tokens, before=step + 1)
+        before = self._exact(rule.setting, step, self._tokens, self._fired)
         if rule.change(before) == before:
             return None
-        self._fired.append((index, step))
         self._waits[index] = rule.over if rule.cooldown is None else rule.cooldown
         some = "" if window[0][0] == step - rule.over + 1 else " that reported it"
         average = f"on average over the last {rule.over} steps{some}" if rule.over > 1 else f"at step {step}"
@@ -229,22 +214,16 @@ class Schedule:
         sign, amount = ("×", rule.multiply) if rule.multiply is not None else ("=", rule.set)
         if rule.add is not None:
             sign, amount = "−" if rule.add < 0 else "+", abs(rule.add)
-        because = f"{rule.metric} was {mean:.6g} {average}, {side} {rule.threshold():.6g}"
+        because = f"{rule.metric} was {mean:.6g} {average}, {side} {rule.threshold:.6g}"
         change = f"{rule.setting} {sign} {amount:.6g}"
-        reason = self._refusal(self._values(step, self._tokens, before=step + 1))
+        fired = [*self._fired, (index, step)]
+        values = self._values(step, self._tokens, fired)
+        reason = self._refusal(values)
         if reason is not None:
-            self._fired.pop()
-            value = self._value(rule.setting, step, self._tokens, before=step + 1)
+            value = self._values(step, self._tokens, self._fired)[rule.setting]
             return f"{because}, but {change} is left out, it stays at {_shown(value)}: {reason}"
-        value = self._value(rule.setting, step, self._tokens, before=step + 1)
-        return f"{because}: {change}, now {_shown(value)}"
-
-    def _never_reported(self, metric: str) -> str | None:
-        if metric in self._reported:
-            return None
-        nearest = difflib.get_close_matches(metric, sorted(self._reported), n=1, cutoff=0.0)
-        hint = f"; the nearest reported name is {nearest[0]!r}" if nearest else ""
-        return f"a rule needs the metric {metric!r}, but no step of the first {PATIENCE} reported it{hint}"
+        self._fired = fired
+        return f"{because}: {change}, now {_shown(values[rule.setting])}"
 
 
 def _shown(value: float | int) -> str:

@@ -221,7 +221,7 @@ def test_a_rule_for_a_phase_that_does_not_exist():
         ConfigError, match=r"'accuracy': during = 'warmup'; did you mean 'warm-up'\? \(allowed: 'warm-up', 'main'\)"
     ):
         Schedule(BASE, phases=TWO, rules=[rule])
-    with pytest.raises(ConfigError, match=r"for the phase 'warmup', but there are no phases"):
+    with pytest.raises(ConfigError, match="unknown phase in the rule on 'accuracy': during = 'warmup'"):
         Schedule(BASE, rules=[rule])
 
 
@@ -342,10 +342,7 @@ def test_a_metric_that_is_never_reported_is_mentioned_once():
     assert [(step, sentences) for step, sentences in enumerate(said) if sentences] == [
         (
             50,
-            [
-                "a rule needs the metric 'accuracy', but no step of the first 50 reported it; "
-                "the nearest reported name is 'acuracy'"
-            ],
+            ["a rule needs the metric 'accuracy', but no step of the first 50 reported it; did you mean 'acuracy'?"],
         )
     ]
     lonely = Schedule(BASE, rules=rules[:1])
@@ -440,7 +437,7 @@ def test_the_warning_about_a_metric_comes_also_after_a_resumption():
     results, state = play(Schedule(BASE, rules=[Rule(**HALVE)]), steps)
     assert (results, state) == play(Schedule(BASE, rules=[Rule(**HALVE)]), steps, cut=30)
     assert results[101] != []
-    assert results[101][0].endswith("the nearest reported name is 'acuracy'")
+    assert results[101][0].endswith("did you mean 'acuracy'?")
 
 
 def test_a_state_is_a_copy():
@@ -497,17 +494,6 @@ def test_a_damaged_state_is_refused(change, reason):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (
-            {"phases": [Phase("a", set={"sampling.temprature": 1})]},
-            "unknown setting in phase 'a': 'sampling.temprature'; d",
-        ),
-        ({"ramps": [Ramp("top_p", ((0, 1),))]}, "unknown setting in the ramp of top_p: 'top_p'"),
-        ({"rules": [Rule(**HALVE | {"setting": "lr"})]}, "unknown setting in the rule on 'accuracy': 'lr'"),
-        (
-            {"ramps": [Ramp(KL, ((0, 1),)), Ramp(T, ((0, 1),)), Ramp(T, ((0, 2),))]},
-            "sampling.temperature has two ramps",
-        ),
-        ({"phases": [Phase("a", set={T: 1}), Phase("b", set={T: 1})]}, "phase 'a' has no length"),
         ({"phases": [Phase("a", set={G: 7.5})]}, f"phase 'a': {G} must be an integer, got 7.5; write 8"),
         ({"ramps": [Ramp(G, ((0, 8), (9, 2.5)))]}, f"the ramp of {G}: {G} must be an integer, got 2.5"),
         ({"rules": [Rule(metric="r", above=0, over=1, setting=G, set=1.5)]}, "the rule on 'r': .* integer, got 1.5"),
