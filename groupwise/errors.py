@@ -61,9 +61,9 @@ def did_you_mean(name: object, allowed: Iterable[str]) -> str:
 
 
 def check_integer(name: str, value: object, least: int, error: type[GroupwiseError] = InputError) -> int:
-    """The value, or an error if it is not a whole number of at least ``least``."""
+    """The value, or an error if it is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise error(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise error(f"{name} must be an integer of at least {least}, got {value!r}")
     return value
 
 

@@ -50,7 +50,7 @@ def test_choices():
 def test_whole_numbers():
     assert errors.check_integer("n", 3, 3) == 3
     for value in (2, 3.0, True, "3", None):
-        with pytest.raises(errors.InputError, match="n must be a whole number of at least 3, got"):
+        with pytest.raises(errors.InputError, match="n must be an integer of at least 3, got"):
             errors.check_integer("n", value, 3)
     with pytest.raises(errors.ConfigError):
         errors.check_integer("n", 0, 1, errors.ConfigError)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-_TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+_TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
 
@@ -69,7 +69,7 @@ def choices_of(field: FieldInfo) -> tuple[str, ...]:
 
 
 def expected_of(key: str, field: FieldInfo) -> str:
-    """What the value of a setting should be: "a whole number of at least 1"."""
+    """What the value of a setting should be: "an integer of at least 1"."""
     if key == "ramps":
         return "a table of tables, such as temperature = { from = 1.0, to = 0.7, steps = 200 } under [ramps]"
     expected: list[str] = []

@@ -68,12 +68,12 @@ def check_sampling(
     """Raise an error unless these are valid sampling settings."""
     check_above("temperature", temperature, 0.0)
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
-        raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
+        raise InputError(f"top_k must be an integer of at least 1, or None for no limit, got {top_k!r}")
     check_share("top_p", top_p, "(0, 1]")
     if min_p is not None:
         check_share("min_p", min_p, "[0, 1]")
     if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
-        raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")
+        raise InputError(f"min_tokens_to_keep must be an integer of at least 1, got {min_tokens_to_keep!r}")
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:

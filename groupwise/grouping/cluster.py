@@ -254,4 +254,4 @@ def _vectors(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
 
 def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")

@@ -116,7 +116,7 @@ def load_embedder(
     """
     for setting, number, least in (("batch_size", batch_size, 1), ("cache", cache, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise InputError(f"{setting} must be a whole number of at least {least}, got {number!r}")
+            raise InputError(f"{setting} must be an integer of at least {least}, got {number!r}")
     target = resolve_device(device)
     computed_in = resolve_dtype(dtype, target)
     if dtype == "auto":

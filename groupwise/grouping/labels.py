@@ -39,7 +39,7 @@ def similarity_group_labels(uids: Sequence[str], labels: Any) -> list[str]:
             f"labels has shape {shape_of(clusters)}; expected (P, G) or (P, G, levels) for the P = {len(names)} uids"
         )
     if clusters.is_floating_point() or clusters.is_complex():
-        raise InputError(f"labels must be whole numbers, got {clusters.dtype}")
+        raise InputError(f"labels must be integers, got {clusters.dtype}")
     repeated = [name for name, count in Counter(map(str, names)).items() if count > 1]
     if repeated:
         raise InputError(f"two prompts have the uid {repeated[0]!r}; their answers would be compared with each other")
@@ -171,4 +171,4 @@ def _tensor(labels: Any) -> Tensor:
     try:
         return torch.tensor(labels.tolist() if hasattr(labels, "tolist") else labels)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"labels must be whole numbers of shape (P, G) or (P, G, levels): {error}") from error
+        raise InputError(f"labels must be integers of shape (P, G) or (P, G, levels): {error}") from error

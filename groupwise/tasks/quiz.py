@@ -46,7 +46,7 @@ def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROW
     """A quiz of any size. The same seed gives the same questions, and a longer quiz extends a shorter one."""
     for name, number, least in (("train_rows", train_rows, 1), ("held_out_rows", held_out_rows, 1), ("seed", seed, 0)):
         if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise InputError(f"{name} must be a whole number of at least {least}, got {number!r}")
+            raise InputError(f"{name} must be an integer of at least {least}, got {number!r}")
     letters = random.Random(f"quiz letters {seed}")
     return Task(
         name="quiz",

@@ -123,9 +123,9 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
 
 # a command line, and what its error must contain
 WRONG = [
-    (["--train.steps", "three"], ["on the command line: train.steps = 'three'", "a whole number of at least 0"]),
-    (["--train.steps=4.0"], ["on the command line: train.steps = 4.0", "a whole number of at least 0: write 4"]),
-    (["--train.steps"], ["on the command line: train.steps = True", "a whole number"]),
+    (["--train.steps", "three"], ["on the command line: train.steps = 'three'", "an integer of at least 0"]),
+    (["--train.steps=4.0"], ["on the command line: train.steps = 4.0", "an integer of at least 0: write 4"]),
+    (["--train.steps"], ["on the command line: train.steps = True", "an integer"]),
     (["--train.steps", "3", "--train.steps=4"], ["--train.steps is given twice"]),
     (["--algorithm", "grop"], ["on the command line: unknown algorithm 'grop'; did you mean 'grpo'?", "'dapo'"]),
     (["--task", "quizz"], ["unknown task 'quizz'; did you mean 'quiz'?", "'rows', 'quiz', 'gsm8k', 'usmle'"]),
@@ -231,7 +231,7 @@ def test_recipes_that_cannot_be_read(complaint, here):
 def test_several_errors_are_one_line(complaint):
     assert complaint("check", "r.toml", "--train.steps", "-1", "--sampling.temperature", "hot") == (
         "on the command line: sampling.temperature = 'hot' cannot be used; it should be a number above 0; on the "
-        "command line: train.steps = -1 cannot be used; it should be a whole number of at least 0"
+        "command line: train.steps = -1 cannot be used; it should be an integer of at least 0"
     )
 
 

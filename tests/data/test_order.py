@@ -119,15 +119,15 @@ def test_a_state_is_a_copy():
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, None, "3"])
 def test_invalid_numbers(value):
-    with pytest.raises(InputError, match="rows must be a whole number of at least 1, got"):
+    with pytest.raises(InputError, match="rows must be an integer of at least 1, got"):
         Order(value)
-    with pytest.raises(InputError, match="n must be a whole number of at least 1, got"):
+    with pytest.raises(InputError, match="n must be an integer of at least 1, got"):
         Order(3).take(value)
 
 
 @pytest.mark.parametrize("seed", [-1, 0.5, True, None])
 def test_invalid_seeds(seed):
-    with pytest.raises(InputError, match="seed must be a whole number of at least 0, got"):
+    with pytest.raises(InputError, match="seed must be an integer of at least 0, got"):
         Order(3, seed=seed)
 
 

@@ -219,7 +219,7 @@ def test_invalid_settings():
     with pytest.raises(ConfigError, match=r"unknown on_too_long 'dorp'; did you mean 'drop'\?"):
         PairBuilder(PromptBuilder(tiny()), on_too_long="dorp")
     for length in (0, -1, 2.0, True, "8"):
-        with pytest.raises(ConfigError, match="max_length must be a whole number of at least 1, got"):
+        with pytest.raises(ConfigError, match="max_length must be an integer of at least 1, got"):
             PairBuilder(PromptBuilder(tiny()), max_length=length)
 
 

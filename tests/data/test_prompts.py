@@ -221,7 +221,7 @@ def test_a_chat_prompt_is_not_truncated():
 
 @pytest.mark.parametrize("length", [0, -1, 2.0, True, "8"])
 def test_invalid_lengths(length):
-    with pytest.raises(ConfigError, match="max_prompt_length must be a whole number of at least 1, got"):
+    with pytest.raises(ConfigError, match="max_prompt_length must be an integer of at least 1, got"):
         PromptBuilder(tiny(), max_prompt_length=length)
 
 

@@ -265,7 +265,7 @@ def test_the_home_folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("limit", [0, -3, 1.5, True, "2"])
 def test_invalid_limits(tmp_path, limit):
-    with pytest.raises(DataError, match="limit must be a whole number of at least 1"):
+    with pytest.raises(DataError, match="limit must be an integer of at least 1"):
         read_rows(write(tmp_path / "q.jsonl"), limit=limit)
 
 

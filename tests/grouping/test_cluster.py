@@ -531,10 +531,10 @@ def test_non_finite_embeddings(number):
     ("settings", "message"),
     [
         ({"method": "avarage"}, "unknown method 'avarage'; did you mean 'average'"),
-        ({"max_groups": 1}, "max_groups must be a whole number of at least 2, got 1"),
-        ({"max_groups": 2.5}, "max_groups must be a whole number of at least 2, got 2.5"),
-        ({"min_samples": 0}, "min_samples must be a whole number of at least 1, got 0"),
-        ({"min_samples": True}, "min_samples must be a whole number of at least 1, got True"),
+        ({"max_groups": 1}, "max_groups must be an integer of at least 2, got 1"),
+        ({"max_groups": 2.5}, "max_groups must be an integer of at least 2, got 2.5"),
+        ({"min_samples": 0}, "min_samples must be an integer of at least 1, got 0"),
+        ({"min_samples": True}, "min_samples must be an integer of at least 1, got True"),
         ({"threshold": 1.5}, "threshold must be a number from -1 to 1, got 1.5"),
         ({"min_silhouette": math.nan}, "min_silhouette must be a number from -1 to 1, got nan"),
     ],
@@ -547,5 +547,5 @@ def test_invalid_settings(settings, message):
 
 
 def test_levels_must_be_at_least_two():
-    with pytest.raises(InputError, match="levels must be a whole number of at least 2, got 1"):
+    with pytest.raises(InputError, match="levels must be an integer of at least 2, got 1"):
         nested_groups(torch.ones(2, 5, 3), levels=1)

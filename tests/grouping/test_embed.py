@@ -303,9 +303,9 @@ def test_model_that_returns_nan():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size must be a whole number of at least 1, got 0"),
-        ({"cache": -1}, "cache must be a whole number of at least 0, got -1"),
-        ({"cache": 1.5}, "cache must be a whole number of at least 0, got 1.5"),
+        ({"batch_size": 0}, "batch_size must be an integer of at least 1, got 0"),
+        ({"cache": -1}, "cache must be an integer of at least 0, got -1"),
+        ({"cache": 1.5}, "cache must be an integer of at least 0, got 1.5"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"dtype": "float8"}, "unknown dtype 'float8'"),
     ],

@@ -129,8 +129,8 @@ def test_epsilon_and_dtypes():
     ("call", "message"),
     [
         (lambda: similarity_group_labels(["a"], [[0, 1], [0, 0]]), "the P = 1 uids"),
-        (lambda: similarity_group_labels(["a", "b"], [[0, 1], [0]]), r"labels must be whole numbers of shape \(P, G\)"),
-        (lambda: similarity_group_labels(["a"], [[0.5]]), "whole numbers, got torch.float32"),
+        (lambda: similarity_group_labels(["a", "b"], [[0, 1], [0]]), r"labels must be integers of shape \(P, G\)"),
+        (lambda: similarity_group_labels(["a"], [[0.5]]), "integers, got torch.float32"),
         (lambda: similarity_group_labels(["a", "a"], [[0], [0]]), "two prompts have the uid 'a'"),
         (lambda: similarity_group_labels("ab", [[0], [0]]), "expected one label per sample, got str 'ab'"),
         (lambda: parent_labels(["a_0", "b"]), "the label 'b' has no parent"),

@@ -109,7 +109,7 @@ def test_a_builtin_reward_has_its_name(name, options):
          "entry"),
         ("length_band", {}, "reward 'length_band' needs the option 'low'"),
         ("length_band", {"low": 5, "high": 2}, "reward 'length_band': high is 2, which is less than low, 5"),
-        ("length_band", {"low": "5", "high": 6}, "reward 'length_band': low must be a whole number"),
+        ("length_band", {"low": "5", "high": 6}, "reward 'length_band': low must be an integer"),
         ("{user}:factory", {"factro": 1}, "'factro'; did you mean 'factor'? (allowed: 'factor', 'power')"),
         ("{user}:factory", {"power": 1}, "needs the option 'factor'"),
         ("{user}:plain", {"factor": 1}, "scores completions itself, so it takes no options; leave them out"),

@@ -98,11 +98,11 @@ def test_overlong_penalty_never_rises(length, limit, data):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((-1, 10, 2), "length must be a whole number of at least 0, got -1"),
-        ((1, 0, 0), "limit must be a whole number of at least 1, got 0"),
-        ((1, 10, -1), "buffer must be a whole number of at least 0, got -1"),
-        ((1.5, 10, 2), "length must be a whole number"),
-        ((True, 10, 2), "length must be a whole number"),
+        ((-1, 10, 2), "length must be an integer of at least 0, got -1"),
+        ((1, 0, 0), "limit must be an integer of at least 1, got 0"),
+        ((1, 10, -1), "buffer must be an integer of at least 0, got -1"),
+        ((1.5, 10, 2), "length must be an integer"),
+        ((True, 10, 2), "length must be an integer"),
         ((1, 10, 11), "the buffer of 11 tokens is longer than the limit of 10"),
     ],
 )

@@ -86,11 +86,11 @@ def test_the_reward_falls_with_the_distance_from_the_band(number, low, width, so
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"low": -1, "high": 2}, "low must be a whole number of at least 0, got -1"),
-        ({"low": 1, "high": 2.5}, "high must be a whole number"),
-        ({"low": 1, "high": True}, "high must be a whole number"),
+        ({"low": -1, "high": 2}, "low must be an integer of at least 0, got -1"),
+        ({"low": 1, "high": 2.5}, "high must be an integer"),
+        ({"low": 1, "high": True}, "high must be an integer"),
         ({"low": 3, "high": 2}, "high is 2, which is less than low, 3"),
-        ({"low": 1, "high": 2, "soft": -1}, "soft must be a whole number of at least 0"),
+        ({"low": 1, "high": 2, "soft": -1}, "soft must be an integer of at least 0"),
         ({"low": 1, "high": 2, "unit": "tokens"}, "unknown unit 'tokens' .allowed: 'words', 'characters'."),
         ({"low": 1, "high": 2, "after": 5}, "after must be the text that an answer follows"),
     ],
@@ -136,7 +136,7 @@ def test_distinct_n_by_hand():
     assert distinct_n(["a b c", "a b d"], 2) == 0.75
     assert distinct_n(["a b", "a b"], 2) == 0.5  # no bigram runs from one text into the next
     assert distinct_n(["a", ""], 2) == distinct_n([], 1) == 1.0
-    with pytest.raises(InputError, match="n must be a whole number of at least 1, got 0"):
+    with pytest.raises(InputError, match="n must be an integer of at least 1, got 0"):
         distinct_n(["a"], 0)
     with pytest.raises(InputError, match="distinct_n takes a list of texts, got the single text 'abc'"):
         distinct_n("abc", 1)
@@ -153,7 +153,7 @@ def test_more_repetition_never_gives_a_higher_reward(words, n, most):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": 0}, "n must be a whole number of at least 1, got 0"),
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
         ({"most": 0}, "most must be a share above 0 and up to 1, got 0"),
         ({"most": 1.5}, "most must be a share"),
         ({"most": "1"}, "most must be a share"),

@@ -277,10 +277,10 @@ def test_a_recipe_with_data_is_refused(key):
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        ({"train_rows": 0}, "train_rows must be a whole number of at least 1, got 0"),
-        ({"held_out_rows": 2.0}, r"held_out_rows must be a whole number of at least 1, got 2\.0"),
-        ({"seed": -1}, "seed must be a whole number of at least 0, got -1"),
-        ({"seed": True}, "seed must be a whole number of at least 0, got True"),
+        ({"train_rows": 0}, "train_rows must be an integer of at least 1, got 0"),
+        ({"held_out_rows": 2.0}, r"held_out_rows must be an integer of at least 1, got 2\.0"),
+        ({"seed": -1}, "seed must be an integer of at least 0, got -1"),
+        ({"seed": True}, "seed must be an integer of at least 0, got True"),
     ],
 )
 def test_impossible_sizes_are_refused(bad, match):

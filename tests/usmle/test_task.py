@@ -394,7 +394,7 @@ def test_the_defaults():
     [
         ({"promt": "chat"}, ["'promt'", "did you mean 'prompt'?", "bad_rows"]),
         ({"prompt": "chatt"}, ["'chatt'", "did you mean 'chat'?", "chat, direct, completion"]),
-        ({"copies": 0}, ["copies = 0", "a whole number of at least 1"]),
+        ({"copies": 0}, ["copies = 0", "an integer of at least 1"]),
         ({"copies": 2.0}, ["copies = 2.0", "write 2"]),
         ({"term_bonus": "0.1"}, ["term_bonus = '0.1'", "write 0.1 without quotes"]),
         ({"term_bonus": -1, "colour": "red"}, ["term_bonus = -1", "'colour'"]),
