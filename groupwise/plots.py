@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from groupwise.errors import InputError, MissingExtraError
 from groupwise.rundir.files import write_bytes
-from groupwise.stats import Statistic, bootstrap_interval
+from groupwise.stats import bootstrap_interval
 
 # Okabe and Ito's colour-blind safe palette, without its yellow, which is too faint for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -33,14 +33,10 @@ def plot_curves(
     curves: Mapping[str, Curve],
     *,
     title: str = "",
-    x_label: str = "step",
     y_label: str = "",
-    statistic: Statistic = np.mean,
-    level: float = 0.95,
     goal: float | None = None,
-    goal_label: str = "",
 ) -> None:
-    """Draw each curve's mean (or other statistic) over its runs, with a band for its bootstrap interval.
+    """Draw each curve's mean over its runs, with a band for its bootstrap interval.
 
     A single run is drawn without a band. ``goal`` draws a horizontal line. The suffix of ``path`` sets the format: png,
     svg or pdf.
@@ -54,15 +50,15 @@ def plot_curves(
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
         x, values = _points(name, curve)
-        band = bootstrap_interval(values, statistic=statistic, level=level)
+        band = bootstrap_interval(values)
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         runs = f" ({len(values)} runs)" if len(values) > 1 else ""
         axes.plot(x, band.estimate, dash, color=colour, linewidth=2, label=f"{name}{runs}")
         if len(values) > 1:
             axes.fill_between(x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
     if goal is not None:
-        axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=goal_label or f"goal: {goal:g}")
-    axes.set(xlabel=x_label, ylabel=y_label)
+        axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f"goal: {goal:g}")
+    axes.set(xlabel="step", ylabel=y_label)
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     save_figure(figure, path)

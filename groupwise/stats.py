@@ -19,12 +19,13 @@ from groupwise.errors import InputError
 FloatArray = NDArray[np.float64]
 Statistic = Callable[..., Any]  # called as statistic(values, axis=…)
 
+TAILS = (1 - 0.95) / 2, (1 + 0.95) / 2  # the quantiles between which a 95 % interval lies
 VALUES_AT_ONCE = 2**22  # random values in memory during resampling: 32 MB
 
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate with its confidence interval: three numbers, or three arrays of one shape."""
+    """An estimate with its 95 % confidence interval: three numbers, or three arrays of one shape."""
 
     estimate: Any
     low: Any
@@ -41,47 +42,30 @@ class PairedTest:
     difference: Interval
     p_value: float
     pairs: int
-    exact: bool
 
 
-def interquartile_mean(values: ArrayLike, axis: int | None = None) -> Any:
+def interquartile_mean(values: ArrayLike, axis: int = 0) -> Any:
     """The mean of the middle half (rliable's IQM): a quarter of the values, rounded down, is cut off at each end."""
-    array = np.asarray(values, dtype=np.float64)
-    if axis is None:
-        array, axis = array.reshape(-1), 0
-    number = array.shape[axis]
-    if not number:
-        raise InputError("the interquartile mean of no values is not defined")
-    cut = number // 4
-    middle = np.take(np.sort(array, axis=axis), range(cut, number - cut), axis=axis)
-    return middle.mean(axis=axis)
+    array = np.sort(_finite("values", values), axis=axis)
+    cut = array.shape[axis] // 4
+    return np.take(array, range(cut, array.shape[axis] - cut), axis=axis).mean(axis=axis)
 
 
 def bootstrap_interval(
-    values: ArrayLike,
-    *,
-    statistic: Statistic = np.mean,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    values: ArrayLike, *, statistic: Statistic = np.mean, resamples: int = 2000, seed: int = 0
 ) -> Interval:
     """A statistic over the first axis of ``values``, ``(runs, …)``, with its percentile bootstrap interval.
 
     Complete runs are drawn with replacement, so learning curves ``(runs, points)`` give an interval at each point.
     """
     array = _finite("values", values)
-    _check_level(level)
-    if resamples < 1:
-        raise InputError(f"resamples must be at least 1, got {resamples}")
-    estimate = statistic(array, axis=0)
-    replicas = np.stack(
-        [statistic(array[draw], axis=0) for block in _resamples(len(array), resamples, seed) for draw in block]
-    )
-    low, high = np.quantile(replicas, [(1 - level) / 2, (1 + level) / 2], axis=0)
-    return Interval(_number(estimate), _number(low), _number(high))
+    blocks = _resamples(len(array), resamples, seed)
+    replicas = np.stack([statistic(array[draw], axis=0) for block in blocks for draw in block])
+    bounds = (statistic(array, axis=0), *np.quantile(replicas, TAILS, axis=0))
+    return Interval(*(float(bound) if np.ndim(bound) == 0 else bound for bound in bounds))
 
 
-def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0) -> Interval:
+def median_interval(values: ArrayLike, *, resamples: int = 2000, seed: int = 0) -> Interval:
     """The median with its percentile bootstrap interval. Values may be ``inf``, for events that never happened.
 
     The bounds are two of the drawn medians, without interpolation, which infinite values would not allow.
@@ -89,20 +73,17 @@ def median_interval(values: ArrayLike, *, level: float = 0.95, resamples: int = 
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not array.size or np.isnan(array).any() or np.isneginf(array).any():
         raise InputError(f"a median needs a list of numbers without NaN and −inf, got {values!r}")
-    _check_level(level)
     blocks = _resamples(len(array), resamples, seed)
     medians = np.sort(np.concatenate([np.median(array[block], axis=1) for block in blocks]))
-    last = resamples - 1
-    low, high = medians[math.floor(last * (1 - level) / 2)], medians[math.ceil(last * (1 + level) / 2)]
-    return Interval(float(np.median(array)), float(low), float(high))
+    low, high = ((resamples - 1) * tail for tail in TAILS)
+    return Interval(float(np.median(array)), float(medians[math.floor(low)]), float(medians[math.ceil(high)]))
 
 
-def proportion_interval(successes: int, number: int, *, level: float = 0.95) -> Interval:
+def proportion_interval(successes: int, number: int) -> Interval:
     """A proportion, such as an accuracy, with its Wilson interval, which is also valid near 0 and 1."""
     if not 0 <= successes <= number or number < 1:
         raise InputError(f"need 0 ≤ successes ≤ number and number ≥ 1, got {successes} of {number}")
-    _check_level(level)
-    z = NormalDist().inv_cdf((1 + level) / 2)
+    z = NormalDist().inv_cdf(TAILS[1])
     share = successes / number
     centre = (share + z * z / (2 * number)) / (1 + z * z / number)
     half = z / (1 + z * z / number) * math.sqrt(share * (1 - share) / number + z * z / (4 * number * number))
@@ -120,9 +101,7 @@ def mean_interval(values: ArrayLike) -> Interval:
     return bootstrap_interval(array)
 
 
-def paired_test(
-    a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> PairedTest:
+def paired_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> PairedTest:
     """A two-sided sign-flip permutation test on pairs, such as the same seeds under two algorithms.
 
     If ``a`` and ``b`` do not differ, each difference has either sign with equal probability. With up to 13 pairs that
@@ -145,8 +124,7 @@ def paired_test(
         patterns += len(block)
         extreme += int((sums >= observed * (1 - 1e-12)).sum())
     p_value = extreme / patterns if exact else (extreme + 1) / (patterns + 1)
-    interval = bootstrap_interval(difference, level=level, seed=seed)
-    return PairedTest(interval, float(p_value), len(first), exact)
+    return PairedTest(bootstrap_interval(difference, seed=seed), float(p_value), len(first))
 
 
 def mcnemar(gained: int, lost: int) -> float:
@@ -174,18 +152,14 @@ def pass_at_k(number: int, right: int, k: int) -> float:
     return 1 - math.comb(number - right, k) / math.comb(number, k)
 
 
-def probability_of_improvement(
-    a: ArrayLike, b: ArrayLike, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
-) -> Interval:
+def probability_of_improvement(a: ArrayLike, b: ArrayLike) -> Interval:
     """The probability that a run of ``a`` beats a run of ``b``, ties counting half, with a bootstrap interval."""
     first, second = _finite("a", a), _finite("b", b)
-    _check_level(level)
     wins = (np.sign(first[:, None] - second[None, :]) + 1) / 2  # (runs of a, runs of b)
-    rng = np.random.default_rng(seed)
-    rows = rng.integers(0, len(first), size=(resamples, len(first)))
-    columns = rng.integers(0, len(second), size=(resamples, len(second)))
+    rng = np.random.default_rng(0)
+    rows, columns = (rng.integers(0, number, size=(2000, number)) for number in wins.shape)
     replicas = np.array([wins[row][:, column].mean() for row, column in zip(rows, columns, strict=True)])
-    low, high = np.quantile(replicas, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(replicas, TAILS)
     return Interval(float(wins.mean()), float(low), float(high))
 
 
@@ -218,12 +192,3 @@ def _finite(name: str, values: ArrayLike) -> FloatArray:
     if not np.isfinite(array).all():
         raise InputError(f"{name} holds {np.count_nonzero(~np.isfinite(array))} values that are NaN or infinite")
     return array
-
-
-def _check_level(level: float) -> None:
-    if not 0 < level < 1:
-        raise InputError(f"level must be between 0 and 1, got {level!r}")
-
-
-def _number(value: Any) -> Any:
-    return float(value) if np.ndim(value) == 0 else value

@@ -34,7 +34,7 @@ def test_draws_the_mean_and_its_interval(tmp_path, monkeypatch):
 
     drawn = []
     monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
-    plot_curves(tmp_path / "x.png", curves(), x_label="steps", y_label="reward", goal=15.0, goal_label="solved")
+    plot_curves(tmp_path / "x.png", curves(), y_label="reward", goal=15.0)
     axes = drawn[0].axes[0]
     many = curves()["five runs"]
     expected = bootstrap_interval(many.values)
@@ -43,8 +43,8 @@ def test_draws_the_mean_and_its_interval(tmp_path, monkeypatch):
     corners = axes.collections[0].get_paths()[0].get_extents()
     assert corners.y0 == pytest.approx(expected.low.min())
     assert corners.y1 == pytest.approx(expected.high.max())
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["five runs (5 runs)", "one run", "solved"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("steps", "reward")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["five runs (5 runs)", "one run", "goal: 15"]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "reward")
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,8 @@ UNFINISHED = ".unfinished-"
 
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write ``data`` to the file at ``path``, atomically."""
-    path = Path(path)
-    with _replacing(path) as unfinished, open(unfinished, "wb") as file:
-        file.write(data)
+    with _publishing(Path(path)) as unfinished:
+        unfinished.write_bytes(data)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -72,9 +71,8 @@ def write_safetensors(
     """Write named tensors in the safetensors format."""
     from safetensors.torch import save_file
 
-    path = Path(path)
     contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
-    with _replacing(path) as unfinished:
+    with _publishing(Path(path)) as unfinished:
         save_file(contiguous, unfinished, metadata=dict(metadata or {"format": "pt"}))
 
 
@@ -126,20 +124,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     path = Path(path)
     if path.exists():
         raise RunDirError(f"{path} exists already; a finished folder is never overwritten")
-    unfinished = _unfinished(path)
-    try:
-        with _report_disk_errors(path):
-            unfinished.mkdir(parents=True)
-            yield unfinished
-            write_manifest(unfinished)
-            for file in unfinished.rglob("*"):
-                _flush(file)
-            _flush(unfinished)
-            os.rename(unfinished, path)
-            _flush(path.parent)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with _publishing(path) as unfinished:
+        unfinished.mkdir()
+        yield unfinished
+        write_manifest(unfinished)
 
 
 def remove_leftovers(folder: str | Path) -> list[str]:
@@ -149,45 +137,39 @@ def remove_leftovers(folder: str | Path) -> list[str]:
     """
     leftovers = [path for path in Path(folder).rglob(f"{UNFINISHED}*") if path.exists()]
     for path in leftovers:
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
     return sorted(path.name for path in leftovers)
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    unfinished = _unfinished(path)
-    try:
-        with _report_disk_errors(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            yield unfinished
-            _flush(unfinished)
-            os.replace(unfinished, path)
-            _flush(path.parent)
-    except BaseException:
-        with suppress(OSError):
-            unfinished.unlink(missing_ok=True)
-        raise
-
-
-@contextmanager
-def _report_disk_errors(path: Path) -> Iterator[None]:
-    """Turn an error of the disk into a CheckpointError that names ``path``."""
+def _publishing(path: Path) -> Iterator[Path]:
+    """A temporary path to write a file or a folder to. At the end it becomes ``path``; after an error it is removed."""
     from safetensors import SafetensorError
 
+    unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
-        yield
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield unfinished
+        for entry in (*unfinished.rglob("*"), unfinished):
+            _flush(entry)
+        os.replace(unfinished, path)
+        _flush(path.parent)
     except (OSError, SafetensorError) as error:
+        _remove(unfinished)
         raise CheckpointError(
             f"{path} could not be written: {error_reason(error)}. The previous content is untouched; make room or "
             "choose another folder"
         ) from error
+    except BaseException:
+        _remove(unfinished)
+        raise
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.unlink()
 
 
 def _sha256(path: Path) -> str:

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
@@ -26,10 +25,10 @@ class MetricsRecorder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        rows, length = _parse(self.path)
-        self.last_step: int | None = rows[-1]["step"] if rows else None
+        lines = _parse(self.path)
+        self.last_step: int | None = lines[-1][1]["step"] if lines else None
         self._open()
-        self._file.truncate(length)
+        self._file.truncate(sum(len(line) for line, _ in lines))
 
     def _open(self) -> None:
         try:
@@ -61,32 +60,23 @@ class MetricsRecorder:
 
     def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> int:
         """Delete the rows after ``step``, to resume from there, and those to ``drop``; how many there were."""
-        rows, _ = _parse(self.path)
-        lines = zip(_lines(self.path), rows, strict=False)
+        lines = _parse(self.path)
         kept = [line for line, row in lines if row["step"] <= step and not drop(row)]
         self._file.close()
         write_bytes(self.path, b"".join(kept))
         self._open()
-        self.last_step = max((row["step"] for row in rows if row["step"] <= step), default=None)
-        return len(rows) - len(kept)
+        self.last_step = max((row["step"] for _, row in lines if row["step"] <= step), default=None)
+        return len(lines) - len(kept)
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> MetricsRecorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. An unfinished last line is ignored; other damage is an error."""
     if not Path(path).exists():
         raise RunDirError(f"{path} does not exist")
-    return _parse(Path(path))[0]
+    return [row for _, row in _parse(Path(path))]
 
 
 def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[Any]]:
@@ -95,10 +85,11 @@ def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 
-def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows, and how many bytes of the file they take."""
-    rows, length = [], 0
-    for number, line in enumerate(_lines(path), start=1):
+def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """The complete lines of the file, each with its row."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    parsed = []
+    for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
             break
         try:
@@ -106,15 +97,9 @@ def _parse(path: Path) -> tuple[list[dict[str, Any]], int]:
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
             raise RunDirError(f"{path}, line {number} is damaged: {error}. Repair or remove that line") from error
-        rows.append(
-            {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-        )
-        length += len(line)
-    return rows, length
-
-
-def _lines(path: Path) -> list[bytes]:
-    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+        parsed.append((line, finite))
+    return parsed
 
 
 def _plain(name: str, value: Any) -> Any:

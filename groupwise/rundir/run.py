@@ -20,23 +20,16 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
-from groupwise.rundir.files import (
-    atomic_folder,
-    read_json,
-    remove_leftovers,
-    verify_manifest,
-    write_json,
-)
+from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, write_json
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
 
@@ -62,10 +55,18 @@ def new_run_path(root: str | Path, name: str) -> Path:
 class RunDir:
     """An open run folder, locked until `close`. Open one with `create` or `resume`."""
 
-    def __init__(self, path: Path, lock: FileLock) -> None:
-        self.path = path
-        self._lock = lock
-        self.metrics = MetricsRecorder(path / METRICS)
+    def __init__(self, path: Path, *, new: bool) -> None:
+        self.path, self._lock = path, _acquire(path)
+        try:
+            if new:
+                _write_marker(path)
+            else:
+                _check_marker(path)
+                remove_leftovers(path)
+            self.metrics = MetricsRecorder(path / METRICS)
+        except BaseException:
+            self._lock.release()
+            raise
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
@@ -87,13 +88,7 @@ class RunDir:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise RunDirError(f"{path} cannot be created: {error_reason(error)}") from error
-        lock = _acquire(path)
-        try:
-            _write_marker(path)
-            return cls(path, lock)
-        except BaseException:
-            lock.release()
-            raise
+        return cls(path, new=True)
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDir:
@@ -101,36 +96,14 @@ class RunDir:
         path = Path(path)
         if not (path / MARKER).exists():
             raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
-        lock = _acquire(path)
-        try:
-            marker = read_json(path / MARKER)
-            if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-                raise RunDirError(f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs")
-            remove_leftovers(path)
-            return cls(path, lock)
-        except BaseException:
-            lock.release()
-            raise
+        return cls(path, new=False)
 
     def write_json(self, name: str, value: Any) -> None:
         write_json(self.path / name, value)
 
-    @contextmanager
-    def folder(self, name: str) -> Iterator[Path]:
+    def folder(self, name: str) -> AbstractContextManager[Path]:
         """A folder of this run that appears, with its manifest, once it is complete. See `atomic_folder`."""
-        with atomic_folder(self.path / name) as unfinished:
-            yield unfinished
-
-    def finished(self, pattern: str = "checkpoint-*") -> list[Path]:
-        """The undamaged folders that match ``pattern``, oldest step first."""
-        folders = []
-        for path in self.path.glob(pattern):
-            try:
-                verify_manifest(path)
-            except CheckpointError:
-                continue
-            folders.append(path)
-        return sorted(folders, key=lambda path: [int(part) for part in re.findall(r"\d+", path.name)])
+        return atomic_folder(self.path / name)
 
     def close(self) -> None:
         self.metrics.close()
@@ -160,14 +133,18 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _write_marker(path: Path) -> None:
     write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _timestamp()})
+
+
+def _check_marker(path: Path) -> None:
+    marker = read_json(path / MARKER)
+    if not isinstance(marker, dict) or marker.get("format") != FORMAT:
+        raise RunDirError(f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs")
 
 
 def _acquire(path: Path) -> FileLock:

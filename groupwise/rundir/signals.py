@@ -6,13 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import parent_process
 from types import FrameType
+from typing import Any
 
 from groupwise.text import Say
-
-STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
@@ -34,9 +33,6 @@ class StopRequest:
 def stop_on_signals(say: Say) -> Iterator[StopRequest]:
     """Within this block the two signals only set the request. Outside the main thread this does nothing."""
     request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.signal is not None and number == signal.SIGINT:
@@ -45,25 +41,26 @@ def stop_on_signals(say: Say) -> Iterator[StopRequest]:
         with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
             say(f"{request.signal.name}: finishing this step and saving; Ctrl-C again stops at once, without saving")
 
-    before = {number: signal.signal(number, handle) for number in STOPPING}
-    try:
+    with _handled_by(handle, signal.SIGINT, signal.SIGTERM):
         yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+
+
+def interrupts_ignored() -> AbstractContextManager[None]:
+    """Processes that are started within this block ignore Ctrl-C, which a terminal sends to all of them."""
+    return _handled_by(signal.SIG_IGN, signal.SIGINT)
 
 
 @contextmanager
-def interrupts_ignored() -> Iterator[None]:
-    """Processes that are started within this block ignore Ctrl-C, which a terminal sends to all of them."""
-    if threading.current_thread() is not threading.main_thread():
+def _handled_by(handler: Any, *signals: signal.Signals) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # other threads cannot set handlers
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    before = {number: signal.signal(number, handler) for number in signals}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 def end_with_parent() -> None:

@@ -105,7 +105,8 @@ def test_killed_at_every_point(killed):
             assert checkpoint.read_state(newest)["step"] == checkpoint.step_of(newest)
             chosen.append(checkpoint.step_of(newest))
             # Every folder with a checkpoint's name is complete, and best.json names an existing one.
-            assert run.finished() == sorted(run.path.glob("checkpoint-*")), point
+            for folder in run.path.glob("checkpoint-*"):
+                verify_manifest(folder)
             best = read_json(run.path / "best.json")
             verify_manifest(run.path / best["checkpoint"])
             assert not list(run.path.rglob(".unfinished-*"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from groupwise.rundir import MetricsRecorder, metric_column, read_metrics
 
 def test_rows_round_trip(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
-    with MetricsRecorder(path) as metrics:
+    with closing(MetricsRecorder(path)) as metrics:
         metrics.record(1, {"reward": torch.tensor(0.5), "n": np.int64(3), "ok": True, "note": "a\nb", "none": None})
         metrics.record(1, {"eval/accuracy": np.float32(0.25)})
         metrics.record(2, {"loss": math.nan, "high": math.inf, "low": torch.tensor(-math.inf)})
@@ -33,9 +34,9 @@ def test_rows_round_trip(tmp_path):
 
 def test_continues_an_existing_file(tmp_path):
     path = tmp_path / "m.jsonl"
-    with MetricsRecorder(path) as metrics:
+    with closing(MetricsRecorder(path)) as metrics:
         metrics.record(1, {"x": 1})
-    with MetricsRecorder(path) as metrics:
+    with closing(MetricsRecorder(path)) as metrics:
         assert metrics.last_step == 1
         metrics.record(2, {"x": 2})
     assert metric_column(read_metrics(path), "x") == ([1, 2], [1, 2])
@@ -45,7 +46,7 @@ def test_an_unfinished_last_line_is_dropped(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1, "x": 1}\n{"step": 2, "x"')
     assert read_metrics(path) == [{"step": 1, "x": 1}]
-    with MetricsRecorder(path) as metrics:
+    with closing(MetricsRecorder(path)) as metrics:
         metrics.record(2, {"x": 5})
     assert read_metrics(path) == [{"step": 1, "x": 1}, {"step": 2, "x": 5}]
 
@@ -63,7 +64,7 @@ def test_damage_in_the_middle_is_an_error_with_its_line_number(tmp_path):
 
 def test_rewind(tmp_path):
     path = tmp_path / "m.jsonl"
-    with MetricsRecorder(path) as metrics:
+    with closing(MetricsRecorder(path)) as metrics:
         for step in range(1, 6):
             metrics.record(step, {"x": step / 3})
         before = path.read_bytes()
@@ -90,7 +91,7 @@ def test_rewind(tmp_path):
     ],
 )
 def test_refused(tmp_path, values, message):
-    with MetricsRecorder(tmp_path / "m.jsonl") as metrics:
+    with closing(MetricsRecorder(tmp_path / "m.jsonl")) as metrics:
         with pytest.raises(InputError, match=message):
             metrics.record(1, values)
         metrics.record(1, {"x": 1})
