@@ -22,12 +22,12 @@ from groupwise.grouping.embed import check_embedder
 from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare, set_threads
 from groupwise.model.handle import ModelHandle
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
-from groupwise.tasks import Task, load_task
+from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
-from groupwise.training.rollout.advantages import find_advantage, find_grouping
+from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.schedule import Schedule
 from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
@@ -56,6 +56,8 @@ class RunInputs:
     task: Task
     scorer: Scorer | None  # None if no completion is ever scored
     loss: Loss
+    advantage: AdvantageFunction | None  # None for the built-in one
+    grouping: GroupingFunction | None  # None to group by prompt
     driven: tuple[str, ...]  # the settings that a schedule changes
     samples: bool  # whether completions are sampled at some time; otherwise the run only learns from pairs or examples
 
@@ -133,7 +135,10 @@ def load_inputs(
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
     samples = samples_completions(recipe, driven)
-    task = task or (load_task(recipe) if samples or names_rows(recipe) else Task("pairs", []))
+    if task is None and not samples and not names_rows(recipe):
+        find_task(recipe.task).read_options(recipe)  # a wrong option is an error even if the task's rows are not read
+        task = Task("pairs", [])
+    task = task or load_task(recipe)
     for note in task.notes:
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
@@ -143,15 +148,21 @@ def load_inputs(
     _check_sft(recipe, task)
     if scorer is not None and (task.train or task.held_out):
         scorer.check_arguments(dict.fromkeys(key for row in task.train or task.held_out for key in row))
-    return RunInputs(task, scorer, loss, driven, samples)
+    return RunInputs(
+        task=task,
+        scorer=scorer,
+        loss=loss,
+        advantage=find_advantage(recipe.advantages.function),
+        grouping=find_grouping(recipe.advantages.grouping),
+        driven=driven,
+        samples=samples,
+    )
 
 
 def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
-    """Raise an error if a training run has no rows, or names a function or an embedder that does not exist."""
+    """Raise an error if a training run has no rows or names an embedder that does not exist."""
     if inputs.samples and not inputs.task.train:
         raise ConfigError(f"the task {inputs.task.name!r} has no rows to train on; set data.train")
-    find_advantage(recipe.advantages.function)
-    find_grouping(recipe.advantages.grouping)
     if groups_by_similarity(recipe):
         check_embedder(recipe.grouping.embedder)
 

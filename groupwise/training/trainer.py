@@ -47,7 +47,7 @@ from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
 from groupwise.training.results import RunResult, StepReport
-from groupwise.training.rollout.advantages import compute_group_advantages, find_advantage, find_grouping
+from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
 from groupwise.training.rollout.collector import RolloutCollector, RolloutResult
 from groupwise.training.seeds import derive_seed
@@ -59,7 +59,7 @@ from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import Recorder
 from groupwise.training.store.run_folder import check_inputs, describe_inputs, open_run, write_inputs, write_recipe
 from groupwise.training.summary import run_facts, run_summary
-from groupwise.training.update.minibatch import MiniBatch, build_minibatch
+from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
 from groupwise.training.update.reference import Reference
@@ -131,8 +131,6 @@ class Trainer:
         """Make everything that a step needs."""
         recipe, components = self.recipe, self.components
         handle, task = components.handle, components.task
-        self.advantage_function = find_advantage(recipe.advantages.function)
-        self.grouping_function = find_grouping(recipe.advantages.grouping)
         self.metric = components.metric
         self.metric_aliases = find_algorithm(recipe.algorithm).metrics
         self.sft = SupervisedFineTuning(components) if recipe.sft.steps or recipe.sft.epochs else None
@@ -334,8 +332,8 @@ class Trainer:
             batch,
             step_recipe,
             self.collector.weights,
-            advantage=self.advantage_function,
-            grouping=self.grouping_function,
+            advantage=self.components.advantage,
+            grouping=self.components.grouping,
             grades=self.components.task.grades,
             metric=self.components.task.metric,
             ranked_by=None if ranking is None else self.collector.names.index(ranking),
@@ -345,20 +343,9 @@ class Trainer:
         self, batch: Batch, group_advantages: GroupAdvantages, step_recipe: Recipe
     ) -> tuple[list[MiniBatch], list[UpdateResult]]:
         """μ passes over the batch, each in mini-batches of complete prompts, with a data set's pairs beside them."""
-        prompts, count = len(batch.prompts), step_recipe.train.mini_batches
-        order = list(range(prompts))
-        if count > 1:
-            generator = torch.Generator().manual_seed(
-                derive_seed("mini-batches", self.recipe.train.seed, self.state.step)
-            )
-            order = torch.randperm(prompts, generator=generator).tolist()
-        cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
-        pairs = self.pairs.take(step_recipe)
-        minibatches = [
-            build_minibatch(batch, group_advantages, cut, step_recipe, pairs.split(part, count))
-            for part, cut in enumerate(cuts)
-        ]
-        used_again = step_recipe.train.iterations * count > 1
+        seed = derive_seed("mini-batches", self.recipe.train.seed, self.state.step)
+        minibatches = split_minibatches(batch, group_advantages, step_recipe, self.pairs.take(step_recipe), seed)
+        used_again = step_recipe.train.iterations * len(minibatches) > 1
         self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
         for minibatch in minibatches:
             self.updater.precompute_logps(minibatch, step_recipe, old=used_again)

@@ -41,24 +41,12 @@ class DatasetPairs(NamedTuple):
 class MiniBatchPairs:
     """The pairs of a mini-batch: pairs of its samples, by their rows, and pairs of a data set."""
 
-    chosen: Tensor  # (g,) rows of the mini-batch
-    rejected: Tensor  # (g,)
+    rows: Tensor  # (g, 2) rows of the mini-batch, chosen first
     dataset: DatasetPairs
     reference: Tensor | None = None  # (g + d, 2): summed log-probs under the reference, the samples' pairs first
 
     def __len__(self) -> int:
-        return len(self.chosen) + len(self.dataset.pairs)
-
-    @property
-    def rows(self) -> Tensor:
-        """The rows of the samples' pairs, ``(g, 2)``."""
-        return torch.stack([self.chosen, self.rejected], 1)
-
-    @property
-    def dataset_completions(self) -> CompletionBatch:
-        """The completions of the data set's pairs, chosen and rejected in turn."""
-        pairs = self.dataset.pairs
-        return CompletionBatch([pair.prompt for pair in pairs], [[pair.chosen, pair.rejected] for pair in pairs], None)
+        return len(self.rows) + len(self.dataset.pairs)
 
 
 @dataclass
@@ -74,10 +62,10 @@ class MiniBatch:
     sampler_logps: Tensor  # (n, T)
     mask: Tensor  # (n, T)
     totals: Totals
+    pairs: MiniBatchPairs
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
     weights: Tensor | None = None  # (n, T) importance weights of the tokens
-    pairs: MiniBatchPairs | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -85,7 +73,7 @@ class MiniBatch:
     @property
     def empty(self) -> bool:
         """Whether there is nothing to learn from, so that no update is made."""
-        return not self.samples and self.pairs is None
+        return not self.samples and not len(self.pairs)
 
     def select(self, chosen: Tensor) -> CompletionBatch:
         """The completions of the rows ``chosen`` ``(n,)`` bool, with their prompts."""
@@ -96,6 +84,21 @@ class MiniBatch:
             kept = kept.select((chosen[:, None] & self.mask)[self.mask].nonzero().squeeze(1))
         prompts = [prompt for prompt, members in zip(self.prompts, groups, strict=True) if members]
         return CompletionBatch(prompts, [members for members in groups if members], kept)
+
+
+def split_minibatches(
+    batch: Batch, group_advantages: GroupAdvantages, step_recipe: Recipe, dataset_pairs: DatasetPairs, seed: int
+) -> list[MiniBatch]:
+    """The batch in ``train.mini_batches`` parts of complete prompts, shuffled by ``seed`` if there are several."""
+    prompts, count = len(batch.prompts), step_recipe.train.mini_batches
+    order = list(range(prompts))
+    if count > 1:
+        order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed)).tolist()
+    cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
+    return [
+        build_minibatch(batch, group_advantages, cut, step_recipe, dataset_pairs.split(part, count))
+        for part, cut in enumerate(cuts)
+    ]
 
 
 def build_minibatch(
@@ -135,7 +138,7 @@ def build_minibatch(
             policy_sequences=len(divided_by),
             computed_tokens=int(mask.sum()),
             computed_sequences=len(computed),
-            pairs=0 if pairs is None else len(pairs),
+            pairs=len(pairs),
         ),
         pairs=pairs,
     )
@@ -143,15 +146,10 @@ def build_minibatch(
 
 def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
     """Tokens of the longest completion to be computed, with its prompt; a data set's pairs included."""
-    sampled = max(
-        (
-            len(prompt) + max(ids.shape[0] for ids in members)
-            for prompt, members in zip(batch.prompts, batch.completions, strict=True)
-        ),
-        default=0,
-    )
-    pairs = batch.pairs.dataset.pairs if isinstance(batch, MiniBatch) and batch.pairs is not None else ()
-    return max([sampled, *(pair.longest for pair in pairs)])
+    groups = zip(batch.prompts, batch.completions, strict=True)
+    sampled = [len(prompt) + max(len(ids) for ids in members) for prompt, members in groups]
+    pairs = batch.pairs.dataset.pairs if isinstance(batch, MiniBatch) else ()
+    return max([0, *sampled, *(pair.longest for pair in pairs)])
 
 
 def _needs_all_samples(step_recipe: Recipe) -> bool:
@@ -163,18 +161,15 @@ def _needs_all_samples(step_recipe: Recipe) -> bool:
     return needed or masked_denominator or not step_recipe.train.skip_equal_rewards
 
 
-def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], dataset: DatasetPairs) -> MiniBatchPairs | None:
-    """The pairs of these samples and those of the data set; None if there are neither."""
-    rows = {sample: row for row, sample in enumerate(samples)}
-    group_pairs, sampled = group_advantages.pairs, []
-    if group_pairs is not None:
+def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], dataset: DatasetPairs) -> MiniBatchPairs:
+    """The pairs of these samples and those of the data set."""
+    row_of = {sample: row for row, sample in enumerate(samples)}
+    rows: list[list[int]] = []
+    if group_advantages.pairs is not None:
         # A mini-batch has all samples of its prompts, so it has both samples of a pair or neither.
-        numbers = zip(group_pairs.chosen.tolist(), group_pairs.rejected.tolist(), strict=True)
-        sampled = [pair for pair in numbers if pair[0] in rows]
-    if not sampled and not dataset.pairs:
-        return None
-    chosen, rejected = (torch.tensor([rows[pair[side]] for pair in sampled], dtype=torch.long) for side in (0, 1))
-    return MiniBatchPairs(chosen, rejected, dataset)
+        numbers = zip(group_advantages.pairs.chosen.tolist(), group_advantages.pairs.rejected.tolist(), strict=True)
+        rows = [[row_of[chosen], row_of[rejected]] for chosen, rejected in numbers if chosen in row_of]
+    return MiniBatchPairs(torch.tensor(rows, dtype=torch.long).view(-1, 2), dataset)
 
 
 def _mask(lengths: Tensor) -> Tensor:
