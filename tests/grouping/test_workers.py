@@ -178,7 +178,7 @@ def test_ray_address_is_joined_and_left_running(existing, expected):
         env={**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [existing, expected.labels.tolist()]
@@ -232,12 +232,12 @@ for number in (signal.SIGINT, signal.SIGTERM):
 grouper = make_grouper(settings_with(workers=1), lambda text: None)
 first = grouper.group(TEXTS)
 print(json.dumps([grouper._connection._folder, *grouper.pids]), flush=True)
-until = time.monotonic() + 60
+until = time.monotonic() + 600
 while len(heard) < 2 and time.monotonic() < until:
     time.sleep(0.01)
 second = grouper.group(TEXTS)
 print(json.dumps([sorted(heard), grouper.restarts, torch.equal(first.centres, second.centres)]), flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
 
 
@@ -280,7 +280,7 @@ def test_local_ray_listens_on_loopback_and_ends_with_the_run(tmp_path):
         # Ray's agents wait up to a minute for the other processes to return.
         children = [child for child in family[1:] if not names[child.pid].endswith("Agent")]
         assert len(children) >= 4
-        assert psutil.wait_procs(children, timeout=60)[1] == []
+        assert psutil.wait_procs(children, timeout=600)[1] == []
         assert not (tmp_path / ".ray").exists()
     finally:
         process.kill()
