@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from groupwise.training.store.recorder import EVAL_PREFIX
 
@@ -44,8 +45,7 @@ class RunFacts:
     log_every: int = 1
 
 
-@dataclass(frozen=True)
-class EvaluationPoint:
+class EvaluationPoint(NamedTuple):
     step: int
     value: float
     low: float | None
@@ -75,35 +75,35 @@ class Display:
         self._lock = threading.RLock()
         self.facts = RunFacts("", "", 0, "", "", 0, None, "")
         self._began = clock()
-        self._step = 0
+        self._step, self._stage = 0, ""
         self._metrics: dict[str, float] = {}
         self._rewards, self._margins = SmoothedCurve(), SmoothedCurve()
         self._occasional: dict[str, float] = {}
         self._evaluations: list[EvaluationPoint] = []
-        self._finished: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)  # step, time
+        self._finished = deque([(0, self._began)], maxlen=RECENT + 1)  # step, time
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start. A resumed run continues after ``first_step``; ``past`` are the rows of its metrics."""
         with self._lock:
             self.facts, self._step, self._began = facts, first_step, self._clock()
-            self._finished.append((first_step, self._began))
+            self._finished = deque([(first_step, self._began)], maxlen=RECENT + 1)
             for row in past:
                 self._add_points(int(row["step"]), as_numbers(row))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is finished."""
         with self._lock:
-            self._step, self._metrics = step, as_numbers(metrics)
+            self._step, self._stage, self._metrics = step, "", as_numbers(metrics)
             if self._metrics.get("tokens_per_second") == 0:  # nothing was sampled
                 del self._metrics["tokens_per_second"]
             self._finished.append((step, self._clock()))
             self._add_points(step, self._metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """An evaluation after ``step`` is finished; names with or without ``eval/``."""
-        numbers = {EVAL_PREFIX + name.removeprefix(EVAL_PREFIX): n for name, n in as_numbers(metrics).items()}
+        """An evaluation after ``step`` is finished."""
         with self._lock:
-            self._add_points(step, numbers)
+            self._stage = ""
+            self._add_points(step, {EVAL_PREFIX + name: number for name, number in as_numbers(metrics).items()})
 
     def stage(self, text: str) -> None:
         """The current activity, such as "evaluating"."""
@@ -114,9 +114,14 @@ class Display:
     def finish(self, lines: SummaryRows) -> None:
         """The end of the run, with its summary."""
         self.close()
+        for line in align(lines):
+            self._print(line)
 
     def close(self) -> None:
         """Restore the terminal. May be called twice."""
+
+    def _print(self, text: str) -> None:
+        """Write a line of the summary."""
 
     def __enter__(self) -> Display:
         return self
@@ -126,8 +131,6 @@ class Display:
 
     def seconds_left(self) -> float | None:
         """The time for the remaining steps at the pace of the last ones."""
-        if not self._finished:
-            return None
         (first, began), (last, ended) = self._finished[0], self._finished[-1]
         return (ended - began) / (last - first) * max(0, self.facts.steps - last) if last > first else None
 
@@ -186,11 +189,6 @@ def format_count(number: int) -> str:
 
 def align(rows: SummaryRows) -> list[str]:
     """The rows as lines, with their cells aligned."""
-    cells = [[row] if isinstance(row, str) else [str(cell) for cell in row] for row in rows]
-    columns = max((len(row) for row in cells), default=0)
-    tables = [row for row in cells if len(row) > 1]
-    widths = [max((len(row[at]) for row in tables if at < len(row)), default=0) for at in range(columns)]
-    return [
-        row[0] if len(row) == 1 else "  ".join(f"{cell:<{widths[at]}}" for at, cell in enumerate(row)).rstrip()
-        for row in cells
-    ]
+    columns = zip_longest(*(row for row in rows if not isinstance(row, str)), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
+    return [row if isinstance(row, str) else "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from rich.text import Text
+from rich.text import Text
 
 Array = np.ndarray[Any, Any]
 
@@ -41,17 +39,18 @@ class Chart:
         self._add(canvas, style)
 
     def line(self, steps: Array, values: Array, style: str) -> None:
-        canvas, end = self._canvas(), self._across(steps).max() + 1
-        at = self.first + np.arange(end) / (2 * self.columns - 1) * (self.last - self.first)
+        columns = np.arange(self._across(steps).max() + 1)
+        at = self.first + columns / (2 * self.columns - 1) * (self.last - self.first)
         down = self._down(np.interp(at, steps, values))
         before = np.concatenate([down[:1], down[:-1]])
-        for column, (top, bottom) in enumerate(zip(np.minimum(down, before), np.maximum(down, before), strict=True)):
-            canvas[top : bottom + 1, column] = True
-        self._add(canvas, style)
+        self._bars(columns, np.minimum(down, before), np.maximum(down, before), style)
 
     def intervals(self, steps: Array, low: Array, high: Array, style: str) -> None:
+        self._bars(self._across(steps), self._down(high), self._down(low), style)
+
+    def _bars(self, columns: Array, tops: Array, bottoms: Array, style: str) -> None:
         canvas = self._canvas()
-        for column, top, bottom in zip(self._across(steps), self._down(high), self._down(low), strict=True):
+        for column, top, bottom in zip(columns, tops, bottoms, strict=True):
             canvas[top : bottom + 1, column] = True
         self._add(canvas, style)
 
@@ -67,8 +66,6 @@ class Chart:
 
     def text(self, head: Text) -> Text:
         """The chart below its heading. Where layers overlap, the last one is on top."""
-        from rich.text import Text
-
         width = self.margin + 2 + self.columns
         head.truncate(width, overflow="ellipsis")
         codes = np.full((self.rows, self.columns), ord(" "))
@@ -105,8 +102,6 @@ class Chart:
 
 def empty_chart(head: Text, width: int, rows: int, text: str) -> Text:
     """A chart without data, with a message."""
-    from rich.text import Text
-
     blank = Text("\n" * (rows // 2) + text.center(width), style="dim")
     return Text("\n", no_wrap=True).join([head, blank, Text("\n" * (rows - rows // 2 - 1))])
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from itertools import compress, zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from groupwise.errors import MissingExtraError
 from groupwise.rundir import metric_column, read_metrics
@@ -23,14 +24,12 @@ MAX_MARKED = 10  # points of a curve; longer curves have no markers
 SMOOTHING_SHARE = 0.05  # of a curve's points are averaged on each side
 
 
-@dataclass(frozen=True)
-class CurvePanel:
+class CurvePanel(NamedTuple):
     """A plot of one or more metrics; drawn only if all of them were recorded."""
 
     title: str
-    lines: Mapping[str, str]  # metric → label
-    colours: Sequence[str]
-    held_out: bool = False
+    colours: Mapping[str, str]  # of each metric
+    labels: Sequence[str] = ()
 
 
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
@@ -40,14 +39,13 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     """
     from groupwise.plots import new_figure, save_figure
 
-    folder = Path(run_folder)
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_metrics(run_folder / "metrics.jsonl")
     cells = _cells(metric)
-    curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.lines}
+    curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.colours}
     if not curves["reward"][0]:
         cells.insert(0, cells.pop(2))  # a run without rewards starts with its pairs
-    cells = [[panel for panel in cell if all(curves[name][0] for name in panel.lines)] for cell in cells]
-    cells = [cell for cell in cells if cell]
+    cells = [[panel for panel in cell if all(curves[name][0] for name in panel.colours)] for cell in cells]
+    cells = [cell for number, cell in enumerate(cells) if cell and cell not in cells[:number]]
     if not cells:
         return None
     columns, lines = min(2, len(cells)), math.ceil(len(cells) / 2)
@@ -63,19 +61,18 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
         for position, panel in enumerate(cell):
             top = number // 2 * 2 + position
             axes = figure.add_subplot(grid[top : top + 3 - len(cell), across])
-            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.lines)
-            if panel.held_out:
-                name = next(iter(panel.lines))
-                target = goal if name == f"{EVAL_PREFIX}{metric}" else None
-                _draw_held_out(axes, rows, name, panel.colours[0], target, share)
-            else:
-                for (name, label), colour in zip(panel.lines.items(), panel.colours, strict=True):
+            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.colours)
+            for (name, colour), label in zip_longest(panel.colours.items(), panel.labels):
+                if name.startswith(EVAL_PREFIX):
+                    target = goal if name == f"{EVAL_PREFIX}{metric}" else None
+                    _draw_held_out(axes, rows, name, colour, target, share)
+                else:
                     _draw_smoothed(axes, *curves[name], colour, label)
-                if any(panel.lines.values()):
-                    axes.legend(frameon=False, fontsize=8)
+            if panel.labels:
+                axes.legend(frameon=False, fontsize=8)
             _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
-    save_figure(figure, folder / CURVES)
-    return folder / CURVES
+    save_figure(figure, run_folder / CURVES)
+    return run_folder / CURVES
 
 
 def _cells(metric: str | None) -> list[list[CurvePanel]]:
@@ -83,41 +80,28 @@ def _cells(metric: str | None) -> list[list[CurvePanel]]:
     from groupwise.plots import COLOURS
 
     blue, orange, green, pink = COLOURS[:4]
-    held_out, pairs = f"{EVAL_PREFIX}{metric}", f"{EVAL_PREFIX}{PREFERENCE_ACCURACY}"
-
-    def single(title: str, name: str, colour: str) -> CurvePanel:
-        return CurvePanel(title, {name: ""}, [colour])
-
+    pair_rewards = {"preference/chosen_reward": blue, "preference/rejected_reward": orange}
+    gradients = {"grad_norm/grpo": blue, "grad_norm/preference": orange}
     return [
-        [single("reward while training", "reward", blue)],
-        [CurvePanel(_held_out_title(metric or ""), {held_out: ""}, [green], held_out=True)],
+        [CurvePanel("reward while training", {"reward": blue})],
+        [CurvePanel(_held_out_title(metric or ""), {f"{EVAL_PREFIX}{metric}": green})],
         [
-            CurvePanel(
-                "DPO's reward of the two answers of a pair",
-                {"preference/chosen_reward": "better", "preference/rejected_reward": "worse"},
-                [blue, orange],
-            ),
-            single("better answer preferred, while training", "preference/accuracy", blue),
+            CurvePanel("DPO's reward of the two answers of a pair", pair_rewards, ["better", "worse"]),
+            CurvePanel("better answer preferred, while training", {"preference/accuracy": blue}),
         ],
-        [CurvePanel(_held_out_title(PREFERENCE_ACCURACY), {pairs: ""}, [green], held_out=True)]
-        if pairs != held_out
-        else [],
-        [single("entropy", "entropy", orange), single("KL to the reference", "kl", pink)],
+        [CurvePanel(_held_out_title(PREFERENCE_ACCURACY), {f"{EVAL_PREFIX}{PREFERENCE_ACCURACY}": green})],
+        [CurvePanel("entropy", {"entropy": orange}), CurvePanel("KL to the reference", {"kl": pink})],
         [
-            single("tokens in an answer", "completions/mean_length", blue),
-            single("answers cut off", "completions/clipped_ratio", orange),
+            CurvePanel("tokens in an answer", {"completions/mean_length": blue}),
+            CurvePanel("answers cut off", {"completions/clipped_ratio": orange}),
         ],
         [
-            single("distance of two answers to a prompt", "diversity/mean_distance", green),
-            single("clusters per prompt", "similarity_groups/avg_groups_per_prompt", pink),
+            CurvePanel("distance of two answers to a prompt", {"diversity/mean_distance": green}),
+            CurvePanel("clusters per prompt", {"similarity_groups/avg_groups_per_prompt": pink}),
         ],
         [
-            single("cosine of the gradients of pairs and of GRPO", "grad_cosine/grpo_preference", pink),
-            CurvePanel(
-                "norm of their gradients",
-                {"grad_norm/grpo": "GRPO", "grad_norm/preference": "pairs"},
-                [blue, orange],
-            ),
+            CurvePanel("cosine of the gradients of pairs and of GRPO", {"grad_cosine/grpo_preference": pink}),
+            CurvePanel("norm of their gradients", gradients, ["GRPO", "pairs"]),
         ],
     ]
 
@@ -134,9 +118,7 @@ def _held_out_title(metric: str) -> str:
     return "right on held-out questions" if "accuracy" in metric else f"{metric.replace('_', ' ')}, held out"
 
 
-def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str) -> None:
-    import numpy as np
-
+def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str, label: str | None) -> None:
     reach = int(len(values) * SMOOTHING_SHARE)
     if reach:
         axes.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
@@ -144,7 +126,7 @@ def _draw_smoothed(axes: Any, steps: list[int], values: list[float], colour: str
     first, end = np.maximum(at - reach, 0), np.minimum(at + reach + 1, len(values))
     smooth = (sums[end] - sums[first]) / (end - first)
     marker = "o" if len(steps) <= MAX_MARKED else None
-    axes.plot(steps, smooth, color=colour, linewidth=2, marker=marker, markersize=4, label=label or None)
+    axes.plot(steps, smooth, color=colour, linewidth=2, marker=marker, markersize=4, label=label)
 
 
 def _draw_held_out(

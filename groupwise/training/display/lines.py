@@ -15,13 +15,10 @@ from groupwise.training.display.base import (
     Clock,
     Display,
     RunFacts,
-    SummaryRows,
-    align,
     as_numbers,
     format_count,
 )
 from groupwise.training.preference import PREFERENCE_ACCURACY
-from groupwise.training.store.recorder import EVAL_PREFIX
 
 LINE_SECONDS = 1.0  # between the lines of quick steps
 STAGE_SECONDS = 20.0  # without a line before a stage is written
@@ -35,6 +32,7 @@ COLUMNS: dict[str, Callable[[float], str]] = {
     MARGIN: lambda value: f"margin {value:6.3f}",
     "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
+    "step_time": lambda value: f"{value:5.1f} s",
 }
 
 
@@ -53,9 +51,9 @@ class LineDisplay(Display):
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         super().start(facts, first_step, past)
         model = f"{facts.model} ({format_count(facts.parameters)} weights) on {facts.device}"
-        self._write(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
+        self._print(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
         if first_step:
-            self._write(f"resuming after step {first_step}")
+            self._print(f"resuming after step {first_step}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
@@ -69,29 +67,25 @@ class LineDisplay(Display):
         count = len(self._evaluations)
         super().evaluation(step, metrics)
         if len(self._evaluations) > count:
-            text = self._format_evaluation() + self._format_preferred(metrics)
+            text = self._format_evaluation(as_numbers(metrics).get(PREFERENCE_ACCURACY))
         else:
-            numbers = [f"{name.removeprefix(EVAL_PREFIX)} {value:.4g}" for name, value in as_numbers(metrics).items()]
+            numbers = [f"{name} {value:.4g}" for name, value in as_numbers(metrics).items()]
             text = ", ".join(numbers[:6]) or "nothing measured"
-        self._write(f"{self._position(step)} · held out: {text}")
+        self._print(f"{self._position(step)} · held out: {text}")
 
     def stage(self, text: str) -> None:
         if self._clock() - self._written >= STAGE_SECONDS:
-            self._write(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
+            self._print(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
 
     def say(self, text: str) -> None:
-        self._write(text)
-
-    def finish(self, lines: SummaryRows) -> None:
-        self.close()
-        for line in align(lines):
-            self._write(line)
+        self._print(text)
 
     def close(self) -> None:
         if self._pending:
             self._write_step()
 
-    def _format_evaluation(self) -> str:
+    def _format_evaluation(self, preferred: float | None) -> str:
+        """The last evaluation, and the accuracy on held-out pairs unless that is its metric."""
         last, change = self._evaluations[-1], self._change()
         text = f"{self.facts.metric} {self._format_metric(last.value)}"
         if last.low is not None and last.high is not None:
@@ -99,15 +93,9 @@ class LineDisplay(Display):
         if change is not None:
             points = " points" if self._in_percent() else ""
             text += f", {self._format_metric(change, signed=True)}{points} since the first"
+        if preferred is not None and self.facts.metric != PREFERENCE_ACCURACY:
+            text += f"; preferred {100 * preferred:.1f} %"
         return text
-
-    def _format_preferred(self, metrics: Mapping[str, Any]) -> str:
-        """The accuracy on held-out pairs, unless it is the evaluations' metric."""
-        numbers = as_numbers(metrics)
-        share = numbers.get(PREFERENCE_ACCURACY, numbers.get(EVAL_PREFIX + PREFERENCE_ACCURACY))
-        if share is None or self.facts.metric == PREFERENCE_ACCURACY:
-            return ""
-        return f"; preferred {100 * share:.1f} %"
 
     def _position(self, step: int) -> str:
         total = str(self.facts.steps)
@@ -123,18 +111,12 @@ class LineDisplay(Display):
             last = self._evaluations[-1]
             cells.append(f"{self.facts.metric} {self._format_metric(last.value):>6} (held out, step {last.step})")
         cells += [form(values[name]) for name, form in COLUMNS.items() if name in values]
-        seconds = self._last_seconds()
-        cells += [f"{seconds:5.1f} s"] if seconds is not None else []
         left = self.seconds_left()
-        cells += [f"left {format_duration(left)}"] if left and self._step < self.facts.steps else []
-        self._write(" · ".join(cells))
+        if left and self._step < self.facts.steps:
+            cells.append(f"left {format_duration(left)}")
+        self._print(" · ".join(cells))
 
-    def _last_seconds(self) -> float | None:
-        if "step_time" in self._metrics:
-            return self._metrics["step_time"]
-        return self._finished[-1][1] - self._finished[-2][1] if len(self._finished) > 1 else None
-
-    def _write(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         self._written = self._clock()
         with suppress(OSError, ValueError):  # a closed pipe or file must not stop training
             try:

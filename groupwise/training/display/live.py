@@ -8,35 +8,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from groupwise.text import format_duration, one_line
-from groupwise.training.display.base import (
-    MARGIN,
-    REWARD,
-    Clock,
-    Display,
-    RunFacts,
-    SummaryRows,
-    align,
-    drawable,
-    format_count,
-)
+from groupwise.training.display.base import MARGIN, REWARD, Clock, Display, RunFacts, drawable, format_count
 from groupwise.training.display.chart import Chart, empty_chart
 from groupwise.training.preference import PREFERENCE_ACCURACY
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.live import Live
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
 REFRESHES = 4  # per second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-TWO_CHARTS = 74  # columns needed for two charts side by side
+TWO_CHARTS = 70  # columns inside the panel that are needed for two charts side by side
 TILE = 13  # columns
 
 
@@ -47,43 +36,28 @@ class LiveDisplay(Display):
         super().__init__(clock)
         self.console = console
         self._live: Live | None = None
-        self._stage, self._closed = "", False
+        self._closed = False
         self._notices: deque[str] = deque(maxlen=2)
-        self._drawn: tuple[tuple[int, ...], RenderableType] | None = None  # cached charts
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         super().start(facts, first_step, past)
         self._closed = False
         self._show()
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        super().step(step, metrics)
-        self._stage = ""
-
-    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
-        super().evaluation(step, metrics)
-        self._stage = ""
-
     def stage(self, text: str) -> None:
         self._stage = text
         self._show()
 
     def say(self, text: str) -> None:
-        from rich.text import Text
-
         with self._lock:
             self._notices.append(f"step {self._step}: {one_line(text)}")
         # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
         with suppress(OSError, ValueError):
             self.console.print(Text(text, style="yellow"))
 
-    def finish(self, lines: SummaryRows) -> None:
-        from rich.text import Text
-
-        self.close()
-        for line in align(lines):
-            with suppress(OSError, ValueError):
-                self.console.print(Text(line), soft_wrap=True)
+    def _print(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
         live, self._live, self._stage, self._closed = self._live, None, "", True
@@ -94,8 +68,6 @@ class LiveDisplay(Display):
 
     def _show(self) -> None:
         """Start redrawing. Before `start` only the current stage is shown."""
-        from rich.live import Live
-
         if self._live is None and not self._closed:
             atexit.register(self.close)  # restores the cursor if close is never called
             self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
@@ -104,28 +76,20 @@ class LiveDisplay(Display):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
-            started = self.facts.steps > 0
-            content = self._panel(options.max_width, options.size.height) if started else self._activity()
+            content = self._panel(options.max_width, options.size.height) if self.facts.steps else self._activity()
         yield content
 
     def _panel(self, width: int, height: int) -> Panel:
-        from rich.console import Group
-        from rich.panel import Panel
-        from rich.text import Text
-
         facts, inside = self.facts, max(20, width - 4)
+        title = [facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm]
         tiles = self._tiles(inside)
         foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
         if self._live is not None:
             foot.insert(0, self._activity())
         rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
-        parts: list[RenderableType] = [self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot]
-        title = " · ".join(
-            filter(None, (facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm))
-        )
         return Panel(
-            Group(*parts),
-            title=Text(title, style="bold"),
+            Group(self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot),
+            title=Text(" · ".join(filter(None, title)), style="bold"),
             title_align="left",
             subtitle=Text(f"{facts.device} · {facts.folder}", style="dim"),
             subtitle_align="right",
@@ -134,17 +98,11 @@ class LiveDisplay(Display):
         )
 
     def _activity(self) -> Text:
-        from rich.text import Text
-
         spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
         text = f"{spin} {self._stage or 'training'}" if self._live is not None else ""
         return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
 
     def _progress(self) -> RenderableType:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
         total = max(self.facts.steps, self._step, 1)
         left = self.seconds_left()
         times = format_duration(self._clock() - self._began)
@@ -159,19 +117,12 @@ class LiveDisplay(Display):
         return grid
 
     def _charts(self, width: int, rows: int) -> RenderableType:
-        from rich.table import Table
-
-        key = (self._step, len(self._evaluations), width, rows)
-        if self._drawn is not None and self._drawn[0] == key:
-            return self._drawn[1]
-        beside = self.facts.metric is not None and width >= TWO_CHARTS - 4
-        chart_width = (width - 3) // 2 if beside else width
         grid = Table.grid(padding=(0, 3, 0, 0))
-        charts = [self._training_chart(chart_width, rows)]
-        if beside:
-            charts.append(self._held_out_chart(width - 3 - chart_width, rows))
-        grid.add_row(*charts)
-        self._drawn = (key, grid)
+        if self.facts.metric is None or width < TWO_CHARTS:
+            grid.add_row(self._training_chart(width, rows))
+        else:
+            left = (width - 3) // 2
+            grid.add_row(self._training_chart(left, rows), self._held_out_chart(width - 3 - left, rows))
         return grid
 
     @property
@@ -179,8 +130,6 @@ class LiveDisplay(Display):
         return MARGIN if self._margins and not self._rewards else REWARD
 
     def _training_chart(self, width: int, rows: int) -> Text:
-        from rich.text import Text
-
         name, values = self._curve, self._metrics
         head, points = Text(), self._rewards if name == REWARD else self._margins
         if points or name in values:
@@ -200,8 +149,6 @@ class LiveDisplay(Display):
         return chart.text(head)
 
     def _held_out_chart(self, width: int, rows: int) -> Text:
-        from rich.text import Text
-
         metric = "preferred" if self.facts.metric == PREFERENCE_ACCURACY else self.facts.metric
         head = Text.assemble((f"{metric}, held out ", "bold green"))
         if not self._evaluations:
@@ -210,8 +157,7 @@ class LiveDisplay(Display):
         head.append(f" {self._format_metric(self._evaluations[-1].value)}", "bold")
         if change is not None:
             head.append(f" {self._format_metric(change, signed=True)}", "green" if change >= 0 else "red")
-        steps = np.array([evaluation.step for evaluation in self._evaluations])
-        values = np.array([evaluation.value for evaluation in self._evaluations])
+        steps, values = (np.array(column) for column in list(zip(*self._evaluations, strict=True))[:2])
         bounds = [(e.step, e.low, e.high) for e in self._evaluations if e.low is not None and e.high is not None]
         span = [*values, *(end for _, *ends in bounds for end in ends), *([] if goal is None else [goal])]
         chart = Chart(width, rows, steps, span, share=self._in_percent())
@@ -226,14 +172,11 @@ class LiveDisplay(Display):
 
     def _tiles(self, width: int) -> Table:
         """Numbers under their names, as many side by side as fit."""
-        from rich.table import Table
-        from rich.text import Text
-
         memory = [value for name, value in self._metrics.items() if name.startswith("memory/")]
         values = {**self._occasional, **self._metrics, **({"memory": max(memory)} if memory else {})}
         shown = [name for name in TILES if name in values and name != self._curve]
         tiles = [(TILES[name][0], TILES[name][1](values[name])) for name in shown]
-        if self._evaluations and width < TWO_CHARTS - 4:  # its chart does not fit
+        if self._evaluations and width < TWO_CHARTS:  # its chart does not fit
             label = "held out" if self.facts.metric == PREFERENCE_ACCURACY else self.facts.metric or ""
             tiles.insert(0, (label, self._format_metric(self._evaluations[-1].value)))
         lines = math.ceil(len(tiles) / max(1, width // TILE))
