@@ -40,8 +40,7 @@ from groupwise.training.components import (
 from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.evaluation import evaluate_policy
-from groupwise.training.monitor.health_checks import HealthChecks
-from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
+from groupwise.training.monitor.health_checks import HealthChecks, mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
@@ -375,9 +374,9 @@ class Trainer:
         if warning is not None and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
             self.say(f"step {step}: {warning}")
-        for check in self.health_checks.observe(step, metrics, step_recipe):
-            metrics[f"warnings/{check.name}"] = 1.0
-            self.say(f"step {step}: warning {check.name}: {check.message}")
+        for name, message in self.health_checks.observe(step, metrics, step_recipe).items():
+            metrics[f"warnings/{name}"] = 1.0
+            self.say(f"step {step}: warning {name}: {message}")
 
     def _after_step(self, report: StepReport) -> None:
         """Record the step, let the schedule see it, and evaluate and save if that is due."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from groupwise.config.fields import choices_of
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rundir import read_metrics
 from groupwise.tasks import load_task
-from groupwise.training.monitor.question_log import read_questions
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import format_prompt
@@ -184,7 +184,7 @@ def test_two_steps_of_the_recipe(folder, output_of):
              "--run.folder", "run", "--run.plot", "false", "--run.tensorboard", "false"]  # fmt: skip
     out = output_of("train", RECIPE, "--model.source", "tiny", *SMALL, *small)
     assert "step 2/2" in out
-    questions = read_questions(folder / "run")
+    questions = [json.loads(line) for line in (folder / "run" / "questions.jsonl").read_text().splitlines()]
     assert [entry["id"] for entry in questions] == ["s001", "s002", "s003", "s004"]
     assert sum(entry["visits"] for entry in questions) == 4
     steps = [row for row in read_metrics(folder / "run" / "metrics.jsonl") if "learning_rate" in row]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from groupwise.config import Recipe
-from groupwise.errors import CheckpointError
 from groupwise.training.monitor.timer import is_timing
 
 WINDOW = 10  # steps that means are taken over
@@ -32,11 +33,6 @@ SAMPLE_MASKS = ("off_policy", "too_short", "no_answer", "repetitive", "truncated
 SPLIT = "similarity_groups/n_prompts_split_into_"
 REFUSED = "preference/refused/"
 COSINE = "grad_cosine/grpo_preference"
-
-
-class HealthWarning(NamedTuple):
-    name: str
-    message: str
 
 
 @dataclass(frozen=True)
@@ -84,42 +80,49 @@ class HealthChecks:
         self._prompts: list[int] = []
         self._warned_at: dict[str, int] = {}
 
-    def observe(self, step: int, metrics: Mapping[str, float], recipe: Recipe) -> list[HealthWarning]:
-        """Check the last steps, given the metrics and settings of the newest (counted from 1)."""
+    def observe(self, step: int, metrics: Mapping[str, float], recipe: Recipe) -> dict[str, str]:
+        """Check the last steps, given the metrics and settings of the newest (counted from 1); messages by name."""
         row = {name: float(value) for name, value in metrics.items() if not is_timing(name) and math.isfinite(value)}
         self._window = [*self._window, row][-WINDOW:]
         self._prompts = [*self._prompts, recipe.train.batch_size * recipe.train.accumulation][-WINDOW:]
         if len(self._window) < WINDOW:
-            return []
+            return {}
         recent = RecentSteps(step, self._window, recipe, self.metric, sum(self._prompts))
-        warnings = []
+        warnings = {}
         for name, check in self.checks.items():
             if name in self._warned_at and step - self._warned_at[name] < QUIET:
                 continue
             message = check(recent)
             if message is not None:
                 self._warned_at[name] = step
-                warnings.append(HealthWarning(name, message))
+                warnings[name] = message
         return warnings
 
     def state(self) -> dict[str, Any]:
-        return {
-            "window": [dict(row) for row in self._window],
-            "questions": list(self._prompts),
-            "said": dict(self._warned_at),
-        }
+        return {"window": list(self._window), "questions": list(self._prompts), "said": dict(self._warned_at)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        try:
-            window = [{str(name): float(value) for name, value in row.items()} for row in state["window"]]
-            prompts = [int(number) for number in state["questions"]]
-            warned_at = {str(name): int(step) for name, step in state["said"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the saved health checks are damaged ({type(error).__name__}: {error}); resume from another checkpoint"
-            ) from error
-        self._window, self._prompts, self._warned_at = window, prompts, warned_at
+        self._window, self._prompts = list(state["window"]), list(state["questions"])
+        self._warned_at = dict(state["said"])
+
+
+def mismatch_warning(metrics: Mapping[str, float], step_recipe: Recipe, dtype: torch.dtype) -> str | None:
+    """A message if sampler and trainer compute different log-probs before the first update of a batch."""
+    mismatch, limit = metrics.get("sampler/logp_difference_mean", 0.0), step_recipe.train.max_logp_mismatch
+    if mismatch <= limit:
+        return None
+    cause = "the weights changed in between, or the model has layers that behave differently in training"
+    if step_recipe.model.has_dropout:
+        cause = "LoRA dropout is the likely cause: set model.lora.dropout = 0"
+    elif dtype in (torch.bfloat16, torch.float16):
+        cause = (
+            f"rounding in {str(dtype).removeprefix('torch.')} is the likely cause: loss.importance_cap = 2.0 corrects "
+            "for it, model.dtype = 'float32' avoids it"
+        )
+    return (
+        f"before the update, sampler and trainer differ by {mismatch:.3f} in a token's log-prob on average "
+        f"(train.max_logp_mismatch is {limit:g}); {cause}"
+    )
 
 
 def _kl_high(recent: RecentSteps) -> str | None:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import CheckpointError, RunDirError
 from groupwise.rundir import write_bytes
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
@@ -88,28 +87,11 @@ class QuestionLog:
         write_bytes(folder / QUESTIONS, "".join(lines).encode())
 
     def state(self) -> dict[str, list[float]]:
-        """The state as JSON."""
         return {str(row): list(history) for row, history in self._history.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; later visits are dropped."""
-        try:
-            self._history = {int(row): [float(share) for share in history] for row, history in state.items()}
-        except (AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"the saved question log is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
-            ) from error
-
-
-def read_questions(folder: str | Path) -> list[dict[str, Any]]:
-    """The records of a run's ``questions.jsonl``."""
-    path = Path(folder) / QUESTIONS
-    try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except FileNotFoundError:
-        raise RunDirError(f"there is no {QUESTIONS} in {folder}; a run writes it with its first checkpoint") from None
-    except (OSError, ValueError) as error:
-        raise RunDirError(f"{path} cannot be read: {error}; the next checkpoint writes it again") from error
+        self._history = {int(row): list(history) for row, history in state.items()}
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> str:

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise.errors import CheckpointError, RunDirError
 from groupwise.tasks import Task
-from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, read_questions, status_of, summarise
+from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, status_of, summarise
 from groupwise.training.rollout.advantages import compute_group_advantages
 from tests.training.factories import make_batch, short_recipe
 from tests.training.runs import check_same, run_steps, small_trainer
 
 ROWS = [{"prompt": f"Say number {n}: ", "id": f"q{n}", "category": "sums" if n % 2 else "words"} for n in range(5)]
+
+
+def read_questions(folder):
+    return [json.loads(line) for line in (folder / QUESTIONS).read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
@@ -92,16 +95,6 @@ def test_the_state_is_json_and_drops_later_visits():
     assert log.state() != saved
     log.load_state(saved)
     assert log.state() == saved
-    with pytest.raises(CheckpointError, match="question log is damaged"):
-        log.load_state({"one": [0.0]})
-
-
-def test_a_folder_without_questions(tmp_path):
-    with pytest.raises(RunDirError, match=r"there is no questions\.jsonl"):
-        read_questions(tmp_path)
-    (tmp_path / QUESTIONS).write_text("{")
-    with pytest.raises(RunDirError, match="cannot be read"):
-        read_questions(tmp_path)
 
 
 def first_letter(row, text):
