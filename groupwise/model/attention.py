@@ -9,16 +9,16 @@ by their log-sum-exps:
 The merge needs no backward pass of its own: each part's backward, given the merged ``out`` and ``lse``, yields exactly
 its share of the gradient, because softmax probabilities are exp(score − lse) in either case.
 
-transformers looks up attention functions by name. `attention` is registered as ``"groupwise"``. With a `Layout` it
-follows that; without one it is PyTorch's scaled-dot-product attention.
+transformers looks up attention functions by name. `attention` is registered as ``"groupwise"``. A layout says which
+tokens attend to which; without one it is PyTorch's scaled-dot-product attention.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,13 +46,6 @@ class AttentionInputs(NamedTuple):
     softcap: float | None
 
 
-class Layout(Protocol):
-    """Which tokens attend to which in one forward pass."""
-
-    def attend(self, inputs: AttentionInputs) -> Tensor:
-        """The attention output (rows, L, H, d)."""
-
-
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -65,8 +58,8 @@ def attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls; a layout arrives as a keyword."""
-    layout: Layout | None = kwargs.pop(LAYOUT, None)
+    """The function that transformers calls. A layout arrives as a keyword: its ``attend`` returns (rows, L, H, d)."""
+    layout = kwargs.pop(LAYOUT, None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout is None:
         if softcap is not None:  # not supported by scaled_dot_product_attention
@@ -84,11 +77,6 @@ AttentionInterface.register(IMPLEMENTATION, attention)
 AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)
 
 
-def placeholder_mask(like: Tensor) -> Tensor:
-    """A four-dimensional mask, which transformers passes on as it is instead of building one that is not used."""
-    return like.new_zeros(1, 1, 1, 1, dtype=torch.bool)
-
-
 class PackedLayout:
     """Prompts, then their completions, in one row.
 
@@ -104,7 +92,7 @@ class PackedLayout:
         prompt_ends, group_ends = [0, *accumulate(prompts)], [0, *accumulate(grouped)]
         segment_ends = [0, *accumulate(sizes)]
         # For loops in Python: the segments that attend to themselves, and which rows attend to which prompt.
-        self.segments = list(pairwise(segment_ends))
+        self.segments = [slice(a, b) for a, b in pairwise(segment_ends)]
         self.prefix = [
             (slice(self.prompt_tokens + q0, self.prompt_tokens + q1), slice(k0, k1))
             for (q0, q1), (k0, k1) in zip(pairwise(group_ends), pairwise(prompt_ends), strict=True)
@@ -146,15 +134,18 @@ class PackedLayout:
             q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
             if window is not None:
                 index, key_ends, longest = self._windowed_keys(window)
-                return varlen_flash(
+                out = varlen_flash(
                     q, k[index], v[index], self.segment_ends, key_ends, self.longest_segment, longest, scale, window
-                ).unsqueeze(0)
-            return shared_flash(
-                q, k, v, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
-                self.longest_segment, self.longest_group, self.longest_prompt, scale,
-            ).unsqueeze(0)  # fmt: skip
-        out: Tensor = self._by_segments(query, key, value, scale, window, softcap)
-        return out
+                )[0]
+            else:
+                out = shared_flash(
+                    q, k, v, self.segment_ends, self.group_ends, self.prompt_ends, self.prompt_tokens,
+                    self.longest_segment, self.longest_group, self.longest_prompt, scale,
+                )[0]  # fmt: skip
+        else:
+            out = self._by_segments(query[0], key[0], value[0], scale, window, softcap)
+        attended: Tensor = out.unsqueeze(0)
+        return attended
 
     # Dynamo would unroll its loops and recompile for every layout.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -162,10 +153,10 @@ class PackedLayout:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         if query.device.type == "cpu" and window is None and softcap is None:
-            out: Tensor = _SharedPrefix.apply(query[0], key[0], value[0], self, scale)  # type: ignore[no-untyped-call]
+            out: Tensor = _SharedPrefix.apply(query, key, value, self, scale)  # type: ignore[no-untyped-call]
         else:
-            out = self._dense(query[0], key[0], value[0], scale, window, softcap)
-        return out.transpose(0, 1).unsqueeze(0)
+            out = self._dense(query, key, value, scale, window, softcap)
+        return out.transpose(0, 1)
 
     def _windowed_keys(self, window: int) -> tuple[Tensor, Tensor, int]:
         """Key indices per segment for a sliding window, the segments' ends among them, and the longest segment.
@@ -194,30 +185,26 @@ class PackedLayout:
     ) -> Tensor:
         """With explicit scores: any device, dtype, window and softcap; differentiated by autograd."""
         key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], 0) for x in (key, value))
-        at = self.positions
-        outs, lses = [], []
-        for start, stop in self.segments:
-            part = slice(start, stop)
-            visible = at[part, None] >= at[None, part]
-            out, lse = _dense_attention(
-                query[:, part],
-                key[:, part],
-                value[:, part],
-                scale,
-                _within(visible, at[part], at[part], window),
-                softcap,
-            )
-            outs.append(out)
-            lses.append(lse)
+
+        def attend(rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
+            distance = self.positions[rows, None] - self.positions[None, keys]
+            visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+            return _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
+
+        outs, lses = zip(*(attend(segment, segment) for segment in self.segments), strict=True)
         segment_out, segment_lse = torch.cat(outs, 1), torch.cat(lses, 1)
         result, first = [segment_out[:, : self.prompt_tokens]], self.prompt_tokens
         for rows, keys in self.prefix:
-            visible = torch.ones(rows.stop - rows.start, keys.stop - keys.start, dtype=torch.bool, device=at.device)
-            visible = _within(visible, at[rows], at[keys], window)
-            out, lse = _dense_attention(query[:, rows], key[:, keys], value[:, keys], scale, visible, softcap)
-            result.append(merge_attention(segment_out[:, rows], segment_lse[:, rows], out, lse)[0])
+            merged, _ = merge_attention(segment_out[:, rows], segment_lse[:, rows], *attend(rows, keys))
+            result.append(merged)
             first = rows.stop
         return torch.cat([*result, segment_out[:, first:]], 1)
+
+    def batches(self) -> list[tuple[int, slice, slice, bool]]:
+        """Calls of the CPU kernel: number of groups, their rows, their keys, and whether they attend causally."""
+        segments = merge_equal_groups([(segment, segment) for segment in self.segments])
+        prefixes = merge_equal_groups(self.prefix)
+        return [(*group, True) for group in segments] + [(*group, False) for group in prefixes]
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,20 +226,13 @@ class _SharedPrefix(torch.autograd.Function):
         wide_key, wide_value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for segments in _group_by_length(layout.segments):
-            part, batch = _batched(segments)
-            part_out, part_lse = _cpu_forward(
-                *(batch(x[:, part]) for x in (query, wide_key, wide_value)), 0.0, True, scale=scale
-            )
-            out[:, part], lse[:, part] = _unbatched(part_out), _unbatched(part_lse)
-        for number, rows, keys in merge_equal_prefixes(layout.prefix):
-            part_out, part_lse = _cpu_forward(
-                *(_cut(x[:, at], number) for x, at in ((query, rows), (wide_key, keys), (wide_value, keys))),
-                0.0, False, scale=scale,
-            )  # fmt: skip
-            out[:, rows], lse[:, rows] = merge_attention(
-                out[:, rows], lse[:, rows], _unbatched(part_out), _unbatched(part_lse)
-            )
+        for number, rows, keys, causal in layout.batches():
+            places = ((query, rows), (wide_key, keys), (wide_value, keys))
+            parts = _cpu_forward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=scale)
+            part_out, part_lse = (_unbatched(x) for x in parts)
+            if not causal:  # a prompt, after the completions themselves
+                part_out, part_lse = merge_attention(out[:, rows], lse[:, rows], part_out, part_lse)
+            out[:, rows], lse[:, rows] = part_out, part_lse
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.layout, ctx.scale = layout, scale
         return out
@@ -266,17 +246,10 @@ class _SharedPrefix(torch.autograd.Function):
         key, value = (x.repeat_interleave(repeat, 0) for x in (key, value))
         grads = [torch.zeros_like(x) for x in (query, key, value)]
         tensors = (grad, query, key, value, out, lse)
-        for segments in _group_by_length(layout.segments):
-            part, batch = _batched(segments)
-            part_grads = _cpu_backward(*(batch(x[:, part]) for x in tensors), 0.0, True, scale=ctx.scale)
-            for total, share in zip(grads, part_grads, strict=True):
-                total[:, part] += _unbatched(share)
-        for number, rows, keys in merge_equal_prefixes(layout.prefix):
-            places = (rows, rows, keys, keys, rows, rows)
-            part_grads = _cpu_backward(
-                *(_cut(x[:, at], number) for x, at in zip(tensors, places, strict=True)), 0.0, False, scale=ctx.scale
-            )
-            for total, share, at in zip(grads, part_grads, (rows, keys, keys), strict=True):
+        for number, rows, keys, causal in layout.batches():
+            places = zip(tensors, (rows, rows, keys, keys, rows, rows), strict=True)
+            parts = _cpu_backward(*(_batched(x[:, at], number) for x, at in places), 0.0, causal, scale=ctx.scale)
+            for total, share, at in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[:, at] += _unbatched(share)
         if repeat > 1:
             grads[1:] = [x.view(-1, repeat, *x.shape[1:]).sum(1) for x in grads[1:]]
@@ -287,16 +260,11 @@ _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def _group_by_length(segments: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Adjacent segments of equal length together: each list makes one batch."""
-    return [list(run) for _, run in groupby(segments, key=lambda segment: segment[1] - segment[0])]
-
-
-def merge_equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
-    """Adjacent groups of equal size merged into batches: (number of groups, their rows, their prompts)."""
+def merge_equal_groups(groups: Sequence[tuple[slice, slice]]) -> list[tuple[int, slice, slice]]:
+    """Adjacent groups of equal size merged into batches: (number of groups, their rows, their keys)."""
     merged: list[tuple[int, slice, slice]] = []
     size = (-1, -1)
-    for rows, keys in prefixes:
+    for rows, keys in groups:
         lengths = (rows.stop - rows.start, keys.stop - keys.start)
         if merged and lengths == size and (merged[-1][1].stop, merged[-1][2].stop) == (rows.start, keys.start):
             number, first_rows, first_keys = merged[-1]
@@ -307,12 +275,7 @@ def merge_equal_prefixes(prefixes: Sequence[tuple[slice, slice]]) -> list[tuple[
     return merged
 
 
-def _batched(segments: Sequence[tuple[int, int]]) -> tuple[slice, Any]:
-    """The range of a run of equal segments, and the function that makes a batch of it."""
-    return slice(segments[0][0], segments[-1][1]), lambda x: _cut(x, len(segments))
-
-
-def _cut(x: Tensor, number: int) -> Tensor:
+def _batched(x: Tensor, number: int) -> Tensor:
     """(H, n · L, …) as (n, H, L, …)."""
     return x.reshape(x.shape[0], number, -1, *x.shape[2:]).transpose(0, 1)
 
@@ -325,7 +288,7 @@ def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attention ``(…, L, d)`` over one set of keys and its log-sum-exps ``(…, L)``, without gradients."""
-    if query.device.type == "cpu" and softcap is None and query.dim() == 4:
+    if query.device.type == "cpu" and softcap is None:
         mask = None if visible is None else torch.where(visible, 0.0, -math.inf).to(query.dtype)
         out, lse = _cpu_forward(query, key, value, 0.0, False, attn_mask=mask, scale=scale)
         # For a query that sees no key the kernel does not return −inf.
@@ -345,10 +308,6 @@ def _dense_attention(
     # For a query that sees no key, −inf − (−inf) would be NaN.
     weights = (scores - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(-1)).exp()
     return weights.to(value.dtype) @ value, lse
-
-
-def _within(visible: Tensor, query_at: Tensor, key_at: Tensor, window: int | None) -> Tensor:
-    return visible if window is None else visible & (query_at[:, None] - key_at[None, :] < window)
 
 
 def _softcapped_attention(

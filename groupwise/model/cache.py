@@ -21,7 +21,7 @@ from groupwise.model.attention import (
     AttentionInputs,
     PackedLayout,
     merge_attention,
-    merge_equal_prefixes,
+    merge_equal_groups,
     partial_attention,
     to_device,
 )
@@ -207,7 +207,7 @@ def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int
     for number, (_, _, members) in enumerate(groups):
         if (members.start, members.stop) != (number * size, (number + 1) * size):
             return None
-    merged = merge_equal_prefixes([(members, slice(start, start + length)) for start, length, members in groups])
+    merged = merge_equal_groups([(members, slice(start, start + length)) for start, length, members in groups])
     return [
         (members.start // size, number, keys.start, (keys.stop - keys.start) // number)
         for number, members, keys in merged

@@ -44,14 +44,12 @@ def _backward_shapes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return query, key, value
 
 
-# --- shared prefix: the prompt as one block of keys for all of its completions ----------------------------------------
-
-
 @torch.library.custom_op("groupwise::shared_flash", mutates_args=())
-def _shared(
+def shared_flash(
     query: Tensor, key: Tensor, value: Tensor, segment_ends: Tensor, group_ends: Tensor, prompt_ends: Tensor,
     prompt_tokens: int, longest_segment: int, longest_group: int, longest_prompt: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Causal attention of each segment of ``segment_ends`` to itself, merged with that of each group to its prompt."""
     out, lse, rng, unused = _flash(
         query, key, value, segment_ends, segment_ends, longest_segment, longest_segment, causal=True, scale=scale
     )
@@ -68,7 +66,7 @@ def _shared(
     return out, lse, rng, unused
 
 
-@_shared.register_fake
+@shared_flash.register_fake
 def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward_shapes(query)
 
@@ -110,27 +108,19 @@ def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_shared_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 8
 
 
-_shared.register_autograd(_shared_grad, setup_context=_shared_context)
-
-
-def shared_flash(*args: Any) -> Tensor:
-    """Causal attention of each segment of ``segment_ends`` to itself, merged with that of each group to its prompt."""
-    out: Tensor = _shared(*args)[0]
-    return out
-
-
-# --- sliding window: keys gathered for each segment -------------------------------------------------------------------
+shared_flash.register_autograd(_shared_grad, setup_context=_shared_context)
 
 
 @torch.library.custom_op("groupwise::varlen_flash", mutates_args=())
-def _varlen(
+def varlen_flash(
     query: Tensor, key: Tensor, value: Tensor, q_ends: Tensor, k_ends: Tensor, longest_q: int, longest_k: int,
     scale: float, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Causal attention of each query segment to its key segment, aligned at their ends, within a window."""
     return _flash(query, key, value, q_ends, k_ends, longest_q, longest_k, causal=True, scale=scale, window=window)
 
 
-@_varlen.register_fake
+@varlen_flash.register_fake
 def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return _forward_shapes(query)
 
@@ -161,10 +151,4 @@ def _varlen_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_varlen_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
 
 
-_varlen.register_autograd(_varlen_grad, setup_context=_varlen_context)
-
-
-def varlen_flash(*args: Any) -> Tensor:
-    """Causal attention of each query segment to its key segment, aligned at their ends, within a window."""
-    out: Tensor = _varlen(*args)[0]
-    return out
+varlen_flash.register_autograd(_varlen_grad, setup_context=_varlen_context)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from groupwise.core.logps import finish_logits
 from groupwise.errors import InputError
-from groupwise.model.attention import IMPLEMENTATION, LAYOUT, AttentionInputs, PackedLayout, placeholder_mask
+from groupwise.model.attention import IMPLEMENTATION, LAYOUT, AttentionInputs, PackedLayout
 from groupwise.model.flash import FLASH_DTYPES
 from groupwise.model.small_batch_linear import small_batch_matmul
 
@@ -90,11 +90,14 @@ class ModelHandle:
             # It was changed since; the other implementation would silently ignore the layout.
             self.model.set_attn_implementation(IMPLEMENTATION)
 
+        # transformers passes a four-dimensional mask on as it is, instead of building one that is not used.
+        mask = ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)
+
         def run() -> Tensor:
             out = self.trunk(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=placeholder_mask(ids),
+                attention_mask=mask,
                 use_cache=False,
                 **{LAYOUT: layout},
             )

@@ -167,13 +167,14 @@ def _fetch(entry: CatalogueEntry, cache_dir: Path, report: FetchProgress) -> Pat
 def _convert(entry: CatalogueEntry, joined: dict[str, Path], target: Path) -> None:
     import torch
 
-    from groupwise.model.gguf import load_gguf, save_folder
+    from groupwise.model.gguf import load_gguf
 
     gguf = next(path for name, path in joined.items() if name.endswith(".gguf"))
     with redirect_stderr(io.StringIO()):  # progress bars of other packages
         model, tokenizer = load_gguf(gguf, getattr(torch, entry.dtype))
         with atomic_folder(target) as folder:
-            save_folder(model, tokenizer, folder)
+            model.save_pretrained(folder, max_shard_size=2**60)  # in one file
+            tokenizer.save_pretrained(folder)
             _copy({name: path for name, path in joined.items() if path != gguf}, folder)
             write_json(folder / SOURCE, _source_record(entry))
 

@@ -13,7 +13,8 @@ from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
-from groupwise.model.gguf import convert_gguf, load_gguf, read_metadata
+from groupwise.model.export import export_model
+from groupwise.model.gguf import _cached_reads, _read_metadata, load_gguf
 from groupwise.model.weights import fetch
 from groupwise.rundir import verify_manifest
 
@@ -156,7 +157,8 @@ def test_it_can_be_trained_and_saved(tmp_path, original):
 
 
 def test_the_folder_holds_the_same_model(tmp_path, plain, original):
-    folder = convert_gguf(plain, tmp_path / "folder")
+    exported, direct = load_gguf(plain)
+    folder = export_model(exported, tmp_path / "folder", tokenizer=direct)
     verify_manifest(folder)
     names = {path.name for path in folder.iterdir()}
     assert names == {
@@ -166,7 +168,6 @@ def test_the_folder_holds_the_same_model(tmp_path, plain, original):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert torch.equal(logits_of(model), logits_of(original))
     assert "quantization" not in (folder / "config.json").read_text()
-    _, direct = load_gguf(plain)
     saved = AutoTokenizer.from_pretrained(folder)
     for text in ("", "ab 112 <|im_end|>", "tab\tünï 🙂\n\n  x", "½ ½"):
         assert saved(text).input_ids == direct(text).input_ids
@@ -190,17 +191,17 @@ def test_special_tokens(plain):
 @pytest.mark.parametrize("add", [True, False, None])
 def test_bos_is_added_if_the_file_says_so(tmp_path, original, add):
     write_gguf(tmp_path / "x.gguf", original, **({} if add is None else {"add_bos_token": add}))
-    folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
     _, direct = load_gguf(tmp_path / "x.gguf")
+    direct.save_pretrained(tmp_path / "folder")
     expected = [1] if add else []
-    for tokenizer in (direct, AutoTokenizer.from_pretrained(folder)):
+    for tokenizer in (direct, AutoTokenizer.from_pretrained(tmp_path / "folder")):
         assert tokenizer("ab").input_ids == [*expected, TOKENS.index("ab")]
         assert tokenizer("ab", add_special_tokens=False).input_ids == [TOKENS.index("ab")]
 
 
 def test_both_eos_tokens_of_a_file_are_used(tmp_path, original):
     write_gguf(tmp_path / "x.gguf", original, eot_token_id=0)
-    folder = convert_gguf(tmp_path / "x.gguf", tmp_path / "folder")
+    folder = export_model(load_gguf(tmp_path / "x.gguf")[0], tmp_path / "folder")
     assert AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id == [2, 0]
 
 
@@ -214,22 +215,14 @@ def test_numbers_are_split_into_digits_for_smollm(tmp_path, original):
     assert other.tokenize("12 1") == ["12", "Ġ1"]
 
 
-def test_metadata(plain):
-    metadata = read_metadata(plain)
-    assert metadata["general.architecture"] == "llama"
-    assert metadata["llama.block_count"] == 2
-    assert metadata["tokenizer.ggml.tokens"] == len(TOKENS)
-    assert metadata["tokenizer.ggml.bos_token_id"] == 1
-
-
 def test_a_file_that_is_not_gguf(tmp_path):
     for content in (b"", b"GGU", b"PK\x03\x04 a zip archive"):
         (tmp_path / "x.gguf").write_bytes(content)
-        with pytest.raises(CheckpointError, match="is not a GGUF file: it does not start with GGUF"):
+        with pytest.raises(CheckpointError, match=r"x.gguf is not a readable GGUF file: .*download it again"):
             load_gguf(tmp_path / "x.gguf")
-    with pytest.raises(CheckpointError, match=r"none.gguf cannot be read: No such file"):
+    with pytest.raises(CheckpointError, match=r"none.gguf is not a readable GGUF file: No such file"):
         load_gguf(tmp_path / "none.gguf")
-    with pytest.raises(CheckpointError, match="cannot be read: Is a directory"):
+    with pytest.raises(CheckpointError, match="is not a readable GGUF file: Is a directory"):
         load_gguf(tmp_path)
 
 
@@ -239,10 +232,11 @@ def test_a_truncated_file(tmp_path, plain):
     cuts = [4, 10, 24, 30, 100, 1000, header // 2, header - 1, header, header + 1, len(data) // 2, len(data) - 100]
     for cut in cuts:
         (tmp_path / "x.gguf").write_bytes(data[:cut])
-        with pytest.raises(CheckpointError, match=r"is truncated.*Download it again"):
-            read_metadata(tmp_path / "x.gguf")
+        with pytest.raises(CheckpointError, match=r"is not a readable GGUF file: it is truncated.*download it again"):
+            load_gguf(tmp_path / "x.gguf")
 
 
+@pytest.mark.slow
 def test_a_damaged_header_gives_a_clear_error(tmp_path, plain):
     """With any byte of the header changed, the result is metadata or a CheckpointError."""
     data = plain.read_bytes()
@@ -253,17 +247,27 @@ def test_a_damaged_header_gives_a_clear_error(tmp_path, plain):
         changed[position] ^= 0xFF
         (tmp_path / "x.gguf").write_bytes(changed)
         try:
-            read_metadata(tmp_path / "x.gguf")
+            with _cached_reads():
+                _read_metadata(tmp_path / "x.gguf")
         except CheckpointError:
             refused += 1
     assert refused > 50
+
+
+def test_a_file_of_the_same_name_in_the_working_directory_is_not_used(tmp_path, plain, original, monkeypatch):
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.norm.weight.fill_(2.0)
+    write_gguf(tmp_path / plain.name, other)
+    monkeypatch.chdir(tmp_path)
+    assert torch.equal(logits_of(load_gguf(plain)[0]), logits_of(original))
 
 
 def test_other_versions(tmp_path, plain):
     data = bytearray(plain.read_bytes())
     data[4] = 9
     (tmp_path / "x.gguf").write_bytes(data)
-    with pytest.raises(CheckpointError, match="is a GGUF file of version 9"):
+    with pytest.raises(CheckpointError, match="version 9"):
         load_gguf(tmp_path / "x.gguf")
 
 
@@ -293,8 +297,6 @@ def test_without_the_packages_it_needs(plain, monkeypatch, tmp_path, package):
     with pytest.raises(MissingExtraError, match=message):
         load_gguf(plain)
     with pytest.raises(MissingExtraError, match=message):
-        read_metadata(plain)
-    with pytest.raises(MissingExtraError, match=message):
         fetch("smollm2-135m", cache=tmp_path)  # before anything is downloaded
     assert not (tmp_path / "downloads").exists()
 
@@ -313,9 +315,3 @@ def test_the_gguf_package_is_restored(plain, tmp_path, original):
         other.model.norm.weight.fill_(2.0)
     write_gguf(path, other)
     assert load_gguf(path)[0].model.norm.weight.eq(2.0).all()
-
-
-def test_an_existing_folder_is_not_overwritten(tmp_path, plain):
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(RuntimeError, match="exists already"):
-        convert_gguf(plain, tmp_path / "folder")
