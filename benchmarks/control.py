@@ -39,8 +39,9 @@ import numpy as np
 import torch
 
 from groupwise.control.algorithms import play_out
-from groupwise.control.main import HELD_OUT, config_of, train
-from groupwise.control.utils import make_environments
+from groupwise.control.environments import HELD_OUT, make_environments
+from groupwise.control.main import train
+from groupwise.control.settings import config_of
 from groupwise.rundir import package_versions
 from groupwise.stats import Interval
 

@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import re
+import textwrap
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +36,8 @@ def add_control(commands: Commands) -> None:
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
     action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID")
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
-    action.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the weights, first states and sampling"
-    )
+    seed_help = "seed of the weights, first states and sampling"
+    action.add_argument("--seed", type=int, default=0, metavar="N", help=seed_help)
     action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
     _add_common(action)
     action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
@@ -92,7 +93,8 @@ def _add_common(action: argparse.ArgumentParser) -> None:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from groupwise.control.main import config_of, format_row, make_plotter, train
+    from groupwise.control.main import format_row, make_plotter, train
+    from groupwise.control.settings import config_of
     from groupwise.rundir import new_run_path
 
     config = config_of(
@@ -106,24 +108,22 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.resume and not arguments.out:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
     folder = arguments.out or new_run_path(RUNS, re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}"))
-    out = console()
 
     def report(row: ProgressRow) -> None:
-        out.print(format_row(row), highlight=False, soft_wrap=True)
+        _say(format_row(row))
         plotter.add(config.algorithm, row)
 
-    plotter = make_plotter(config, folder / "progress.png", window=arguments.live_plot)
-    with plotter:
+    with closing(make_plotter(config, folder / "progress.png", window=arguments.live_plot)) as plotter:
         training = train(config, folder, resume=arguments.resume, overwrite=arguments.overwrite, report=report)
+    _say(training.outcome())
     ending = "stopped; continue with --resume" if training.exit_status else f"watch it: groupwise control play {folder}"
-    for line in (training.outcome(), f"{folder} has the curve (progress.png) and the best model; {ending}"):
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    _say(f"{folder} has the curve (progress.png) and the best model; {ending}")
     return training.exit_status
 
 
 def _compare(arguments: argparse.Namespace) -> int:
     from groupwise.control.comparison.compare import compare
-    from groupwise.control.main import config_of
+    from groupwise.control.settings import config_of
 
     environments, algorithms = (_names(arguments, option) for option in ("envs", "algos"))
     for option in ("seeds", "jobs"):
@@ -135,18 +135,14 @@ def _compare(arguments: argparse.Namespace) -> int:
         for seed in range(arguments.seeds)
         for algorithm in algorithms
     ]
-    out = console()
-
-    def say(line: str) -> None:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    say(compare(configs, arguments.out, jobs=arguments.jobs, report=say))
-    say(f"{arguments.out} has comparison.md, runs.csv, curves.csv and a plot of each environment")
+    _say(compare(configs, arguments.out, jobs=arguments.jobs, report=_say))
+    _say(f"{arguments.out} has comparison.md, runs.csv, curves.csv and a plot of each environment")
     return 0
 
 
 def _play(arguments: argparse.Namespace) -> int:
-    from groupwise.control.main import HELD_OUT, play
+    from groupwise.control.environments import HELD_OUT
+    from groupwise.control.play import play
     from groupwise.control.utils import has_display
 
     video = arguments.out
@@ -154,12 +150,15 @@ def _play(arguments: argparse.Namespace) -> int:
         first = arguments.runs[0]
         video = (first if first.is_dir() else first.parent) / "play.gif"
     returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
-    out = console()
     for run, value in zip(arguments.runs, returns, strict=True):
-        out.print(f"{run}: return {value:g}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"{run}: return {value:g}")
     if video:
-        out.print(f"the video is {video}", markup=False, highlight=False, soft_wrap=True)
+        _say(f"the video is {video}")
     return 0
+
+
+def _say(line: str) -> None:
+    console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _common(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -186,15 +185,16 @@ def _option(word: str) -> tuple[str, Any]:
 
 
 def _presets_help() -> str:
-    from groupwise.control.algorithms import ALIASES, PRESETS
+    from groupwise.control.settings import ALIASES, PRESET_HELP, PRESETS
 
     lines = ["presets:"]
-    for name, preset in PRESETS.items():
-        aliases = [alias for alias, preset_name in ALIASES.items() if preset_name == name]
-        lines.append(f"  {' or '.join([name, *aliases])}")
-        lines += [f"      {line.strip()}" for line in (preset.__doc__ or "").strip().splitlines() if line.strip()]
-    for title, preset in (("grpo", PRESETS["grpo-paper"]), ("ppo", PRESETS["ppo"])):
-        settings = preset()
+    for name, text in PRESET_HELP.items():
+        aliases = [alias for alias, preset in ALIASES.items() if preset == name]
+        lines += [
+            f"  {' or '.join([name, *aliases])}",
+            textwrap.indent(textwrap.fill(text, 114, break_on_hyphens=False), " " * 6),
+        ]
+    for title, settings in (("grpo", PRESETS["grpo-paper"]), ("ppo", PRESETS["ppo"])):
         lines += ["", f"settings of {title} and their defaults:"]
         for key, field in type(settings).model_fields.items():
             if key != "algorithm":

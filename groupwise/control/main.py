@@ -1,4 +1,4 @@
-"""Training loops, checkpoints, and playing trained agents.
+"""The training loops, and a run with its files.
 
 Edit `CONFIG` and run ``python -m groupwise.control.main``, or use `groupwise control train | compare | play`.
 """
@@ -6,12 +6,11 @@ Edit `CONFIG` and run ``python -m groupwise.control.main``, or use `groupwise co
 from __future__ import annotations
 
 import csv
-import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,38 +18,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.control.algorithms import (
-    GRPOAgent,
-    GRPOSettings,
-    PPOAgent,
-    PPOSettings,
-    make_agent,
-    play_out,
-    settings_of,
-    validate,
-)
-from groupwise.control.utils import (
-    AnyArray,
-    Environments,
-    GRPOBuffer,
-    LivePlotter,
-    PPOBuffer,
-    SeededGymEnv,
-    Shape,
-    make_environments,
-    write_video,
-)
-from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError, check_choice
-from groupwise.rundir import (
-    RunDir,
-    StopRequest,
-    package_versions,
-    stop_on_signals,
-    write_bytes,
-    write_csv,
-)
+from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
+from groupwise.control.environments import HELD_OUT, Environments, make_environments, shape_of
+from groupwise.control.models import BEST_FILE, MODEL_FORMAT, STATE_FILE, load_weights, read_model, write_model
+from groupwise.control.play import play
+from groupwise.control.settings import Config, PPOSettings, config_of
+from groupwise.control.utils import GRPOBuffer, LivePlotter, PPOBuffer, Shape
+from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, check_choice
+from groupwise.rundir import RunDir, StopRequest, package_versions, stop_on_signals, write_csv
 
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
@@ -63,41 +39,9 @@ CONFIG: dict[str, Any] = {
 }
 
 CONFIG_FILE, PROGRESS_FILE, RESULT_FILE = "config.json", "progress.csv", "result.json"
-BEST_FILE, STATE_FILE, MODELS, MODEL_FORMAT = "best_model.pt", "state.pt", "models", 1
-HELD_OUT = 2**30  # evaluation uses the seeds from here on, training those below
 ProgressRow = dict[str, float]  # an evaluation and the mean metrics of the updates before it
 OnProgress = Callable[[ProgressRow], None]
 Metrics = dict[str, float]
-
-
-class Config(BaseModel):
-    """The configuration of a run, saved as config.json."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    environment: str = Field(default="CartPole-v1", description="a Gymnasium id, or MODULE:ID")
-    options: dict[str, Any] = Field(default={}, description="keyword arguments of the environment")
-    algorithm: str = Field(default="grpo-fast", description="a preset, with changes: grpo-fast:same_start=false")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the weights, first states and sampling")
-    steps: int = Field(default=100_000, ge=1, description="environment steps to train for; the last update is finished")
-    evaluate_every: int = Field(default=2048, ge=1, description="environment steps between evaluations")
-    starts: int = Field(default=20, ge=1, description="held-out first states that an evaluation plays")
-    threshold: float | None = Field(default=None, description="return that counts as solved (None: the environment's)")
-    stop_when_solved: bool = Field(default=False, description="stop after two evaluations in a row at the threshold")
-    save_every: int = Field(default=50, ge=1, description="updates between checkpoints")
-
-    settings: GRPOSettings | PPOSettings = Field(discriminator="algorithm", description="the algorithm's settings")
-
-
-def config_of(**values: Any) -> Config:
-    """A checked configuration. Without ``settings`` they are those of the algorithm's preset."""
-    algorithm = values.get("algorithm", Config.model_fields["algorithm"].default)
-    if "settings" not in values and isinstance(algorithm, str):
-        values["settings"] = settings_of(algorithm).model_dump()
-    return validate(Config, values)
-
-
-# --- the training loops ----------------------------------------------------------------------------------------------
 
 
 def grpo_updates(
@@ -140,7 +84,8 @@ def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Gene
         for _ in range(settings.steps // settings.environments):
             actions, logps = agent.get_action(states)
             steps = environments.step(members, actions)
-            buffer.store(states=states, actions=actions, logps=logps, next_states=steps.observations, **steps.ends())
+            ends = {"rewards": steps.rewards, "terminated": steps.terminated, "truncated": steps.truncated}
+            buffer.store(states=states, actions=actions, logps=logps, next_states=steps.observations, **ends)
             states = steps.observations
             returns, lengths = returns + steps.rewards, lengths + 1
             if steps.done.any():
@@ -153,9 +98,6 @@ def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Gene
         if ended:
             metrics["train_return"], metrics["episode_length"] = (float(x) for x in np.mean(ended, axis=0))
         yield settings.steps, metrics
-
-
-# --- a run -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -209,6 +151,10 @@ class Training:
         self.threshold = _threshold(config, self.environments.shape)
         self.agent = make_agent(self.environments.shape, settings, config.seed)
         self.rng = np.random.default_rng(config.seed)
+        if isinstance(self.agent, GRPOAgent):
+            self._updates = grpo_updates(self.agent, self.environments, self.rng)
+        else:
+            self._updates = ppo_updates(self.agent, self.environments, self.rng)
         self._versions = package_versions(("torch", "gymnasium", "numpy"))
         self._remember_generators()
 
@@ -218,19 +164,21 @@ class Training:
         try:
             if self._evaluation_is_due:
                 report(self.evaluate(run))
-            for steps, metrics, seconds in self._updates():
+            while not self.is_over:
+                started = time.process_time()
+                steps, metrics = next(self._updates)
+                progress.cpu_seconds += time.process_time() - started  # without evaluations
                 progress.update += 1
                 progress.env_steps += steps
-                progress.cpu_seconds += seconds
                 progress.seen.append(metrics)
                 self._remember_generators()
                 run.metrics.record(progress.update, {"env_steps": progress.env_steps, **metrics})
                 if self._evaluation_is_due:
                     report(self.evaluate(run))
                 if progress.update % config.save_every == 0:
-                    write_model(run.path / MODELS / f"update-{progress.update}.pt", self.model())
+                    write_model(run.path / "models" / f"update-{progress.update}.pt", self.model())
                     self.save(run)
-                if stopping or self.is_over:
+                if stopping:
                     break
         except Exception:
             if progress.rows:
@@ -240,17 +188,6 @@ class Training:
         self.exit_status = stopping.exit_status
         if self.is_over:
             run.write_json(RESULT_FILE, self._result())
-
-    def _updates(self) -> Iterator[tuple[int, Metrics, float]]:
-        """The steps, metrics and CPU seconds of each update; evaluation time is not counted."""
-        if isinstance(self.agent, GRPOAgent):
-            updates = grpo_updates(self.agent, self.environments, self.rng)
-        else:
-            updates = ppo_updates(self.agent, self.environments, self.rng)
-        while not self.is_over:
-            started = time.process_time()
-            steps, metrics = next(updates)
-            yield steps, metrics, time.process_time() - started
 
     @property
     def is_over(self) -> bool:
@@ -285,7 +222,8 @@ class Training:
         row |= {name: float(np.mean([values[name] for values in progress.seen if name in values])) for name in names}
         progress.rows.append(row)
         progress.seen.clear()
-        progress.at_threshold = progress.at_threshold + 1 if self._reached(greedy) else 0
+        reached = self.threshold is not None and greedy >= self.threshold
+        progress.at_threshold = progress.at_threshold + 1 if reached else 0
         if progress.at_threshold == 2 and progress.solved_at is None:
             progress.solved_at = progress.env_steps, progress.cpu_seconds
         if progress.best is None or (greedy, sampled) > progress.best:
@@ -297,9 +235,6 @@ class Training:
     def close(self) -> None:
         self.environments.close()
         self.evaluation.close()
-
-    def _reached(self, greedy: float) -> bool:
-        return self.threshold is not None and greedy >= self.threshold
 
     def model(self) -> dict[str, Any]:
         """The weights with their configuration, versions and scores: only tensors and plain values."""
@@ -325,7 +260,7 @@ class Training:
         saved = read_model(run.path / STATE_FILE)
         config = self.config.model_dump(mode="json")
         check_same_config(saved["config"], config, run.path)
-        _load_weights(self.agent, saved, run.path / STATE_FILE)
+        load_weights(self.agent, saved, run.path / STATE_FILE)
         self.agent.optimizer.load_state_dict(saved["optimizer"])
         for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
             generator.bit_generator.state = state
@@ -389,91 +324,6 @@ def read_progress(path: Path) -> list[ProgressRow]:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def write_model(path: Path, model: Mapping[str, Any]) -> None:
-    content = io.BytesIO()
-    torch.save(dict(model), content)
-    write_bytes(path, content.getvalue())
-
-
-def read_model(path: Path) -> dict[str, Any]:
-    """A saved model. Only tensors and plain values are loaded, so an untrusted file cannot run code."""
-    if not path.exists():
-        raise CheckpointError(
-            f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every "
-            "save_every updates and at its end"
-        )
-    try:
-        model = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds of errors
-        raise CheckpointError(f"{path} is not a model, or is damaged: {' '.join(str(error).split())[:200]}") from error
-    parts = (model.get(name) for name in ("config", "weights")) if isinstance(model, dict) else (None,)
-    if not all(isinstance(part, dict) for part in parts) or model.get("format") != MODEL_FORMAT:
-        raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, which this groupwise needs")
-    return dict(model)
-
-
-def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
-    """The best agent of a run folder, or the agent of a saved file."""
-    model = read_model(path / BEST_FILE if path.is_dir() else path)
-    config = config_of(**model["config"])
-    environment = SeededGymEnv(config.environment, config.options)
-    environment.close()
-    agent = make_agent(environment.shape, config.settings, config.seed)
-    _load_weights(agent, model, path)
-    return config, agent
-
-
-def _load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: Path) -> None:
-    try:
-        agent.networks.load_state_dict(model["weights"])
-    except RuntimeError as error:
-        name = model["config"].get("environment")
-        raise CheckpointError(f"{path} does not fit the installed {name}: {error}") from error
-
-
-# --- play ------------------------------------------------------------------------------------------------------------
-
-
-def play(paths: Sequence[Path], *, seed: int = HELD_OUT, out: Path | None = None) -> list[float]:
-    """Let trained agents play one greedy episode each from the same first state, and return their returns.
-
-    With ``out``, a video of them side by side (.gif or .mp4) is written; without, they play in a window.
-    """
-    players = [load_agent(path) for path in paths]
-    names = sorted({config.environment for config, _ in players})
-    if len(names) > 1:
-        raise ConfigError(f"runs can only play together on one environment, not on {' and '.join(names)}")
-    render_mode = "rgb_array" if out else "human"
-    videos = []
-    for config, agent in players:
-        environment = SeededGymEnv(config.environment, config.options, render_mode=render_mode)
-        videos.append(list(_episode(environment, config.algorithm, agent, seed)))
-        environment.close()
-    if out:
-        fps = environment.env.metadata.get("render_fps") or 30
-        write_video(out, [[(frame, caption) for frame, caption, _ in video] for video in videos], fps)
-    return [video[-1][2] for video in videos]
-
-
-def _episode(
-    environment: SeededGymEnv, name: str, agent: GRPOAgent | PPOAgent, seed: int
-) -> Iterator[tuple[AnyArray, str, float]]:
-    """For each step of a greedy episode: the frame, a caption and the return so far."""
-    state, total, done, number = environment.reset(seed=seed), 0.0, False, 0
-    frame = environment.render()
-    if environment.env.render_mode == "rgb_array" and frame.ndim != 3:
-        raise ControlError(f"{environment.name} does not render frames (rgb_array) for a video")
-    yield frame, name, total
-    while not done:
-        actions, _ = agent.get_action(state[None], greedy=True)
-        state, reward, terminated, truncated = environment.step(actions[0])
-        total, number, done = total + reward, number + 1, terminated or truncated
-        yield environment.render(), f"{name}   step {number}   return {total:g}", total
-
-
-# --- python -m groupwise.control.main --------------------------------------------------------------------------------
-
-
 def main(config: Mapping[str, Any] = CONFIG) -> None:
     """Train the algorithms of ``config`` one after the other with a live plot, then let them play."""
     check_choice("mode", config["mode"], ("train", "play"), ConfigError)
@@ -484,9 +334,14 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
     }
     if config["mode"] == "train":
         first, _ = next(iter(runs.values()))
-        with make_plotter(first, folder / "live.png", window=config["live_plot"]) as plotter:
+        with closing(make_plotter(first, folder / "live.png", window=config["live_plot"])) as plotter:
+
+            def report(name: str, row: ProgressRow) -> None:
+                plotter.add(name, row)
+                _print(f"{name:12} {format_row(row)}")
+
             for name, (run, path) in runs.items():
-                training = train(run, path, overwrite=True, report=partial(_show, plotter, name))
+                training = train(run, path, overwrite=True, report=partial(report, name))
                 _print(f"{name}: {training.outcome()}")
                 if training.exit_status:
                     sys.exit(training.exit_status)
@@ -497,19 +352,12 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
 
 def make_plotter(config: Config, image: Path, *, window: bool) -> LivePlotter:
     """A live plot for runs on the environment of ``config``."""
-    environment = SeededGymEnv(config.environment, config.options)
-    environment.close()
-    threshold = _threshold(config, environment.shape)
+    threshold = _threshold(config, shape_of(config.environment, config.options))
     return LivePlotter(image, title=config.environment, threshold=threshold, window=window)
 
 
 def _threshold(config: Config, shape: Shape) -> float | None:
     return shape.threshold if config.threshold is None else config.threshold
-
-
-def _show(plotter: LivePlotter, algorithm: str, row: ProgressRow) -> None:
-    plotter.add(algorithm, row)
-    _print(f"{algorithm:12} {format_row(row)}")
 
 
 def format_row(row: ProgressRow) -> str:

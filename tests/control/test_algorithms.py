@@ -13,17 +13,10 @@ import pytest
 import torch
 from torch.distributions import Categorical
 
-from groupwise.control.algorithms import (
-    PRESETS,
-    GRPOAgent,
-    GRPOSettings,
-    PPOAgent,
-    PPOSettings,
-    make_agent,
-    play_out,
-    settings_of,
-)
-from groupwise.control.utils import GRPOBuffer, PPOBuffer, Shape, make_environments
+from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
+from groupwise.control.environments import make_environments
+from groupwise.control.settings import PRESETS, GRPOSettings, PPOSettings, settings_of
+from groupwise.control.utils import GRPOBuffer, PPOBuffer, Shape
 from groupwise.errors import ConfigError, ControlError
 
 SHAPE = Shape(observation=3, actions=4, threshold=None, time_limit=100)
@@ -545,9 +538,8 @@ def _play_for_both(agent, peer, environments, steps):
     for _ in range(steps):
         actions, logps = agent.get_action(states)
         taken = environments.step(members, actions)
-        rows.append(
-            {"states": states, "actions": actions, "logps": logps, "next_states": taken.observations, **taken.ends()}
-        )
+        ends = {"rewards": taken.rewards, "terminated": taken.terminated, "truncated": taken.truncated}
+        rows.append({"states": states, "actions": actions, "logps": logps, "next_states": taken.observations, **ends})
         cut_off = taken.truncated & ~taken.terminated
         rewards = taken.rewards + cut_off * agent.settings.gamma * value(taken.observations).numpy()
         peer.rollout_buffer.add(states, actions, rewards, begins, value(states), torch.from_numpy(logps))
@@ -582,17 +574,16 @@ def test_the_values_of_the_presets():
     assert (grpo.credit, grpo.length_norm, grpo.divide_by_std, grpo.same_start) == ("outcome", "episode", True, True)
     assert (ppo.lr, ppo.steps, ppo.clip) == (3e-4, 2048, 0.2)
     for name, preset in PRESETS.items():
-        assert settings_of(name) == preset()
+        assert settings_of(name) == preset
         agent = make_agent(SHAPE, settings_of(name), 0)
         assert type(agent.optimizer) is torch.optim.Adam
         assert agent.optimizer.param_groups[0]["lr"] == settings_of(name).lr
 
 
 def test_settings_are_changed_by_name():
-    settings = settings_of("grpo-fast:lr=0.5:same_start=false:credit=reward_to_go:hidden=32x16", {"gamma": 0.5})
-    changed = {"lr": 0.5, "same_start": False, "credit": "reward_to_go", "hidden": (32, 16), "gamma": 0.5}
-    assert settings.model_dump() == PRESETS["grpo-fast"]().model_dump() | changed
-    assert settings_of("ppo:lr=0.1", {"lr": 0.2}).lr == 0.1
+    settings = settings_of("grpo-fast:lr=0.5:same_start=false:credit=reward_to_go:hidden=32x16:max_grad_norm=none")
+    changed = {"lr": 0.5, "same_start": False, "credit": "reward_to_go", "hidden": (32, 16), "max_grad_norm": None}
+    assert settings.model_dump() == PRESETS["grpo-fast"].model_dump() | changed
     assert settings_of("ppo:steps=60:environments=6").steps == 60
     network = make_agent(SHAPE, settings_of("ppo:hidden=32x16"), 0).critic
     assert [tuple(layer.weight.shape) for layer in list(network)[::2]] == [(32, 3), (16, 32), (1, 16)]
@@ -633,10 +624,3 @@ def test_invalid_settings_are_refused():
             if not re.search(message, str(error)):
                 failures.append(f"{algorithm}: {error}")
     assert failures == []
-
-
-def test_changes_of_a_wrong_type_are_refused():
-    with pytest.raises(ConfigError, match=r"ppo: minibatch = \[3\] cannot be used: .*valid integer"):
-        settings_of("ppo", {"minibatch": [3]})
-    with pytest.raises(ConfigError, match="unknown setting of ppo 'minibach'; did you mean 'minibatch'"):
-        settings_of("ppo", {"minibach": 3})

@@ -16,9 +16,12 @@ from gymnasium import spaces
 from PIL import Image
 
 from groupwise.cli import main
-from groupwise.control.algorithms import PRESETS, settings_of
-from groupwise.control.main import HELD_OUT, load_agent, play_out, read_model, read_progress
-from groupwise.control.utils import LivePlotter, make_environments
+from groupwise.control.algorithms import play_out
+from groupwise.control.environments import HELD_OUT, make_environments
+from groupwise.control.main import read_progress
+from groupwise.control.models import load_agent, read_model
+from groupwise.control.settings import PRESETS, settings_of
+from groupwise.control.utils import LivePlotter
 from groupwise.rundir import read_json
 
 SMALL = ["--steps", "500", "--starts", "3", "--evaluate-every", "250"]
@@ -303,7 +306,7 @@ def test_help_lists_the_presets_and_all_settings(capsys, action):
     assert "grpo-paper or grpo" in presets
     assert "the ratio is always 1, clipping never acts" in " ".join(presets.split("grpo-fast")[0].split())
     for text, preset in ((grpo, "grpo-paper"), (ppo, "ppo")):
-        settings = PRESETS[preset]()
+        settings = PRESETS[preset]
         lines = {line.split("=")[0].strip(): line for line in text.splitlines()[1:] if "=" in line}
         typed = ":".join(line.split()[0] for line in lines.values())
         assert settings_of(f"{preset}:{typed}") == settings  # can be typed as shown

@@ -21,7 +21,9 @@ from groupwise.cli import main as groupwise
 from groupwise.control.comparison import compare as comparing
 from groupwise.control.comparison import write
 from groupwise.control.comparison.compare import compare
-from groupwise.control.main import config_of, read_model, read_progress, train
+from groupwise.control.main import read_progress, train
+from groupwise.control.models import read_model
+from groupwise.control.settings import config_of
 from groupwise.errors import ConfigError, ControlError
 from groupwise.rundir import read_json
 

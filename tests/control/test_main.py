@@ -18,21 +18,13 @@ from gymnasium import spaces
 from PIL import Image
 
 from groupwise.control import main as control
-from groupwise.control.algorithms import GRPOAgent, make_agent, play_out, settings_of
-from groupwise.control.main import (
-    CONFIG,
-    HELD_OUT,
-    Training,
-    config_of,
-    grpo_updates,
-    load_agent,
-    main,
-    play,
-    read_model,
-    read_progress,
-    train,
-)
-from groupwise.control.utils import SeededGymEnv, make_environments
+from groupwise.control.algorithms import GRPOAgent, make_agent, play_out
+from groupwise.control.environments import HELD_OUT, make_environments
+from groupwise.control.main import CONFIG, Training, grpo_updates, main, read_progress, train
+from groupwise.control.models import load_agent, read_model
+from groupwise.control.play import play
+from groupwise.control.settings import config_of, settings_of
+from groupwise.control.utils import SeededGymEnv
 from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
 from groupwise.rundir import RunDir, read_json, read_metrics
 
@@ -657,7 +649,7 @@ def undisturbed(tmp_path_factory):
 
 FAULTS = {
     "raise": r"failed on action [01]: ZeroDivisionError: the pole broke",
-    "observation": r"the observation holds NaN or an infinity: \[nan, nan\]",
+    "observation": r"gave an observation with NaN or an infinity: \[nan, nan\]",
     "reward": r"gave the reward nan; rewards must be finite",
 }
 

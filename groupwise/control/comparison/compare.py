@@ -16,13 +16,13 @@ from groupwise.control.main import (
     CONFIG_FILE,
     PROGRESS_FILE,
     RESULT_FILE,
-    STATE_FILE,
-    Config,
     Training,
     check_same_config,
     read_progress,
     train,
 )
+from groupwise.control.models import STATE_FILE
+from groupwise.control.settings import Config
 from groupwise.errors import ConfigError, ControlError, GroupwiseError
 from groupwise.rundir import end_with_parent, interrupts_ignored, read_json
 from groupwise.text import Say

@@ -21,7 +21,6 @@ from groupwise.control.comparison.runs import (
     RunsByAlgorithm,
     RunsByEnvironment,
     any_run,
-    is_number,
     list_algorithms,
 )
 from groupwise.stats import Interval, bootstrap_interval, interquartile_mean, median_interval, proportion_interval
@@ -36,22 +35,39 @@ DIAGNOSTICS = {
     "approx_kl": "approximate KL",
 }
 TEXT_COLUMNS = ("environment", "algorithm", "first", "second", "verdict")  # the others are numbers
-UNITS = ("steps", "CPU seconds")
 NONE = "–"
+READING = (
+    "In brackets: 95 % intervals; a number without one was the same in every resampling of the runs. Steps and CPU "
+    "seconds to a threshold are medians over the runs, where a run that was not solved counts as infinite. Final "
+    "returns are interquartile means of the last evaluations."
+)
+FINAL_RETURNS = (
+    "The probability that a run of the first ends with a higher greedy return than one of the second, ties "
+    "counting half; the mean difference over the seeds that both have; and the p-value of a paired sign-flip test "
+    f"of it. A verdict needs p < {SIGNIFICANT}, which fewer than {MIN_SEEDS} seeds cannot give. The p-values are "
+    "not corrected for multiple tests: of twenty pairs that do not differ, one gets a verdict on average. With "
+    f"more than {MAX_FOR_ALL_PAIRS} algorithms, only the first is compared with each of the others."
+)
+SPEEDS = (
+    "The probability that a run of the first reaches the threshold in fewer environment steps than one of the "
+    "second. A run that was not solved comes after all that were; ties count half. The test is the same, on ranks. "
+    "Pairs without a solved run are left out."
+)
 
 
 def comparison_page(groups: RunsByEnvironment, plots: Mapping[str, str], starts: int | None = None) -> str:
     """The page as Markdown. ``plots`` are the file names of each environment's plot."""
-    parts = [
-        _summary(groups, starts),
-        "In brackets: 95 % intervals; a number without one was the same in every resampling of the runs. Steps and CPU "
-        "seconds to a threshold are medians over the runs, where a run that was not solved counts as infinite. Final "
-        "returns are interquartile means of the last evaluations.",
-    ]
+    parts = [_summary(groups, starts), READING]
     for environment, runs in groups.items():
         name = escape_markdown(environment)
         parts += [f"## {name}", _outcomes(runs), f"![returns on {name}]({plots[environment]})"]
-    parts += [*_final_returns(final_return_tests(groups)), *_speeds(speed_tests(groups)), *_diagnostics(groups)]
+    if tests := final_return_tests(groups):
+        table = _pairwise_table(tests, "ends higher", with_difference=True)
+        parts += ["## Final greedy return, pair by pair", table, FINAL_RETURNS]
+    if tests := speed_tests(groups):
+        table = _pairwise_table(tests, "solves sooner", with_difference=False)
+        parts += ["## Steps to the threshold, pair by pair", table, SPEEDS]
+    parts += _diagnostics(groups)
     return "\n\n".join(parts) + "\n"
 
 
@@ -90,13 +106,15 @@ def _seeds(seeds: Sequence[int]) -> str:
 
 def _outcomes(by_algorithm: RunsByAlgorithm) -> str:
     threshold = any_run(by_algorithm).threshold
-    goal = [] if threshold is None else ["solved", *(f"{unit} to {number(threshold)}" for unit in UNITS)]
+    goal = []
+    if threshold is not None:
+        goal = ["solved", f"steps to {number(threshold)}", f"CPU seconds to {number(threshold)}"]
     header = ["algorithm", "seeds", *goal, *(f"final {name}" for name in MEASURES.values()), "steps per CPU second"]
     return _table(header, [_outcome(algorithm, runs) for algorithm, runs in by_algorithm.items()])
 
 
 def _outcome(algorithm: str, runs: Sequence[ComparedRun]) -> list[str]:
-    goal = [] if runs[0].threshold is None else [_solved(runs), *_time_to_solve(runs)]
+    goal = [] if runs[0].threshold is None else _time_to_solve(runs)
     finals = [bootstrap_interval([run.last(name) for run in runs], statistic=interquartile_mean) for name in MEASURES]
     seconds = sum(run.last("cpu_seconds") for run in runs)
     speed = short(sum(run.last("env_steps") for run in runs) / seconds) if seconds else NONE
@@ -104,61 +122,31 @@ def _outcome(algorithm: str, runs: Sequence[ComparedRun]) -> list[str]:
     return [escape_markdown(algorithm), str(len(runs)), *goal, *returns, speed]
 
 
-def _solved(runs: Sequence[ComparedRun]) -> str:
+def _time_to_solve(runs: Sequence[ComparedRun]) -> list[str]:
+    """The share of solved runs, and the steps and CPU seconds they needed."""
     solved = sum(run.solved_at is not None for run in runs)
     share = proportion_interval(solved, len(runs))
-    return f"{solved} of {len(runs)} [{percent(share.low)}, {percent(share.high)}]"
-
-
-def _time_to_solve(runs: Sequence[ComparedRun]) -> list[str]:
     never = f"not solved by {short(runs[0].budget)} steps"
     steps, seconds = (median_interval(times) for times in zip(*(run.time_to_solve for run in runs), strict=True))
     return [
+        f"{solved} of {len(runs)} [{percent(share.low)}, {percent(share.high)}]",
         _format_interval(steps, lambda value: never if math.isinf(value) else short(value)),
         _format_interval(seconds, lambda value: never if math.isinf(value) else number(value)),
     ]
 
 
-def _final_returns(tests: Sequence[PairwiseTest]) -> list[str]:
-    if not tests:
-        return []
-    header = ["environment", "first", "second", "first ends higher", "first − second", "shared seeds", "p", "verdict"]
-    rows = [[*_contestants(test), _difference(test), *_evidence(test, "ends higher")] for test in tests]
-    explanation = (
-        "The probability that a run of the first ends with a higher greedy return than one of the second, ties "
-        "counting half; the mean difference over the seeds that both have; and the p-value of a paired sign-flip test "
-        f"of it. A verdict needs p < {SIGNIFICANT}, which fewer than {MIN_SEEDS} seeds cannot give. The p-values are "
-        "not corrected for multiple tests: of twenty pairs that do not differ, one gets a verdict on average. With "
-        f"more than {MAX_FOR_ALL_PAIRS} algorithms, only the first is compared with each of the others."
-    )
-    return ["## Final greedy return, pair by pair", _table(header, rows), explanation]
-
-
-def _speeds(tests: Sequence[PairwiseTest]) -> list[str]:
-    if not tests:
-        return []
-    header = ["environment", "first", "second", "first solves sooner", "shared seeds", "p", "verdict"]
-    rows = [[*_contestants(test), *_evidence(test, "solves sooner")] for test in tests]
-    explanation = (
-        "The probability that a run of the first reaches the threshold in fewer environment steps than one of the "
-        "second. A run that was not solved comes after all that were; ties count half. The test is the same, on ranks. "
-        "Pairs without a solved run are left out."
-    )
-    return ["## Steps to the threshold, pair by pair", _table(header, rows), explanation]
-
-
-def _contestants(test: PairwiseTest) -> list[str]:
-    names = map(escape_markdown, (test.environment, test.first, test.second))
-    return [*names, _format_interval(test.probability, percent)]
-
-
-def _difference(test: PairwiseTest) -> str:
-    return _format_interval(test.test.difference, signed) if test.test else NONE
-
-
-def _evidence(test: PairwiseTest, verb: str) -> list[str]:
-    p_value = NONE if test.test is None else f"{test.test.p_value:.3f}" if test.test.p_value >= 0.001 else "< 0.001"
-    return [str(test.seeds), p_value, _verdict(test, verb)]
+def _pairwise_table(tests: Sequence[PairwiseTest], verb: str, *, with_difference: bool) -> str:
+    difference = ["first − second"] if with_difference else []
+    header = ["environment", "first", "second", f"first {verb}", *difference, "shared seeds", "p", "verdict"]
+    rows = []
+    for test in tests:
+        row = [*map(escape_markdown, (test.environment, test.first, test.second))]
+        row.append(_format_interval(test.probability, percent))
+        if with_difference:
+            row.append(_format_interval(test.test.difference, signed) if test.test else NONE)
+        p_value = NONE if test.test is None else f"{test.test.p_value:.3f}" if test.test.p_value >= 0.001 else "< 0.001"
+        rows.append([*row, str(test.seeds), p_value, _verdict(test, verb)])
+    return _table(header, rows)
 
 
 def _verdict(test: PairwiseTest, verb: str) -> str:
@@ -192,19 +180,18 @@ def _diagnostics(groups: RunsByEnvironment) -> list[str]:
 def _diagnostic(name: str, runs: Sequence[ComparedRun]) -> str:
     """``0.41 (0.62 → 0.13)``: the mean over all rows, over the first quarter and over the last."""
     format_value = percent if name == "zero_spread_groups" else number
-    means = [_mean(name, [_quarters(run)[place] for run in runs]) for place in range(3)]
+    quarters = [max(1, len(run.rows) // 4) for run in runs]
+    means = [
+        _mean(name, [run.rows for run in runs]),
+        _mean(name, [run.rows[:quarter] for run, quarter in zip(runs, quarters, strict=True)]),
+        _mean(name, [run.rows[-quarter:] for run, quarter in zip(runs, quarters, strict=True)]),
+    ]
     overall, first, last = (NONE if mean is None else format_value(mean) for mean in means)
     return NONE if means[0] is None else f"{overall} ({first} → {last})"
 
 
-def _quarters(run: ComparedRun) -> tuple[Sequence[Mapping[str, float]], ...]:
-    """All rows, the first quarter and the last."""
-    quarter = max(1, len(run.rows) // 4)
-    return run.rows, run.rows[:quarter], run.rows[-quarter:]
-
-
 def _mean(name: str, runs: Iterable[Sequence[Mapping[str, float]]]) -> float | None:
     """The mean over runs of the mean over their rows, ignoring rows without a number."""
-    columns = [[row[name] for row in rows if is_number(row.get(name))] for rows in runs]
+    columns = [[row[name] for row in rows if math.isfinite(row.get(name, math.nan))] for rows in runs]
     means = [fmean(values) for values in columns if values]
     return fmean(means) if means else None

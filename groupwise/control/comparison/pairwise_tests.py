@@ -6,7 +6,7 @@ is 0.0625 for five and 0.03125 for six: with fewer than six seeds there is no ve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -19,7 +19,7 @@ SIGNIFICANT = 0.05
 MIN_SEEDS = 6
 MAX_FOR_ALL_PAIRS = 5
 
-BySeed = Mapping[int, float]  # a score for each seed; higher is better
+Runs = list[ComparedRun]  # of one algorithm on one environment
 
 
 @dataclass(frozen=True)
@@ -46,48 +46,38 @@ class PairwiseTest:
 
 def final_return_tests(groups: RunsByEnvironment) -> list[PairwiseTest]:
     """Pairs of algorithms, compared by the final greedy return of their runs."""
-    return [
-        _pairwise_test(environment, (first, second), _final_returns(runs[first]), _final_returns(runs[second]))
-        for environment, runs in groups.items()
-        for first, second in _pairs(list(runs))
-    ]
+    return [_test(a, b, [run.last("greedy_return") for run in (*a, *b)]) for a, b in _pairs(groups)]
 
 
 def speed_tests(groups: RunsByEnvironment) -> list[PairwiseTest]:
     """Pairs of algorithms with at least one solved run, compared by the environment steps until solved."""
-    return [
-        _pairwise_test(environment, (first, second), *_speed_ranks(runs[first], runs[second]))
-        for environment, runs in groups.items()
-        for first, second in _pairs(list(runs))
-        if any(run.solved_at for run in (*runs[first], *runs[second]))
-    ]
+    pairs = [(a, b) for a, b in _pairs(groups) if any(run.solved_at for run in (*a, *b))]
+    return [_test(a, b, _speed_ranks([*a, *b])) for a, b in pairs]
 
 
-def _pairs(algorithms: list[str]) -> list[tuple[str, str]]:
+def _pairs(groups: RunsByEnvironment) -> Iterator[tuple[Runs, Runs]]:
     """All pairs of a few algorithms; of many, the first with each of the others (a baseline and its variants)."""
-    pairs = list(combinations(algorithms, 2))
-    return pairs if len(algorithms) <= MAX_FOR_ALL_PAIRS else pairs[: len(algorithms) - 1]
+    for by_algorithm in groups.values():
+        pairs = list(combinations(by_algorithm.values(), 2))
+        yield from pairs if len(by_algorithm) <= MAX_FOR_ALL_PAIRS else pairs[: len(by_algorithm) - 1]
 
 
-def _final_returns(runs: list[ComparedRun]) -> BySeed:
-    return {run.seed: run.last("greedy_return") for run in runs}
-
-
-def _speed_ranks(a: list[ComparedRun], b: list[ComparedRun]) -> tuple[BySeed, BySeed]:
+def _speed_ranks(runs: Runs) -> list[float]:
     """For each run, the number of runs that it was faster than, minus the number that were faster.
 
     Runs that were not solved tie behind the others. Swapping the two runs of a seed swaps their ranks and changes no
     other, so a sign-flip test of the ranks is exact.
     """
-    steps = np.array([run.time_to_solve[0] for run in (*a, *b)])
+    steps = np.array([run.time_to_solve[0] for run in runs])
     ranks = (steps[:, None] < steps).sum(axis=1) - (steps[:, None] > steps).sum(axis=1)
-    return (
-        {run.seed: float(rank) for run, rank in zip(a, ranks[: len(a)], strict=True)},
-        {run.seed: float(rank) for run, rank in zip(b, ranks[len(a) :], strict=True)},
-    )
+    return [float(rank) for rank in ranks]
 
 
-def _pairwise_test(environment: str, names: tuple[str, str], a: BySeed, b: BySeed) -> PairwiseTest:
-    shared = [seed for seed in a if seed in b]
-    test = paired_test([a[seed] for seed in shared], [b[seed] for seed in shared]) if shared else None
-    return PairwiseTest(environment, *names, probability_of_improvement([*a.values()], [*b.values()]), test)
+def _test(a: Runs, b: Runs, scores: Sequence[float]) -> PairwiseTest:
+    """``scores`` are those of all runs of ``a``, then of ``b``; higher is better."""
+    first = {run.seed: score for run, score in zip(a, scores[: len(a)], strict=True)}
+    second = {run.seed: score for run, score in zip(b, scores[len(a) :], strict=True)}
+    shared = [seed for seed in first if seed in second]
+    test = paired_test([first[seed] for seed in shared], [second[seed] for seed in shared]) if shared else None
+    probability = probability_of_improvement([*first.values()], [*second.values()])
+    return PairwiseTest(a[0].environment, a[0].algorithm, b[0].algorithm, probability, test)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from groupwise.control.comparison.curves import MeanCurves, mean_curves
 from groupwise.control.comparison.page import comparison_page
 from groupwise.control.comparison.plot import make_styles, plot_environment
-from groupwise.control.comparison.runs import ComparedRun, any_run, check_runs, group_runs, list_algorithms
+from groupwise.control.comparison.runs import ComparedRun, any_run, group_runs, list_algorithms
 from groupwise.rundir import write_bytes, write_csv
 
 
@@ -21,13 +21,12 @@ def write_comparison(folder: str | Path, runs: Sequence[ComparedRun], *, starts:
     ``starts`` is the number of held-out starts of an evaluation, for the text. The plots need matplotlib and come last,
     so that the other files are written without it.
     """
-    check_runs(runs)
     folder, groups = Path(folder), group_runs(runs)
     curves = {
         environment: {algorithm: mean_curves(group) for algorithm, group in by_algorithm.items()}
         for environment, by_algorithm in groups.items()
     }
-    plots = plot_file_names(groups)
+    plots = {environment: plot_file_name(environment) for environment in groups}
     text = comparison_page(groups, plots, starts)
     write_csv(folder / "runs.csv", map(_format_numbers, map(_run_row, runs)))
     write_csv(folder / "curves.csv", map(_format_numbers, _curve_rows(curves)))
@@ -39,19 +38,9 @@ def write_comparison(folder: str | Path, runs: Sequence[ComparedRun], *, starts:
     return text
 
 
-def plot_file_names(environments: Iterable[str]) -> dict[str, str]:
-    """A portable and unique file name for each environment's plot; ids such as ALE/Pong-v5 contain a slash."""
-    names: dict[str, str] = {}
-    taken: set[str] = set()
-    for environment in environments:
-        name = stem = re.sub(r"[^A-Za-z0-9._-]+", "-", environment).strip("-.") or "environment"
-        number = 1
-        while name.lower() in taken:
-            number += 1
-            name = f"{stem}-{number}"
-        taken.add(name.lower())
-        names[environment] = f"{name}.png"
-    return names
+def plot_file_name(environment: str) -> str:
+    """A portable file name; ids such as ALE/Pong-v5 contain a slash."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', environment).strip('-.')}.png"
 
 
 def _format_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
