@@ -5,31 +5,24 @@ are those of TRL, which is `dapo`; a preset holds its differences. Two of TRL's 
 only where the hardware supports it (``model.dtype = "auto"``), and the batch of 4 with accumulation 4 counts prompts,
 so a step has 16 groups.
 
-`enhanced_grpo` uses three features of DeepSeek-V3.2 (arXiv 2512.02556): the unbiased KL estimate k3 · π_θ/π_old, the
-off-policy mask, and the keep sampling mask. `enhanced_grpo_literal` replaces each by a variant with a similar name:
-
-- KL: the exact KL over the vocabulary times the mean over the vocabulary of π_θ/(π_ref + 1e-8). This is not the KL: the
-  factor can be large, or near 0 where most tokens are very unlikely.
-- Off-policy mask: V3.2 masks completions with a negative advantage that the policy has moved away from since sampling.
-  The variant masks completions that became more likely than under the reference, good or bad.
-- V3.2 renormalizes the policy over the tokens that top-k left in sampling, so that the trained distribution is the
-  sampled one. The variant masks completions that are too short, repetitive or without an answer letter, which also
-  removes the penalty on such completions.
+`enhanced_grpo` uses the unbiased KL, the off-policy mask and the keep sampling mask of DeepSeek-V3.2 (arXiv
+2512.02556). `enhanced_grpo_literal` replaces each by a variant with a similar name: the exact KL times the mean over
+the vocabulary of π_θ/π_ref, which can be large or near 0; a mask on completions that became more likely than under
+the reference, good or bad; and a mask on completions that are too short, repetitive or without an answer, which
+removes the penalty on them too.
 
 `similarity_group_grpo` compares a completion only with similar completions of the same prompt (``[grouping]``). Its
 loss is the mean over all tokens, as in verl.
 
-`pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized, with one ratio per
-token. w₁ = 0.04 is that of DeepSeekMath (arXiv 2402.03300). w₂ = 0.1 makes both gradients about equally large for
-completions of some 200 tokens (docs/preference.md): DPO sums over tokens what GRPO averages, so shorter completions
-need a larger weight. `dpo` is the preference term alone, on a dataset of pairs, without sampling.
+`pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized. w₁ = 0.04 is that of
+DeepSeekMath. w₂ = 0.1 makes both gradients about equally large for completions of some 200 tokens (docs/preference.md).
+`dpo` is the preference term alone, on a dataset of pairs, without sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 from groupwise.errors import ConfigError, check_choice
@@ -43,10 +36,6 @@ class Algorithm:
     summary: str
     settings: Mapping[str, Any]
     metrics: Mapping[str, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("settings", "metrics"):
-            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def variant(
         self, name: str, summary: str, changes: Mapping[str, Any], metrics: Mapping[str, str] | None = None

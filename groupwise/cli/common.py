@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Command = Callable[[argparse.Namespace], int]
 Commands = Any  # argparse's subparsers object, which has no public type
@@ -30,6 +31,16 @@ def console(*, stderr: bool = False) -> Console:
 
     # The stream object, so that a progress bar is shown even while another package redirects sys.stderr.
     return Console(file=sys.stderr if stderr else sys.stdout)
+
+
+def make_table(*columns: str, left: Collection[str]) -> Table:
+    """A table without lines; the columns that are not in ``left`` hold numbers."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
 
 
 def say_error(message: str) -> None:

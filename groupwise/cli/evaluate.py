@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, console
+from groupwise.cli.common import Commands, console, make_table
 from groupwise.cli.train import add_with_settings, recipe_of
 from groupwise.errors import ConfigError
 
@@ -84,14 +84,10 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> None:
-    from rich.table import Table
-
     out, metrics = console(), evaluation.metrics
-    table = Table(box=None, pad_edge=False, header_style="bold")
     graded = any(f"{name}_no_answer" in metrics for name in metrics)
     missing = ("without an answer" if graded else "not scored",) if evaluation.answers else ()
-    for column in ("metric", "value", "95 % interval", *missing):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+    table = make_table("metric", "value", "95 % interval", *missing, left=["metric"])
     for name in [name for name in metrics if f"{name}_low" in metrics]:
         interval = evaluation.interval(name)
         share = metrics.get(f"{name}_no_answer" if graded else f"{name}_unscored")  # None for preference pairs

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, console, make_table
 from groupwise.errors import CheckpointError
 
 BUILT_IN = "tiny"
-SIZES = {"weights", "download", "on disk"}
 STAGES = {
     "wait": "waiting for another process that is fetching it",
     "download": "downloading",
@@ -38,13 +37,10 @@ def add_models(commands: Commands) -> None:
 
 
 def _models_list(arguments: argparse.Namespace) -> int:
-    from rich.table import Table
-
     from groupwise.model.weights import CATALOGUE, cache_folder, cached
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "weights", "download", "on disk", "licence", "fetched"):
-        table.add_column(column, justify="right" if column in SIZES else "left")
+    columns = ("name", "weights", "download", "on disk", "licence", "fetched")
+    table = make_table(*columns, left=["name", "licence", "fetched"])
     for weights in CATALOGUE.values():
         sizes = (f"{weights.parameters / 1e6:.0f} M", *map(size, (weights.download_bytes, weights.stored_bytes)))
         fetched = "yes" if cached(weights, arguments.cache) else "no"

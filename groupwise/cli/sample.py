@@ -43,28 +43,16 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, samples: int, max
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
     from groupwise.generate.types import Sampling
 
-    return Sampling(
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        min_p=arguments.min_p,
-        greedy=arguments.greedy,
-        seed=arguments.seed,
-    )
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "greedy", "seed")
+    return Sampling(**{name: getattr(arguments, name) for name in names})
 
 
 def load_model_of(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model and the tokenizer."""
     from groupwise.model import load_model_and_tokenizer
 
-    return load_model_and_tokenizer(
-        arguments.model,
-        device=arguments.device,
-        dtype=arguments.dtype,
-        seed=arguments.seed,
-        trust_remote_code=arguments.trust_remote_code,
-    )
+    options = {name: getattr(arguments, name) for name in ("device", "dtype", "seed", "trust_remote_code")}
+    return load_model_and_tokenizer(arguments.model, **options)
 
 
 def _sample(arguments: argparse.Namespace) -> int:
@@ -81,7 +69,7 @@ def _sample(arguments: argparse.Namespace) -> int:
     chat = tokenizer.chat_template is not None and not arguments.raw
     prompts = [_prompt_ids(tokenizer, text, chat) for text in arguments.prompts]
     rollout = Engine(model).generate(prompts, arguments.samples, sampling, stop=stop)
-    _, completions, lengths = decode_completions(tokenizer, rollout)
+    _, completions, lengths = decode_completions(tokenizer, rollout.ids, rollout.lengths)
     out = console()
     for row, (completion, length) in enumerate(zip(completions, lengths, strict=True)):
         if row % arguments.samples == 0:

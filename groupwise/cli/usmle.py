@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, console, make_table
 from groupwise.cli.sample import MODEL_HELP, add_sampling_arguments, load_model_of, sampling_of
 from groupwise.errors import InputError
 
@@ -64,7 +64,7 @@ def _ask(arguments: argparse.Namespace) -> int:
         stop=StopStrings(tokenizer, arguments.stop) if arguments.stop else None,
     )
     answers = under_test.answer([row], sampling, arguments.samples)
-    probabilities = under_test.letters([row], arguments.form)[0].probabilities
+    probabilities = under_test.letters([row], arguments.form)[0]
     out = console()
     for answer in answers:
         out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
@@ -76,12 +76,9 @@ def _ask(arguments: argparse.Namespace) -> int:
 
 
 def _table(options: dict[str, str], answers: Sequence[ModelAnswer], probabilities: Any) -> Any:
-    from rich.table import Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("option", "", "probability", "chosen"):
-        table.add_column(column, justify="right" if column in ("probability", "chosen") else "left")
+    table = make_table("option", "", "probability", "chosen", left=["option", ""])
     letters = [answer.lenient for answer in answers]
     for letter, text in options.items():
         times = letters.count(letter)

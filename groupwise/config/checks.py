@@ -44,12 +44,17 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
 def _shrinkage(recipe: Recipe) -> Iterator[str]:
     advantages = recipe.advantages
     if advantages.shrinkage and advantages.grouping == "prompt":
-        yield "advantages.shrinkage: there are no clusters to shrink; set advantages.grouping to 'similarity'"
+        remedy = "set advantages.grouping to 'similarity', or advantages.shrinkage to 0"
+        yield f"advantages.shrinkage: with advantages.grouping 'prompt' there are no clusters to shrink; {remedy}"
     if advantages.shrinkage and advantages.baseline != "mean":
-        yield f"advantages.shrinkage needs advantages.baseline 'mean', not {advantages.baseline!r}"
+        needed = f"needs advantages.baseline 'mean', not {advantages.baseline!r}"
+        yield f"advantages.shrinkage moves a cluster's mean, so it {needed}; set that, or advantages.shrinkage to 0"
     if recipe.grouping.skip_single_members and (advantages.shrinkage or advantages.baseline == "none"):
         reason = "advantages.shrinkage is above 0" if advantages.shrinkage else "advantages.baseline is 'none'"
-        yield f"grouping.skip_single_members skips rewards whose advantage is 0, but {reason}, so it is not; drop one"
+        yield (
+            f"grouping.skip_single_members skips rewards whose advantage is 0, but {reason}, so the advantage of a "
+            "completion that is alone in its cluster is not 0; set grouping.skip_single_members to false"
+        )
 
 
 def _preference(recipe: Recipe) -> Iterator[str]:
@@ -69,6 +74,9 @@ def _preference(recipe: Recipe) -> Iterator[str]:
         yield f"preference.label_smoothing has no effect on the kind {kinds}; for noisy labels use 'robust'"
     if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
         key = "train" if preference.train is not None else "held_out_from_train"
-        yield f"preference.{key} is set, but preference.pairs is 'group'; set it to 'data' or 'both'"
+        yield (
+            f"preference.{key} is set, but preference.pairs is 'group', which takes pairs from sampled completions "
+            f"only; set preference.pairs to 'data' or 'both', or leave preference.{key} out"
+        )
     if preference.pairs == "group" and preference.weight and recipe.sampling.samples_per_prompt == 1:
         yield "sampling.samples_per_prompt is 1, so no group has two completions for a pair; use at least 2"

@@ -58,8 +58,10 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"{path} is not a recipe: a run's recipe.json is one object, with a key for each section")
     algorithm = table.get("algorithm", overrides.get("algorithm"))
     if overrides.get("algorithm", algorithm) != algorithm:
-        reason = f"{path} holds every setting of a run with {algorithm!r}"
-        raise ConfigError(f"{reason}, so the preset {overrides['algorithm']!r} would change nothing")
+        raise ConfigError(
+            f"{path} holds every setting of a run with {algorithm!r}, so the preset {overrides['algorithm']!r} would "
+            "change nothing; set the algorithm in the recipe that the run was made from"
+        )
     return make_recipe(table, where=str(path), base={}, overrides=overrides)
 
 

@@ -280,7 +280,8 @@ class MasksSection(Section):
     """mask completions with a negative advantage that the policy has moved away from (v3.2: DeepSeek-V3.2), or those
     that became more likely than under the reference (reference_drift)"""
     off_policy_threshold: Positive = 0.5
-    """threshold of off_policy, on the mean log-ratio of a completion"""
+    """v3.2: above this mean of log π_old − log π_θ over a completion's tokens; reference_drift: from this sum of
+    log π_θ − log π_ref on"""
     validity: bool = False
     """mask completions that are too short, repetitive, or without an extractable answer"""
     min_length: CountOrNone = 10

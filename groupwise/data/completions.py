@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-class SampledIds(Protocol):
-    """The part of a generator's rollout that is decoded."""
-
-    @property
-    def ids(self) -> Tensor: ...  # (B, T), padded
-
-    @property
-    def lengths(self) -> Tensor: ...  # (B,)
 
 
 class DecodedCompletions(NamedTuple):
@@ -26,8 +16,8 @@ class DecodedCompletions(NamedTuple):
     lengths: list[int]  # in tokens
 
 
-def decode_completions(tokenizer: Any, rollout: SampledIds) -> DecodedCompletions:
-    """The completions of a rollout without padding, and their texts without special tokens."""
-    lengths = rollout.lengths.tolist()
-    ids = [row[:length] for row, length in zip(rollout.ids.tolist(), lengths, strict=True)]
-    return DecodedCompletions(ids, tokenizer.batch_decode(ids, skip_special_tokens=True), lengths)
+def decode_completions(tokenizer: Any, ids: Tensor, lengths: Tensor) -> DecodedCompletions:
+    """Completions from a rollout's ids (B, T) and lengths (B,): without padding, texts without special tokens."""
+    numbers = lengths.tolist()
+    rows = [row[:length] for row, length in zip(ids.tolist(), numbers, strict=True)]
+    return DecodedCompletions(rows, tokenizer.batch_decode(rows, skip_special_tokens=True), numbers)

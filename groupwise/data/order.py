@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.errors import CheckpointError, ConfigError, DataError, check_integer
+from groupwise.errors import CheckpointError, ConfigError, DataError, InputError, check_integer
 
 
 class Order:
@@ -65,11 +65,12 @@ class Order:
                 settings = f"made with {name}={state[name]!r}, but {name}={getattr(self, name)!r} is set"
                 raise ConfigError(f"the saved order was {settings}; resume with the same setting")
         epoch, position, deferred = state["epoch"], state["position"], state["deferred"]
-        valid = _is_count(epoch) and _is_count(position) and position <= self.rows and isinstance(deferred, list)
-        permutation = self._permute(epoch) if valid else self._permutation
-        if valid:
-            rows = set(filter(_is_count, deferred))
-            valid = len(rows) == len(deferred) and rows <= set(permutation[:position].tolist())
+        try:
+            permutation = self._permute(check_integer("epoch", epoch, 0))
+            taken = permutation[: check_integer("position", position, 0)].tolist()
+            valid = position <= self.rows and list(dict.fromkeys(deferred)) == deferred and set(deferred) <= set(taken)
+        except (InputError, TypeError):
+            valid = False
         if not valid:
             raise CheckpointError(
                 f"the saved order of rows is damaged: epoch={epoch!r}, position={position!r}, deferred={deferred!r} "
@@ -100,7 +101,3 @@ class Order:
         # numpy keeps the raw stream of PCG64 stable across versions, but not the result of its shuffle methods.
         keys = np.random.PCG64(np.random.SeedSequence((self.seed, epoch))).random_raw(self.rows)
         return np.argsort(keys, kind="stable")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -67,13 +67,13 @@ def evaluate(
         chunk = [prompt.ids for prompt in prompts[start : start + CHUNK]]
         keys = list(range(start, start + len(chunk)))
         rollout = generator.generate(chunk, samples, sampling, stop=stop, keys=keys)
-        completions = decode_completions(tokenizer, rollout)
+        completions = decode_completions(tokenizer, rollout.ids, rollout.lengths)
         texts += completions.texts
         tokens += completions.ids
         reasons += rollout.stop_reasons
         progress(start + len(chunk), len(rows))
     row_of_each = [row for row in rows for _ in range(samples)]
-    lengths = [len(ids) for ids in tokens]
+    lengths = list(map(len, tokens))
     metrics: dict[str, float] = {}
     answers: list[dict[str, Any]] = [
         {"row": number // samples, "sample": number % samples, "answer": text, "tokens": length, "stop_reason": reason}

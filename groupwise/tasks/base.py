@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -13,7 +13,6 @@ from groupwise.config import Recipe
 from groupwise.config.layers import read_options
 from groupwise.errors import ConfigError
 from groupwise.rewards.contract import RewardFunction
-from groupwise.text import Say
 
 TaskRow = dict[str, Any]
 """A row of data: "prompt" is a text or a list of chat messages, the other columns are passed to the rewards."""
@@ -61,34 +60,19 @@ class TaskReport:
     answers: Sequence[Mapping[str, Any]] = ()  # one record per completion
 
 
-class WriteReport(Protocol):
-    """Evaluates the recipe's model and writes a report into ``folder``.
-
-    ``against`` is a model, or a folder with an earlier report, to compare with. ``progress`` takes a description, the
-    number of rows done and their total.
-    """
-
-    def __call__(
-        self,
-        recipe: Recipe,
-        folder: Path,
-        *,
-        against: str | None,
-        progress: Callable[[str, int, int], None],
-        say: Say,
-    ) -> TaskReport: ...
-
-
 @dataclass(frozen=True)
 class TaskDefinition:
     """What an entry point of the group ``groupwise.tasks`` may name beside a plain function from a recipe to a task.
 
     ``options`` is the pydantic class of the recipe's ``[task_options]``; without it the task takes none.
+    ``report(recipe, folder, against=…, progress=…, say=…)`` evaluates the recipe's model and writes a report into the
+    folder. ``against`` is None, a model, or a folder with an earlier report, to compare with; ``progress`` takes a
+    description, the number of rows done and their total.
     """
 
     make: Callable[[Recipe, Any], Task]
     options: type[BaseModel] | None = None
-    report: WriteReport | None = None
+    report: Callable[..., TaskReport] | None = None
 
     def read_options(self, recipe: Recipe) -> Any:
         """The recipe's ``[task_options]``, checked; None for a task without options."""

@@ -6,6 +6,7 @@ lenient one takes the last number of an answer without it. A model that only lea
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from groupwise import data
@@ -41,7 +42,7 @@ def gsm8k_task(recipe: Recipe) -> Task:
         [make_row(row) for row in train],
         [make_row(row) for row in held_out],
         rewards=(RewardFunction("correct", correct_number), RewardFunction("format", number_format, FORMAT_WEIGHT)),
-        grades={"accuracy": strict_grade, "accuracy_lenient": lenient_grade},
+        grades={"accuracy": partial(grade, strict=True), "accuracy_lenient": partial(grade, strict=False)},
         metric="accuracy",
     )
 
@@ -59,13 +60,7 @@ def make_row(row: Any) -> TaskRow:
     return data.Row({**row, "prompt": f"{row['question'].strip()}\n\n{INSTRUCTION}"}, where)
 
 
-def strict_grade(row: TaskRow, answer: str) -> bool | None:
-    """Right only in the requested form."""
-    number = strict_answer(answer)
-    return None if number is None else same_number(number, gold_number(row["answer"]))
-
-
-def lenient_grade(row: TaskRow, answer: str) -> bool | None:
-    """Right if the last number of the answer is right, in any form."""
-    number = lenient_answer(answer)
+def grade(row: TaskRow, answer: str, *, strict: bool) -> bool | None:
+    """Right in the requested form or, unless ``strict``, if the last number of the answer is right."""
+    number = strict_answer(answer) if strict else lenient_answer(answer)
     return None if number is None else same_number(number, gold_number(row["answer"]))

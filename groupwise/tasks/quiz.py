@@ -10,15 +10,13 @@ The answer is one letter and nothing else, here D, because names that end in -pa
 their endings are those of real drugs (atenolol, temazepam, imatinib, simvastatin). Nothing in the prompt says what they
 stand for: it must be learned from the reward of 1 for the right letter.
 
-- Four consecutive questions share their options, in the same order, and each option is the answer to one of the four.
-  Looking at the options alone, or always taking one letter, is right in one question out of four.
-- Training questions, held-out questions and SFT examples use three disjoint sets of name beginnings, for any seed.
-- The SFT examples have random letters. They show the form of an answer and nothing about drugs.
+Four consecutive questions share their options, in the same order, and each option is the answer to one of the four, so
+the options alone say nothing; with ``data.shuffle = false`` the four stay in one batch, which reduces the variance of
+the gradient. Training questions, held-out questions and SFT examples use disjoint sets of name beginnings. The SFT
+examples have random letters: they show the form of an answer and nothing about drugs.
 
-A two-layer model on bytes can find the rule because the complaint stands at the very end, just before the answer, and
-because all names have the same length, so that a name's ending is always equally far from its letter. With
-``data.shuffle = false`` the four questions about the same options stay in one batch, which reduces the variance of the
-gradient.
+A two-layer model on bytes can find the rule because the complaint stands just before the answer, and because all names
+have the same length, so that a name's ending is always equally far from its letter.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from itertools import islice, product
 from typing import Any
 
 from groupwise.config import Recipe
-from groupwise.errors import ConfigError, InputError
+from groupwise.errors import ConfigError
 from groupwise.rewards import RewardFunction, text_of
 from groupwise.tasks.base import Task, TaskRow
 
@@ -44,9 +42,6 @@ TRAIN_ROWS, HELD_OUT_ROWS, EXAMPLES = 16_000, 512, 1024
 
 def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROWS, seed: int = 0) -> Task:
     """A quiz of any size. The same seed gives the same questions, and a longer quiz extends a shorter one."""
-    for name, number, least in (("train_rows", train_rows, 1), ("held_out_rows", held_out_rows, 1), ("seed", seed, 0)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise InputError(f"{name} must be an integer of at least {least}, got {number!r}")
     letters = random.Random(f"quiz letters {seed}")
     return Task(
         name="quiz",
@@ -88,7 +83,14 @@ def questions(part: str, seed: int) -> Iterator[TaskRow]:
             for beginning, complaint in zip(generator.sample(beginnings, len(LETTERS)), complaints, strict=True)
         ]
         for right in generator.sample(range(len(LETTERS)), len(LETTERS)):
-            yield _row(f"For {complaints[right]}", names, right)
+            question, options = f"For {complaints[right]}", dict(zip(LETTERS, names, strict=True))
+            yield {
+                "prompt": "\n".join([*(f"{letter} {name}" for letter, name in options.items()), question]),
+                "question": question,
+                "options": options,
+                "answer_idx": LETTERS[right],
+                "answer": names[right],
+            }
 
 
 def beginnings_of(part: str) -> list[str]:
@@ -98,11 +100,6 @@ def beginnings_of(part: str) -> list[str]:
     return [a + b for (first, a), (second, b) in letters if (7 * first + 3 * second) % 10 in tenths]
 
 
-def answer_letter(answer: str) -> str | None:
-    """The letter if the answer is a letter and nothing else, otherwise None."""
-    return answer if answer in LETTERS else None
-
-
 def correct_letter(completions: Sequence[Any], answer_idx: Sequence[str], **_: Any) -> list[float]:
     """1 for exactly the right letter, else 0."""
     return [float(text_of(completion) == right) for completion, right in zip(completions, answer_idx, strict=True)]
@@ -110,17 +107,4 @@ def correct_letter(completions: Sequence[Any], answer_idx: Sequence[str], **_: A
 
 def grade_letter(row: TaskRow, answer: str) -> bool | None:
     """Whether the answer is the right letter; None if it is not a letter."""
-    letter = answer_letter(answer)
-    return None if letter is None else letter == row["answer_idx"]
-
-
-def _row(question: str, names: Sequence[str], right: int) -> TaskRow:
-    options = dict(zip(LETTERS, names, strict=True))
-    lines = [f"{letter} {name}" for letter, name in options.items()]
-    return {
-        "prompt": "\n".join([*lines, question]),
-        "question": question,
-        "options": options,
-        "answer_idx": LETTERS[right],
-        "answer": names[right],
-    }
+    return answer == row["answer_idx"] if answer in LETTERS else None

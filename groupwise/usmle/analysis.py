@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from groupwise.errors import InputError
 from groupwise.stats import pass_at_k
 from groupwise.text import one_line
 from groupwise.usmle import tables
 from groupwise.usmle.patterns import EXCERPT, find_patterns, find_rules
-from groupwise.usmle.records import (
-    LetterProbabilities,
-    ModelAnswer,
-    OptionOrder,
-    Question,
-    by_question,
-    by_question_unshuffled,
-    fingerprint,
-    sorted_questions,
-)
+from groupwise.usmle.records import ModelAnswer, Question, fingerprint
 from groupwise.usmle.tables import Difference, ExamReport, Proportion, start_of
 
 BINS = 10
@@ -27,61 +17,63 @@ BINS = 10
 Questions = Sequence[Question]
 AnsweredLetters = Sequence[str | None]
 """One letter per question, or None."""
-Scored = Sequence[LetterProbabilities]
 Samples = Sequence[Sequence[ModelAnswer]]
-"""The samples of each question, equally many, in the order in which they were drawn."""
+"""The sampled answers of each question, equally many."""
+LetterProbabilities = Mapping[str, float]
+"""The probability of each letter of a question, without a written answer."""
 
 
 def analyse(
-    questions: Sequence[Question],
+    questions: Questions,
     greedy: Sequence[ModelAnswer],
     *,
     sampled: Sequence[ModelAnswer] = (),
-    shuffled: Sequence[tuple[OptionOrder, ModelAnswer]] = (),
-    letters: Sequence[LetterProbabilities] = (),
-    shuffled_letters: Sequence[tuple[OptionOrder, LetterProbabilities]] = (),
+    orders: Sequence[Mapping[str, str]],
+    shuffled: Sequence[ModelAnswer],
+    letters: Sequence[LetterProbabilities],
+    shuffled_letters: Sequence[LetterProbabilities],
 ) -> ExamReport:
-    """The report on one model. An optional argument is empty or covers every question.
+    """The report on one model, from answers and letter probabilities in the order of the questions.
 
-    ``greedy`` holds one answer per question, ``sampled`` equally many per question, ``shuffled`` one per question with
-    shuffled options, in the letters as they were shown. ``letters`` and ``shuffled_letters`` hold the probabilities.
+    ``sampled`` holds equally many answers per question, one question after another. ``orders`` says how the options
+    were shuffled, {letter in the question: letter as it was shown}; ``shuffled`` and ``shuffled_letters`` are in the
+    letters as they were shown.
     """
-    questions = sorted_questions(questions)
-    if shuffled_letters and not letters:
-        raise InputError("shuffled_letters are compared with letters; give those too")
-    if len({(answer.number, answer.sample) for answer in sampled}) < len(sampled):
-        raise InputError("a question has two sampled answers with the same number; number its samples")
-    answers = by_question("greedy answers", questions, greedy)
-    lenient = [answer.lenient for answer in answers]
+    lenient = [answer.lenient for answer in greedy]
     right = _right(questions, lenient)
-    samples = _samples(questions, sampled) if sampled else None
-    moved = by_question_unshuffled("shuffled answers", questions, shuffled) if shuffled else ()
-    moved_lenient = [answer.lenient for answer in moved] or None
-    probabilities = by_question("letter probabilities", questions, letters) if letters else None
-    patterns = find_patterns(questions, answers)
+    number = len(sampled) // len(questions)
+    samples = [sampled[start : start + number] for start in range(0, len(sampled), number)] if sampled else None
+    original: list[dict[str | None, str]] = [{shown: letter for letter, shown in order.items()} for order in orders]
+    moved = [by_shown.get(answer.lenient) for by_shown, answer in zip(original, shuffled, strict=True)]
+    moved_letters = [
+        {letter: scores[shown] for letter, shown in order.items()}
+        for order, scores in zip(orders, shuffled_letters, strict=True)
+    ]
+    likeliest, moved_likeliest = _likeliest(questions, letters), _likeliest(questions, moved_letters)
+    patterns = find_patterns(questions, greedy)
     return ExamReport(
         fingerprint=fingerprint(questions),
         n=len(questions),
         chance=sum(1 / len(question.options) for question in questions) / len(questions),
         lenient=Proportion.of(right),
-        strict=Proportion.of(_right(questions, [answer.strict for answer in answers])),
+        strict=Proportion.of(_right(questions, [answer.strict for answer in greedy])),
         unread_lenient=lenient.count(None),
-        unread_strict=sum(answer.strict is None for answer in answers),
-        mean_tokens=sum(answer.tokens for answer in answers) / len(answers),
-        cut_off=sum(answer.stop_reason == "length" for answer in answers) / len(answers),
+        unread_strict=sum(answer.strict is None for answer in greedy),
+        mean_tokens=sum(answer.tokens for answer in greedy) / len(greedy),
+        cut_off=sum(answer.stop_reason == "length" for answer in greedy) / len(greedy),
         by_category=_by_group([question.category for question in questions], right),
         by_step=_by_group([question.step for question in questions], right),
         confusion=_confusion(questions, lenient),
-        shuffled=None if moved_lenient is None else _shuffled(questions, lenient, moved_lenient),
-        sampled=None if samples is None else _sampled(questions, samples),
-        letters=None if probabilities is None else _letter_scores(questions, probabilities, lenient),
-        shuffled_letters=_shuffled_letter_scores(questions, shuffled_letters, moved_lenient, probabilities)
-        if probabilities and shuffled_letters
-        else None,
+        shuffled=_shuffled(questions, lenient, moved),
+        sampled=_sampled(questions, samples) if samples else None,
+        letters=_letter_scores(questions, letters, likeliest, lenient),
+        shuffled_letters=_letter_scores(
+            questions, moved_letters, moved_likeliest, moved, _shuffled(questions, likeliest, moved_likeliest)
+        ),
         errors=sum(pattern.count for pattern in patterns),
         patterns=patterns,
-        rules=find_rules(questions, answers),
-        outcomes=_outcomes(questions, answers, probabilities, samples),
+        rules=find_rules(questions, greedy),
+        outcomes=_outcomes(questions, greedy, likeliest, samples),
     )
 
 
@@ -91,15 +83,8 @@ def majority(letters: AnsweredLetters) -> str | None:
     return votes.most_common(1)[0][0] if votes else None
 
 
-def _right(questions: Sequence[Question], letters: AnsweredLetters) -> list[bool]:
+def _right(questions: Questions, letters: AnsweredLetters) -> list[bool]:
     return [letter == question.answer for question, letter in zip(questions, letters, strict=True)]
-
-
-def _samples(questions: Questions, sampled: Sequence[ModelAnswer]) -> Samples:
-    number = max(1, len(sampled) // len(questions))
-    in_order = sorted(sampled, key=lambda answer: answer.sample)
-    answers = by_question("sampled answers", questions, in_order, number)
-    return [answers[start : start + number] for start in range(0, len(answers), number)]
 
 
 def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[tables.GroupAccuracy, ...]:
@@ -113,7 +98,7 @@ def _by_group(names: Sequence[str | None], right: Sequence[bool]) -> tuple[table
     )
 
 
-def _confusion(questions: Sequence[Question], letters: AnsweredLetters) -> tables.Confusion:
+def _confusion(questions: Questions, letters: AnsweredLetters) -> tables.Confusion:
     pairs = Counter((question.answer, letter) for question, letter in zip(questions, letters, strict=True))
     names = sorted({letter for question in questions for letter in question.options})
     answered = {letter: sum(pairs[letter, predicted] for predicted in names) for letter in names}
@@ -167,45 +152,34 @@ def _sampled(questions: Questions, groups: Samples) -> tables.SampledAccuracy:
     )
 
 
-def _likeliest(questions: Questions, letters: Scored) -> list[str]:
+def _likeliest(questions: Questions, letters: Sequence[LetterProbabilities]) -> list[str]:
     """The letters with the highest probability; of equally likely ones the first."""
-    return [
-        max(question.options, key=lambda letter: entry.probabilities[letter])
-        for question, entry in zip(questions, letters, strict=True)
-    ]
+    return [max(question.options, key=scores.__getitem__) for question, scores in zip(questions, letters, strict=True)]
 
 
 def _letter_scores(
-    questions: Questions, letters: Scored, written: AnsweredLetters | None, order: tables.ShuffledOptions | None = None
+    questions: Questions,
+    letters: Sequence[LetterProbabilities],
+    likeliest: Sequence[str],
+    written: AnsweredLetters,
+    order: tables.ShuffledOptions | None = None,
 ) -> tables.LetterScores:
-    chosen = _likeliest(questions, letters)
-    right = _right(questions, chosen)
-    bins = _bins([entry.probabilities[letter] for entry, letter in zip(letters, chosen, strict=True)], right)
+    right = _right(questions, likeliest)
+    bins = _bins([scores[letter] for scores, letter in zip(letters, likeliest, strict=True)], right)
     gaps = [
         abs(entry.accuracy - entry.confidence) * entry.n
         for entry in bins
         if entry.accuracy is not None and entry.confidence is not None
     ]
-    of_right = [entry.probabilities[question.answer] for question, entry in zip(questions, letters, strict=True)]
+    of_right = [scores[question.answer] for question, scores in zip(questions, letters, strict=True)]
     return tables.LetterScores(
         accuracy=Proportion.of(right),
         right_probability=sum(of_right) / len(of_right),
         bins=bins,
         calibration_error=sum(gaps) / len(questions),
-        agreement=None if written is None else Proportion.of([a == b for a, b in zip(chosen, written, strict=True)]),
+        agreement=Proportion.of([first == second for first, second in zip(likeliest, written, strict=True)]),
         order=order,
     )
-
-
-def _shuffled_letter_scores(
-    questions: Questions,
-    shuffled: Sequence[tuple[OptionOrder, LetterProbabilities]],
-    written: AnsweredLetters | None,
-    original: Scored,
-) -> tables.LetterScores:
-    moved = by_question_unshuffled("shuffled letter probabilities", questions, shuffled)
-    changes = _shuffled(questions, _likeliest(questions, original), _likeliest(questions, moved))
-    return _letter_scores(questions, moved, written, changes)
 
 
 def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[tables.CalibrationBin, ...]:
@@ -225,11 +199,9 @@ def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[tables.Ca
 
 
 def _outcomes(
-    questions: Questions, answers: Sequence[ModelAnswer], letters: Scored | None, groups: Samples | None
+    questions: Questions, answers: Sequence[ModelAnswer], likeliest: Sequence[str], samples: Samples | None
 ) -> tuple[tables.QuestionOutcome, ...]:
-    none = [None] * len(questions)
-    likeliest = _likeliest(questions, letters) if letters else none
-    sampled = _shares_right(questions, groups) if groups else none
+    sampled = _shares_right(questions, samples) if samples else [None] * len(questions)
     return tuple(
         tables.QuestionOutcome(
             number=question.number,

@@ -135,12 +135,6 @@ class AnswerOptions:
         """Whether a text is the option's, ignoring case and punctuation."""
         return _words(text) == _words(self.texts[letter])
 
-    def __contains__(self, letter: str) -> bool:
-        return letter in self.texts
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
 
 @lru_cache(maxsize=2048)
 def options_of(texts: tuple[tuple[str, str], ...]) -> AnswerOptions:
@@ -177,7 +171,7 @@ def without_lists(text: str, options: AnswerOptions) -> str:
 
     def listed(match: re.Match[str]) -> str:
         letters = set(re.findall(r"[A-J]", match[0]))
-        return " " if len(letters) == len(options) and all(letter in options for letter in letters) else match[0]
+        return " " if letters == options.texts.keys() else match[0]
 
     lines = _LISTED_LETTERS.sub(listed, text).split("\n")
     kept: list[str] = []
@@ -201,7 +195,7 @@ def without_lists(text: str, options: AnswerOptions) -> str:
 
 def _option_line(line: str, options: AnswerOptions, *, cut_off: bool) -> str | None:
     match = _OPTION_LINE.fullmatch(line)
-    if match is None or match[1] not in options:
+    if match is None or match[1] not in options.texts:
         return None
     begun = cut_off and options.texts[match[1]].casefold().startswith(match[2].strip().casefold())
     return match[1] if begun or options.is_text(match[1], match[2]) else None
@@ -238,7 +232,7 @@ def _goes_on(before: str, after: str, options: AnswerOptions) -> bool:
         return False
     text = next((mark for mark in options.find(after[:400]) if mark.start <= 2), None)
     if text is None:
-        is_its_text = letter[1] in options and options.is_text(letter[1], after)
+        is_its_text = letter[1] in options.texts and options.is_text(letter[1], after)
         return is_its_text or before.strip(" (.") == letter[1]
     return text.letter == letter[1] or not after[text.end :].strip(" .)")
 

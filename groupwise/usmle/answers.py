@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
+from typing import NamedTuple
 
 from groupwise.errors import InputError
 from groupwise.usmle.answer_text import (
@@ -38,10 +39,9 @@ NO_ANSWER = {
     BEYOND: "it names a letter beyond the options",
 }
 """The rules without a letter, and what they say about the text."""
+# The rules with a letter.
 BOXED, STATED, ALONE, CONCLUDED = "boxed", "stated", "alone", "concluded"
 ONLY, ELIMINATED, BY_TEXT = "the only one named", "the only one left", "option text"
-FOUND = (BOXED, STATED, ALONE, CONCLUDED, ONLY, ELIMINATED, BY_TEXT)
-"""The rules with a letter."""
 DISAGREES = ", text disagrees"  # added to a rule if the letter stands beside another option's text
 
 
@@ -51,6 +51,9 @@ class Choice:
 
     letter: str | None
     rule: str
+
+
+NO_CHOICE = Choice(None, NOTHING)
 
 
 def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, strict: bool = False) -> Choice:
@@ -72,8 +75,8 @@ def _readings(text: str, options: AnswerOptions) -> tuple[Choice, Choice]:
         lenient = _lenient(statements, options)
         if lenient.rule != NOTHING:
             exact = _strict(statements, options)
-            return lenient, exact if exact.letter in (None, lenient.letter) else Choice(None, NOTHING)
-    return Choice(None, NOTHING), Choice(None, NOTHING)
+            return lenient, exact if exact.letter in (None, lenient.letter) else NO_CHOICE
+    return NO_CHOICE, NO_CHOICE
 
 
 def _checked(options: Mapping[str, str] | Sequence[str]) -> AnswerOptions:
@@ -99,23 +102,23 @@ def _strict(text: str, options: AnswerOptions) -> Choice:
             last = _letter_and_text(boxes[-1], options, BOXED)
         elif (stated := _ANSWER_LINE.fullmatch(line)) is not None:
             last = _letter_and_text(stated["rest"], options, STATED)
-    if last is not None or not lines:
-        return last or Choice(None, NOTHING)
-    for line in (lines[-1], lines[0]):
+    if last is not None:
+        return last
+    for line in (*lines[-1:], *lines[:1]):
         if line.strip("([")[:1].isupper() and (alone := _letter_and_text(line, options, ALONE)).letter is not None:
             return alone
-    return Choice(None, NOTHING)
+    return NO_CHOICE
 
 
 def _letter_and_text(text: str, options: AnswerOptions, rule: str) -> Choice:
     """A letter followed only by punctuation and its option's text."""
     match = _LETTER_FIRST.fullmatch(text.strip(" .:)\"'"))
     if match is None:
-        return Choice(None, NOTHING)
+        return NO_CHOICE
     letter, rest = match["letter"].upper(), match["rest"].strip(" .):-–—,\"'")
-    if letter not in options:
+    if letter not in options.texts:
         return Choice(None, BEYOND)
-    return Choice(letter, rule) if not rest or options.is_text(letter, rest) else Choice(None, NOTHING)
+    return Choice(letter, rule) if not rest or options.is_text(letter, rest) else NO_CHOICE
 
 
 # Patterns of the lenient reader: "@B" is an option by its letter, "#B" by its text, "~B" one that was ruled out.
@@ -249,35 +252,25 @@ _DECLINES = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class _StatedAnswer:
-    letters: tuple[str, ...]
+class _StatedAnswer(NamedTuple):
+    letters: list[str]
     rule: str
     disagrees: bool
 
 
 def _lenient(text: str, options: AnswerOptions) -> Choice:
     denied = [_with_denials(sentence) for sentence in sentences(text, options)]
-    if not denied:
-        return Choice(None, NOTHING)
-    if (last := _last_stated(denied)) is not None:
-        return _choice(last, options)
-    if (concluded := _conclusion(denied, options)) is not None:
-        return concluded
+    stated = _last_stated(denied) or _conclusion(denied, options)
+    if stated is not None:
+        letters = list(dict.fromkeys(stated.letters))
+        if len(letters) != 1:
+            return Choice(None, SEVERAL if letters else DECLINED)
+        if letters[0] not in options.texts:
+            return Choice(None, BEYOND)
+        return Choice(letters[0], stated.rule + (DISAGREES if stated.disagrees else ""))
     if any(_DECLINES.search(sentence.words) for sentence in denied):
         return Choice(None, DECLINED)
     return _only_option(denied, options)
-
-
-def _choice(stated: _StatedAnswer, options: AnswerOptions) -> Choice:
-    letters = tuple(dict.fromkeys(stated.letters))
-    if len(letters) > 1:
-        return Choice(None, SEVERAL)
-    if not letters:
-        return Choice(None, DECLINED)
-    if letters[0] not in options:
-        return Choice(None, BEYOND)
-    return Choice(letters[0], stated.rule + (DISAGREES if stated.disagrees else ""))
 
 
 def _with_denials(sentence: Sentence) -> Sentence:
@@ -296,19 +289,16 @@ def _last_stated(parsed: Sequence[Sentence]) -> _StatedAnswer | None:
         # A bare letter after a stated answer is the start of a sentence that was cut off: "Answer: C\n\nA".
         answered = last is not None and last.rule in (STATED, BOXED)
         stated = _stated(sentence, at_the_edge=number == 0 or (number == len(parsed) - 1 and not answered))
-        if stated is None and last is not None and (withdrawn or _corrects(words)):
+        corrects = _CORRECTS.search(words) is not None and not _IMAGINES.search(words)
+        if stated is None and last is not None and (withdrawn or corrects):
             if named := _marks(words):
                 stated = _StatedAnswer(named[-1:], STATED, sentence.disagrees)
             elif last.letters and set(last.letters) <= set(chain(*_WITHDRAWS.findall(words))):
-                last = _StatedAnswer((), DECLINED, False)
+                last = _StatedAnswer([], DECLINED, False)
         retracted = withdrawn or _RETRACTS.search(words) is not None
         withdrawn = stated is None and last is not None and (retracted or not last.letters)
         last = stated or last
     return last
-
-
-def _corrects(words: str) -> bool:
-    return _CORRECTS.search(words) is not None and not _IMAGINES.search(words)
 
 
 def _stated(sentence: Sentence, *, at_the_edge: bool) -> _StatedAnswer | None:
@@ -320,49 +310,45 @@ def _stated(sentence: Sentence, *, at_the_edge: bool) -> _StatedAnswer | None:
             named = next(group for group in matches[-1].groups() if group)
             return _StatedAnswer(_marks(named), BOXED if pattern is _BOXES else STATED, sentence.disagrees)
     if _STATES_NONE.search(words):
-        return _StatedAnswer((), DECLINED, False)
+        return _StatedAnswer([], DECLINED, False)
     if at_the_edge and _BY_ITSELF.fullmatch(words):
         return _StatedAnswer(_marks(words), ALONE, sentence.disagrees)
     return None
 
 
-def _conclusion(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice | None:
+def _conclusion(parsed: Sequence[Sentence], options: AnswerOptions) -> _StatedAnswer | None:
     """The option in the last sentence that draws a conclusion and names one option."""
     for sentence in reversed(parsed):
-        claim = _claim(sentence.words)
-        named = tuple(letter for letter in dict.fromkeys(_marks(claim)) if letter in options)
-        if len(named) == 1 and _CONCLUDES.search(sentence.words) and not _HEDGES.search(claim):
-            rule = CONCLUDED if f"@{named[0]}" in sentence.words else BY_TEXT
-            return _choice(_StatedAnswer(named, rule, sentence.disagrees), options)
+        words = sentence.words
+        # The claim ends where a reason, or a relative clause, follows its first option.
+        first = re.search(_ONE, words)
+        aside = _ASIDE.search(words, first.end()) if first else None
+        claim = words[: aside.start()] if aside else words
+        named = [letter for letter in dict.fromkeys(_marks(claim)) if letter in options.texts]
+        if len(named) == 1 and _CONCLUDES.search(words) and not _HEDGES.search(claim):
+            return _StatedAnswer(named, CONCLUDED if f"@{named[0]}" in words else BY_TEXT, sentence.disagrees)
     return None
-
-
-def _claim(words: str) -> str:
-    """A sentence up to the reason, or the relative clause, that follows its first option."""
-    first = re.search(_ONE, words)
-    aside = _ASIDE.search(words, first.end()) if first else None
-    return words[: aside.start()] if aside else words
 
 
 def _only_option(parsed: Sequence[Sentence], options: AnswerOptions) -> Choice:
     """The only option that is named, by its letter or by its text, or the only one that is not ruled out."""
     firm = [sentence for sentence in parsed if not _HEDGES.search(sentence.words)]
-    by_letter = {letter for letter in _marked_by("@", parsed) if letter in options}
-    by_text, ruled_out = _marked_by("#", firm), _marked_by("~", parsed)
-    left = [letter for letter in options.texts if letter not in ruled_out]
+    ruled_out = _marked_by("~", parsed)
+    left = options.texts.keys() - ruled_out
     if len(left) == 1:
-        return Choice(left[0], ELIMINATED)
-    for letters, rule in ((by_letter - ruled_out, ONLY), (by_text - ruled_out, BY_TEXT)):
-        if len(letters) == 1 and not (rule == BY_TEXT and by_letter):
-            return Choice(letters.pop(), rule)
-        if len(letters) > 1 and rule == ONLY:
-            return Choice(None, SEVERAL)
-    return Choice(None, NOTHING)
+        return Choice(left.pop(), ELIMINATED)
+    by_letter = _marked_by("@", parsed) & options.texts.keys()
+    by_letter_left, by_text_left = by_letter - ruled_out, _marked_by("#", firm) - ruled_out
+    if len(by_letter_left) > 1:
+        return Choice(None, SEVERAL)
+    if by_letter_left:
+        return Choice(by_letter_left.pop(), ONLY)
+    return Choice(by_text_left.pop(), BY_TEXT) if len(by_text_left) == 1 and not by_letter else NO_CHOICE
 
 
 def _marked_by(mark: str, parsed: Sequence[Sentence]) -> set[str]:
     return {letter for sentence in parsed for letter in re.findall(rf"{mark}([A-Z])\b", sentence.words)}
 
 
-def _marks(words: str) -> tuple[str, ...]:
-    return tuple(re.findall(r"[@#]([A-Z])\b", words))
+def _marks(words: str) -> list[str]:
+    return re.findall(r"[@#]([A-Z])\b", words)

@@ -98,9 +98,8 @@ def compare(before: ExamReport, after: ExamReport) -> ExamComparison:
     measures = [
         _measure("lenient", pairs, _right),
         _measure("strict", pairs, lambda outcome: outcome.strict == outcome.right),
+        _measure("likeliest letter", pairs, lambda outcome: outcome.letters == outcome.right),
     ]
-    if before.letters and after.letters:
-        measures.append(_measure("likeliest letter", pairs, lambda outcome: outcome.letters == outcome.right))
     if before.sampled and after.sampled:
         measures.append(_measure("mean of samples", pairs, lambda outcome: outcome.sampled or 0.0))
     return ExamComparison(

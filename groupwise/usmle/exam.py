@@ -20,11 +20,11 @@ from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.model.handle import ModelHandle
 from groupwise.model.logprobs import completion_logps
 from groupwise.tasks.base import TaskRow
-from groupwise.usmle.analysis import analyse
+from groupwise.usmle.analysis import LetterProbabilities, analyse
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.compare import check_same
 from groupwise.usmle.prompts import letter_answers, shuffle_options
-from groupwise.usmle.records import LetterProbabilities, ModelAnswer, Question, fingerprint
+from groupwise.usmle.records import ModelAnswer, Question, fingerprint
 from groupwise.usmle.tables import ExamReport
 
 CHUNK = 256  # rows answered at a time, between two calls of `progress`
@@ -65,7 +65,7 @@ class ModelUnderTest:
             keys = list(range(start, start + len(chunk)))
             prompts = [prompt.ids for prompt in self.prompts(chunk)]
             rollout = self.generator.generate(prompts, samples, sampling, stop=self.stop, keys=keys)
-            _, texts, lengths = decode_completions(self.tokenizer, rollout)
+            _, texts, lengths = decode_completions(self.tokenizer, rollout.ids, rollout.lengths)
             for place, (text, length, reason) in enumerate(zip(texts, lengths, rollout.stop_reasons, strict=True)):
                 number, sample = divmod(place, samples)
                 answers.append(read_answer(chunk[number], start + number, sample, text, length, reason))
@@ -87,9 +87,9 @@ class ModelUnderTest:
             result = completion_logps(self.handle, [prompt.ids for prompt in self.prompts(chunk)], answers)
             totals = torch.where(result.mask, result.logps, 0.0).sum(-1).cpu().double()
             ends = torch.tensor([len(by_letter) for by_letter in texts]).cumsum(0).tolist()
-            for number, (by_letter, end) in enumerate(zip(texts, ends, strict=True)):
+            for by_letter, end in zip(texts, ends, strict=True):
                 shares = totals[end - len(by_letter) : end].softmax(0).tolist()
-                scored.append(LetterProbabilities(start + number, dict(zip(by_letter, shares, strict=True))))
+                scored.append(dict(zip(by_letter, shares, strict=True)))
             progress(start + len(chunk))
         return scored
 
@@ -123,7 +123,6 @@ def run_exam(
     greedy = Sampling(max_new_tokens=max_new_tokens, greedy=True, seed=seed)
     answers = model.answer(rows, greedy, progress=report_to("answering"))
     moved = [shuffle_options(row, f"exam {number}", form=form) for number, row in enumerate(rows)]
-    orders = [row["moved"] for row in moved]
     shuffled = model.answer(moved, greedy, progress=report_to("answering with shuffled options"))
     sampled: list[ModelAnswer] = []
     if samples > 1:
@@ -135,17 +134,17 @@ def run_exam(
         questions,
         answers,
         sampled=sampled,
-        shuffled=list(zip(orders, shuffled, strict=True)),
+        orders=[row["moved"] for row in moved],
+        shuffled=shuffled,
         letters=letters,
-        shuffled_letters=list(zip(orders, shuffled_letters, strict=True)),
+        shuffled_letters=shuffled_letters,
     )
     return report, answers
 
 
 def question_of(row: TaskRow, number: int) -> Question:
     """A row as a record of the report."""
-    about = {name: row.get(name) for name in ("category", "step", "id")}
-    return Question(number, row["question"], row["options"], row["answer"], **about)
+    return Question(number, row["question"], row["options"], row["answer"], row.get("category"), row.get("step"))
 
 
 def read_answer(row: TaskRow, number: int, sample: int, text: str, tokens: int, stop_reason: str) -> ModelAnswer:

@@ -6,19 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
 from groupwise.text import escape_markdown, markdown_table
+from groupwise.usmle import tables
 from groupwise.usmle.compare import LEVEL, CategoryChange, ChangedAnswer, ExamComparison
-from groupwise.usmle.tables import (
-    FEW,
-    Confusion,
-    Difference,
-    ErrorExample,
-    ExamReport,
-    GroupAccuracy,
-    LetterScores,
-    Proportion,
-    SampledAccuracy,
-    ShuffledOptions,
-)
+from groupwise.usmle.tables import Difference, ExamReport, Proportion
 
 NONE = "–"
 
@@ -43,15 +33,12 @@ def markdown(
     parts += _by_group("By category", "category", report.by_category)
     parts += _by_group("By exam step", "step", report.by_step)
     parts += _letters(report.confusion)
-    if report.shuffled:
-        shuffled = f"With the options shuffled the accuracy is {interval(report.shuffled.accuracy)}."
-        parts += ["## Shuffled options", f"{shuffled} {_order(report.shuffled)}"]
+    shuffled = f"With the options shuffled the accuracy is {interval(report.shuffled.accuracy)}."
+    parts += ["## Shuffled options", f"{shuffled} {_order(report.shuffled)}"]
     if report.sampled:
         parts += _sampled(report.sampled)
-    if report.letters:
-        parts += _scored("The letters' probabilities", report.letters)
-    if report.shuffled_letters:
-        parts += _scored("The letters' probabilities, shuffled options", report.shuffled_letters)
+    parts += _scored("The letters' probabilities", report.letters)
+    parts += _scored("The letters' probabilities, shuffled options", report.shuffled_letters)
     parts += _errors(report)
     rules = [(*_cells(rule.name, rule.accuracy.n), interval(rule.accuracy)) for rule in report.rules]
     parts += ["## Reading rules", "The rule by which the lenient reader found its letter, or why it found none."]
@@ -103,22 +90,22 @@ def _headline(report: ExamReport) -> list[str]:
     return [summary, markdown_table(["read as", "accuracy", "no answer"], rows), length]
 
 
-def _by_group(heading: str, what: str, groups: Sequence[GroupAccuracy]) -> list[str]:
+def _by_group(heading: str, what: str, groups: Sequence[tables.GroupAccuracy]) -> list[str]:
     if not groups:
         return []
     rows = [(_name(part), *_cells(part.accuracy.n), interval(part.accuracy)) for part in groups]
     return [f"## {heading}", markdown_table([what, "questions", "accuracy"], rows), _few(groups)]
 
 
-def _name(part: GroupAccuracy | CategoryChange) -> str:
+def _name(part: tables.GroupAccuracy | CategoryChange) -> str:
     return escape_markdown("not given" if part.name is None else part.name) + (" †" if part.few else "")
 
 
-def _few(parts: Iterable[GroupAccuracy | CategoryChange]) -> str:
-    return f"†: fewer than {FEW} questions." if any(part.few for part in parts) else ""
+def _few(parts: Iterable[tables.GroupAccuracy | CategoryChange]) -> str:
+    return f"†: fewer than {tables.FEW} questions." if any(part.few for part in parts) else ""
 
 
-def _letters(confusion: Confusion) -> list[str]:
+def _letters(confusion: tables.Confusion) -> list[str]:
     names = _cells(*(letter.letter for letter in confusion.letters))
     rows = []
     for place, (name, counts) in enumerate(zip(names, confusion.counts, strict=True)):
@@ -141,7 +128,7 @@ def _letters(confusion: Confusion) -> list[str]:
     return [*parts, bias, markdown_table(header, shares)]
 
 
-def _order(shuffled: ShuffledOptions) -> str:
+def _order(shuffled: tables.ShuffledOptions) -> str:
     difference = shuffled.difference
     return (
         f"The difference to the original order is {points(difference)} points ({p_value(difference.p_value)}). The "
@@ -149,7 +136,7 @@ def _order(shuffled: ShuffledOptions) -> str:
     )
 
 
-def _sampled(sampled: SampledAccuracy) -> list[str]:
+def _sampled(sampled: tables.SampledAccuracy) -> list[str]:
     rows = [("mean of the samples", interval(sampled.accuracy)), ("majority vote", interval(sampled.majority))]
     rows += [(f"pass@{entry.k}", interval(entry.share)) for entry in sampled.pass_at]
     explanation = (
@@ -159,14 +146,12 @@ def _sampled(sampled: SampledAccuracy) -> list[str]:
     return ["## Sampled answers", explanation, markdown_table(["", "accuracy"], rows)]
 
 
-def _scored(heading: str, scored: LetterScores) -> list[str]:
+def _scored(heading: str, scored: tables.LetterScores) -> list[str]:
     summary = (
         f"Accuracy of the likeliest letter, without a written answer: {interval(scored.accuracy)}. The right letter "
-        f"has a probability of {percent(scored.right_probability)} on average."
+        f"has a probability of {percent(scored.right_probability)} on average. The likeliest letter is that of the "
+        f"written answer in {interval(scored.agreement)} of the questions."
     )
-    if scored.agreement:
-        agreement = interval(scored.agreement)
-        summary += f" The likeliest letter is that of the written answer in {agreement} of the questions."
     rows = [
         (f"{entry.low:.1f} to {entry.high:.1f}", *_cells(entry.n), percent(entry.confidence), percent(entry.accuracy))
         for entry in scored.bins
@@ -193,7 +178,7 @@ def _errors(report: ExamReport) -> list[str]:
 
 
 def _examples(
-    heading: str, columns: tuple[str, str], examples: Sequence[ErrorExample] | Sequence[ChangedAnswer]
+    heading: str, columns: tuple[str, str], examples: Sequence[tables.ErrorExample] | Sequence[ChangedAnswer]
 ) -> list[str]:
     """A table of questions; the two kinds of examples have the same first three fields."""
     if not examples:

@@ -22,16 +22,12 @@ _WORD = re.compile(r"(?<![^\W_])[^\W\d_]++(?![^\W_])")
 
 
 def load_medical_vocabulary(path: str | Path | None = None) -> frozenset[str]:
-    """The packaged medical words, or those of a file, in lower case.
-
-    The file has one word per line; ``#`` starts a comment. A file is cached until it changes.
-    """
+    """The packaged medical words, or those of a file with one word per line, in lower case; ``#`` starts a comment."""
     if path is None:
         return _packaged()
     path = Path(os.path.expanduser(path))
     try:
-        status = path.stat()
-        return _from_file(path, status.st_mtime_ns, status.st_size)
+        return _parse(path.read_text(encoding="utf-8-sig"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else error_reason(error)
         raise DataError(
@@ -40,20 +36,12 @@ def load_medical_vocabulary(path: str | Path | None = None) -> frozenset[str]:
         ) from error
 
 
-def medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> list[str]:
-    """The distinct words of the vocabulary that the text uses, in the order of their first use.
+def medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> Iterator[str]:
+    """The words of a text that are in the vocabulary, by default the packaged one.
 
     Case is ignored. A plural in -s or -es counts as its singular if only the singular is in the vocabulary.
     """
-    return list(dict.fromkeys(_terms(text, vocabulary)))
-
-
-def uses_medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> bool:
-    return next(_terms(text, vocabulary), None) is not None
-
-
-def _terms(text: str, vocabulary: frozenset[str] | None) -> Iterator[str]:
-    terms = load_medical_vocabulary() if vocabulary is None else vocabulary
+    terms = _packaged() if vocabulary is None else vocabulary
     for match in _WORD.finditer(text):
         word = match[0].lower()
         term = next((form for form in (word, word.removesuffix("s"), word.removesuffix("es")) if form in terms), None)
@@ -65,12 +53,6 @@ def _terms(text: str, vocabulary: frozenset[str] | None) -> Iterator[str]:
 def _packaged() -> frozenset[str]:
     file = importlib.resources.files("groupwise.usmle").joinpath("medical_words.txt")
     return _parse(file.read_text(encoding="utf-8"), "of the package")
-
-
-@functools.lru_cache(maxsize=8)
-def _from_file(path: Path, modified: int, size: int) -> frozenset[str]:
-    """The words of a file; ``modified`` and ``size`` are part of the cache key only."""
-    return _parse(path.read_text(encoding="utf-8-sig"), str(path))
 
 
 def _parse(text: str, name: str) -> frozenset[str]:

@@ -10,49 +10,36 @@ from typing import Any
 
 from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.usmle.compare import ExamComparison
-from groupwise.usmle.tables import (
-    Confusion,
-    ExamReport,
-    GroupAccuracy,
-    LetterScores,
-    Proportion,
-    SampledAccuracy,
-    start_of,
-)
+from groupwise.usmle.tables import ExamReport, Proportion, SampledAccuracy, start_of
 
 AFTER, BEFORE = COLOURS[0], "0.72"
 DASHED: dict[str, Any] = {"color": "0.35", "linewidth": 1.2, "linestyle": (0, (4, 3))}
 MAX_GROUPS = 16  # the Markdown page lists them all
 NAME_LENGTH = 34
 
+Panel = Callable[[Any, ExamReport, ExamComparison | None], None]
+
 
 def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison: ExamComparison | None = None) -> None:
     """Draw the report into a PNG, SVG or PDF; a comparison adds the earlier model."""
-    panels = _panels(report, comparison)
+    panels: list[Panel] = [_accuracies]
+    if report.by_category or report.by_step:
+        panels.append(_groups)
+    panels.append(_confusion)
+    if report.sampled:
+        panels.append(partial(_samples, sampled=report.sampled))
+    panels.append(_calibration)
+    if len(panels) % 2 and report.patterns:
+        panels.append(_patterns)
     rows = (len(panels) + 1) // 2
     figure = new_figure(13.0, 4.8 * rows + 0.5)
     figure.suptitle(_plain(start_of(title, 100)), fontsize=15, x=0.01, ha="left")
-    for number, panel in enumerate(panels, start=1):
-        panel(figure.add_subplot(rows, 2, number))
+    for number, draw in enumerate(panels, start=1):
+        draw(figure.add_subplot(rows, 2, number), report, comparison)
     with warnings.catch_warnings():
         # Letters of a category's name that the font lacks are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         save_figure(figure, path)
-
-
-def _panels(report: ExamReport, comparison: ExamComparison | None) -> list[Callable[[Any], None]]:
-    panels: list[Callable[[Any], None]] = [partial(_accuracies, report=report, comparison=comparison)]
-    groups, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
-    if groups:
-        panels.append(partial(_groups, groups=groups, heading=heading, chance=report.chance, comparison=comparison))
-    panels.append(partial(_confusion, confusion=report.confusion))
-    if report.sampled:
-        panels.append(partial(_samples, sampled=report.sampled, chance=report.chance))
-    if report.letters:
-        panels.append(partial(_calibration, scored=report.letters))
-    if len(panels) % 2 and report.patterns:
-        panels.append(partial(_patterns, report=report))
-    return panels
 
 
 def _plain(text: str) -> str:
@@ -111,9 +98,8 @@ def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None
     _heading(axes, f"Accuracy on {report.n:,} questions, 95 % intervals")
 
 
-def _groups(
-    axes: Any, groups: Sequence[GroupAccuracy], heading: str, chance: float, comparison: ExamComparison | None
-) -> None:
+def _groups(axes: Any, report: ExamReport, comparison: ExamComparison | None) -> None:
+    groups, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
     shown = list(reversed(groups[:MAX_GROUPS]))
     places = list(range(len(shown)))
     shares = [part.accuracy for part in shown]
@@ -123,7 +109,7 @@ def _groups(
     if earlier:
         _dots(axes, [place + shift for place, _ in earlier], [share for _, share in earlier], "0.6", "before")
     _dots(axes, [place - shift for place in places], shares, AFTER, "after" if earlier else "")
-    axes.axvline(100 * chance, **DASHED)
+    axes.axvline(100 * report.chance, **DASHED)
     names = [_plain(start_of(part.name or "not given", NAME_LENGTH)) for part in shown]
     axes.set_yticks(places, [f"{name} ({part.accuracy.n:,})" for name, part in zip(names, shown, strict=True)])
     axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
@@ -140,8 +126,9 @@ def _dots(axes: Any, places: Sequence[float], shares: Sequence[Proportion], colo
     )
 
 
-def _confusion(axes: Any, confusion: Confusion) -> None:
+def _confusion(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
     """Each row's shares as shades, and the counts as numbers."""
+    confusion = report.confusion
     names = [_plain(letter.letter) for letter in confusion.letters]
     shades = [[count / max(sum(row), 1) for count in row] for row in confusion.counts]
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", zorder=2)
@@ -158,15 +145,13 @@ def _confusion(axes: Any, confusion: Confusion) -> None:
     _heading(axes, f"Right and answered letters{bias}")
 
 
-def _samples(axes: Any, sampled: SampledAccuracy, chance: float) -> None:
-    numbers = [entry.k for entry in sampled.pass_at]
-    low, value, high = (
-        [100 * getattr(entry.share, bound) for entry in sampled.pass_at] for bound in ("low", "value", "high")
-    )
+def _samples(axes: Any, report: ExamReport, _: ExamComparison | None, sampled: SampledAccuracy) -> None:
+    numbers, shares = [entry.k for entry in sampled.pass_at], [entry.share for entry in sampled.pass_at]
+    low, value, high = ([100 * getattr(share, bound) for share in shares] for bound in ("low", "value", "high"))
     axes.fill_between(numbers, low, high, color=AFTER, alpha=0.18, linewidth=0)
     axes.plot(numbers, value, "o-", color=AFTER, linewidth=2, label="pass@k: at least one is right")
     axes.axhline(100 * sampled.majority.value, color=COLOURS[1], linewidth=1.8, label="majority vote")
-    axes.axhline(100 * chance, **DASHED, label="guessing once")
+    axes.axhline(100 * report.chance, **DASHED, label="guessing once")
     axes.set_xscale("log", base=2)
     axes.set_xticks(numbers, [str(number) for number in numbers])
     axes.minorticks_off()
@@ -175,7 +160,8 @@ def _samples(axes: Any, sampled: SampledAccuracy, chance: float) -> None:
     _heading(axes, f"{sampled.samples} answers to each question")
 
 
-def _calibration(axes: Any, scored: LetterScores) -> None:
+def _calibration(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
+    scored = report.letters
     bins = [entry for entry in scored.bins if entry.n]
     total = sum(entry.n for entry in bins)
     confidence = [100 * (entry.confidence or 0) for entry in bins]
@@ -190,7 +176,7 @@ def _calibration(axes: Any, scored: LetterScores) -> None:
     _heading(axes, f"Calibration, expected error {100 * scored.calibration_error:.1f} %")
 
 
-def _patterns(axes: Any, report: ExamReport) -> None:
+def _patterns(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
     shown = list(reversed(report.patterns))
     places = range(len(shown))
     axes.barh(places, [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
 from groupwise.rundir import read_json, write_bytes, write_json
@@ -34,7 +32,7 @@ def write_report(
     if comparison is not None and comparison.fingerprint != report.fingerprint:
         raise InputError("the comparison is about other questions than the report")
     heading = {"title": one_line(title), "facts": {one_line(name): one_line(value) for name, value in facts.items()}}
-    write_bytes(folder / REPORT, _json_lines(heading | report.to_json()).encode())
+    write_json(folder / REPORT, heading | report.to_json())
     written = [folder / REPORT]
     if comparison is not None:
         write_json(folder / COMPARISON, comparison.to_json())
@@ -65,17 +63,3 @@ def read_report(path: str | Path) -> ExamReport:
             f"there is no report at {file}; give the folder of `groupwise eval --report`, or its {REPORT}"
         )
     return ExamReport.from_json(read_json(file), str(file))
-
-
-def _json_lines(value: Mapping[str, Any]) -> str:
-    """JSON with one table per line, and one row per line in lists: short, and readable in a diff."""
-
-    def text(entry: Any) -> str:
-        return json.dumps(entry, ensure_ascii=False, allow_nan=False)
-
-    def block(entry: Any) -> str:
-        if isinstance(entry, list) and entry:
-            return "[\n" + ",\n".join(f"    {text(row)}" for row in entry) + "\n  ]"
-        return text(entry)
-
-    return "{\n" + ",\n".join(f"  {text(name)}: {block(entry)}" for name, entry in value.items()) + "\n}\n"

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from groupwise.errors import ConfigError, check_choice
 from groupwise.rewards import text_of
-from groupwise.rewards.options import check_number
-from groupwise.rewards.text import excerpt
 from groupwise.tasks.base import TaskRow
 from groupwise.usmle.answers import extract_answer
-from groupwise.usmle.medical_words import uses_medical_terms
+from groupwise.usmle.medical_words import medical_terms
 
-BonusWhen = Literal["always", "right"]
+LogExtra = Callable[[str, list[Any]], None]
+LogMetric = Callable[[str, float], None]
 
 
 @dataclass(frozen=True)
@@ -38,39 +36,19 @@ def enhanced_reward(
     term_bonus: float = 0.05,
     short_penalty: float = 0.1,
     short_length: int = 50,
-    bonus_when: BonusWhen = "always",
+    bonus_when: Literal["always", "right"] = "always",
     vocabulary: frozenset[str] | None = None,
 ) -> EnhancedReward:
     """1 for a right answer, a bonus for medical words, a penalty for a text of fewer than ``short_length`` characters.
 
-    With ``bonus_when="always"`` wrong answers get the bonus too, and the sum is clamped to [0, 1]; with ``"right"``
-    only right ones get it, and the upper limit is 1 + ``term_bonus``. With the default weights the total is:
-
-    ====== ============= ===== ======== =======
-    answer medical words short "always" "right"
-    ====== ============= ===== ======== =======
-    right  yes           no    1        1.05
-    right  yes           yes   0.95     0.95
-    right  no            no    1        1
-    right  no            yes   0.9      0.9
-    wrong  yes           no    0.05     0
-    wrong  yes           yes   0        0
-    wrong  no            no    0        0
-    wrong  no            yes   0        0
-    ====== ============= ===== ======== =======
-
-    So with ``"always"`` the clamp removes the bonus from a long right answer and leaves it to a long wrong one: medical
-    words are reinforced by wrong answers. With ``"right"`` they are reinforced by right answers, and all wrong ones
+    With ``bonus_when="always"`` wrong answers get the bonus too, and the sum is clamped to [0, 1]. So the clamp removes
+    the bonus from a long right answer (1) and leaves it to a long wrong one (0.05): medical words are reinforced by
+    wrong answers. With ``"right"`` only right answers get it, the upper limit is 1 + ``term_bonus``, and all wrong ones
     have the same reward.
     """
-    check_number("term_bonus", term_bonus, 0)
-    check_number("short_penalty", short_penalty, 0)
-    if isinstance(short_length, bool) or not isinstance(short_length, int) or short_length < 0:
-        raise ConfigError(f"short_length must be a whole number of at least 0, got {excerpt(short_length)}")
-    check_choice("bonus_when", bonus_when, get_args(BonusWhen), ConfigError)
-    has_bonus = (bonus_when == "always" or correct) and uses_medical_terms(text, vocabulary)
+    has_bonus = (bonus_when == "always" or correct) and any(medical_terms(text, vocabulary))
     correctness = 1.0 if correct else 0.0
-    bonus = float(term_bonus) if has_bonus else 0.0
+    bonus = term_bonus if has_bonus else 0.0
     penalty = 0.0 - short_penalty if len(text) < short_length else 0.0
     added = correctness + bonus + penalty
     limit = 1.0 if bonus_when == "always" else 1.0 + term_bonus
@@ -82,8 +60,8 @@ def correct_letter(
     completions: Sequence[Any],
     options: Sequence[Mapping[str, str]],
     answer: Sequence[str],
-    log_extra: Any = None,
-    log_metric: Any = None,
+    log_extra: LogExtra,
+    log_metric: LogMetric,
     *,
     strict: bool = True,
 ) -> list[float]:
@@ -92,20 +70,18 @@ def correct_letter(
     choices = [extract_answer(text, letters, strict=strict) for text, letters in zip(texts, options, strict=True)]
     predicted = [choice.letter for choice in choices]
     correct = [letter == right for letter, right in zip(predicted, answer, strict=True)]
-    if log_extra is not None:
-        log_extra("predicted", predicted)
-        log_extra("ground_truth", list(answer))
-        log_extra("correct", correct)
-        log_extra("has_valid_answer", [letter is not None for letter in predicted])
-        log_extra("response_length", [len(text) for text in texts])
-        log_extra("rule", [choice.rule for choice in choices])
-    if log_metric is not None:
-        # The accuracy of guessing, and each letter's share of the predicted and of the right answers.
-        log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
-        answered = [letter for letter in predicted if letter is not None]
-        for letter in sorted({letter for letters in options for letter in letters}):
-            log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
-            log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
+    log_extra("predicted", predicted)
+    log_extra("ground_truth", list(answer))
+    log_extra("correct", correct)
+    log_extra("has_valid_answer", [letter is not None for letter in predicted])
+    log_extra("response_length", [len(text) for text in texts])
+    log_extra("rule", [choice.rule for choice in choices])
+    # The accuracy of guessing, and each letter's share of the predicted and of the right answers.
+    log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
+    answered = [letter for letter in predicted if letter is not None]
+    for letter in sorted({letter for letters in options for letter in letters}):
+        log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
+        log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
     return [float(right) for right in correct]
 
 
@@ -113,8 +89,8 @@ def enhanced(
     completions: Sequence[Any],
     options: Sequence[Mapping[str, str]],
     answer: Sequence[str],
-    log_extra: Any = None,
-    log_metric: Any = None,
+    log_extra: LogExtra,
+    log_metric: LogMetric,
     *,
     strict: bool = True,
     score: Callable[[bool, str], EnhancedReward] = enhanced_reward,
@@ -123,11 +99,9 @@ def enhanced(
     correct = correct_letter(completions, options, answer, log_extra, log_metric, strict=strict)
     parts = [score(bool(right), text_of(completion)) for right, completion in zip(correct, completions, strict=True)]
     for name in ("correctness", "term_bonus", "short_penalty", "clamped"):
-        values = [float(getattr(part, name)) for part in parts]
-        if log_extra is not None:
-            log_extra(f"enhanced/{name}", values)
-        if log_metric is not None:
-            log_metric(f"enhanced/{name}", sum(values) / len(values))
+        values = [getattr(part, name) for part in parts]
+        log_extra(f"enhanced/{name}", values)
+        log_metric(f"enhanced/{name}", sum(values) / len(values))
     return [part.total for part in parts]
 
 

@@ -1,11 +1,8 @@
 """Multiple-choice questions in one format, from the formats of the public data sets. Invalid questions are refused.
 
-| from | question | options | the right one |
-|---|---|---|---|
-| groupwise | question | options {A: …} | answer, a letter |
-| MedQA (files, hub) | question | options {A: …} or [{key, value}] | answer_idx, a letter; answer, its text |
-| MedMCQA | question | opa, opb, opc, opd | cop: 1 to 4 in the original files, 0 to 3 on the hub |
-| MMLU | question | A, B, C, D in a .csv without a header; choices on the hub | answer: a letter; a number on the hub |
+- MedQA: options {A: …} or [{key, value}]; answer_idx, a letter; answer, its text
+- MedMCQA: opa, opb, opc, opd; cop, 1 to 4 in the original files, 0 to 3 on the hub
+- MMLU: A, B, C, D in a .csv without a header, choices on the hub; answer, a letter or a number from 0
 """
 
 from __future__ import annotations

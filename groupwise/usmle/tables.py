@@ -134,7 +134,7 @@ class LetterScores:
     right_probability: float
     bins: tuple[CalibrationBin, ...]
     calibration_error: float
-    agreement: Proportion | None  # with the written answer
+    agreement: Proportion  # with the written answer
     order: ShuffledOptions | None  # shuffled options against the original ones
 
 
@@ -173,7 +173,7 @@ class QuestionOutcome:
     right: str
     lenient: str | None
     strict: str | None
-    letters: str | None  # the likeliest letter
+    letters: str  # the likeliest letter
     sampled: float | None  # the share of right samples
 
 
@@ -193,10 +193,10 @@ class ExamReport(JsonTable):
     by_category: tuple[GroupAccuracy, ...]
     by_step: tuple[GroupAccuracy, ...]
     confusion: Confusion
-    shuffled: ShuffledOptions | None
+    shuffled: ShuffledOptions
     sampled: SampledAccuracy | None
-    letters: LetterScores | None
-    shuffled_letters: LetterScores | None
+    letters: LetterScores
+    shuffled_letters: LetterScores
     errors: int  # answers that are wrong for at least one reader
     patterns: tuple[ErrorPattern, ...]
     rules: tuple[RuleAccuracy, ...]
@@ -208,31 +208,22 @@ class ExamReport(JsonTable):
         accuracies = {"strict": self.strict, "lenient": self.lenient}
         if self.sampled:
             accuracies["majority vote"] = self.sampled.majority
-        if self.letters:
-            accuracies["likeliest letter"] = self.letters.accuracy
-        if self.shuffled:
-            accuracies["shuffled"] = self.shuffled.accuracy
-        return accuracies
+        return accuracies | {"likeliest letter": self.letters.accuracy, "shuffled": self.shuffled.accuracy}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "the report") -> ExamReport:
         """The report from the result of `to_json`; ``where`` names it in an error."""
         if not isinstance(value, dict) or "version" not in value:
             raise CheckpointError(f"{where} is not a report of an evaluation: it has no version")
-
-        def refusal(reason: str) -> CheckpointError:
-            return CheckpointError(f"{where} {reason}; evaluate the model again")
-
         if value["version"] != VERSION:
-            raise refusal(f"has the format {value['version']!r}, but this version of groupwise reads {VERSION}")
+            versions = f"has the format {value['version']!r}, but this version of groupwise reads {VERSION}"
+            raise CheckpointError(f"{where} {versions}; evaluate the model again")
         try:
-            report = TypeAdapter(ExamReport).validate_python(value)
+            return TypeAdapter(ExamReport).validate_python(value)
         except ValidationError as error:
             first = error.errors()[0]
-            raise refusal(f"is damaged: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
-        if len(report.outcomes) != report.n:
-            raise refusal(f"is damaged: it is about {report.n} questions but lists {len(report.outcomes)}")
-        return report
+            reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            raise CheckpointError(f"{where} is damaged: {reason}; evaluate the model again") from error
 
 
 def largest_first(pairs: Iterable[tuple[Name, Value]]) -> list[tuple[Name, list[Value]]]:

@@ -13,7 +13,7 @@ from groupwise.errors import DataError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
 from groupwise.tasks import rows as rows_module
-from groupwise.tasks.gsm8k import FORMAT_WEIGHT, INSTRUCTION, gsm8k_task, lenient_grade, make_row, strict_grade
+from groupwise.tasks.gsm8k import FORMAT_WEIGHT, INSTRUCTION, grade, gsm8k_task, make_row
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 real = pytest.mark.skipif(not (DATA / "gsm8k_test.jsonl").exists(), reason="the files of GSM8K are not available")
@@ -61,14 +61,14 @@ def test_a_row():
 
 @pytest.mark.parametrize(("answer", "strict", "lenient"), ANSWERS)
 def test_strict_and_lenient(answer, strict, lenient):
-    assert strict_grade(ROW, answer) is strict
-    assert lenient_grade(ROW, answer) is lenient
+    assert grade(ROW, answer, strict=True) is strict
+    assert grade(ROW, answer, strict=False) is lenient
 
 
 def test_the_lenient_accuracy_is_never_smaller_than_the_strict_one():
     for answer, strict, _ in ANSWERS:
         if strict:
-            assert lenient_grade(ROW, answer)
+            assert grade(ROW, answer, strict=False)
 
 
 def test_the_rewards(tmp_path):
@@ -88,11 +88,11 @@ def test_the_task(tmp_path):
     task = load_task(load_recipe(tmp_path / "recipe.toml"))
     assert (task.name, len(task.train), len(task.held_out)) == ("gsm8k", 3, 1)
     assert task.metric == "accuracy"
-    assert {name: grade(task.held_out[0], "#### 3") for name, grade in task.grades.items()} == {
+    assert {name: graded(task.held_out[0], "#### 3") for name, graded in task.grades.items()} == {
         "accuracy": True,
         "accuracy_lenient": True,
     }
-    assert [grade(task.held_out[0], "It is 3") for grade in task.grades.values()] == [None, True]
+    assert [graded(task.held_out[0], "It is 3") for graded in task.grades.values()] == [None, True]
     assert task.train[2].where == "train.jsonl, line 3"
 
 
@@ -160,10 +160,10 @@ def test_all_rows_of_the_data_set():
     assert task.held_out[0]["prompt"].startswith("Janet’s ducks lay 16 eggs per day.")
     # Every gold answer, given as an answer, is right by both grades; another row's is right only by chance.
     for row in task.held_out:
-        assert strict_grade(row, row["answer"]) is True
-        assert lenient_grade(row, row["answer"]) is True
+        assert grade(row, row["answer"], strict=True) is True
+        assert grade(row, row["answer"], strict=False) is True
     shifted = zip(task.held_out, [*task.held_out[1:], task.held_out[0]], strict=True)
-    assert sum(bool(strict_grade(row, other["answer"])) for row, other in shifted) < 0.05 * 1319
+    assert sum(bool(grade(row, other["answer"], strict=True)) for row, other in shifted) < 0.05 * 1319
 
 
 @real

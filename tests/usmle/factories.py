@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from groupwise.usmle.analysis import analyse
-from groupwise.usmle.records import LetterProbabilities, ModelAnswer, Question
+from groupwise.usmle import analysis
+from groupwise.usmle.records import ModelAnswer, Question
 
 LETTERS = "ABCDE"
 
@@ -32,6 +32,24 @@ def answer_to(number, lenient, strict="same", *, sample=0, text="", rule=None, t
         rule or ("nothing" if lenient is None else "stated"),
         tokens,
         stop_reason,
+    )
+
+
+def analyse(questions, greedy, *, sampled=(), shuffled=None, letters=None, shuffled_letters=None):
+    """A report. By default the options are not shuffled, the answers are those to the original order, and all letters
+    are equally likely; shuffled answers and letters are given with their order."""
+    orders = [{letter: letter for letter in entry.options} for entry in questions]
+    even = [dict.fromkeys(entry.options, 1 / len(entry.options)) for entry in questions]
+    shuffled = shuffled or list(zip(orders, greedy, strict=True))
+    orders = [order for order, _ in shuffled]
+    return analysis.analyse(
+        questions,
+        greedy,
+        sampled=sampled,
+        orders=orders,
+        shuffled=[answer for _, answer in shuffled],
+        letters=letters or even,
+        shuffled_letters=shuffled_letters or letters or even,
     )
 
 
@@ -67,27 +85,23 @@ class Model:
             letter: self.random.random() + 2 * self.random.random() * (letter == sure) for letter in question.options
         }
         total = sum(raw.values())
-        return LetterProbabilities(
-            question.number, {(shown or {}).get(letter, letter): value / total for letter, value in raw.items()}
-        )
+        return {(shown or {}).get(letter, letter): value / total for letter, value in raw.items()}
 
     def order(self, question):
         shown = list(question.options)
         self.random.shuffle(shown)
         return dict(zip(question.options, shown, strict=True))
 
-    def report(self, *, samples=0, shuffled=False, letters=False):
+    def report(self, *, samples=0):
         orders = [self.order(question) for question in self.questions]
         pairs = list(zip(self.questions, orders, strict=True))
         return analyse(
             self.questions,
             [self.answer(question) for question in self.questions],
             sampled=[self.answer(question, sample) for question in self.questions for sample in range(samples)],
-            shuffled=[(order, self.answer(question, shown=order)) for question, order in pairs] if shuffled else (),
-            letters=[self.letters(question) for question in self.questions] if letters else (),
-            shuffled_letters=[(order, self.letters(question, order)) for question, order in pairs]
-            if letters and shuffled
-            else (),
+            shuffled=[(order, self.answer(question, shown=order)) for question, order in pairs],
+            letters=[self.letters(question) for question in self.questions],
+            shuffled_letters=[self.letters(question, order) for question, order in pairs],
         )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from groupwise.errors import InputError
 from groupwise.usmle.answer_text import LONGEST_HEAD, LONGEST_TAIL, normalise
-from groupwise.usmle.answers import DISAGREES, FOUND, NO_ANSWER, Choice, extract_answer
+from groupwise.usmle.answers import DISAGREES, NO_ANSWER, Choice, extract_answer
 
 
 def corpus(name):
@@ -32,6 +32,7 @@ LIVER = {
     "E": "Wilson disease",
 }
 DRUGS = {"A": "Doxycycline", "B": "Ceftriaxone", "C": "Vancomycin", "D": "Amoxicillin"}
+FOUND = ("boxed", "stated", "alone", "concluded", "the only one named", "the only one left", "option text")
 RULES = {*NO_ANSWER, *FOUND, *(rule + DISAGREES for rule in FOUND)}
 
 
@@ -236,33 +237,17 @@ def test_an_answer_by_text_gives_the_letter_of_that_text(texts, chosen, sentence
     assert options[choice.letter] == chosen
 
 
-HOSTILE = [
-    "A ",
-    "A, B, ",
-    "A. a ",
-    "A\n",
-    ". ",
-    " ",
-    "\n",
-    "(((",
-    "**A** ",
-    "\\boxed{",
-    '"answer": "',
-    "the answer is ",
-    "if the answer ",
-    "not A and B or C, ",
-    "A would really be some word ",
-    "between A and B , ",
-    "Wait, A is wrong. ",
-    "A. Hepatitis B\nThis is incorrect.\n",
-    "Hepatitis B or ",
-    "✅ A\n",
-    "ﷺ",
-    "'",
-]
+HOSTILE = ["A, B, ", "A\n", "(((", "the answer is ", "if the answer ", "Hepatitis B or ", "ﷺ"]
+MORE_HOSTILE = [
+    "A ", "A. a ", ". ", " ", "\n", "**A** ", "\\boxed{", '"answer": "', "not A and B or C, ",
+    "A would really be some word ", "between A and B , ", "Wait, A is wrong. ", "A. Hepatitis B\nThis is incorrect.\n",
+    "✅ A\n", "'",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("pattern", HOSTILE)
+@pytest.mark.parametrize(
+    "pattern", [*HOSTILE, *(pytest.param(pattern, marks=pytest.mark.slow) for pattern in MORE_HOSTILE)]
+)
 def test_an_answer_after_a_megabyte_of_repetition_is_read(pattern):
     text = pattern * (1_000_000 // len(pattern))
     for strict in (False, True):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from groupwise.stats import proportion_interval
-from groupwise.usmle.analysis import analyse
 from groupwise.usmle.tables import Proportion
-from tests.usmle.factories import answer_to, question
+from tests.usmle.factories import analyse, answer_to, question
 
 
 def patterns(questions, answers):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 
 from groupwise.usmle import picture
-from groupwise.usmle.analysis import analyse
 from groupwise.usmle.compare import compare
 from groupwise.usmle.picture import draw_report
-from tests.usmle.factories import Model, answer_to, exam, question
+from tests.usmle.factories import Model, analyse, answer_to, exam, question
 
 
 @pytest.fixture
@@ -43,16 +42,16 @@ QUESTIONS = exam(50, ["heart", "lung"], ["Step 1"])
 
 
 def test_a_minimal_report(drawn):
-    """Without categories and options: accuracy and letters."""
+    """Without categories and samples: accuracy, letters and calibration."""
     report = analyse([question(1, "A"), question(2, "B")], [answer_to(1, "A"), answer_to(2, "B")])
     panels = drawn(report)
-    assert list(panels) == ["Accuracy on 2 questions", "Right and answered letters"]
-    assert heights(panels["Accuracy on 2 questions"]) == [100.0, 100.0]
+    assert list(panels) == ["Accuracy on 2 questions", "Right and answered letters", "Calibration"]
+    assert heights(panels["Accuracy on 2 questions"]) == [100.0, 100.0, 50.0, 100.0]
     assert names(panels["Right and answered letters"].get_xticklabels()) == ["A", "B", "C", "D", "none"]
 
 
 def test_a_complete_report(drawn):
-    report = Model(1, 0.5, QUESTIONS).report(samples=8, shuffled=True, letters=True)
+    report = Model(1, 0.5, QUESTIONS).report(samples=8)
     panels = drawn(report, render=True)
     assert list(panels) == [
         "Accuracy on 50 questions", "By category", "Right and answered letters", "8 answers to each question",
@@ -87,7 +86,7 @@ def test_before_and_after_side_by_side(drawn):
     before, after = Model(1, 0.2, QUESTIONS).report(), Model(2, 0.8, QUESTIONS).report(samples=2)
     axes = drawn(after, comparison=compare(before, after))["Accuracy on 50 questions"]
     # The earlier report has no majority vote.
-    expected = [before.strict, before.lenient, after.strict, after.lenient, after.sampled.majority]
+    expected = [*before.accuracies().values(), *after.accuracies().values()]
     assert heights(axes) == pytest.approx([100 * share.value for share in expected])
     assert names(axes.get_legend().get_texts()) == ["guessing", "before", "after"]
 
@@ -109,5 +108,5 @@ def test_any_name_can_be_drawn(drawn):
 def test_no_answers_at_all(drawn):
     report = analyse(QUESTIONS, [answer_to(entry.number, None) for entry in QUESTIONS])
     panels = drawn(report)
-    assert heights(panels["Accuracy on 50 questions"]) == [0.0, 0.0]
+    assert heights(panels["Accuracy on 50 questions"])[:2] == [0.0, 0.0]
     assert panels["Right and answered letters"].get_title(loc="left") == "Right and answered letters"

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import ConfigError
 from groupwise.usmle.medical_words import medical_terms
 from groupwise.usmle.rewards import EnhancedReward, enhanced_reward
 
@@ -18,9 +17,9 @@ VOCABULARY = frozenset({"ulcer"})
 
 
 def test_the_texts_of_the_tables_have_their_properties():
-    assert medical_terms(WITH_TERMS) == ["murmur", "aortic", "stenosis"]
-    assert medical_terms(SHORT_WITH_TERMS) == ["aortic", "stenosis"]
-    assert medical_terms(WITHOUT_TERMS) == medical_terms(SHORT_WITHOUT_TERMS) == []
+    assert list(medical_terms(WITH_TERMS)) == ["murmur", "aortic", "stenosis"]
+    assert list(medical_terms(SHORT_WITH_TERMS)) == ["aortic", "stenosis"]
+    assert list(medical_terms(WITHOUT_TERMS)) == list(medical_terms(SHORT_WITHOUT_TERMS)) == []
     assert min(len(WITH_TERMS), len(WITHOUT_TERMS)) >= 50
     assert max(len(SHORT_WITH_TERMS), len(SHORT_WITHOUT_TERMS)) < 50
 
@@ -93,18 +92,3 @@ def test_the_parts_sum_to_the_total_within_the_limits(correct, text, bonus, pena
     parts = reward.correctness + reward.term_bonus + reward.short_penalty + reward.clamped
     assert reward.total == pytest.approx(parts)
     assert 0 <= reward.total <= (1 if when == "always" else 1 + bonus)
-
-
-@pytest.mark.parametrize("name", ["term_bonus", "short_penalty"])
-@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf"), True, "0.1", None])
-def test_invalid_weights(name, weight):
-    with pytest.raises(ConfigError, match=f"{name} must be a number of at least 0"):
-        enhanced_reward(True, "x", **{name: weight})
-
-
-def test_other_invalid_settings():
-    for length in (-1, 50.0, True, None):
-        with pytest.raises(ConfigError, match="short_length must be a whole number of at least 0, got"):
-            enhanced_reward(True, "x", short_length=length)
-    with pytest.raises(ConfigError, match=r"unknown bonus_when 'rigth'; did you mean 'right'\?"):
-        enhanced_reward(True, "x", bonus_when="rigth")

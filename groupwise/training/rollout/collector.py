@@ -143,7 +143,7 @@ class RolloutCollector:
         )
         with timer("generate"):
             rollout = self._generate(prompts, samples, sampling)
-            completions = decode_completions(self.tokenizer, rollout)
+            completions = decode_completions(self.tokenizer, rollout.ids, rollout.lengths)
         similarity, labels, skipped = None, {}, [False] * len(completions.ids)
         if self.grouper is not None:
             with timer("group"):

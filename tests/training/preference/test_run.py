@@ -569,7 +569,7 @@ REFUSED = {
     ),
     "an unused data set": (
         {"preference": {"train": "pairs.jsonl"}},
-        r"preference\.train is set, but preference\.pairs is 'group'.*set it to 'data' or 'both'",
+        r"preference\.train is set, but preference\.pairs is 'group'.*set preference.pairs to 'data' or 'both'",
     ),
     "held-out pairs without a data set": (
         {"preference": {"held_out_from_train": 3}},
