@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +54,11 @@ class ModelHandle:
 
     model: PreTrainedModel
     trunk: nn.Module
-    head: Head | None
-    attentions: tuple[nn.Module, ...]
-    shapes: tuple[KVShape, ...]
     vocabulary: int
     context_length: int | None  # the longest text the model supports
+    head: Head | None = None
+    attentions: tuple[nn.Module, ...] = ()
+    shapes: tuple[KVShape, ...] = ()
     fallback_reason: str | None = None
     compiled: CompiledLayers | None = None
     windows: tuple[int, ...] = ()  # of its sliding-window layers
@@ -176,38 +176,30 @@ def prepare(
     if isinstance(model, ModelHandle):
         return model
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not isinstance(inner, PreTrainedModel) or _output_of(inner) is None:
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:  # type: ignore[no-untyped-call]
         raise InputError(f"prepare needs a causal language model of transformers, got {type(model).__name__}")
     config = inner.config.get_text_config()
-    facts: dict[str, Any] = {
-        "model": inner,
-        "trunk": inner.base_model,
-        "vocabulary": config.vocab_size,
-        "context_length": getattr(config, "max_position_embeddings", None),
-    }
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         inner.set_attn_implementation("eager")  # scaled_dot_product_attention silently ignores it
     before = config._attn_implementation
-    training = inner.training
-    try:
-        inner.train(False)
-        reason, details = ("the plain path was requested", {}) if plain else _inspect(inner, facts)
-    finally:
-        inner.train(training)
-    if reason is not None:
+    handle = ModelHandle(inner, inner.base_model, config.vocab_size, getattr(config, "max_position_embeddings", None))
+    if plain:
+        return replace(handle, fallback_reason="the plain path was requested")
+    with eval_mode(inner):
+        inspected = _inspect(handle, config)
+    if isinstance(inspected, str):
         if config._attn_implementation != before:
             inner.set_attn_implementation(before)
-        if not plain:
-            text = (
-                f"{type(inner).__name__} takes the plain path, which computes a prompt once per sample and is slower: "
-                f"{reason}"
-            )
-            notice(text) if notice else warnings.warn(text, stacklevel=2)
-        return ModelHandle(**facts, head=None, attentions=(), shapes=(), fallback_reason=reason)
+        text = (
+            f"{type(inner).__name__} takes the plain path, which computes a prompt once per sample and is slower: "
+            f"{inspected}"
+        )
+        notice(text) if notice else warnings.warn(text, stacklevel=2)
+        return replace(handle, fallback_reason=inspected)
     if compile is None:
         compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
     layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
-    return ModelHandle(**facts, **details, compiled=CompiledLayers(layers) if compile and layers else None)
+    return replace(inspected, compiled=CompiledLayers(layers) if compile and layers else None)
 
 
 @contextmanager
@@ -232,26 +224,24 @@ class _RecordingLayout:
         query, key, value = inputs.query, inputs.key, inputs.value
         self.calls.append((inputs.module, KVShape(key.shape[1], key.shape[3]), inputs.window))
         if value.shape != key.shape or len(query) != 1 or query.shape[1] % key.shape[1]:
-            raise _CannotShareError("its attention has keys and values of different shapes")
+            raise ValueError("its attention has keys and values of different shapes")
         return self.layout.attend(inputs)
 
 
-class _CannotShareError(Exception):
-    pass
-
-
-def _inspect(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None, dict[str, Any]]:
-    """Why the model's prompts cannot be shared, or None and the handle's remaining fields."""
-    config = model.config.get_text_config()
+def _inspect(handle: ModelHandle, config: Any) -> ModelHandle | str:
+    """The handle with its remaining fields, or why the model's prompts cannot be shared."""
+    model = handle.model
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds:
-        return f"it has layers of the kind {', '.join(sorted(kinds))}", {}
+        return f"it has layers of the kind {', '.join(sorted(kinds))}"
     if getattr(config, "is_encoder_decoder", False) or not getattr(config, "is_causal", True):
-        return "it is not a decoder-only model", {}
-    head = _head_of(model, config)
-    if isinstance(head, str):
-        return head, {}
-    ids = torch.arange(7, device=model.device) * 7919 % facts["vocabulary"]
+        return "it is not a decoder-only model"
+    out = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    if type(out) is not nn.Linear:
+        return f"its head is a {type(out).__name__}, not a linear layer"
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    head = Head(out.weight, out.bias, getattr(config, "final_logit_softcapping", None), scale)
+    ids = torch.arange(7, device=model.device) * 7919 % handle.vocabulary
     prompt, completions = ids[:3], (ids[3:7], ids[[6, 4]])
     with torch.no_grad():
         plain = [
@@ -262,29 +252,25 @@ def _inspect(model: PreTrainedModel, facts: dict[str, Any]) -> tuple[str | None,
             row = model(input_ids=torch.cat([prompt, *completions])[None], use_cache=False).logits[0].float()
             mixed = [row[[2, 3, 4, 5, 6]], row[[2, 7, 8]]]
         try:
+            model.set_attn_implementation(IMPLEMENTATION)
             if config._attn_implementation != IMPLEMENTATION:
-                model.set_attn_implementation(IMPLEMENTATION)
-            if config._attn_implementation != IMPLEMENTATION:
-                return "its attention cannot be replaced by name", {}
+                return "its attention cannot be replaced by name"
             layout = PackedLayout([3], [[4, 2]], model.device)
             recorder = _RecordingLayout(layout)
-            partial = ModelHandle(**facts, head=head, attentions=(), shapes=())
-            hidden = partial.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
-        except _CannotShareError as error:
-            return str(error), {}
+            hidden = handle.hidden(torch.cat([prompt, *completions])[None], layout.positions[None], recorder)[0]
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
-            return f"a packed pass fails ({type(error).__name__}: {str(error).splitlines()[0]})", {}
+            return f"a packed pass fails ({type(error).__name__}: {str(error).splitlines()[0]})"
         attentions = tuple(module for module, _, _ in recorder.calls)
         if len(attentions) != config.num_hidden_layers or len(set(attentions)) != len(attentions):
-            return f"{len(set(attentions))} of its {config.num_hidden_layers} layers use the attention function", {}
+            return f"{len(set(attentions))} of its {config.num_hidden_layers} layers use the attention function"
         if mismatch := _window_mismatch(config, [window for _, _, window in recorder.calls]):
-            return mismatch, {}
+            return mismatch
         packed = [head.logits(hidden[[2, *range(a, b)]]).float() for a, b in ((3, 7), (7, 9))]
         if (difference := _excess_difference(packed, plain, mixed)) is not None:
-            return f"packed and plain log-probs differ by {difference:.2g}", {}
+            return f"packed and plain log-probs differ by {difference:.2g}"
     shapes = tuple(shape for _, shape, _ in recorder.calls)
     windows = tuple(sorted({window for _, _, window in recorder.calls if window is not None}))
-    return None, {"head": head, "attentions": attentions, "shapes": shapes, "windows": windows}
+    return replace(handle, head=head, attentions=attentions, shapes=shapes, windows=windows)
 
 
 def _excess_difference(packed: list[Tensor], plain: list[Tensor], mixed: list[Tensor] | None) -> float | None:
@@ -303,18 +289,6 @@ def _excess_difference(packed: list[Tensor], plain: list[Tensor], mixed: list[Te
         return None if largest <= 1e-2 else largest
     rounding = difference.mean(-1).max().item() <= ROUNDING_SHARE * differences(mixed).mean(-1).max().item()
     return None if largest <= 0.25 or rounding else largest
-
-
-def _output_of(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings()  # type: ignore[no-untyped-call]
-
-
-def _head_of(model: PreTrainedModel, config: Any) -> Head | str:
-    out = _output_of(model)
-    if type(out) is not nn.Linear:
-        return f"its head is a {type(out).__name__}, not a linear layer"
-    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    return Head(out.weight, out.bias, getattr(config, "final_logit_softcapping", None), scale)
 
 
 def _window_mismatch(config: Any, seen: list[int | None]) -> str | None:

@@ -2,7 +2,7 @@
 
 A group's prompt and its completions form one packed row (`groupwise.model.attention`). Only the positions that predict
 a completion token reach the head (`core.selective_logps`); a completion's last token predicts nothing and is not
-computed. The result and its gradient equal those of `padded_logps`, the plain computation, which serves models that
+computed. The result and its gradient equal those of the plain computation with padded rows, which serves models that
 cannot share prompts.
 """
 
@@ -17,10 +17,9 @@ from torch import Tensor
 
 from groupwise.core.filters import KeptSets, keep_sampling_mask
 from groupwise.core.logps import logps_from_logits, selective_logps
-from groupwise.errors import InputError
 from groupwise.model.attention import PackedLayout, to_device
 from groupwise.model.handle import ModelHandle, prepare
-from groupwise.model.packing import Ids, lengths_of, split_into_packs
+from groupwise.model.packing import Ids, PackInputs, lengths_of, split_into_packs
 
 
 class TokenLogps(NamedTuple):
@@ -91,18 +90,30 @@ def iter_packs(
     ``kept`` holds a set for every token of every completion, in order.
     """
     handle = prepare(model)
-    run = padded_logps if handle.fallback_reason else _packed_logps
+    head = handle.head
     for pack in split_into_packs(handle, prompts, completions, kept, token_budget):
-        result = run(
-            handle,
-            pack.prompts,
-            pack.completions,
-            temperature=temperature,
-            kept=pack.kept,
-            with_entropy=with_entropy,
-            with_states=with_states,
-        )
-        yield pack.samples, result
+        flat = [ids for members in pack.completions for ids in members]
+        tokens = to_device(torch.cat(flat), handle.device)
+        states = _predicting_states(handle, pack)
+        if head is None:
+            result = _logps_of_logits(states, tokens, temperature, pack.kept, with_entropy)
+        else:
+            result = selective_logps(
+                states,
+                head.weight,
+                tokens,
+                bias=head.bias,
+                softcap=head.softcap,
+                scale=head.scale,
+                temperature=temperature,
+                kept=pack.kept,
+                with_entropy=with_entropy,
+            )
+        logps, entropy = result if with_entropy else (result, None)
+        lengths = torch.tensor([len(ids) for ids in flat])
+        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(logps.device)
+        rows = flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask)
+        yield pack.samples, TokenLogps(*rows, states if with_states else None)
 
 
 def iter_pack_states(
@@ -113,38 +124,13 @@ def iter_pack_states(
     These are the hidden states ``(tokens, D)`` that enter the head, or on the plain path the logits ``(tokens, V)``.
     """
     handle = prepare(model)
-    run = _plain_logits if handle.fallback_reason else _packed_states
     for pack in split_into_packs(handle, prompts, completions, None, token_budget):
-        yield run(handle, pack.prompts, pack.completions)
+        yield _predicting_states(handle, pack)
 
 
-def _packed_logps(
-    handle: ModelHandle,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Sequence[Tensor]],
-    *,
-    temperature: float,
-    kept: KeptSets | None,
-    with_entropy: bool,
-    with_states: bool,
-) -> TokenLogps:
-    head = handle.head
-    if head is None:
-        raise InputError(f"this model's prompts cannot be shared: {handle.fallback_reason}")
-    states = _packed_states(handle, prompts, completions)
-    result = selective_logps(
-        states,
-        head.weight,
-        to_device(torch.cat([ids for members in completions for ids in members]), handle.device),
-        bias=head.bias,
-        softcap=head.softcap,
-        scale=head.scale,
-        temperature=temperature,
-        kept=kept,
-        with_entropy=with_entropy,
-    )
-    lengths = np.array([length for members in lengths_of(completions) for length in members])
-    return _token_logps(result, lengths, with_entropy, states if with_states else None)
+def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:
+    run = _plain_logits if handle.fallback_reason else _packed_states
+    return run(handle, pack.prompts, pack.completions)
 
 
 def _packed_states(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -182,28 +168,11 @@ def _sources(prompt_lengths: np.ndarray, sizes: np.ndarray, lengths: np.ndarray)
     return torch.from_numpy(np.where(within == 0, (prompt_ends.repeat(sizes) - 1).repeat(lengths), previous))
 
 
-def padded_logps(
-    handle: ModelHandle,
-    prompts: Sequence[Tensor],
-    completions: Sequence[Sequence[Tensor]],
-    *,
-    temperature: float = 1.0,
-    kept: KeptSets | None = None,
-    with_entropy: bool = False,
-    with_states: bool = False,
-) -> TokenLogps:
+def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
     """The plain computation: each sample is a row with its prompt, padded on the right, through the model's forward.
 
     A causal model does not look ahead, so the contents of the padding do not matter.
     """
-    logits = _plain_logits(handle, prompts, completions)
-    flat = [ids for members in completions for ids in members]
-    result = _logps_of_logits(logits, torch.cat(flat).to(logits.device), temperature, kept, with_entropy)
-    lengths = np.array([len(ids) for ids in flat])
-    return _token_logps(result, lengths, with_entropy, logits if with_states else None)
-
-
-def _plain_logits(handle: ModelHandle, prompts: Sequence[Tensor], completions: Sequence[Sequence[Tensor]]) -> Tensor:
     device = handle.device
     pairs = [(prompt, ids) for prompt, members in zip(prompts, completions, strict=True) for ids in members]
     width = max(len(prompt) + len(ids) for prompt, ids in pairs)
@@ -226,13 +195,6 @@ def _logps_of_logits(logits: Tensor, ids: Tensor, temperature: float, kept: Kept
         return chosen
     prob = logps.exp()
     return chosen, -(prob * torch.where(prob > 0, logps, 0.0)).sum(-1)
-
-
-def _token_logps(result: Any, lengths: np.ndarray, with_entropy: bool, states: Tensor | None) -> TokenLogps:
-    logps, entropy = result if with_entropy else (result, None)
-    mask = torch.arange(int(lengths.max())) < torch.from_numpy(lengths)[:, None]
-    mask = mask.to(logps.device)
-    return TokenLogps(flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask), states)
 
 
 def flat_to_rows(flat: Tensor, mask: Tensor) -> Tensor:

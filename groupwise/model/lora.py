@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 import torch
 from torch import nn
 
-from groupwise.errors import CheckpointError, InputError, MissingExtraError
+from groupwise.errors import CheckpointError, InputError, MissingExtraError, check_integer
 from groupwise.rundir import read_json
 
 if TYPE_CHECKING:
@@ -48,19 +48,16 @@ class LoraSettings:
     """Scale by alpha / √rank instead, so that updates do not shrink as the rank grows."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank, int) or isinstance(self.rank, bool) or self.rank < 1:
-            raise InputError(f"the rank of a LoRA adapter must be an integer of at least 1, not {self.rank!r}")
+        check_integer("the rank of a LoRA adapter", self.rank, 1)
         if not self.alpha > 0:
             raise InputError(f"the alpha of a LoRA adapter must be above 0, not {self.alpha!r}")
         if not 0 <= self.dropout < 1:
             raise InputError(f"the dropout of a LoRA adapter must be at least 0 and below 1, not {self.dropout!r}")
-        if isinstance(self.targets, str):
-            if self.targets != ALL_LINEAR:
-                object.__setattr__(self, "targets", (self.targets,))
-        elif not self.targets or not all(isinstance(target, str) and target for target in self.targets):
+        targets = (self.targets,) if isinstance(self.targets, str) else tuple(self.targets)
+        if not targets or not all(isinstance(target, str) and target for target in targets):
             raise InputError(f"the targets of a LoRA adapter must be {ALL_LINEAR!r} or names, not {self.targets!r}")
-        else:
-            object.__setattr__(self, "targets", tuple(self.targets))
+        if self.targets != ALL_LINEAR:
+            object.__setattr__(self, "targets", targets)
 
 
 def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, seed: int = 0) -> AdaptedModel:
@@ -92,8 +89,7 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, se
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     """Put the adapter saved in ``folder`` onto its base, trainable."""
     peft = _peft()
-    folder = Path(folder)
-    weights = folder / ADAPTER_WEIGHTS
+    weights = Path(folder) / ADAPTER_WEIGHTS
     if (kind := read_adapter_config(folder).get("peft_type")) != "LORA":
         raise InputError(f"{folder} holds a {kind} adapter; only LoRA can be loaded")
     if not weights.is_file():
@@ -132,11 +128,6 @@ def is_lora(model: nn.Module) -> TypeGuard[AdaptedModel]:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def unwrap(model: nn.Module) -> PreTrainedModel:
-    """The transformers model, with its adapter in place if it has one."""
-    return model.get_base_model() if is_lora(model) else model  # type: ignore[return-value]
-
-
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
     """Disable the adapter within this block: the model is its base, the reference policy. May be nested."""
@@ -161,9 +152,7 @@ def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
             names = sorted({name.rsplit(".", 1)[-1] for name in layers})
             raise InputError(f"the model has no layer {target!r}, a LoRA target (there are: {', '.join(names)})")
     if getattr(model.config, "tie_word_embeddings", False):
-        tied = [
-            module for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module is not None
-        ]
+        tied = (model.get_input_embeddings(), model.get_output_embeddings())
         for name, module in model.named_modules():
             if any(module is end for end in tied) and any(named(name, target) for target in targets):
                 raise InputError(

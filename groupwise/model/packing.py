@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,18 +17,6 @@ CPU_TOKENS, MAX_TOKENS = 4096, 65536
 MEMORY_SHARE = 0.35  # of a GPU, for the activations of one pack
 
 Ids = Sequence[int] | Tensor
-_P = TypeVar("_P")
-_C = TypeVar("_C")
-
-
-@dataclass(frozen=True)
-class Pack:
-    """Samples, with the prompts of their groups, that are computed together."""
-
-    samples: Tensor  # (b,) which samples of the batch
-    groups: tuple[int, ...]  # which prompts
-    per_group: tuple[int, ...]  # how many samples of each
-    tokens: int  # in the packed row
 
 
 class PackInputs(NamedTuple):
@@ -42,49 +29,35 @@ class PackInputs(NamedTuple):
 
 
 def plan_packs(
-    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], token_budget: int | None = None
-) -> list[Pack]:
+    prompt_lengths: Sequence[int], completion_lengths: Sequence[Sequence[int]], token_budget: int
+) -> list[dict[int, list[int]]]:
     """Divide the samples into packed rows of at most ``token_budget`` tokens, keeping groups together where they fit.
 
-    Samples are numbered group after group. A group that exceeds the budget is split, and its prompt computed once in
-    each part. Without a budget there is one row.
+    A pack is the samples of each of its groups. Samples are numbered group after group. A group that exceeds the budget
+    is split, and its prompt computed once in each part.
     """
-    packs: list[Pack] = []
-    open_: dict[int, list[int]] = {}
+    packs: list[dict[int, list[int]]] = [{}]
     used = first = 0
-
-    def close() -> None:
-        nonlocal used
-        if open_:
-            samples = torch.tensor([sample for members in open_.values() for sample in members])
-            sizes = tuple(len(members) for members in open_.values())
-            packs.append(Pack(samples, tuple(open_), sizes, used))
-        open_.clear()
-        used = 0
-
     for group, (prompt, lengths) in enumerate(zip(prompt_lengths, completion_lengths, strict=True)):
         costs = [max(length - 1, 0) for length in lengths]
         total = prompt + sum(costs)
-        if (
-            token_budget is not None
-            and used + total > token_budget
-            and (total <= token_budget or used + prompt > token_budget)
-        ):
-            close()
-        for number, cost in enumerate(costs):
-            if token_budget is not None:
-                if prompt + cost > token_budget:
-                    raise InputError(
-                        f"sample {first + number} takes {prompt + cost} tokens with its prompt, more than token_budget "
-                        f"{token_budget}; raise token_budget"
-                    )
-                if used + cost + (0 if group in open_ else prompt) > token_budget:
-                    close()
-            used += cost + (0 if group in open_ else prompt)
-            open_.setdefault(group, []).append(first + number)
+        if used + total > token_budget and (total <= token_budget or used + prompt > token_budget):
+            packs.append({})
+            used = 0
+        for sample, cost in enumerate(costs, start=first):
+            if prompt + cost > token_budget:
+                raise InputError(
+                    f"sample {sample} takes {prompt + cost} tokens with its prompt, more than token_budget "
+                    f"{token_budget}; raise token_budget"
+                )
+            added = cost if group in packs[-1] else prompt + cost
+            if used + added > token_budget:
+                packs.append({})
+                used, added = 0, prompt + cost
+            used += added
+            packs[-1].setdefault(group, []).append(sample)
         first += len(lengths)
-    close()
-    return packs
+    return [pack for pack in packs if pack]
 
 
 def default_token_budget(handle: ModelHandle) -> int:
@@ -95,9 +68,8 @@ def default_token_budget(handle: ModelHandle) -> int:
     """
     if handle.device.type != "cuda":
         return CPU_TOKENS
-    per_token = activation_bytes(handle)
     memory = torch.cuda.get_device_properties(handle.device).total_memory
-    return max(1024, min(MAX_TOKENS, int(memory * MEMORY_SHARE / per_token) // 1024 * 1024))
+    return max(1024, min(MAX_TOKENS, int(memory * MEMORY_SHARE / activation_bytes(handle)) // 1024 * 1024))
 
 
 def activation_bytes(handle: ModelHandle, *, checkpointing: bool = False) -> int:
@@ -117,7 +89,7 @@ def pack_members(
     """Which samples are computed together with this budget, pack by pack."""
     lengths = [[len(ids) for ids in members] for members in completions]
     groups = _as_groups(handle, [len(prompt) for prompt in prompts], lengths)
-    return [pack.samples.tolist() for pack in plan_packs(*groups, token_budget)]
+    return [[sample for members in pack.values() for sample in members] for pack in plan_packs(*groups, token_budget)]
 
 
 def split_into_packs(
@@ -134,21 +106,22 @@ def split_into_packs(
         longest = max(prompt + max(members) for prompt, members in zip(prompt_lengths, lengths, strict=True))
         token_budget = max(default_token_budget(handle), longest)
     flat = [ids for members in completion_ids for ids in members]
-    if kept is not None:
-        ends = [0, *accumulate(length for members in lengths for length in members)]
-        if len(kept) != ends[-1]:
-            raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
+    ends = [0, *accumulate(len(ids) for ids in flat)]
+    if kept is not None and len(kept) != ends[-1]:
+        raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
     for pack in plan_packs(prompt_lengths, lengths, token_budget):
-        members = iter([flat[i] for i in pack.samples.tolist()])
-        chosen = [[next(members) for _ in range(size)] for size in pack.per_group]
+        samples = [sample for members in pack.values() for sample in members]
         sets = None
         if kept is not None:
-            tokens = [torch.arange(ends[i], ends[i + 1]) for i in pack.samples.tolist()]
+            tokens = [torch.arange(ends[sample], ends[sample + 1]) for sample in samples]
             sets = kept.select(torch.cat(tokens)).to(handle.device)
-        yield PackInputs(pack.samples, [prompt_ids[group] for group in pack.groups], chosen, sets)
+        chosen = [[flat[sample] for sample in members] for members in pack.values()]
+        yield PackInputs(torch.tensor(samples), [prompt_ids[group] for group in pack], chosen, sets)
 
 
-def _as_groups(handle: ModelHandle, prompts: list[_P], completions: list[list[_C]]) -> tuple[list[_P], list[list[_C]]]:
+def _as_groups(
+    handle: ModelHandle, prompts: list[Any], completions: list[list[Any]]
+) -> tuple[list[Any], list[list[Any]]]:
     """The groups that share a prompt. On the plain path every sample is a group of its own."""
     if not handle.fallback_reason:
         return prompts, completions
@@ -171,13 +144,10 @@ def _checked(
         if not len(members):
             raise InputError(f"prompt {number} has no completion; leave it out")
     prompt_ids = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
-    if _are_valid_tensors([ids for members in completions for ids in members], handle):
-        completion_ids: list[list[Tensor]] = [list(members) for members in completions]  # type: ignore[arg-type]
-    else:
-        completion_ids = [
-            [check_ids(ids, handle, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
-            for number, members in enumerate(completions)
-        ]
+    completion_ids = [
+        [check_ids(ids, handle, f"completion {i} of prompt {number}") for i, ids in enumerate(members)]
+        for number, members in enumerate(completions)
+    ]
     for number, (prompt, lengths) in enumerate(zip(prompt_ids, lengths_of(completion_ids), strict=True)):
         longest = len(prompt) + max(lengths)
         if handle.context_length is not None and longest > handle.context_length:
@@ -186,15 +156,6 @@ def _checked(
                 f"{handle.context_length}"
             )
     return prompt_ids, completion_ids
-
-
-def _are_valid_tensors(completions: Sequence[Ids], handle: ModelHandle) -> bool:
-    """Whether `check_ids` would return all of them unchanged, tested at once: thousands of short calls are slow."""
-    for ids in completions:
-        if not isinstance(ids, Tensor) or ids.dtype != torch.long or ids.is_cuda or ids.dim() != 1 or not ids.shape[0]:
-            return False
-    low, high = torch.cat(list(completions)).aminmax()  # type: ignore[arg-type]
-    return int(low) >= 0 and int(high) < handle.vocabulary
 
 
 def check_ids(ids: Ids, handle: ModelHandle, name: str) -> Tensor:
@@ -207,7 +168,7 @@ def check_ids(ids: Ids, handle: ModelHandle, name: str) -> Tensor:
         raise InputError(f"{name} must be a list of integers, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if not len(tensor):
         raise InputError(f"{name} is empty; give it at least one token, for example the model's BOS token")
-    low, high = int(tensor.min()), int(tensor.max())
+    low, high = (int(end) for end in tensor.aminmax())
     if low < 0 or high >= handle.vocabulary:
         raise InputError(
             f"{name} holds the id {low if low < 0 else high}, outside the vocabulary of {handle.vocabulary}"

@@ -10,8 +10,7 @@ float16 weights are accepted, but the loss is not scaled; bfloat16 has the range
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from types import TracebackType
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from groupwise.errors import CheckpointError, InputError
 
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-FULL_PRECISION = (torch.float32, torch.float64)
+PRECISIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
@@ -50,8 +48,8 @@ class MasterWeights:
     Only parameters with ``requires_grad`` have masters; a weight that two modules share has one. A float32 or float64
     parameter is its own master, so a float32 model trains exactly as it would without this class.
 
-    Move the model to its device and add its adapter before creating the masters. Until `close`, or the end of a
-    ``with`` block, the ``.grad`` of a low-precision parameter is always None.
+    Move the model to its device and add its adapter before creating the masters. Until `close`, the ``.grad`` of a
+    low-precision parameter is always None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,18 +66,27 @@ class MasterWeights:
     def _master_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta:
             raise InputError(f"the parameter {name} has no values yet (device meta); load the weights first")
-        if parameter.dtype in FULL_PRECISION:
-            return parameter
-        if parameter.dtype not in LOW_PRECISION:
+        if parameter.dtype not in PRECISIONS:
             raise InputError(
                 f"the parameter {name} is {parameter.dtype}, which cannot be trained (allowed: bfloat16, float16, "
                 "float32, float64); load the model with one of them"
             )
+        if parameter.dtype.itemsize >= 4:
+            return parameter
         master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
-        take = _gradient_taker(master)
-        if parameter.grad is not None:
-            take(parameter)
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+
+        def take_gradient(parameter: Tensor) -> None:
+            """Add the parameter's gradient to its master's, in float32, and free the original."""
+            if parameter.grad is None:
+                return
+            if master.grad is None:
+                master.grad = parameter.grad.to(torch.float32)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        take_gradient(parameter)
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(take_gradient))  # type: ignore[no-untyped-call]
         self._copied.append((parameter, master))
         return master
 
@@ -110,15 +117,12 @@ class MasterWeights:
         problems = [f"{name} is missing" for name in self._masters.keys() - state.keys()]
         problems += [f"{name} is not a trainable parameter here" for name in state.keys() - self._masters.keys()]
         for name in self._masters.keys() & state.keys():
-            master, saved = self._masters[name], state[name]
-            if master.shape != saved.shape:
-                problems.append(f"{name} has the shape {tuple(saved.shape)} instead of {tuple(master.shape)}")
-            elif master.dtype != saved.dtype:
-                problems.append(f"{name} is {saved.dtype} instead of {master.dtype}, which would not be exact")
+            (shape, dtype), master = (tuple(state[name].shape), state[name].dtype), self._masters[name]
+            if (shape, dtype) != (tuple(master.shape), master.dtype):
+                problems.append(f"{name} is {dtype} {shape} instead of {master.dtype} {tuple(master.shape)}")
         if problems:
-            problems.sort()
-            more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise CheckpointError(f"these master weights do not fit the model: {'; '.join(problems[:5])}{more}")
+            shown = "; ".join(sorted(problems)[:5])
+            raise CheckpointError(f"these {len(problems)} master weights do not fit the model: {shown}")
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(state[name])
@@ -129,26 +133,3 @@ class MasterWeights:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    def __enter__(self) -> MasterWeights:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-def _gradient_taker(master: nn.Parameter) -> Callable[[Tensor], None]:
-    """A hook that adds a parameter's gradient to its master's during the backward pass and frees the original."""
-
-    def take(parameter: Tensor) -> None:
-        if parameter.grad is None:
-            return
-        if master.grad is None:
-            master.grad = parameter.grad.to(torch.float32)
-        else:
-            master.grad.add_(parameter.grad)  # in float32
-        parameter.grad = None
-
-    return take

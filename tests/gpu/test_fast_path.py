@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import closing
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from groupwise.generate.sampling import draw
 from groupwise.model.attention import AttentionInputs
 from groupwise.model.cache import CACHE_ATTRIBUTE, DecodeLayout, LayerCache
 from groupwise.model.handle import prepare
-from groupwise.model.logprobs import completion_logps, padded_logps
+from groupwise.model.logprobs import completion_logps
 from groupwise.model.precision import MasterWeights, set_precision
-from tests.model.models import ARCHITECTURES, random_groups, tiny
+from tests.model.models import ARCHITECTURES, padded_logps, random_groups, tiny
 
 pytestmark = pytest.mark.gpu
 
@@ -252,7 +253,7 @@ def test_graphs_see_new_weights():
     engine = Engine(prepare(model, compile=False), max_num_seqs=8)
     sampling = Sampling(max_new_tokens=20)
     before = engine.generate(PROMPTS, 2, sampling)
-    with MasterWeights(model) as masters:
+    with closing(MasterWeights(model)) as masters:
         for parameter in masters.parameters():
             parameter.data.mul_(1.5)
         masters.sync_to_model()

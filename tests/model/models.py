@@ -24,6 +24,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from groupwise.model.handle import ModelHandle, prepare
+from groupwise.model.logprobs import TokenLogps, completion_logps
+
 VOCABULARY = 97
 SIZE: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
@@ -100,3 +103,8 @@ def random_groups(
         [random_ids(length, generator) for length in prompts],
         [[random_ids(length, generator) for length in lengths] for lengths in completions],
     )
+
+
+def padded_logps(handle: ModelHandle, prompts: Any, completions: Any, **options: Any) -> TokenLogps:
+    """The log-probs of the plain computation."""
+    return completion_logps(prepare(handle.model, plain=True), prompts, completions, **options)

@@ -27,8 +27,8 @@ from groupwise.model import load_model_and_tokenizer
 from groupwise.model.attention import IMPLEMENTATION
 from groupwise.model.handle import _excess_difference as excess_difference
 from groupwise.model.handle import prepare
-from groupwise.model.logprobs import completion_logps, padded_logps
-from tests.model.models import ARCHITECTURES, quick, random_groups, tiny
+from groupwise.model.logprobs import completion_logps
+from tests.model.models import ARCHITECTURES, padded_logps, quick, random_groups, tiny
 from tests.weights import smollm2
 
 SMALL = {"vocab_size": 97, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -74,13 +74,13 @@ def test_a_learning_rate_of_1e_6_moves_real_weights_with_masters_and_not_without
         step(plain.parameters(), optimizer)
     lost = changed(plain, before)
 
-    with MasterWeights(layers) as masters:
-        optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-6, weight_decay=0.0)
+    masters = MasterWeights(layers)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-6, weight_decay=0.0)
+    step(layers.parameters(), optimizer)
+    moves = torch.cat([(master - before[name]).abs().flatten() for name, master in masters.named_parameters()])
+    for _ in range(19):
         step(layers.parameters(), optimizer)
-        moves = torch.cat([(master - before[name]).abs().flatten() for name, master in masters.named_parameters()])
-        for _ in range(19):
-            step(layers.parameters(), optimizer)
-        masters.sync_to_model()
+    masters.sync_to_model()
     kept = changed(layers, before)
     once = (moves > 0).double().mean().item()
     print(f"changed: plain {lost:.2%}, with masters {kept:.2%}; after one step {once:.2%} of the masters")
@@ -211,13 +211,13 @@ def test_an_existing_gradient_is_moved_to_the_master():
 
 def test_after_close_gradients_are_ordinary():
     layer = nn.Linear(2, 1, bias=False, dtype=torch.bfloat16)
-    with MasterWeights(layer) as masters:
-        layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
-        assert layer.weight.grad is None
+    masters = MasterWeights(layer)
+    layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert layer.weight.grad is None
+    masters.close()
     layer(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     assert layer.weight.grad.tolist() == [[1.0, 1.0]]
     assert next(masters.parameters()).grad.tolist() == [[1.0, 1.0]]
-    masters.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -252,10 +252,10 @@ def test_loading_syncs_the_model():
     [
         (lambda state: state.pop("weight"), "weight is missing"),
         (lambda state: state.update(wheight=torch.ones(1)), "wheight is not a trainable parameter here"),
-        (lambda state: state.update(weight=torch.ones(2, 2)), r"weight has the shape \(2, 2\) instead of \(1, 2\)"),
+        (lambda state: state.update(weight=torch.ones(2, 2)), r"weight is .* \(2, 2\) instead of .* \(1, 2\)"),
         (
             lambda state: state.update(weight=torch.ones(1, 2).bfloat16()),
-            "weight is torch.bfloat16 instead of torch.float32",
+            r"weight is torch.bfloat16 \(1, 2\) instead of torch.float32",
         ),
     ],
 )
@@ -273,7 +273,7 @@ def test_masters_that_do_not_fit_change_nothing(change, problem):
 
 def test_many_problems_are_counted():
     masters = MasterWeights(load_model("tiny", dtype="bfloat16", device="cpu"))
-    with pytest.raises(CheckpointError, match=r"is missing; .*; and 15 more$"):
+    with pytest.raises(CheckpointError, match=r"these 20 master weights do not fit the model: .* is missing; "):
         masters.load_state_dict({})
 
 

@@ -17,7 +17,6 @@ from groupwise.core.losses import Loss, aggregate
 from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.data import Prompt
 from groupwise.model.handle import ModelHandle, prepare
-from groupwise.model.logprobs import padded_logps
 from groupwise.model.precision import MasterWeights
 from groupwise.tasks.base import Task
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
@@ -25,7 +24,7 @@ from groupwise.training.trainer import Callback, Trainer
 from groupwise.training.update.objective import find_loss
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.updater import Updater
-from tests.model.models import SIZE, VOCABULARY, exact
+from tests.model.models import SIZE, VOCABULARY, exact, padded_logps
 from tests.training.runs import RecordingDisplay
 
 LENGTHS = [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]

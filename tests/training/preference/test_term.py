@@ -15,18 +15,17 @@ from groupwise.core import preference_loss
 from groupwise.core.preference import BATCH_KINDS, KINDS, SMOOTHED_KINDS
 from groupwise.errors import InputError
 from groupwise.model.handle import prepare
-from groupwise.model.logprobs import padded_logps
 from groupwise.model.packing import pack_members
 from groupwise.training.monitor.metrics import step_metrics
 from groupwise.training.preference.packing import plan_pair_layout
-from groupwise.training.preference.reference_cache import TokenPair
+from groupwise.training.preference.reference_cache import TokenPair, pair_completions
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import DatasetPairs, MiniBatch, build_minibatch
 from groupwise.training.update.result import gradient_statistics
 from groupwise.training.update.updater import NotFiniteError, Updater
-from tests.model.models import VOCABULARY
+from tests.model.models import VOCABULARY, padded_logps
 from tests.training.factories import (
     assert_same,
     last_gradient,
@@ -252,13 +251,8 @@ def test_with_the_exact_kl_the_reference_of_pairs_is_computed_separately():
 def plan_of(case, budget):
     case.updater.token_budget = budget
     updater, minibatch = case.updater, case.minibatch
-    return plan_pair_layout(
-        updater.handle,
-        minibatch,
-        case.recipe,
-        updater._budget(minibatch),
-        lambda: updater._all_pair_logps(minibatch, case.recipe),
-    )
+    budget = updater._budget(minibatch)
+    return plan_pair_layout(updater.handle, minibatch, case.recipe, budget, updater._all_pair_logps)
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
@@ -272,13 +266,13 @@ def test_the_token_budget_changes_nothing(source, plain):
     minibatch, updater, paths, results, gradients = case.minibatch, case.updater, set(), [], []
     for budget in (1, 52, 75, 110, 10**6):
         plan = plan_of(case, budget)
-        paths |= {index.precomputed is None for index in (plan.sampled, plan.dataset) if index is not None}
+        paths |= {index.precomputed is None for index in (plan.sampled, plan.dataset) if len(index.rows)}
         results.append(updater.update(minibatch, case.recipe))
         gradients.append(last_gradient(updater))
     assert paths == {True, False}
     updater.token_budget = 1
-    dataset = minibatch.pairs.dataset_completions
-    for prompts, completions in ((minibatch.prompts, minibatch.completions), (dataset.prompts, dataset.completions)):
+    dataset = pair_completions(minibatch.pairs.dataset.pairs)
+    for prompts, completions in ((minibatch.prompts, minibatch.completions), dataset):
         packs = pack_members(updater.handle, prompts, completions, updater._budget(minibatch))
         assert all(len(members) == 1 for members in packs)
     for update, gradient in zip(results[:-1], gradients[:-1], strict=True):
@@ -451,7 +445,7 @@ def test_a_mini_batch_without_pairs_has_no_term():
     recipe = short_recipe(TERM)
     batch = make_batch()
     minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), [1], recipe)
-    assert minibatch.pairs is None
+    assert len(minibatch.pairs) == 0
     assert not minibatch.empty  # there is a KL
     updater = make_updater(recipe, reference=True)
     updater.precompute_logps(minibatch, recipe, old=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def logps(model):
 
 @pytest.fixture
 def masters():
-    with MasterWeights(small_llama(torch.float32)) as masters:
+    with closing(MasterWeights(small_llama(torch.float32))) as masters:
         yield masters
 
 
@@ -82,7 +84,7 @@ def test_an_optimizer_step_does_not_change_the_reference(masters):
 def test_a_model_with_tied_embeddings():
     model = load_model("tiny", dtype="float32", device="cpu")
     before = logps(model)
-    with MasterWeights(model) as masters:
+    with closing(MasterWeights(model)) as masters:
         reference = Reference(masters)
         perturb(model)
         with reference.in_place():
@@ -123,7 +125,7 @@ def test_a_mix_moves_part_of_the_way(masters):
 def test_small_mixes_add_up_in_bfloat16():
     """One moves a weight by less than bfloat16 resolves; a thousand of them arrive."""
     model = small_llama(torch.bfloat16)
-    with MasterWeights(model) as masters:
+    with closing(MasterWeights(model)) as masters:
         reference = Reference(masters, mixes=True)
         first = copies(model.named_parameters())
         with torch.no_grad():
@@ -157,7 +159,7 @@ def test_a_partial_refresh_needs_mixes(masters):
 
 def test_with_lora_the_reference_is_an_adapter():
     model = load_model("tiny", dtype="float32", device="cpu", lora=LoraSettings(rank=2))
-    with MasterWeights(model) as masters:
+    with closing(MasterWeights(model)) as masters:
         reference = Reference(masters)
         names = set(reference.state_dict())
         assert names == {name for name, weight in model.named_parameters() if weight.requires_grad}
