@@ -49,21 +49,16 @@ def judge(
     ``rubric`` is a text with {prompt} and {answer} in it, or the path of a file with such a text; {low} and {high} are
     the ends of the scale. Only the text after the last ``after`` of an answer is judged. ``system`` is an optional
     system message. The value "none" of ``temperature`` and ``max_tokens`` leaves them out, as some models require.
+    The key is read from the environment variable ``api_key_env``; by default that is OPENAI_API_KEY for
+    api.openai.com, and other endpoints, such as vLLM or llama.cpp, get no key.
 
-    The key is read from the environment variable ``api_key_env`` and is never stored or logged. The default is
-    OPENAI_API_KEY for api.openai.com and no key for other endpoints, such as vLLM or llama.cpp.
+    At most ``concurrency`` requests run at the same time; equal rows share one. A request without an answer within
+    ``timeout`` seconds is retried up to ``retries`` times. scoring.timeout (60 s by default) limits the complete batch.
 
-    At most ``concurrency`` requests run at the same time; equal rows share one. After 408, 409, 429, 5xx or no answer
-    within ``timeout`` seconds, a request is retried up to ``retries`` times, within timeout × (retries + 1) seconds.
-    scoring.timeout (60 s by default) limits the complete batch, so it may have to be raised.
-
-    With ``on_failure="none"`` a row whose request fails, or whose verdict has no readable score, is not scored;
-    judge/requests_failed and judge/parse_failures are the shares of such rows. With "raise" it is an error. It is
-    always an error if every request of a batch fails, if the endpoint answers 401, 403 or 404, or if three batches in a
-    row have no readable verdict. judge/score and judge/verdict are logged for every row.
-
-    A row that is not scored has only the sum of its other rewards, which puts it at a disadvantage;
-    advantages.combine = "normalize_then_sum" compares each reward only among the rows that have it.
+    With ``on_failure="none"`` a row whose request fails, or whose verdict has no readable score, is not scored: it has
+    only the sum of its other rewards, unless advantages.combine = "normalize_then_sum" compares each reward only among
+    the rows that have it. With "raise" it is an error. It is always one if every request of a batch fails, if the
+    endpoint answers 401, 403 or 404, or if three batches in a row have no readable verdict.
     """
     if importlib.util.find_spec("openai") is None:
         raise MissingExtraError("the judge", "openai", "judge")
@@ -76,7 +71,6 @@ def judge(
     if max_tokens not in (None, "none"):
         sampling["max_tokens"] = check_integer("max_tokens", max_tokens, 1, ConfigError)
     client = JudgeClient(
-        model=model,
         url=url,
         key_variable=_check_key_variable(api_key_env, url),
         rubric=_read_rubric(rubric),
@@ -135,7 +129,6 @@ class JudgeVerdict:
 class JudgeClient:
     """Sends questions to the endpoint. The key is not stored here, but read from the environment when it is used."""
 
-    model: str
     url: str
     key_variable: str | None
     rubric: str
@@ -241,23 +234,23 @@ class JudgeClient:
 
     @property
     def name(self) -> str:
-        return f"the judge {self.model!r} at {self.url}"
+        return f"the judge {self.sampling['model']!r} at {self.url}"
 
 
 def _check_url(endpoint: object) -> str:
-    example = f"give one such as {OPENAI} or http://localhost:8000/v1"
-    if not isinstance(endpoint, str):
-        raise ConfigError(f"endpoint must be the address of a chat API, got {excerpt(endpoint)}; {example}")
+    address = str(endpoint)
     try:
-        parts = urlsplit(endpoint)
-        _ = parts.port
-    except ValueError as error:
-        raise ConfigError(f"endpoint is not an address: {error}; {example}") from None
-    if parts.username or parts.password or parts.query or parts.fragment:
-        raise ConfigError("endpoint must be a plain address without a password or query; api_key_env names the key")
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"endpoint must begin with http:// or https:// and a host, got {endpoint!r}; {example}")
-    return endpoint.rstrip("/").removesuffix("/chat/completions")
+        parts = urlsplit(address)
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_valid &= not (parts.username or parts.password or parts.query or parts.fragment)
+    except ValueError:  # a port out of range, for example
+        is_valid = False
+    if not is_valid:  # the address is not repeated, in case there is a key in it
+        raise ConfigError(
+            f"endpoint must be a plain address such as {OPENAI} or http://localhost:8000/v1, without a password or a "
+            "query; put the key in an environment variable and name that in api_key_env"
+        )
+    return address.rstrip("/").removesuffix("/chat/completions")
 
 
 def _check_key_variable(name: object, url: str) -> str | None:
@@ -268,10 +261,13 @@ def _check_key_variable(name: object, url: str) -> str | None:
     variable = OPENAI_KEY if name is None else name
     if not isinstance(variable, str) or not re.fullmatch("[A-Z_][A-Z0-9_]*", variable):
         # The value is not repeated, in case it is a key.
-        raise ConfigError(f"api_key_env must be the name of a variable, such as {OPENAI_KEY}, and not the key itself")
+        raise ConfigError(
+            f"api_key_env must be the name of an environment variable, such as {OPENAI_KEY}, and not the key itself; "
+            "set that variable to the key"
+        )
     key = os.environ.get(variable, "").strip()
     if not key:
-        raise ConfigError(f"the environment variable {variable} is not set; it must have the key for {url}")
+        raise ConfigError(f"the environment variable {variable} is not set; set it to the key for {url}")
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError(f"the value of {variable} cannot be a key: it has spaces or characters that no key has")
     return variable

@@ -100,12 +100,6 @@ def correct_number(prompts: Sequence[Any], completions: Sequence[Any], answer: S
     return [float(strict_answer(text_of(completion)) == gold_number(gold)) for completion, gold in pairs]
 
 
-def lenient_correct(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float]:
-    """1.0 where the lenient answer is the gold answer, else 0.0."""
-    pairs = zip(completions, answer, strict=True)
-    return [float(lenient_answer(text_of(completion)) == gold_number(gold)) for completion, gold in pairs]
-
-
 def number_format(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
     """1.0 where the completion's last line is ``#### N`` and there is no other ``####``, else 0.0."""
     return [float(_well_formed(text_of(completion))) for completion in completions]

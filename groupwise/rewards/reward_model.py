@@ -22,7 +22,7 @@ from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_mes
 from groupwise.text import error_reason
 
 SCALES = ("raw", "sigmoid")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 LONGEST = 10**6  # tokenizers without a limit claim 10^30
 SAMPLE = ("What is the capital of France?", "Paris.")
 
@@ -56,7 +56,7 @@ def reward_model(
     "auto" is float32 on the CPU, and elsewhere the dtype of the saved weights.
     """
     check_choice("scale", scale, SCALES, ConfigError)
-    check_choice("dtype", dtype, ("auto", *DTYPES), ConfigError)
+    check_choice("dtype", dtype, DTYPES, ConfigError)
     check_after(after)
     check_integer("batch_size", batch_size, 1, ConfigError)
     check_integer("max_length", max_length, 1, ConfigError)
@@ -115,11 +115,10 @@ class _PairEncoder:
     def _rendered(self, prompt: Any, answer: str) -> str:
         messages = [*prompt_messages(prompt), {"role": "assistant", "content": answer}]
         try:
-            rendered: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
         except Exception as error:  # templates raise anything; many refuse some roles or an order of roles
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(f"the reward model's chat template refuses the roles {roles}: {error}") from error
-        return rendered
 
     def _single(self, text: str) -> tuple[Encoding, bool]:
         """Encode one text. A chat template adds special tokens itself; truncation keeps the first special token."""
@@ -233,7 +232,7 @@ def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool
     bars: Any = logging  # its functions have no types
     enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
-    precision: Any = DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto")
+    precision = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": os.path.isdir(source)}
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
@@ -248,10 +247,11 @@ def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool
             bars.enable_progress_bar()
     classifier, report = loaded
     if missing := sorted(report["missing_keys"]):
-        names = ", ".join(missing[:3])
-        raise ConfigError(f"{source} is not a reward model: its weights lack {names}, which would be random")
-    if getattr(classifier.config, "use_cache", None):
-        classifier.config.use_cache = False
+        raise ConfigError(
+            f"{source} is not a reward model: its weights lack {', '.join(missing[:3])}, which would be random; it may "
+            "be a base language model"
+        )
+    classifier.config.use_cache = False
     return tokenizer, classifier.to(device).eval()
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -62,11 +62,9 @@ class Scorer:
         self.functions = tuple(reward if isinstance(reward, RewardFunction) else named(reward) for reward in functions)
         if not self.functions:
             raise InputError("there is no reward function to score with; give at least one")
-        names = [reward.name for reward in self.functions]
-        for name in names:
-            if names.count(name) > 1:
-                number = names.count(name)
-                raise InputError(f"{number} reward functions have the name {name!r}; use named(function, name='…')")
+        name, number = Counter(reward.name for reward in self.functions).most_common(1)[0]
+        if number > 1:
+            raise InputError(f"{number} reward functions have the name {name!r}; use named(function, name='…')")
         if timeout is not None and not (is_finite_number(timeout) and 0 < timeout <= threading.TIMEOUT_MAX):
             raise InputError(f"timeout must be a number of seconds above 0, or None for no limit, got {timeout!r}")
         check_choice("on_error", on_error, ON_ERROR)
@@ -95,8 +93,6 @@ class Scorer:
             lists["completion_ids"] = completion_ids
         lists |= {name: columns[name] for name in visible_columns(columns)}
         for name, values in lists.items():
-            if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-                raise InputError(f"{name} must be a list with one entry per completion, got {excerpt(values)}")
             if len(values) != len(completions):
                 raise InputError(f"{name} has {len(values)} entries for {len(completions)} completions")
         lists = {name: list(values) for name, values in lists.items()}
@@ -155,7 +151,6 @@ class Scorer:
                     result.extra.setdefault(column, [None] * len(batch))[row] = values[0]
                 for name, numbers in call.metrics.items():
                     result.metrics.setdefault(name, []).extend(numbers)
-        result.seconds = batch.seconds + time.perf_counter() - start
         return result
 
     def _combine(self, calls: Sequence[RewardCall]) -> Scores:
@@ -185,8 +180,7 @@ class Scorer:
                 f"(completion {calls[0].excerpt(failures[0].row or 0)}): {failures[0].reason}"
             )
         means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
-        seconds = {call.reward.name: call.seconds for call in calls}
-        return Scores(rewards, dropped, tuple(failures), extra, means, seconds)
+        return Scores(rewards, dropped, tuple(failures), extra, means)
 
 
 @dataclass
@@ -199,10 +193,8 @@ class RewardCall:
     rewards: list[RowReward] = field(default_factory=list)
     error: BaseException | None = None
     batch_failure: RowFailure | None = None  # the batch failed, but none of its rows
-    seconds: float = 0.0
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
-    awaitable: Any = None  # what a plain function returned, if it has to be awaited
 
     def __len__(self) -> int:
         return len(self.lists["completions"])
@@ -228,7 +220,7 @@ class RewardCall:
         raise RewardError(f"reward {self.reward.name!r} failed on {place}: {reason}") from cause
 
     def run(self, timeout: float | None) -> RewardCall:
-        """Call a plain function, in a thread if there is a limit. If it returns an awaitable, that is awaited."""
+        """Call a plain function, in a thread if there is a limit."""
         if timeout is None:
             self._run()
         else:
@@ -238,48 +230,38 @@ class RewardCall:
             thread.join(timeout)
             if thread.is_alive():
                 return self.timed_out(timeout, "; its thread is left behind and may go on until the process ends")
-        if self.awaitable is not None:
-            return run_concurrently([self], timeout)[0]
         return _check_interrupt(self)
 
     def _run(self) -> None:
-        with self._recording():
-            result = self._start()
-            if inspect.isawaitable(result):
-                self.awaitable = result
-            else:
-                self._finish(result)
+        with self._catching():
+            self._finish(self._start())
 
     async def run_async(self, timeout: float | None) -> RewardCall:
         """Await the function, and cancel it at the limit."""
-        with self._recording():
+        with self._catching():
             async with asyncio.timeout(timeout) as limit:
-                self._finish(await (self._start() if self.awaitable is None else self.awaitable))
+                self._finish(await self._start())
         return self.timed_out(timeout or 0.0, "; it was cancelled") if limit.expired() else self
 
     def timed_out(self, timeout: float, outcome: str) -> RewardCall:
         """The result of a call that took too long; a function that is still running keeps the old object."""
         call = self.copy()
-        call.error, call.seconds = RewardTimeout(f"did not return within {timeout:g} s{outcome}"), timeout
+        call.error = RewardTimeout(f"did not return within {timeout:g} s{outcome}")
         return call
 
     @contextmanager
-    def _recording(self) -> Iterator[None]:
-        """Record the time and any exception, even SystemExit, which would end the event loop."""
-        start = time.perf_counter()
+    def _catching(self) -> Iterator[None]:
+        """Keep any exception, even SystemExit, which would end the event loop."""
         try:
             yield
         except BaseException as error:
             self.error = error
-        self.seconds = time.perf_counter() - start
 
     def _start(self) -> Any:
         """Call the function with copies of the lists, which it may change."""
         arguments: dict[str, Any] = {name: list(values) for name, values in self.lists.items()}
         arguments |= {"trainer_state": self.trainer_state, "log_extra": self._log_extra, "log_metric": self._log_metric}
-        positional, keywords = self.reward.choose_arguments(list(arguments))
-        by_keyword = {name: arguments[name] for name in keywords}
-        return self.reward.function(*(arguments[name] for name in positional), **by_keyword)
+        return self.reward.function(**{name: arguments[name] for name in self.reward.choose_arguments(arguments)})
 
     def _finish(self, result: Any) -> None:
         rewards = check_rewards(self.reward.name, result, len(self))
@@ -294,11 +276,7 @@ class RewardCall:
         self.extra.setdefault(column, []).extend(values.tolist() if hasattr(values, "tolist") else values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        try:
-            number = float(value)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"log_metric({name!r}, …) needs a number, got {excerpt(value)}") from error
-        self.metrics.setdefault(str(name), []).append(number)
+        self.metrics.setdefault(name, []).append(float(value))
 
 
 def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list[RewardCall]:

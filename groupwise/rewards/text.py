@@ -1,12 +1,11 @@
-"""The text of prompts and completions, and rewards for its format and its length."""
+"""The text of prompts and completions, and a penalty for its length."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from groupwise.errors import InputError, check_integer
+from groupwise.errors import InputError
 
 THINKING_ENDS = "</think>"
 
@@ -83,27 +82,7 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
 
     An answer of exactly ``limit`` tokens gets −1; with a buffer of 0 it gets 0, since it may have ended in time.
     """
-    for name, value, least in (("length", length, 0), ("limit", limit, 1), ("buffer", buffer, 0)):
-        check_integer(name, value, least)
-    if buffer > limit:
-        raise InputError(f"the buffer of {buffer} tokens is longer than the limit of {limit}")
     over = length - (limit - buffer)
     if over <= 0:
         return 0.0
     return -1.0 if length > limit else -over / buffer
-
-
-def format_reward(pattern: str) -> Callable[..., list[float]]:
-    """A reward of 1.0 for each completion that matches the regular expression, else 0.0.
-
-    The complete text has to match, except for white space around it. ``.`` also matches line breaks.
-    """
-    try:
-        expression = re.compile(pattern, re.DOTALL)
-    except (re.error, TypeError) as error:
-        raise InputError(f"{pattern!r} is not a regular expression: {error}") from error
-
-    def format_reward(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
-
-    return format_reward

@@ -414,8 +414,14 @@ def echo(status: int) -> Callable[..., Reply]:
     return reply
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 429, 500])
-@pytest.mark.parametrize("number", [0, 1, 2])
+KEY_CASES = [(status, number) for status in (400, 401, 404, 429, 500) for number in (0, 1, 2)]
+QUICK_KEY_CASES = [(400, 0), (401, 1), (500, 2)]
+
+
+@pytest.mark.parametrize(
+    ("status", "number"),
+    [pytest.param(*case, marks=[] if case in QUICK_KEY_CASES else pytest.mark.slow) for case in KEY_CASES],
+)
 def test_a_key_that_the_endpoint_repeats_is_not_shown(server, monkeypatch, caplog, capfd, status, number):
     monkeypatch.setenv("JUDGE_KEY", KEY)
     caplog.set_level(logging.DEBUG)
@@ -454,7 +460,7 @@ def test_a_key_is_sent_only_to_its_endpoint(server, monkeypatch):
 
 def test_a_missing_key_is_reported_before_the_run(monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(ConfigError, match="OPENAI_API_KEY is not set; it must have the key for https://api"):
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY is not set; set it to the key for https://api"):
         judge(model="m")
     with pytest.raises(ConfigError, match="JUDGE_KEY is not set"):
         judge(model="m", endpoint="http://localhost:1/v1", api_key_env="JUDGE_KEY")
@@ -467,7 +473,7 @@ def test_a_missing_key_is_reported_before_the_run(monkeypatch):
 
 @pytest.mark.parametrize("name", [KEY, "gsk_0123456789abcdef", 5])
 def test_a_key_in_place_of_its_variable_is_not_shown(name):
-    with pytest.raises(ConfigError, match="and not the key itself") as caught:
+    with pytest.raises(ConfigError, match="and not the key itself; set that variable") as caught:
         judge(model="m", api_key_env=name)
     assert str(name) not in str(caught.value)
 
@@ -479,11 +485,11 @@ def test_a_key_in_place_of_its_variable_is_not_shown(name):
     ("options", "message"),
     [
         ({"model": ""}, "model must be a text, got ''"),
-        ({"endpoint": "localhost:8000/v1"}, "endpoint must begin with http:// or https:// and a host"),
-        ({"endpoint": "ftp://host/v1"}, "endpoint must begin with http"),
-        ({"endpoint": "http:///v1"}, "endpoint must begin with http"),
-        ({"endpoint": "http://host:99999/v1"}, "endpoint is not an address: Port out of range"),
-        ({"endpoint": 5}, "endpoint must be the address of a chat API, got 5"),
+        ({"endpoint": "localhost:8000/v1"}, "endpoint must be a plain address such as https://api"),
+        ({"endpoint": "ftp://host/v1"}, "endpoint must be a plain address such as .* or http://localhost:8000/v1"),
+        ({"endpoint": "http:///v1"}, "endpoint must be a plain address"),
+        ({"endpoint": "http://host:99999/v1"}, "endpoint must be a plain address"),
+        ({"endpoint": 5}, "endpoint must be a plain address"),
         ({"scale": [1]}, r"scale must be the lowest and the highest score, such as \[1, 10\], got \[1\]"),
         ({"scale": [10, 1]}, "scale must be"),
         ({"scale": ["1", "10"]}, "scale must be"),
@@ -507,9 +513,12 @@ def test_invalid_options(options, message):
         judge(**{"model": "m", "endpoint": "http://localhost:1/v1", **options})
 
 
-@pytest.mark.parametrize("endpoint", [f"https://{KEY}@host/v1", f"https://me:{KEY}@host/v1", f"https://host?key={KEY}"])
+@pytest.mark.parametrize(
+    "endpoint",
+    [f"https://{KEY}@host/v1", f"https://me:{KEY}@host/v1", f"https://host?key={KEY}", f"http://{KEY}@h:99999"],
+)
 def test_an_address_with_a_secret_is_refused_and_not_shown(endpoint):
-    with pytest.raises(ConfigError, match="endpoint must be a plain address") as caught:
+    with pytest.raises(ConfigError, match=r"endpoint must be a plain address .* name that in api_key_env") as caught:
         judge(model="m", endpoint=endpoint)
     assert KEY not in str(caught.value)
 

@@ -19,7 +19,6 @@ from groupwise.rewards.maths import (
     correct_number,
     gold_number,
     lenient_answer,
-    lenient_correct,
     number_format,
     parse_number,
     same_number,
@@ -246,13 +245,6 @@ def test_rewards():
     ]
     prompts, answer = ["?"] * 5, ["18", 18, "so\n#### 18", "18.0", "$18"]
     assert correct_number(prompts=prompts, completions=completions, answer=answer, other=1) == [1.0, 0.0, 0.0, 1.0, 1.0]
-    assert lenient_correct(prompts=prompts, completions=completions, answer=answer, other=1) == [
-        1.0,
-        0.0,
-        1.0,
-        1.0,
-        1.0,
-    ]
     assert number_format(prompts=prompts, completions=completions, other=1) == [1.0, 1.0, 0.0, 0.0, 1.0]
     scorer = Scorer([correct_number, RewardFunction("form", number_format, 0.1)])
     scorer.check_arguments(["question", "answer"])
@@ -300,7 +292,7 @@ def test_every_gold_answer_of_gsm8k():
     without = [answer.split("####")[0] for answer in answers]
     assert set(correct_number(prompts, without, answers)) == {0.0}
     said = [f"Of 3 and 4, the answer is {value:,} dollars." for value in values]
-    assert set(lenient_correct(prompts, said, answers)) == {1.0}
+    assert [lenient_answer(text) for text in said] == [gold_number(answer) for answer in answers]
 
 
 # --- math_equal -------------------------------------------------------------------------------------------------------

@@ -92,7 +92,6 @@ def test_a_hang_is_not_tried_again(release):
     assert scores.rewards.isnan().all()
     assert [failure.row for failure in scores.failures] == [0, 1, 2, 3]
     assert "did not return within 0.2 s" in scores.failures[3].reason
-    assert scores.seconds["f0"] == SHORT
 
 
 def test_a_generator_that_hangs(release):
@@ -163,8 +162,6 @@ def test_plain_functions_run_in_order_and_before_the_async_ones():
     scores = score(coroutine, functools.partial(plain, "first"), functools.partial(plain, "second"))
     assert order == ["first", "second", "async"]
     assert scores.rewards[0].tolist() == [1.0, 0.0, 0.0]
-    assert list(scores.seconds) == ["f0", "f1", "f2"]
-    assert all(seconds > 0 for seconds in scores.seconds.values())
 
 
 def test_a_plain_function_runs_in_the_callers_thread_only_without_a_limit():
@@ -208,7 +205,6 @@ def test_an_interrupt_in_a_function_gets_through(timeout, kind):
         (AsyncJudge(), [2] * 4),
         (functools.partial(AsyncJudge()), [2] * 4),
         (AsyncJudge().method, [3] * 4),
-        (lambda completions: lengths(completions), [1, 2, 3, 4]),
     ],
 )
 @pytest.mark.parametrize("timeout", [LONG, None])
@@ -291,7 +287,6 @@ def test_an_async_function_is_cancelled_at_the_limit():
     assert ended.is_set()
     scores = score(hangs, on_error="drop", timeout=SHORT)
     assert [failure.row for failure in scores.failures] == [0, 1, 2, 3]
-    assert scores.seconds["f0"] == SHORT
 
 
 @pytest.mark.parametrize("ending", ["returns", "raises"])
@@ -402,6 +397,10 @@ def test_the_result_of_an_async_function_is_checked():
         score(short)
     with pytest.raises(RewardError, match=r"\(async_generator\), not a list"):
         score(generator)
+    coroutine = lengths([])
+    with pytest.raises(RewardError, match=r"\(coroutine\), not a list .*; define it with async def"):
+        score(lambda completions: coroutine)
+    coroutine.close()
 
 
 def test_a_caller_inside_a_running_loop():
@@ -462,6 +461,7 @@ print("cleaned", cleaned.wait(300))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_ctrl_c_gets_through_and_a_fork_gets_its_own_loop():
     """In another process, whose exit also shows that a hanging function does not keep it alive."""
