@@ -143,9 +143,8 @@ def _pair_metrics(
     preference = step_recipe.preference
     if not preference.weight:
         return {}
-    pairs = [minibatch.pairs for minibatch in minibatches if minibatch.pairs is not None]
-    from_groups = sum(len(pair.chosen) for pair in pairs)
-    from_data = sum(len(pair.dataset.pairs) for pair in pairs)
+    from_groups = sum(len(minibatch.pairs.rows) for minibatch in minibatches)
+    from_data = sum(len(minibatch.pairs.dataset.pairs) for minibatch in minibatches)
     metrics = {"preference/weight": preference.weight, "preference/pairs": float(from_groups + from_data)}
     if preference.pairs == "both":
         metrics |= {"preference/pairs_group": float(from_groups), "preference/pairs_data": float(from_data)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from groupwise.training.update.minibatch import DatasetPairs
 from groupwise.training.update.objective import pairs_loss
 from groupwise.training.update.reference import Reference
 
-CHOSEN_MINUS_REJECTED = torch.tensor([1.0, -1.0], dtype=torch.float64)
 REFUSAL_REASONS = {
     "same_answer": "the chosen and the rejected completion are the same",
     "no_answer": "a completion is empty",
@@ -47,9 +47,8 @@ def load_pairs(recipe: Recipe, builder: PromptBuilder, window: int | None, *, le
     settings = recipe.preference
     if settings.pairs != "group" and settings.train is None and learns:
         raise ConfigError(
-            f"preference.pairs is {settings.pairs!r}, so preference.train must name a data set with chosen and "
-            "rejected completions (.jsonl, .json, .parquet, .csv, a folder, or a hub data set owner/name); 'group' "
-            "makes pairs of the sampled completions"
+            f"preference.pairs is {settings.pairs!r}, so preference.train must name a data set of pairs (a file, a "
+            "folder, or owner/name on the hub); 'group' makes pairs of the sampled completions"
         )
     if settings.train is None and settings.held_out is None:
         return PairSplits([], [])
@@ -84,18 +83,8 @@ def load_reference_logps(
 
     Only for a reference that is never refreshed: otherwise each step computes its own.
     """
-
-    def load(pairs: Sequence[TokenPair]) -> Tensor:
-        return reference_logps(
-            handle,
-            reference,
-            pairs,
-            token_budget=default_token_budget(handle),
-            progress=progress,
-            say=say,
-            dropout=dropout,
-        )
-
+    budget = default_token_budget(handle)
+    load = partial(reference_logps, handle, reference, token_budget=budget, progress=progress, say=say, dropout=dropout)
     if sampler.splits.train and learns_from_pairs:
         sampler.train_reference = load(sampler.splits.train)
     if sampler.splits.held_out:
@@ -155,8 +144,7 @@ class PairSampler:
                 with reference.in_place():
                     ref_logps = pair_logps(handle, pairs, token_budget=token_budget)
         loss, statistics = pairs_loss(step_recipe, logps, ref_logps, pair_lengths(pairs), len(pairs))
-        metrics = _accuracy(PREFERENCE_ACCURACY, (logps - ref_logps) @ CHOSEN_MINUS_REJECTED)
-        metrics |= _logp_accuracy(pairs, logps)
+        metrics = _accuracy(PREFERENCE_ACCURACY, logps - ref_logps) | _logp_accuracy(pairs, logps)
         metrics["preference_loss"] = float(loss)
         for name in ("margin", "chosen_reward", "rejected_reward"):
             metrics[f"preference_{name}"] = float(statistics[f"preference/{name}"])
@@ -187,10 +175,11 @@ def _build(builder: PairBuilder, rows: Sequence[TaskRow], which: str, say: Say) 
 
 def _logp_accuracy(pairs: Sequence[TokenPair], logps: Tensor) -> dict[str, float]:
     """By the mean log-prob per token, so that short completions have no advantage."""
-    return _accuracy(LOGP_ACCURACY, (logps / pair_lengths(pairs)) @ CHOSEN_MINUS_REJECTED)
+    return _accuracy(LOGP_ACCURACY, logps / pair_lengths(pairs))
 
 
-def _accuracy(name: str, margins: Tensor) -> dict[str, float]:
-    """The share of margins above 0, with its interval; a margin of 0 counts as half."""
+def _accuracy(name: str, values: Tensor) -> dict[str, float]:
+    """The share of pairs ``(n, 2)`` with a margin above 0, with its interval; a margin of 0 counts as half."""
+    margins = values[:, 0] - values[:, 1]
     interval = mean_interval(((margins > 0).double() + 0.5 * (margins == 0)).numpy())
     return {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}

@@ -28,10 +28,7 @@ class GroupPairs:
 
     def members(self, samples: int) -> Tensor:
         """Which of ``samples`` samples are in a pair, bool."""
-        members = torch.zeros(samples, dtype=torch.bool)
-        members[self.chosen] = True
-        members[self.rejected] = True
-        return members
+        return torch.tensor([role is not None for role in self.roles(samples)], dtype=torch.bool)
 
     def roles(self, samples: int) -> list[str | None]:
         """For each sample "chosen", "rejected", or None if it is in no pair."""
@@ -57,8 +54,7 @@ def build_group_pairs(
     Samples whose reward ``(B,)`` is NaN or that are not ``allowed`` ``(B,)`` are in no pair. Among equal rewards the
     completion that was sampled first ranks higher.
     """
-    chosen: list[int] = []
-    rejected: list[int] = []
+    pairs: list[tuple[int, int]] = []
     refused = dict.fromkeys(REASONS, 0)
     values = rewards.tolist()
     usable = (allowed & ~rewards.isnan()).tolist()
@@ -80,10 +76,6 @@ def build_group_pairs(
             elif torch.equal(completions[better], completions[worse]):
                 refused["same_answer"] += 1
             else:
-                chosen.append(better)
-                rejected.append(worse)
-    return GroupPairs(
-        torch.tensor(chosen, dtype=torch.long),
-        torch.tensor(rejected, dtype=torch.long),
-        {reason: number for reason, number in refused.items() if number},
-    )
+                pairs.append((better, worse))
+    chosen, rejected = torch.tensor(pairs, dtype=torch.long).view(-1, 2).unbind(1)
+    return GroupPairs(chosen, rejected, {reason: number for reason, number in refused.items() if number})

@@ -9,7 +9,7 @@ that a pack needs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,24 +19,9 @@ from groupwise.core.preference import BATCH_KINDS
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import pack_members
-from groupwise.training.preference.reference_cache import pair_lengths
-from groupwise.training.update.minibatch import MiniBatch, MiniBatchPairs
+from groupwise.training.preference.reference_cache import pair_completions, pair_lengths
+from groupwise.training.update.minibatch import MiniBatch
 from groupwise.training.update.objective import PackedPairs, PairGradients, pairs_loss
-
-
-@dataclass(frozen=True)
-class PrecomputedPairLoss:
-    """A pair loss that was computed before the packs, and its gradient with respect to the summed log-probs."""
-
-    grads: Tensor  # (n, 2)
-    value: float
-    statistics: dict[str, float] = field(default_factory=dict)
-
-    def select(self, pairs: slice, *, with_value: bool) -> PrecomputedPairLoss:
-        """Some of the pairs. The value must be counted once, so only one selection has it."""
-        if with_value:
-            return PrecomputedPairLoss(self.grads[pairs], self.value, self.statistics)
-        return PrecomputedPairLoss(self.grads[pairs], 0.0)
 
 
 @dataclass(frozen=True)
@@ -45,9 +30,9 @@ class PairIndex:
 
     rows: Tensor  # (n, 2), chosen first
     reference: Tensor  # (n, 2)
-    precomputed: PrecomputedPairLoss | None = None  # if pairs are split over packs, or the loss couples them
+    precomputed: PairGradients | None  # (n, 2) if pairs are split over packs, or the loss couples them
 
-    def for_pack(self, pack_rows: Tensor) -> PackedPairs | PairGradients | None:
+    def for_pack(self, pack_rows: Tensor, device: torch.device) -> PackedPairs | PairGradients | None:
         """The pairs of a pack with these rows ``(b,)``; None if it has none."""
         place = {row: at for at, row in enumerate(pack_rows.tolist())}
         members = [(number, pair) for number, pair in enumerate(self.rows.tolist()) if place.keys() & set(pair)]
@@ -55,24 +40,24 @@ class PairIndex:
             return None
         if self.precomputed is None:
             numbers = [number for number, _ in members]
-            chosen, rejected = (torch.tensor([place[pair[side]] for _, pair in members]) for side in (0, 1))
-            return PackedPairs(chosen, rejected, self.reference[numbers])
+            rows = torch.tensor([[place[row] for row in pair] for _, pair in members], device=device)
+            return PackedPairs(rows, self.reference[numbers].to(device))
         grads = self.precomputed.grads.new_zeros(len(pack_rows))
         for number, pair in members:
             for side, row in enumerate(pair):
                 if row in place:
                     grads[place[row]] += self.precomputed.grads[number, side]
         if self.rows[0, 0].item() in place:  # the pack with the first chosen completion has the value
-            return PairGradients(grads, self.precomputed.value, self.precomputed.statistics)
-        return PairGradients(grads)
+            return replace(self.precomputed, grads=grads.to(device))
+        return PairGradients(grads.to(device))
 
 
 @dataclass(frozen=True)
 class PairLayout:
-    """The pairs of an update: those of the samples, and those of a data set; None if there are none."""
+    """The pairs of an update: those of the samples, and those of a data set."""
 
-    sampled: PairIndex | None
-    dataset: PairIndex | None
+    sampled: PairIndex
+    dataset: PairIndex
 
 
 def plan_pair_layout(
@@ -80,32 +65,30 @@ def plan_pair_layout(
     minibatch: MiniBatch,
     step_recipe: Recipe,
     token_budget: int,
-    compute_logps: Callable[[], Tensor],
-) -> PairLayout | None:
-    """The layout of a mini-batch's pairs; None if it has no pairs.
+    compute_logps: Callable[[MiniBatch, Recipe], Tensor],
+) -> PairLayout:
+    """The layout of a mini-batch's pairs.
 
     compute_logps: computes the policy's summed log-probs ``(n, 2)`` of the pairs; called only if they are needed.
     """
-    pairs = minibatch.pairs
-    if pairs is None:
-        return None
-    reference = pairs.reference
+    pairs, reference = minibatch.pairs, minibatch.pairs.reference
     if reference is None:
-        raise InputError("a preference loss needs the reference's log-probs of the pairs, which were not computed")
+        if len(pairs):
+            raise InputError("a preference loss needs the reference's log-probs of the pairs, which were not computed")
+        reference = torch.zeros(0, 2, dtype=torch.float64)
     sampled, dataset = pairs.rows, torch.arange(2 * len(pairs.dataset.pairs)).view(-1, 2)
-    completions = pairs.dataset_completions
-    separable = (
+    separable = not len(pairs) or (
         not BATCH_KINDS.intersection(step_recipe.preference.kinds)
         and _unsplit(sampled, pack_members(handle, minibatch.prompts, minibatch.completions, token_budget))
-        and _unsplit(dataset, pack_members(handle, completions.prompts, completions.completions, token_budget))
+        and _unsplit(dataset, pack_members(handle, *pair_completions(pairs.dataset.pairs), token_budget))
     )
-    loss = None if separable else _precompute(step_recipe, compute_logps(), reference, _lengths(minibatch, pairs))
-    count = len(sampled)
+    count, of_samples, of_dataset = len(sampled), None, None
+    if not separable:
+        loss = _precompute(minibatch, step_recipe, compute_logps(minibatch, step_recipe), reference)
+        of_samples = replace(loss, grads=loss.grads[:count])
+        of_dataset = PairGradients(loss.grads[count:]) if count else loss  # the value is counted once
     return PairLayout(
-        PairIndex(sampled, reference[:count], loss and loss.select(slice(count), with_value=True)) if count else None,
-        PairIndex(dataset, reference[count:], loss and loss.select(slice(count, None), with_value=not count))
-        if len(dataset)
-        else None,
+        PairIndex(sampled, reference[:count], of_samples), PairIndex(dataset, reference[count:], of_dataset)
     )
 
 
@@ -115,15 +98,10 @@ def _unsplit(pairs: Tensor, packs: Iterable[Sequence[int]]) -> bool:
     return all(pack_of[chosen] == pack_of[rejected] for chosen, rejected in pairs.tolist())
 
 
-def _precompute(step_recipe: Recipe, logps: Tensor, reference: Tensor, lengths: Tensor) -> PrecomputedPairLoss:
+def _precompute(minibatch: MiniBatch, step_recipe: Recipe, logps: Tensor, reference: Tensor) -> PairGradients:
+    pairs = minibatch.pairs
+    lengths = torch.cat([minibatch.mask.sum(1)[pairs.rows], pair_lengths(pairs.dataset.pairs)])
     logps = logps.detach().requires_grad_()
     value, statistics = pairs_loss(step_recipe, logps, reference.to(logps), lengths, len(logps))
     (grads,) = torch.autograd.grad(value, logps)
-    return PrecomputedPairLoss(
-        grads, float(value.detach()), {name: float(number) for name, number in statistics.items()}
-    )
-
-
-def _lengths(minibatch: MiniBatch, pairs: MiniBatchPairs) -> Tensor:
-    """Tokens of each completion, ``(n, 2)``."""
-    return torch.cat([minibatch.mask.sum(1)[pairs.rows].view(-1, 2), pair_lengths(pairs.dataset.pairs)])
+    return PairGradients(grads, float(value.detach()), {name: float(number) for name, number in statistics.items()})

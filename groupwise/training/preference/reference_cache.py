@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,6 @@ from torch import Tensor
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import completion_logps
-from groupwise.model.packing import check_ids
 from groupwise.model.weights import cache_folder
 from groupwise.rundir.files import write_safetensors
 from groupwise.text import Say, error_reason
@@ -56,18 +57,58 @@ class TokenPair(NamedTuple):
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
+def pair_completions(pairs: Sequence[TokenPair]) -> tuple[list[tuple[int, ...]], list[list[Tensor]]]:
+    """The prompts, and the two completions of each."""
+    return [pair.prompt for pair in pairs], [[pair.chosen, pair.rejected] for pair in pairs]
+
+
 def pair_lengths(pairs: Sequence[TokenPair]) -> Tensor:
     """Tokens of the completions, ``(n, 2)``, chosen first."""
     return torch.tensor([[len(pair.chosen), len(pair.rejected)] for pair in pairs], dtype=torch.long).view(-1, 2)
 
 
-def pair_logps(handle: ModelHandle, pairs: Sequence[TokenPair], *, token_budget: int) -> Tensor:
+def pair_logps(
+    handle: ModelHandle,
+    pairs: Sequence[TokenPair],
+    *,
+    token_budget: int,
+    folder: Path | None = None,
+    progress: PairProgress = lambda done, total: None,
+    say: Say = lambda text: None,
+) -> Tensor:
     """Log-probs ``(n, 2)`` of the chosen and the rejected completions, summed over tokens, under the current model.
 
     They are at temperature 1, without gradient, on the CPU, in float64. A forward pass holds at most ``token_budget``
-    tokens, or the longest completion with its prompt; if memory runs out, the budget is halved.
+    tokens, or the longest completion with its prompt; if memory runs out, the budget is halved for the blocks to come.
+    folder: a block that has a file here is read, the others are written. progress: called after each block.
+    say: told if memory runs out or a file cannot be written; neither ends the run.
     """
-    return _all_blocks(handle, _check_pairs(handle, pairs), token_budget)
+    say_once = cache(say)  # that the folder cannot be written is said for the first block
+
+    def shrink() -> None:
+        nonlocal token_budget
+        torch.cuda.empty_cache()
+        token_budget = halve_budget(token_budget)
+        say(f"memory ran out: the log-probs of pairs are computed with a token budget of {token_budget:,}")
+
+    def fit(first: int) -> Tensor:
+        block = pairs[first : first + BLOCK]
+        longest = max(pair.longest for pair in block)
+        return retry_with_less_memory(
+            lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once),
+            can_shrink=lambda: token_budget > max(SMALLEST_BUDGET, longest),
+            shrink=shrink,
+            too_large=lambda: (
+                f"memory ran out with a single completion of a pair, {longest} tokens with its prompt; use a smaller "
+                "model, or leave out long pairs"
+            ),
+        )
+
+    blocks = [torch.zeros(0, 2, dtype=torch.float64)]
+    for first in range(0, len(pairs), BLOCK):
+        blocks.append(fit(first))
+        progress(min(first + BLOCK, len(pairs)), len(pairs))
+    return torch.cat(blocks)
 
 
 def reference_logps(
@@ -76,171 +117,65 @@ def reference_logps(
     pairs: Sequence[TokenPair],
     *,
     folder: Path | None = None,
-    token_budget: int,
-    progress: PairProgress = lambda done, total: None,
-    say: Say = lambda text: None,
     dropout: bool = False,
+    **options: Any,
 ) -> Tensor:
-    """`pair_logps` of the reference, read from disk, or computed and written there for the next run.
+    """`pair_logps` of the reference, with its ``options``; each reference has its folder.
 
     folder: by default ``reference-logps`` in the model cache.
-    progress: called after each block.
-    say: told if memory runs out or a file cannot be written; neither ends the run.
     dropout: whether the model trains with dropout, which is switched off for the reference.
     """
-    checked = _check_pairs(handle, pairs)
+    root = cache_folder() / "reference-logps" if folder is None else Path(folder)
     with reference.in_place(), eval_mode(handle.model) if dropout else nullcontext():
-        root = cache_folder() / "reference-logps" if folder is None else Path(folder)
-        files = _BlockFiles(root / _reference_key(handle), say)
-        return _all_blocks(handle, checked, token_budget, files, progress, say)
-
-
-class _CheckedPair(NamedTuple):
-    """A pair whose ids are known to be valid."""
-
-    prompt: Tensor
-    chosen: Tensor
-    rejected: Tensor
-
-    def longest(self) -> int:
-        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
-
-
-def _check_pairs(handle: ModelHandle, pairs: Sequence[TokenPair]) -> list[_CheckedPair]:
-    """Check all pairs, so that a bad one is reported before the first is computed."""
-    checked = []
-    for number, pair in enumerate(pairs):
-        ids = _CheckedPair(
-            check_ids(pair.prompt, handle, f"the prompt of {_pair_name(number)}"),
-            check_ids(pair.chosen, handle, f"the chosen completion of {_pair_name(number)}"),
-            check_ids(pair.rejected, handle, f"the rejected completion of {_pair_name(number)}"),
-        )
-        if handle.context_length is not None and ids.longest() > handle.context_length:
-            raise InputError(
-                f"the prompt and the longer completion of {_pair_name(number)} have {ids.longest()} tokens; the "
-                f"model's window is {handle.context_length}"
-            )
-        checked.append(ids)
-    return checked
-
-
-def _pair_name(number: int) -> str:
-    return f"pair {number} (counted from 0)"
-
-
-def _all_blocks(
-    handle: ModelHandle,
-    pairs: Sequence[_CheckedPair],
-    token_budget: int,
-    files: _BlockFiles | None = None,
-    progress: PairProgress = lambda done, total: None,
-    say: Say = lambda text: None,
-) -> Tensor:
-    """The log-probs of all pairs, block by block. A budget that is halved for one block stays so for the next ones."""
-    blocks = [torch.zeros(0, 2, dtype=torch.float64)]
-    for first in range(0, len(pairs), BLOCK):
-        block = pairs[first : first + BLOCK]
-        logps, token_budget = _fit_block(handle, block, first, token_budget, files, say)
-        blocks.append(logps)
-        progress(first + len(block), len(pairs))
-    return torch.cat(blocks)
-
-
-def _fit_block(
-    handle: ModelHandle,
-    block: Sequence[_CheckedPair],
-    first: int,
-    token_budget: int,
-    files: _BlockFiles | None,
-    say: Say,
-) -> tuple[Tensor, int]:
-    """A block's log-probs ``(n, 2)``, and the token budget, halved if memory ran out."""
-    longest = max(pair.longest() for pair in block)
-
-    def shrink() -> None:
-        nonlocal token_budget
-        if handle.device.type == "cuda":
-            torch.cuda.empty_cache()
-        token_budget = halve_budget(token_budget)
-        say(f"memory ran out: the log-probs of pairs are computed with a token budget of {token_budget:,}")
-
-    logps = retry_with_less_memory(
-        lambda: _load_or_compute(handle, block, first, max(token_budget, longest), files),
-        can_shrink=lambda: token_budget > max(SMALLEST_BUDGET, longest),
-        shrink=shrink,
-        too_large=lambda: (
-            f"memory ran out with a single completion of a pair, {longest} tokens with its prompt; use a smaller "
-            "model, or leave out long pairs"
-        ),
-    )
-    return logps, token_budget
+        return pair_logps(handle, pairs, folder=root / _reference_key(handle), **options)
 
 
 def _load_or_compute(
-    handle: ModelHandle, block: Sequence[_CheckedPair], first: int, token_budget: int, files: _BlockFiles | None
+    handle: ModelHandle, block: Sequence[TokenPair], first: int, token_budget: int, folder: Path | None, say: Say
 ) -> Tensor:
-    """A block's log-probs ``(n, 2)``, all finite."""
-    name = ""
-    if files is not None:
-        name = _block_key(block, token_budget)
-        logps = files.read(name, len(block))
-        if logps is not None:
-            return logps
-    prompts, completions = [pair.prompt for pair in block], [[pair.chosen, pair.rejected] for pair in block]
+    """A block's log-probs ``(n, 2)``, all finite; ``first`` is the number of its first pair."""
+    path = None if folder is None else folder / f"{_block_key(block, token_budget)}.safetensors"
+    saved = None if path is None else _read_block(path, len(block))
+    if saved is not None:
+        return saved
     with torch.no_grad():
-        tokens = completion_logps(handle, prompts, completions, token_budget=token_budget).logps
+        tokens = completion_logps(handle, *pair_completions(block), token_budget=token_budget).logps
     # In float64: a float32 sum over a long completion would lose the effect of a small update.
     logps = tokens.cpu().double().sum(1).view(-1, 2)
-    _check_finite(logps, first)
-    if files is not None:
-        files.write(name, logps)
+    for number, (chosen, rejected) in enumerate(logps.tolist(), start=first):
+        if not (math.isfinite(chosen) and math.isfinite(rejected)):
+            raise InputError(
+                f"the log-probs of pair {number} (counted from 0) are {chosen:g} for the chosen and {rejected:g} for "
+                "the rejected completion; look for NaN in the model's weights, or for float16, whose range is small "
+                "(use bfloat16 or float32)"
+            )
+    if path is not None:
+        _write_block(path, logps, say)
     return logps
 
 
-def _check_finite(logps: Tensor, first: int) -> None:
-    bad = (~logps.isfinite()).any(1).nonzero().flatten().tolist()
-    if bad:
-        chosen, rejected = logps[bad[0]].tolist()
-        raise InputError(
-            f"the log-probs of {_pair_name(first + bad[0])} are {chosen:g} for the chosen and {rejected:g} for the "
-            "rejected completion; look for NaN in the model's weights, or for float16, whose range is small (use "
-            "bfloat16 or float32)"
+def _read_block(path: Path, pairs: int) -> Tensor | None:
+    """The log-probs of a block; None if its file does not exist or is damaged."""
+    try:
+        # Not memory-mapped: another process may truncate the file while it is read.
+        tensors = load(path.read_bytes())
+        logps, digest = tensors["logps"], tensors["digest"]
+    except (OSError, SafetensorError, LookupError, ValueError, RuntimeError):
+        return None
+    if logps.shape != (pairs, 2) or logps.dtype != torch.float64 or not bool(logps.isfinite().all()):
+        return None
+    return logps if torch.equal(digest, _digest(path.stem, logps)) else None
+
+
+def _write_block(path: Path, logps: Tensor, say: Say) -> None:
+    try:
+        write_safetensors(path, {"logps": logps, "digest": _digest(path.stem, logps)})
+    except CheckpointError as error:
+        cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+        say(
+            f"the reference's log-probs cannot be written to {path.parent}, so the next run will compute them again: "
+            f"{error_reason(cause)}"
         )
-
-
-class _BlockFiles:
-    """The files of one reference, each with a digest, so that damaged and foreign files are recognised."""
-
-    def __init__(self, folder: Path, say: Say) -> None:
-        self.folder, self.say = folder, say
-        self.warned = False
-
-    def read(self, name: str, pairs: int) -> Tensor | None:
-        """The log-probs of a block; None if its file does not exist or is damaged."""
-        try:
-            # Not memory-mapped: another process may truncate the file while it is read.
-            tensors = load(self._path(name).read_bytes())
-            logps, digest = tensors["logps"], tensors["digest"]
-        except (OSError, SafetensorError, LookupError, ValueError, RuntimeError):
-            return None
-        if logps.shape != (pairs, 2) or logps.dtype != torch.float64 or not bool(logps.isfinite().all()):
-            return None
-        return logps if torch.equal(digest, _digest(name, logps)) else None
-
-    def write(self, name: str, logps: Tensor) -> None:
-        try:
-            write_safetensors(self._path(name), {"logps": logps, "digest": _digest(name, logps)})
-        except CheckpointError as error:
-            if not self.warned:
-                cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
-                self.say(
-                    f"the reference's log-probs cannot be written to {self.folder}, so the next run will compute them "
-                    f"again: {error_reason(cause)}"
-                )
-            self.warned = True
-
-    def _path(self, name: str) -> Path:
-        return self.folder / f"{name}.safetensors"
 
 
 def _digest(name: str, logps: Tensor) -> Tensor:
@@ -310,11 +245,11 @@ def _with_effect(config: Any) -> Any:
     return {name: _with_effect(value) for name, value in config.items() if name not in WITHOUT_EFFECT}
 
 
-def _block_key(block: Sequence[_CheckedPair], token_budget: int) -> str:
+def _block_key(block: Sequence[TokenPair], token_budget: int) -> str:
     """A hash of the pairs' ids, and of the budget, which determines what is packed together."""
     lengths = [[len(ids) for ids in pair] for pair in block]
     digest = hashlib.sha256(_json([token_budget, lengths]))
-    digest.update(_memory(torch.cat([ids for pair in block for ids in pair])))
+    digest.update(_memory(torch.cat([torch.as_tensor(ids) for pair in block for ids in pair])))
     return digest.hexdigest()[:KEY_LENGTH]
 
 

@@ -21,7 +21,7 @@ from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.grouping.labels import LABELS, parent_labels
 from groupwise.rewards import load_function, overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
-from groupwise.training.preference.group_pairs import GroupPairs, build_group_pairs
+from groupwise.training.preference.group_pairs import build_group_pairs
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.difficulty import correctness, difficulty_weights
 
@@ -50,20 +50,20 @@ GROUPINGS: dict[str, GroupingFunction | None] = {"prompt": None, "similarity": s
 
 def find_advantage(name: str | None) -> AdvantageFunction | None:
     """A registered advantage or ``module:function``; None for the built-in one."""
-    if name is None or name in ADVANTAGES:
-        return ADVANTAGES[name] if name is not None else None
-    if ":" not in name:
-        check_choice("advantages.function", name, [*ADVANTAGES, "module:function"], ConfigError)
-    return load_function(name, what="advantage")
+    return None if name is None else _find(name, ADVANTAGES, "advantages.function", "advantage")
 
 
 def find_grouping(name: str) -> GroupingFunction | None:
     """A registered grouping or ``module:function``; None to group by prompt."""
-    if name in GROUPINGS:
-        return GROUPINGS[name]
+    return _find(name, GROUPINGS, "advantages.grouping", "grouping")
+
+
+def _find(
+    name: str, registered: Mapping[str, Callable[..., Any] | None], setting: str, what: str
+) -> Callable[..., Any] | None:
     if ":" not in name:
-        check_choice("advantages.grouping", name, [*GROUPINGS, "module:function"], ConfigError)
-    return load_function(name, what="grouping")
+        check_choice(setting, name, [*registered, "module:function"], ConfigError)
+    return registered[name] if name in registered else load_function(name, what=what)
 
 
 def add_overlong_penalty(rewards: Tensor, lengths: Sequence[int], step_recipe: Recipe) -> Tensor:
@@ -95,8 +95,12 @@ def compute_group_advantages(
     if not len(batch):
         nothing = torch.zeros(0)
         return GroupAdvantages(nothing.double(), nothing.long(), nothing, {}, nothing.bool())
-    graded = {name: _grade(batch, grade) for name, grade in (grades or {}).items()}
-    settings = step_recipe.advantages
+    rows = [batch.rows[prompt] for prompt in batch.prompt_of.tolist()]
+    graded = {
+        name: [grade(row, text) for row, text in zip(rows, batch.texts, strict=True)]
+        for name, grade in (grades or {}).items()
+    }
+    settings, answers = step_recipe.advantages, graded.get(metric or "")
     groups = _groups(batch, grouping)
     parents = _parent_groups(batch, grouping, groups) if settings.shrinkage and grouping is not None else []
     factors = torch.tensor(list(weights), dtype=torch.float64)
@@ -123,18 +127,27 @@ def compute_group_advantages(
         rewards=total,
         groups=groups,
         advantages=torch.where(batch.dropped, 0.0, advantages).float(),
-        masked_out=_masks(batch, step_recipe, graded.get(metric or "")),
+        masked_out=_masks(batch, step_recipe, answers),
         equal=statistics.equal[statistics.index],
         graded=graded,
         uses_advantages=bool(step_recipe.loss.policy_coef),
     )
     if settings.difficulty != "none":
-        correct = correctness(graded.get(metric or ""), total)
+        correct = correctness(answers, total)
         difficulty = difficulty_weights(settings.difficulty, correct, groups, result.contributes)
         result = replace(result, advantages=(result.advantages * difficulty).float(), difficulty=difficulty)
-    if step_recipe.preference.weight and step_recipe.preference.pairs != "data":
-        ranking = total if ranked_by is None else rewards[:, ranked_by]
-        result = replace(result, pairs=_pairs(batch, step_recipe, ranking, result))
+    preference = step_recipe.preference
+    if preference.weight and preference.pairs != "data":
+        pairs = build_group_pairs(
+            total if ranked_by is None else rewards[:, ranked_by],
+            groups,
+            batch.prompt_of,
+            batch.ids,
+            result.allowed,
+            per_group=preference.pairs_per_group,
+            min_margin=preference.min_margin,
+        )
+        result = replace(result, pairs=pairs)
     return result
 
 
@@ -143,11 +156,6 @@ def repetition(text: str) -> float:
     words = text.split()
     triples = list(zip(words, words[1:], words[2:], strict=False))
     return 1 - len(set(triples)) / len(triples) if len(triples) > 1 else 0.0
-
-
-def _grade(batch: Batch, grade: Grade) -> list[bool | None]:
-    rows = [batch.rows[number] for number in batch.prompt_of.tolist()]
-    return [grade(row, text) for row, text in zip(rows, batch.texts, strict=True)]
 
 
 def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
@@ -171,11 +179,9 @@ def _parent_groups(batch: Batch, grouping: GroupingFunction, groups: Tensor) -> 
     parents = [prompts]
     if grouping is similarity_grouping and batch.similarity is not None:
         labels = similarity_grouping(batch)
-        levels = []
         for _ in range(batch.similarity.labels.shape[-1] - 1):
             labels = parent_labels(labels)
-            levels.append(group_index(labels, len(batch))[0])
-        parents += reversed(levels)
+            parents.insert(1, group_index(labels, len(batch))[0])
     return parents
 
 
@@ -212,16 +218,3 @@ def _masks(batch: Batch, step_recipe: Recipe, graded: list[bool | None] | None) 
             max_repetition=masks.max_repetition,
         )
     return reasons
-
-
-def _pairs(batch: Batch, step_recipe: Recipe, ranking: Tensor, result: GroupAdvantages) -> GroupPairs:
-    settings = step_recipe.preference
-    return build_group_pairs(
-        ranking,
-        result.groups,
-        batch.prompt_of,
-        batch.ids,
-        result.allowed,
-        per_group=settings.pairs_per_group,
-        min_margin=settings.min_margin,
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,9 @@ from groupwise.data import Prompt
 from groupwise.grouping.grouper import GroupingResult, join_results
 from groupwise.tasks.base import TaskRow
 from groupwise.training.preference.group_pairs import GroupPairs
+
+PROMPT_LISTS = ("rows", "row_numbers", "prompts")  # the lists of a batch with an entry per prompt
+SAMPLE_LISTS = ("ids", "texts", "stop_reasons", "sampler_logps")  # and per sample
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,7 @@ class Batch:
     rewards: Tensor  # (B, K) float64, NaN where a function gave no reward
     dropped: Tensor  # (B,) bool: a reward failed, so the sample is ignored
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns that rewards add to the record
-    filtered_probability: Tensor | None = (
-        None  # (B,) removed by the sampling filters, summed over tokens; with ``kept``
-    )
+    filtered_probability: Tensor | None = None  # (B,) removed by the filters, summed over tokens; with ``kept``
     similarity: GroupingResult | None = None  # P: clusters of similar completions
 
     def __len__(self) -> int:
@@ -57,21 +58,17 @@ class Batch:
 
     def take(self, prompts: Sequence[int]) -> Batch:
         """The batch of these prompts."""
-        chosen = [prompt * self.samples + sample for prompt in prompts for sample in range(self.samples)]
-        return Batch(
-            rows=[self.rows[i] for i in prompts],
-            row_numbers=[self.row_numbers[i] for i in prompts],
-            prompts=[self.prompts[i] for i in prompts],
-            samples=self.samples,
-            ids=[self.ids[i] for i in chosen],
-            texts=[self.texts[i] for i in chosen],
-            stop_reasons=[self.stop_reasons[i] for i in chosen],
-            sampler_logps=[self.sampler_logps[i] for i in chosen],
-            kept=None if self.kept is None else self.kept.select(self.token_indices(chosen)),
-            rewards=self.rewards[chosen],
-            dropped=self.dropped[chosen],
-            extra={name: [values[i] for i in chosen] for name, values in self.extra.items()},
-            filtered_probability=None if self.filtered_probability is None else self.filtered_probability[chosen],
+        samples = [prompt * self.samples + sample for prompt in prompts for sample in range(self.samples)]
+        lists: dict[str, Any] = {name: [getattr(self, name)[i] for i in prompts] for name in PROMPT_LISTS}
+        lists |= {name: [getattr(self, name)[i] for i in samples] for name in SAMPLE_LISTS}
+        return replace(
+            self,
+            **lists,
+            kept=None if self.kept is None else self.kept.select(self.token_indices(samples)),
+            rewards=self.rewards[samples],
+            dropped=self.dropped[samples],
+            extra={name: [values[i] for i in samples] for name, values in self.extra.items()},
+            filtered_probability=None if self.filtered_probability is None else self.filtered_probability[samples],
             similarity=None if self.similarity is None else self.similarity.take(prompts),
         )
 
@@ -84,28 +81,21 @@ class Batch:
 
 def join(batches: Sequence[Batch]) -> Batch:
     """Concatenate batches with the same number of samples per prompt."""
-    if len(batches) == 1:
-        return batches[0]
-    first = batches[0]
+    lists: dict[str, Any] = {
+        name: [value for batch in batches for value in getattr(batch, name)] for name in (*PROMPT_LISTS, *SAMPLE_LISTS)
+    }
     sets = [batch.kept for batch in batches if batch.kept is not None]
     filtered = [batch.filtered_probability for batch in batches if batch.filtered_probability is not None]
     similarity = [batch.similarity for batch in batches if batch.similarity is not None]
-    names = {name for batch in batches for name in batch.extra}
-    return Batch(
-        rows=[row for batch in batches for row in batch.rows],
-        row_numbers=[number for batch in batches for number in batch.row_numbers],
-        prompts=[prompt for batch in batches for prompt in batch.prompts],
-        samples=first.samples,
-        ids=[ids for batch in batches for ids in batch.ids],
-        texts=[text for batch in batches for text in batch.texts],
-        stop_reasons=[reason for batch in batches for reason in batch.stop_reasons],
-        sampler_logps=[logps for batch in batches for logps in batch.sampler_logps],
+    return replace(
+        batches[0],
+        **lists,
         kept=_join_sets(sets) if sets else None,
         rewards=torch.cat([batch.rewards for batch in batches]),
         dropped=torch.cat([batch.dropped for batch in batches]),
         extra={
             name: [value for batch in batches for value in batch.extra.get(name, [None] * len(batch))]
-            for name in sorted(names)
+            for name in sorted({name for batch in batches for name in batch.extra})
         },
         filtered_probability=torch.cat(filtered) if filtered else None,
         similarity=join_results(similarity) if similarity else None,
@@ -113,11 +103,9 @@ def join(batches: Sequence[Batch]) -> Batch:
 
 
 def _join_sets(sets: Sequence[KeptSets]) -> KeptSets:
-    offsets, end = [torch.zeros(1, dtype=torch.int64)], 0
-    for kept in sets:
-        offsets.append(kept.offsets[1:].cpu() + end)
-        end += int(kept.offsets[-1])
-    return KeptSets(torch.cat([kept.ids.cpu() for kept in sets]), torch.cat(offsets))
+    counts = torch.cat([kept.offsets.diff().cpu() for kept in sets])
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return KeptSets(torch.cat([kept.ids.cpu() for kept in sets]), offsets)
 
 
 def empty_batch(rewards: int) -> Batch:
@@ -151,9 +139,7 @@ class GroupAdvantages:
     @property
     def contributes(self) -> Tensor:
         """Which samples have a learning signal, ``(B,)``: an advantage that is not masked, or a place in a pair."""
-        contributes = self.allowed & (self.advantages != 0)
-        if not self.uses_advantages:
-            contributes = torch.zeros_like(contributes)
+        contributes = self.allowed & (self.advantages != 0) & self.uses_advantages
         return contributes if self.pairs is None else contributes | self.pairs.members(len(contributes))
 
     def skip_reasons(self) -> list[str | None]:

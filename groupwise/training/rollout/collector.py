@@ -15,14 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.data import (
-    DecodedCompletions,
-    Order,
-    Prompt,
-    columns_of,
-    completion_for_reward,
-    decode_completions,
-)
+from groupwise.data import DecodedCompletions, Order, Prompt, columns_of, completion_for_reward, decode_completions
 from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.grouping.grouper import SimilarityGrouper
@@ -103,15 +96,11 @@ class RolloutCollector:
             if not no_signal:
                 break
             fresh = self._round(step, number, len(no_signal), step_recipe, trainer_state, timer)
-            useless = set(self._prompts_without_signal(fresh.batch, step_recipe))
+            useless = self._prompts_without_signal(fresh.batch, step_recipe)
             useful = [prompt for prompt in range(len(fresh.batch.prompts)) if prompt not in useless]
-            replaced = set(no_signal[: len(useful)])
+            replaced = no_signal[: len(useful)]
             kept = [prompt for prompt in range(len(result.batch.prompts)) if prompt not in replaced]
-            left_out = [
-                batch.take(sorted(prompts))
-                for batch, prompts in ((result.batch, replaced), (fresh.batch, useless))
-                if prompts
-            ]
+            left_out = [(result.batch, replaced), (fresh.batch, useless)]
             result = RolloutResult(
                 batch=join([result.batch.take(kept), fresh.batch.take(useful)]) if useful else result.batch,
                 tokens=result.tokens + fresh.tokens,
@@ -121,7 +110,7 @@ class RolloutCollector:
                 failures=result.failures + fresh.failures,
                 metrics=_pool_metrics(result, fresh),
                 skipped=result.skipped + fresh.skipped,
-                left_out=[*result.left_out, *left_out],
+                left_out=result.left_out + [batch.take(prompts) for batch, prompts in left_out if prompts],
             )
         return result
 
@@ -168,7 +157,7 @@ class RolloutCollector:
             kept=rollout.kept,
             rewards=scores.rewards,
             dropped=scores.dropped,
-            extra={**{name: list(values) for name, values in scores.extra.items()}, **labels},
+            extra={**scores.extra, **labels},
             filtered_probability=_filtered_probability(rollout) if rollout.kept is not None else None,
             similarity=similarity,
         )
@@ -223,25 +212,18 @@ class RolloutCollector:
         if self.overlong:
             lengths = [completions.lengths[place] for place in scored]
             scores = replace(scores, rewards=add_overlong_penalty(scores.rewards, lengths, step_recipe))
-        return scores if len(scored) == len(skipped) else _with_unscored(scores, scored, len(skipped))
+        rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
+        rewards[scored] = scores.rewards
+        dropped = torch.zeros(len(skipped), dtype=torch.bool)
+        dropped[scored] = scores.dropped
+        by_place = {name: dict(zip(scored, values, strict=True)) for name, values in scores.extra.items()}
+        extra = {name: [values.get(place) for place in range(len(skipped))] for name, values in by_place.items()}
+        return replace(scores, rewards=rewards, dropped=dropped, extra=extra)
 
     def _prompts_without_signal(self, batch: Batch, step_recipe: Recipe) -> list[int]:
         """The prompts without a sample that contributes."""
         contributes = self.compute_advantages(batch, step_recipe).contributes.view(-1, batch.samples).any(1)
         return (~contributes).nonzero().flatten().tolist()
-
-
-def _with_unscored(scores: Scores, scored: Sequence[int], number: int) -> Scores:
-    """The scores of the completions ``scored`` among ``number`` completions; the others have no reward."""
-    rewards = torch.full((number, scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
-    rewards[scored] = scores.rewards
-    dropped = torch.zeros(number, dtype=torch.bool)
-    dropped[scored] = scores.dropped
-    extra: dict[str, list[Any]] = {}
-    for name, values in scores.extra.items():
-        by_place = dict(zip(scored, values, strict=True))
-        extra[name] = [by_place.get(place) for place in range(number)]
-    return replace(scores, rewards=rewards, dropped=dropped, extra=extra)
 
 
 def _filtered_probability(rollout: Rollout) -> Tensor:

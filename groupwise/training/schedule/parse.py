@@ -19,10 +19,11 @@ RAMP_FIELDS = ("from", "to", "steps", "tokens", "start", "shape", "at", "over")
 RULE_LIMITS = ("at_least", "at_most", "cooldown", "times", "during")
 
 
-def parse_phases(tables: Any, resolve: ResolveName) -> tuple[Phase, ...]:
+def parse_phases(tables: Sequence[Mapping[str, Any]], resolve: ResolveName) -> tuple[Phase, ...]:
     """Parse ``[[phases]]``: a name, steps or tokens, and settings."""
     phases = []
-    for where, table in _tables("phases", tables):
+    for number, table in enumerate(tables, start=1):
+        where = f"[[phases]] number {number}"
         if "name" not in table:
             raise ConfigError(f'{where} has no name; add one, such as name = "warm-up"')
         fields = {key: table[key] for key in PHASE_FIELDS if key in table}
@@ -42,10 +43,8 @@ def parse_phases(tables: Any, resolve: ResolveName) -> tuple[Phase, ...]:
     return tuple(phases)
 
 
-def parse_ramps(table: Any, resolve: ResolveName) -> tuple[Ramp, ...]:
+def parse_ramps(table: Mapping[str, Any], resolve: ResolveName) -> tuple[Ramp, ...]:
     """Parse ``[ramps]``: ``{from, to, steps or tokens, start, shape}`` or ``{at = [[position, value], …]}``."""
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"ramps must be one table, written [ramps], got {table!r}")
     ramps: dict[str, Ramp] = {}
     for name, entry in _flatten(table, lambda inner: not all(isinstance(value, Mapping) for value in inner.values())):
         where = f"[ramps] {name}"
@@ -56,10 +55,8 @@ def parse_ramps(table: Any, resolve: ResolveName) -> tuple[Ramp, ...]:
     return tuple(ramps.values())
 
 
-def _parse_ramp(setting: str, entry: Any, where: str) -> Ramp:
+def _parse_ramp(setting: str, entry: Mapping[str, Any], where: str) -> Ramp:
     usage = "write { from = 1.0, to = 0.7, steps = 200 } or { at = [[0, 1.0], [200, 0.7]] }"
-    if not isinstance(entry, Mapping):
-        raise ConfigError(f"{where} must be a table, got {entry!r}; {usage}")
     for key in entry:
         check_choice(f"key in {where}:", key, RAMP_FIELDS, ConfigError)
     shape = entry.get("shape", "linear")
@@ -78,10 +75,11 @@ def _parse_ramp(setting: str, entry: Any, where: str) -> Ramp:
     return Ramp(setting, ((start, entry["from"]), (end, entry["to"])), over=units[0], shape=shape)
 
 
-def parse_rules(tables: Any, resolve: ResolveName) -> tuple[Rule, ...]:
+def parse_rules(tables: Sequence[Mapping[str, Any]], resolve: ResolveName) -> tuple[Rule, ...]:
     """Parse ``[[rules]]``: when = "accuracy < 0.15", over = 10, then = "learning_rate * 0.5", and the limits."""
     rules = []
-    for where, table in _tables("rules", tables):
+    for position, table in enumerate(tables, start=1):
+        where = f"[[rules]] number {position}"
         for key in table:
             check_choice(f"key in {where}:", key, ("when", "over", "then", *RULE_LIMITS), ConfigError)
         for key, example in (("when", '"accuracy < 0.15"'), ("over", "10"), ("then", '"learning_rate * 0.5"')):
@@ -111,13 +109,6 @@ def _parse_expression(where: str, key: str, text: Any, signs: str, example: str)
     if match is None or not math.isfinite(number):
         raise ConfigError(f"{where}: {key} = {text!r} is invalid; write a name, a sign and a number: {example!r}")
     return match[1], match[2], number
-
-
-def _tables(what: str, tables: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not isinstance(tables, list | tuple) or not all(isinstance(table, Mapping) for table in tables):
-        raise ConfigError(f"{what} must be a list of tables, each written [[{what}]], got {tables!r}")
-    for number, table in enumerate(tables, start=1):
-        yield f"[[{what}]] number {number}", table
 
 
 def _flatten(table: Mapping[str, Any], leaf: Callable[[Any], bool], prefix: str = "") -> Iterator[tuple[str, Any]]:

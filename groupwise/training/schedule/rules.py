@@ -121,8 +121,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         where = f"the rule on {self.metric!r} for {self.setting}"
-        check_integer(f"{where}: over", self.over, 1, ConfigError)
-        for name, count, least in (("cooldown", self.cooldown, 0), ("times", self.times, 1)):
+        for name, count, least in (("over", self.over, 1), ("cooldown", self.cooldown, 0), ("times", self.times, 1)):
             if count is not None:
                 check_integer(f"{where}: {name}", count, least, ConfigError)
         for name in ("below", "above", "multiply", "set", "add", "at_least", "at_most"):

@@ -8,8 +8,9 @@ and min-p count here, even if masks.keep_sampling_mask renormalises the log-prob
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,7 @@ from torch import Tensor
 
 from groupwise.core import full_kl, full_kl_from_hidden
 from groupwise.model.handle import ModelHandle, eval_mode
-from groupwise.model.logprobs import flat_to_rows, iter_pack_states
-from groupwise.model.packing import Ids
+from groupwise.model.logprobs import flat_to_rows
 from groupwise.training.update.reference import Reference
 
 EXACT_KL_FACTORS = {"full": "none", "full_ratio_weighted": "mean_ratio"}
@@ -32,39 +32,33 @@ class ExactKLTerm(NamedTuple):
     kl: Tensor
 
 
+@dataclass
 class ExactKL:
     """The exact KL of the samples of `iter_packs`; call `next` for its packs in order."""
 
-    def __init__(
-        self,
-        handle: ModelHandle,
-        reference: Reference,
-        prompts: Sequence[Ids],
-        completions: Sequence[Sequence[Ids]],
-        *,
-        form: str,
-        temperature: float,
-        token_budget: int,
-        dropout: bool = False,
-    ) -> None:
-        self.handle, self.reference, self.dropout = handle, reference, dropout
-        self.factor, self.temperature = EXACT_KL_FACTORS[form], temperature
-        self._states: Iterator[Tensor] = iter_pack_states(handle, prompts, completions, token_budget=token_budget)
+    handle: ModelHandle
+    reference: Reference
+    ref_states: Iterator[Tensor]  # of `iter_pack_states` for the same samples; computed when `next` is called
+    form: str  # in `EXACT_KL_FACTORS`
+    temperature: float
+    dropout: bool
 
     def next(self, states: Tensor, mask: Tensor) -> ExactKLTerm:
         """KL(π_θ ‖ π_ref) of the next pack's tokens; ``states`` ``(tokens, …)`` are the policy's."""
         model = self.handle.model
         with torch.no_grad(), self.reference.in_place(), eval_mode(model) if self.dropout else nullcontext():
-            ref_states = next(self._states)
-        penalty = self._kl(states, ref_states, self.factor)
+            ref_states = next(self.ref_states)
+        factor = EXACT_KL_FACTORS[self.form]
+        penalty = self._kl(states, ref_states, factor)
         with torch.no_grad():
-            plain = penalty.detach() if self.factor == "none" else self._kl(states, ref_states, "none")
+            plain = penalty.detach() if factor == "none" else self._kl(states, ref_states, "none")
         return ExactKLTerm(flat_to_rows(penalty, mask), flat_to_rows(plain, mask))
 
     def _kl(self, states: Tensor, ref_states: Tensor, factor: str) -> Tensor:
         head = self.handle.head
         if head is None:  # the states are logits
-            return full_kl(self._scaled(states), self._scaled(ref_states), factor=factor)
+            dtype = torch.promote_types(states.dtype, torch.float32)
+            return full_kl(states.to(dtype) / self.temperature, ref_states.to(dtype) / self.temperature, factor=factor)
         return full_kl_from_hidden(
             states,
             head.weight,
@@ -77,6 +71,3 @@ class ExactKL:
             temperature=self.temperature,
             factor=factor,
         )
-
-    def _scaled(self, logits: Tensor) -> Tensor:
-        return logits.to(torch.promote_types(logits.dtype, torch.float32)) / self.temperature

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
-from groupwise.model.logprobs import flat_to_rows
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.update.objective import Totals, active_terms
@@ -120,7 +120,8 @@ def build_minibatch(
     if step_recipe.loss.denominator == "policy_mask":
         divided_by = [i for i in members if allowed[i]]
     lengths = batch.lengths
-    mask = _mask(lengths[computed])
+    sampler_logps = [batch.sampler_logps[i] for i in computed]
+    mask = torch.arange(int(lengths[computed].max()) if computed else 0) < lengths[computed][:, None]
     pairs = _pairs(group_advantages, computed, dataset_pairs or DatasetPairs())
     return MiniBatch(
         samples=computed,
@@ -129,7 +130,7 @@ def build_minibatch(
         kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
         advantages=group_advantages.advantages[computed],
         allowed=group_advantages.allowed[computed],
-        sampler_logps=_pad([batch.sampler_logps[i] for i in computed], mask),
+        sampler_logps=pad_sequence(sampler_logps, batch_first=True) if computed else torch.zeros(mask.shape),
         mask=mask,
         totals=Totals(
             tokens=int(lengths[members].sum()),
@@ -153,12 +154,13 @@ def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
 
 
 def _needs_all_samples(step_recipe: Recipe) -> bool:
-    # The reference_drift mask may mask any sample, which changes this denominator.
-    masked_denominator = (
-        step_recipe.loss.denominator == "policy_mask" and step_recipe.masks.off_policy == "reference_drift"
+    denominator, off_policy = step_recipe.loss.denominator, step_recipe.masks.off_policy
+    return (
+        not step_recipe.train.skip_equal_rewards
+        or any(term.needs_all_samples for term in active_terms(step_recipe))
+        # The reference_drift mask may mask any sample, which changes this denominator.
+        or (denominator == "policy_mask" and off_policy == "reference_drift")
     )
-    needed = any(term.needs_all_samples for term in active_terms(step_recipe))
-    return needed or masked_denominator or not step_recipe.train.skip_equal_rewards
 
 
 def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], dataset: DatasetPairs) -> MiniBatchPairs:
@@ -170,11 +172,3 @@ def _pairs(group_advantages: GroupAdvantages, samples: Sequence[int], dataset: D
         numbers = zip(group_advantages.pairs.chosen.tolist(), group_advantages.pairs.rejected.tolist(), strict=True)
         rows = [[row_of[chosen], row_of[rejected]] for chosen, rejected in numbers if chosen in row_of]
     return MiniBatchPairs(torch.tensor(rows, dtype=torch.long).view(-1, 2), dataset)
-
-
-def _mask(lengths: Tensor) -> Tensor:
-    return torch.arange(int(lengths.max()) if len(lengths) else 0) < lengths[:, None]
-
-
-def _pad(rows: Sequence[Tensor], mask: Tensor) -> Tensor:
-    return flat_to_rows(torch.cat(list(rows)), mask) if rows else torch.zeros(mask.shape)

@@ -38,32 +38,29 @@ class Totals:
 class PackedPairs:
     """Pairs with both completions in a micro-batch: their rows, and their summed log-probs under the reference."""
 
-    chosen: Tensor  # (n,)
-    rejected: Tensor  # (n,)
-    reference: Tensor  # (n, 2), chosen first
+    rows: Tensor  # (n, 2), chosen first
+    reference: Tensor  # (n, 2)
 
 
 @dataclass(frozen=True)
 class PairGradients:
-    """The gradient of a pair loss that was computed beforehand, because pairs are split over micro-batches or the loss
-    couples them. Value and statistics are given to one micro-batch of the mini-batch only."""
+    """A pair loss that was computed beforehand, because pairs are split over micro-batches or the loss couples them.
+    Value and statistics are given to one micro-batch only."""
 
-    grads: Tensor  # (b,) with respect to each row's summed log-prob
+    grads: Tensor  # with respect to the summed log-probs: (n, 2) of all pairs, or (b,) of a micro-batch's rows
     value: float = 0.0
     statistics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a mini-batch on the model's device, ``(b, T)`` unless noted.
-
-    Pairs of a data set have only log-probs, a mask and pairs.
-    """
+    """Some samples of a mini-batch on the model's device, ``(b, T)``. A data set's pairs have logps, mask and pairs."""
 
     logps: Tensor  # of the policy, with gradient
     mask: Tensor
     advantages: Tensor | None = None  # (b,)
     policy_mask: Tensor | None = None  # bool, or importance weights
+    sampler_logps: Tensor | None = None
     old_logps: Tensor | None = None  # None: the batch is used once
     ref_logps: Tensor | None = None
     entropy: Tensor | None = None
@@ -129,14 +126,10 @@ class ObjectiveTerm:
     def weight_in(self, recipe: Recipe) -> float:
         return float(recipe.get(self.weight)) if isinstance(self.weight, str) else self.weight
 
-    def is_active(self, recipe: Recipe, driven: Collection[str] = ()) -> bool:
-        """Whether the weight is not 0, or is one of the ``driven`` settings, which a schedule changes."""
-        return bool(self.weight_in(recipe)) or self.weight in driven
-
 
 def active_terms(recipe: Recipe, driven: Collection[str] = ()) -> list[ObjectiveTerm]:
     """The terms with a weight: of a step, or with the ``driven`` settings of its schedule, of a run."""
-    return [term for term in TERMS.values() if term.is_active(recipe, driven)]
+    return [term for term in TERMS.values() if term.weight_in(recipe) or term.weight in driven]
 
 
 def samples_completions(recipe: Recipe, driven: Collection[str] = ()) -> bool:
@@ -152,10 +145,9 @@ def needs_reference(recipe: Recipe, driven: Collection[str] = ()) -> bool:
 
 def needs_ref_logps(recipe: Recipe) -> bool:
     """Whether a step needs the reference's log-prob of each sampled token; the exact KL does not use it."""
+    unused = {"kl"} if recipe.loss.kl in EXACT_KL_FACTORS else set()
     names = {term.name for term in active_terms(recipe) if term.needs_reference and not term.from_pairs}
-    if recipe.loss.kl in EXACT_KL_FACTORS:
-        names.discard("kl")
-    return bool(names) or recipe.masks.off_policy == "reference_drift"
+    return bool(names - unused) or recipe.masks.off_policy == "reference_drift"
 
 
 def policy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
@@ -242,13 +234,9 @@ def preference_term(objective: Objective, micro_batch: MicroBatch, weight: float
         value = linear - linear.detach() + pairs.value
         statistics = {name: linear.new_tensor(number) for name, number in pairs.statistics.items()}
     else:
-        chosen, rejected = pairs.chosen, pairs.rejected
+        lengths = micro_batch.mask.sum(1)[pairs.rows]
         value, statistics = pairs_loss(
-            objective.recipe,
-            torch.stack([sums[chosen], sums[rejected]], 1),
-            pairs.reference,
-            torch.stack([micro_batch.mask[chosen].sum(1), micro_batch.mask[rejected].sum(1)], 1),
-            objective.totals.pairs,
+            objective.recipe, sums[pairs.rows], pairs.reference, lengths, objective.totals.pairs
         )
     return (weight * value).to(micro_batch.logps.dtype), statistics
 
@@ -275,21 +263,25 @@ def pairs_loss(
     return value, {f"preference/{name}": number for name, number in statistics.items()}
 
 
-_BUILT_IN = (
-    ObjectiveTerm("policy", policy_term, "loss.policy_coef", needs_old_logps=True, tag="grpo"),
-    ObjectiveTerm(
-        "kl",
-        kl_term,
-        "loss.kl_coef",
-        needs_reference=True,
-        needs_old_logps=True,
-        needs_all_samples=True,
-        is_regularizer=True,
-    ),
-    ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True, is_regularizer=True),
-    ObjectiveTerm("preference", preference_term, "preference.weight", needs_reference=True, from_pairs=True, tag="dpo"),
-)
-TERMS: dict[str, ObjectiveTerm] = {term.name: term for term in _BUILT_IN}
+TERMS: dict[str, ObjectiveTerm] = {
+    term.name: term
+    for term in (
+        ObjectiveTerm("policy", policy_term, "loss.policy_coef", needs_old_logps=True, tag="grpo"),
+        ObjectiveTerm(
+            "kl",
+            kl_term,
+            "loss.kl_coef",
+            needs_reference=True,
+            needs_old_logps=True,
+            needs_all_samples=True,
+            is_regularizer=True,
+        ),
+        ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True, is_regularizer=True),
+        ObjectiveTerm(
+            "preference", preference_term, "preference.weight", needs_reference=True, from_pairs=True, tag="dpo"
+        ),
+    )
+}
 
 
 def find_loss(name: str) -> Loss:
@@ -303,13 +295,11 @@ def find_loss(name: str) -> Loss:
     function = load_function(name, what="loss")
 
     def token_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-        result = function(tokens, settings)
-        values = result.values if isinstance(result, TokenTerm) else result
-        if not isinstance(values, Tensor) or values.shape != tokens.advantages.shape:
-            shape = tuple(values.shape) if isinstance(values, Tensor) else type(result).__name__
-            raise ConfigError(
-                f"the loss {name} returned {shape}; expected one number per token, {tuple(tokens.advantages.shape)}"
-            )
-        return result if isinstance(result, TokenTerm) else TokenTerm(values)
+        result, expected = function(tokens, settings), tuple(tokens.advantages.shape)
+        term = result if isinstance(result, TokenTerm) else TokenTerm(result)
+        shape = tuple(term.values.shape) if isinstance(term.values, Tensor) else type(result).__name__
+        if shape != expected:
+            raise ConfigError(f"the loss {name} returned {shape}; expected one number per token, {expected}")
+        return term
 
     return Loss(token_loss, "token_mean")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ import torch
 from groupwise.config import Recipe
 from groupwise.model.precision import MasterWeights
 from groupwise.text import Say
-from groupwise.training.schedule.learning_rate import warmup_decay
 
 
 def make_optimizer(
@@ -21,7 +21,11 @@ def make_optimizer(
     unless optimizer.tied_embedding_rate is set; a rate that is not applied is reported.
     """
     settings = recipe.optimizer
-    embeddings = _embedding_names(recipe, model)
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = outputs is not None and outputs.weight is inputs.weight
+    embeddings = {name for name, parameter in model.named_parameters() if parameter is inputs.weight}
+    if tied and not settings.tied_embedding_rate:
+        embeddings = set()
     trained = {name for name, _ in masters.named_parameters()}
     rate = settings.embedding_learning_rate
     if rate not in (None, settings.learning_rate) and not embeddings & trained:
@@ -59,10 +63,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step_recipe: Recipe, ste
         group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
 
 
-def _embedding_names(recipe: Recipe, model: Any) -> set[str]:
-    """The names of the weights that have the embeddings' learning rate."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = outputs is not None and outputs.weight is inputs.weight
-    if tied and not recipe.optimizer.tied_embedding_rate:
-        return set()
-    return {name for name, parameter in model.named_parameters() if parameter is inputs.weight}
+def warmup_decay(step: int, *, warmup_steps: int, total_steps: int, shape: str, final: float) -> float:
+    """The factor on the learning rate at ``step`` (from 0).
+
+    Linear warm-up, (step + 1) / warmup_steps, then decay from 1 to ``final`` at ``total_steps``; "constant" stays at 1.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if shape == "constant":
+        return 1.0
+    if step >= total_steps:
+        return float(final)
+    share = (step - warmup_steps) / (total_steps - warmup_steps)
+    if shape == "cosine":
+        share = (1 - math.cos(math.pi * share)) / 2
+    return 1 + (final - 1) * share

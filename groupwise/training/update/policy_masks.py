@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +15,8 @@ from groupwise.training.update.minibatch import CompletionBatch, MiniBatch
 from groupwise.training.update.objective import Totals
 from groupwise.training.update.result import UpdateResult
 
-
-class ComputeLogps(Protocol):
-    """Computes log-probs under the current policy, without gradient."""
-
-    def __call__(
-        self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, *, with_entropy: bool = False
-    ) -> TokenLogps: ...
+ComputeLogps = Callable[[MiniBatch | CompletionBatch, Recipe, bool], TokenLogps]
+"""Log-probs under the current policy, without gradient; the last argument asks for the entropy."""
 
 
 def build_policy_mask(
@@ -43,22 +38,17 @@ def build_policy_mask(
             gone = minibatch.allowed & ~kept
             result.masked_out["off_policy"] = [minibatch.samples[row] for row in gone.nonzero().flatten().tolist()]
             if masked_denominator:
-                totals = replace(
-                    totals,
-                    policy_tokens=totals.policy_tokens - int(minibatch.mask[gone].sum()),
-                    policy_sequences=totals.policy_sequences - int(gone.sum()),
-                )
+                tokens = totals.policy_tokens - int(minibatch.mask[gone].sum())
+                sequences = totals.policy_sequences - int(gone.sum())
+                totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
             policy_mask = policy_mask & kept[:, None]
         if masks.high_entropy is not None:
             # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
             candidates = policy_mask & (minibatch.advantages != 0)[:, None]
             policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
             if masked_denominator:
-                totals = replace(
-                    totals,
-                    policy_tokens=int(policy_mask.sum()),
-                    policy_sequences=int(policy_mask.any(1).sum()),
-                )
+                tokens, sequences = int(policy_mask.sum()), int(policy_mask.any(1).sum())
+                totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
     if minibatch.weights is not None:
         return policy_mask * minibatch.weights, totals
     return (None if bool((policy_mask == minibatch.mask).all()) else policy_mask), totals
@@ -85,7 +75,7 @@ def _current_logps(minibatch: MiniBatch, step_recipe: Recipe, compute_logps: Com
         chosen = chosen | (minibatch.allowed & (minibatch.advantages != 0))
     logps, entropy = minibatch.sampler_logps.clone(), torch.zeros(minibatch.mask.shape)
     if bool(chosen.any()):
-        current = compute_logps(minibatch.select(chosen), step_recipe, with_entropy=masks.high_entropy is not None)
+        current = compute_logps(minibatch.select(chosen), step_recipe, masks.high_entropy is not None)
         at = (chosen.nonzero(), torch.arange(current.logps.shape[1]))
         logps = logps.to(current.logps.dtype)
         logps[at] = current.logps.cpu()

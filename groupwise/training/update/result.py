@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -51,9 +52,8 @@ def gradient_statistics(gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, 
     """
     names = list(gradients)
     statistics = {f"grad_norm/{name}": _norm(gradients[name]) for name in names}
-    for number, first in enumerate(names):
-        for second in names[number + 1 :]:
-            statistics[f"grad_cosine/{first}_{second}"] = _cosine(gradients[first], gradients[second])
+    for first, second in combinations(names, 2):
+        statistics[f"grad_cosine/{first}_{second}"] = _cosine(gradients[first], gradients[second])
     from_pairs = [name for name in names if TERMS[name].from_pairs]
     others = [gradients[name] for name in names if name not in from_pairs]
     if from_pairs and others:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
 from groupwise.model.handle import ModelHandle, eval_mode
-from groupwise.model.logprobs import TokenLogps, completion_logps, iter_packs
+from groupwise.model.logprobs import TokenLogps, completion_logps, iter_pack_states, iter_packs
 from groupwise.model.precision import MasterWeights
 from groupwise.text import Say
 from groupwise.training.errors import (
@@ -30,18 +29,10 @@ from groupwise.training.errors import (
     retry_with_less_memory,
 )
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
-from groupwise.training.preference.reference_cache import pair_logps
+from groupwise.training.preference.reference_cache import pair_completions, pair_logps
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
-from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, MiniBatchPairs, longest_sequence
-from groupwise.training.update.objective import (
-    MicroBatch,
-    Objective,
-    ObjectiveTerm,
-    PackedPairs,
-    PairGradients,
-    active_terms,
-    needs_ref_logps,
-)
+from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, longest_sequence
+from groupwise.training.update.objective import MicroBatch, Objective, ObjectiveTerm, active_terms, needs_ref_logps
 from groupwise.training.update.policy_masks import build_policy_mask
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import LogProbMismatch, UpdateResult, gradient_statistics
@@ -50,8 +41,7 @@ _Result = TypeVar("_Result")
 
 
 class Updater:
-    """Updates the weights. ``token_budget`` limits one forward and backward pass; it is lowered permanently if memory
-    runs out."""
+    """Updates the weights. ``token_budget``, of one forward and backward pass, stays lower once memory ran out."""
 
     def __init__(
         self,
@@ -70,71 +60,49 @@ class Updater:
         self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
         self.release, self.say = release, say
 
-    # --- before the first update of a batch --------------------------------------------------------------------------
-
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
         """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
         more than once, the reference's, and importance weights."""
-        if len(minibatch):
-            self._precompute_sample_logps(minibatch, step_recipe, old)
-        if minibatch.pairs is not None and self.reference is not None:
-            minibatch.pairs.reference = self._pair_reference(minibatch, minibatch.pairs, step_recipe, self.reference)
-
-    def _precompute_sample_logps(self, minibatch: MiniBatch, step_recipe: Recipe, old: bool) -> None:
         old = old and any(term.needs_old_logps for term in active_terms(step_recipe))
-        cap = step_recipe.loss.importance_cap
-        if old or cap is not None:
-            minibatch.old_logps = self._logps(minibatch, step_recipe).logps.cpu()
-        if cap is not None and minibatch.old_logps is not None:
-            ratio = torch.where(minibatch.mask, minibatch.old_logps - minibatch.sampler_logps, 0.0).exp()
-            minibatch.weights = ratio.clamp(max=cap)
-            if not old:
-                minibatch.old_logps = None
-        if self.reference is not None and needs_ref_logps(step_recipe):
-            with self._as_reference(self.reference):
+        cap, pairs = step_recipe.loss.importance_cap, minibatch.pairs
+        if len(minibatch) and (old or cap is not None):
+            old_logps = self._logps(minibatch, step_recipe).logps.cpu()
+            minibatch.old_logps = old_logps if old else None
+            if cap is not None:
+                ratio = torch.where(minibatch.mask, old_logps - minibatch.sampler_logps, 0.0).exp()
+                minibatch.weights = ratio.clamp(max=cap)
+        if self.reference is None:
+            return
+        with self.reference.in_place(), eval_mode(self.handle.model) if self.dropout else nullcontext():
+            if len(minibatch) and needs_ref_logps(step_recipe):
                 minibatch.ref_logps = self._logps(minibatch, step_recipe).logps.cpu()
-
-    def _pair_reference(
-        self, minibatch: MiniBatch, pairs: MiniBatchPairs, step_recipe: Recipe, reference: Reference
-    ) -> Tensor:
-        """The reference's summed log-probs ``(n, 2)`` of all pairs; those already computed are reused."""
-        with self._as_reference(reference):
-            if minibatch.ref_logps is not None:
-                sampled = minibatch.ref_logps.double().sum(1)[pairs.rows].view(-1, 2)
-            else:
-                sampled = self._sampled_pair_logps(minibatch, pairs, step_recipe)
-            dataset = pairs.dataset.reference
-            if dataset is None:
-                dataset = self._dataset_pair_logps(pairs)
-        return torch.cat([sampled, dataset])
-
-    @contextmanager
-    def _as_reference(self, reference: Reference) -> Iterator[None]:
-        with reference.in_place(), eval_mode(self.handle.model) if self.dropout else nullcontext():
-            yield
+            if len(pairs):
+                if minibatch.ref_logps is not None:
+                    sampled = minibatch.ref_logps.double().sum(1)[pairs.rows]
+                else:
+                    sampled = self._sampled_pair_logps(minibatch, step_recipe)
+                dataset = pairs.dataset.reference
+                if dataset is None:
+                    dataset = self._dataset_pair_logps(minibatch)
+                pairs.reference = torch.cat([sampled, dataset])
 
     def _all_pair_logps(self, minibatch: MiniBatch, step_recipe: Recipe) -> Tensor:
         """Summed log-probs ``(n, 2)`` of all pairs under the model in place, without gradient."""
-        if minibatch.pairs is None:
-            return torch.zeros(0, 2, dtype=torch.float64)
-        sampled = self._sampled_pair_logps(minibatch, minibatch.pairs, step_recipe)
-        return torch.cat([sampled, self._dataset_pair_logps(minibatch.pairs)])
+        return torch.cat([self._sampled_pair_logps(minibatch, step_recipe), self._dataset_pair_logps(minibatch)])
 
-    def _sampled_pair_logps(self, minibatch: MiniBatch, pairs: MiniBatchPairs, step_recipe: Recipe) -> Tensor:
+    def _sampled_pair_logps(self, minibatch: MiniBatch, step_recipe: Recipe) -> Tensor:
         members = torch.zeros(len(minibatch), dtype=torch.bool)
-        members[pairs.rows.flatten()] = True
+        members[minibatch.pairs.rows.flatten()] = True
         sums = torch.zeros(len(minibatch), dtype=torch.float64)
         if bool(members.any()):
             sums[members] = self._logps(minibatch.select(members), step_recipe).logps.double().sum(1).cpu()
-        return sums[pairs.rows].view(-1, 2)
+        return sums[minibatch.pairs.rows]
 
-    def _dataset_pair_logps(self, pairs: MiniBatchPairs) -> Tensor:
-        return pair_logps(self.handle, pairs.dataset.pairs, token_budget=self.token_budget)
+    def _dataset_pair_logps(self, minibatch: MiniBatch) -> Tensor:
+        return pair_logps(self.handle, minibatch.pairs.dataset.pairs, token_budget=self.token_budget)
 
     @torch.no_grad()
-    def _logps(
-        self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, *, with_entropy: bool = False
-    ) -> TokenLogps:
+    def _logps(self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, with_entropy: bool = False) -> TokenLogps:
         return self._retry_with_smaller_packs(
             lambda: completion_logps(
                 self.handle,
@@ -148,8 +116,6 @@ class Updater:
             batch,
         )
 
-    # --- one update --------------------------------------------------------------------------------------------------
-
     def update(
         self, minibatch: MiniBatch, step_recipe: Recipe, *, check: bool = False, log_term_gradients: bool = False
     ) -> UpdateResult:
@@ -158,14 +124,9 @@ class Updater:
         check: measure the mismatch with the sampler's log-probs.
         log_term_gradients: compute each term's gradient separately, to report norms and cosines.
         """
-
-        def compute() -> UpdateResult:
-            result = self._gradient(minibatch, step_recipe, check, log_term_gradients)
-            result.values = {name: float(value) for name, value in result.values.items()}
-            result.statistics = {name: float(value) for name, value in result.statistics.items()}
-            return result
-
-        result = self._retry_with_smaller_packs(compute, minibatch)
+        result = self._retry_with_smaller_packs(
+            lambda: self._gradient(minibatch, step_recipe, check, log_term_gradients), minibatch
+        )
         norm = self._clip_gradient(step_recipe)
         if not (math.isfinite(norm) and all(math.isfinite(value) for value in result.values.values())):
             self.optimizer.zero_grad(set_to_none=True)
@@ -191,20 +152,13 @@ class Updater:
         result = UpdateResult(mismatch=LogProbMismatch() if check else None)
         policy_mask, totals = build_policy_mask(minibatch, step_recipe, result, self._logps)
         objective = Objective(step_recipe, self.loss, totals)
-        layout = plan_pair_layout(
-            self.handle,
-            minibatch,
-            step_recipe,
-            self._budget(minibatch),
-            lambda: self._all_pair_logps(minibatch, step_recipe),
-        )
+        layout = plan_pair_layout(self.handle, minibatch, step_recipe, self._budget(minibatch), self._all_pair_logps)
         if not log_term_gradients:
             self._backward(minibatch, objective, policy_mask, layout, result)
-            return result
-        # Each term's gradient needs a pass over all packs; their sum is the gradient of the objective.
+        # Otherwise each term's gradient needs a pass over all packs; their sum is the gradient of the objective.
         gradients: dict[str, list[Tensor]] = {}
-        for term in active_terms(step_recipe):
-            if term.from_pairs and minibatch.pairs is None:
+        for term in active_terms(step_recipe) if log_term_gradients else ():
+            if term.from_pairs and not len(minibatch.pairs):
                 continue
             self._backward(minibatch, objective, policy_mask, layout, result, only=term, record=not gradients)
             gradients[term.name] = [
@@ -214,6 +168,8 @@ class Updater:
         result.term_gradients = gradient_statistics(gradients)
         for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
+        result.values = {name: float(value) for name, value in result.values.items()}
+        result.statistics = {name: float(value) for name, value in result.statistics.items()}
         return result
 
     def _backward(
@@ -221,7 +177,7 @@ class Updater:
         minibatch: MiniBatch,
         objective: Objective,
         policy_mask: Tensor | None,
-        layout: PairLayout | None,
+        layout: PairLayout,
         result: UpdateResult,
         *,
         only: ObjectiveTerm | None = None,
@@ -229,7 +185,7 @@ class Updater:
     ) -> None:
         """One pass over all packs, of all terms or of one. ``record``: also record statistics, once per update."""
         with_dataset = record or (only is not None and only.from_pairs)
-        for micro_batch, rows in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
+        for micro_batch in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
             values, statistics = objective.terms(micro_batch)
             if only is not None:
                 values = {name: value for name, value in values.items() if name == only.name}
@@ -240,31 +196,28 @@ class Updater:
             for sums, shares in ((result.values, values), (result.statistics, statistics if record else {})):
                 for name, value in shares.items():
                     sums[name] = sums.get(name, 0.0) + value.detach()
-            if result.mismatch is not None and record and rows is not None:
-                sampler_logps = _rows(minibatch.sampler_logps, rows, micro_batch.logps)
-                result.mismatch.add(micro_batch.logps, sampler_logps, micro_batch.mask)
+            if result.mismatch is not None and record and micro_batch.sampler_logps is not None:
+                result.mismatch.add(micro_batch.logps, micro_batch.sampler_logps, micro_batch.mask)
 
     def _micro_batches(
         self,
         minibatch: MiniBatch,
         step_recipe: Recipe,
         policy_mask: Tensor | None,
-        layout: PairLayout | None,
+        layout: PairLayout,
         with_dataset: bool,
-    ) -> Iterator[tuple[MicroBatch, Tensor | None]]:
-        """Pack after pack: the samples, with their rows in the mini-batch, then the pairs of a data set."""
+    ) -> Iterator[MicroBatch]:
+        """Pack after pack: the samples, then the pairs of a data set."""
         if len(minibatch):
-            sampled = None if layout is None else layout.sampled
-            yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, sampled)
-        if with_dataset and minibatch.pairs is not None and layout is not None and layout.dataset is not None:
-            prompts, completions, _ = minibatch.pairs.dataset_completions
+            yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, layout.sampled)
+        if with_dataset and minibatch.pairs.dataset.pairs:
+            prompts, completions = pair_completions(minibatch.pairs.dataset.pairs)
             for rows, pack in iter_packs(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
-                pairs = _to_device(layout.dataset.for_pack(rows), pack.logps)
-                yield MicroBatch(pack.logps, pack.mask, pairs=pairs), None
+                yield MicroBatch(pack.logps, pack.mask, pairs=layout.dataset.for_pack(rows, pack.logps.device))
 
     def _sample_micro_batches(
-        self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex | None
-    ) -> Iterator[tuple[MicroBatch, Tensor]]:
+        self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex
+    ) -> Iterator[MicroBatch]:
         exact_kl = self._exact_kl(minibatch, step_recipe)
         packs = iter_packs(
             self.handle,
@@ -277,36 +230,28 @@ class Updater:
             token_budget=self._budget(minibatch),
         )
         for rows, pack in packs:
-            states = pack.states
-            yield (
-                MicroBatch(
-                    logps=pack.logps,
-                    mask=pack.mask,
-                    advantages=minibatch.advantages[rows].to(pack.logps.device),
-                    policy_mask=_optional_rows(policy_mask, rows, pack.logps),
-                    old_logps=_optional_rows(minibatch.old_logps, rows, pack.logps),
-                    ref_logps=_optional_rows(minibatch.ref_logps, rows, pack.logps),
-                    entropy=pack.entropy,
-                    exact_kl=None if exact_kl is None or states is None else exact_kl.next(states, pack.mask),
-                    pairs=None if pairs is None else _to_device(pairs.for_pack(rows), pack.logps),
-                ),
-                rows,
+            yield MicroBatch(
+                logps=pack.logps,
+                mask=pack.mask,
+                advantages=minibatch.advantages[rows].to(pack.logps.device),
+                policy_mask=_rows(policy_mask, rows, pack.logps),
+                sampler_logps=_rows(minibatch.sampler_logps, rows, pack.logps),
+                old_logps=_rows(minibatch.old_logps, rows, pack.logps),
+                ref_logps=_rows(minibatch.ref_logps, rows, pack.logps),
+                entropy=pack.entropy,
+                exact_kl=None if exact_kl is None or pack.states is None else exact_kl.next(pack.states, pack.mask),
+                pairs=pairs.for_pack(rows, pack.logps.device),
             )
 
     def _exact_kl(self, minibatch: MiniBatch, step_recipe: Recipe) -> ExactKL | None:
         loss = step_recipe.loss
         if self.reference is None or not loss.kl_coef or loss.kl not in EXACT_KL_FACTORS:
             return None
-        return ExactKL(
-            self.handle,
-            self.reference,
-            minibatch.prompts,
-            minibatch.completions,
-            form=loss.kl,
-            temperature=step_recipe.sampling.temperature,
-            token_budget=self._budget(minibatch),
-            dropout=self.dropout,
+        ref_states = iter_pack_states(
+            self.handle, minibatch.prompts, minibatch.completions, token_budget=self._budget(minibatch)
         )
+        temperature = step_recipe.sampling.temperature
+        return ExactKL(self.handle, self.reference, ref_states, loss.kl, temperature, self.dropout)
 
     def _clip_gradient(self, step_recipe: Recipe) -> float:
         """Clip the gradient to optimizer.max_grad_norm; returns the norm before."""
@@ -345,17 +290,13 @@ class Updater:
                     "model or [model.lora], or give the GPU to this run alone"
                 ) from error
 
-    # --- memory ------------------------------------------------------------------------------------------------------
-
     def _budget(self, batch: MiniBatch | CompletionBatch) -> int:
         """The token budget, or the longest sequence if that is more."""
         return max(self.token_budget, longest_sequence(batch))
 
     def _retry_with_smaller_packs(self, compute: Callable[[], _Result], batch: MiniBatch | CompletionBatch) -> _Result:
         """``compute()``, repeated with half the token budget whenever memory runs out."""
-
-        def can_shrink() -> bool:
-            return self.token_budget > max(SMALLEST_BUDGET, longest_sequence(batch))
+        longest = longest_sequence(batch)
 
         def shrink() -> None:
             self.optimizer.zero_grad(set_to_none=True)
@@ -363,14 +304,16 @@ class Updater:
             self.token_budget = halve_budget(self.token_budget)
             self.say(f"memory ran out: the step is repeated with a token budget of {self.token_budget:,}; same result")
 
-        def too_large() -> str:
-            return (
-                f"memory ran out with a single sample of {longest_sequence(batch)} tokens; use a smaller model, "
-                "model.gradient_checkpointing = true, [model.lora], or shorter completions (sampling.max_new_tokens)"
-            )
-
         try:
-            return retry_with_less_memory(compute, can_shrink=can_shrink, shrink=shrink, too_large=too_large)
+            return retry_with_less_memory(
+                compute,
+                can_shrink=lambda: self.token_budget > max(SMALLEST_BUDGET, longest),
+                shrink=shrink,
+                too_large=lambda: (
+                    f"memory ran out with a single sample of {longest} tokens; use a smaller model, [model.lora], "
+                    "model.gradient_checkpointing = true, or shorter completions (sampling.max_new_tokens)"
+                ),
+            )
         except OutOfMemoryError:
             self.optimizer.zero_grad(set_to_none=True)
             raise
@@ -378,23 +321,9 @@ class Updater:
     def _release_memory(self) -> None:
         """Release what generation holds, and the allocator's cache."""
         self.release()
-        if self.handle.device.type == "cuda":
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
 
 
-def _rows(values: Tensor, rows: Tensor, like: Tensor) -> Tensor:
+def _rows(values: Tensor | None, rows: Tensor, like: Tensor) -> Tensor | None:
     """These rows of ``(n, T)``, cut to the width of ``like`` and on its device."""
-    return values[rows][:, : like.shape[1]].to(like.device)
-
-
-def _optional_rows(values: Tensor | None, rows: Tensor, like: Tensor) -> Tensor | None:
-    return None if values is None else _rows(values, rows, like)
-
-
-def _to_device(pairs: PackedPairs | PairGradients | None, like: Tensor) -> PackedPairs | PairGradients | None:
-    device = like.device
-    if isinstance(pairs, PairGradients):
-        return replace(pairs, grads=pairs.grads.to(device))
-    if pairs is None:
-        return None
-    return PackedPairs(pairs.chosen.to(device), pairs.rejected.to(device), pairs.reference.to(device))
+    return None if values is None else values[rows][:, : like.shape[1]].to(like.device)

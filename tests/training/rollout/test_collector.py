@@ -360,7 +360,6 @@ def test_join_is_the_inverse_of_take(batch, data):
     cut = data.draw(st.integers(0, len(order)))
     joined = join([batch.take(order[:cut]), batch.take(order[cut:])])
     assert described(joined) == described(batch.take(order))
-    assert join([batch]) is batch
 
 
 @given(batches(), st.data())

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.training.schedule.learning_rate import warmup_decay
+from groupwise.training.update.optimizer import warmup_decay
 
 
 @pytest.mark.parametrize(
