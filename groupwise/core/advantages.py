@@ -14,9 +14,9 @@ become those of the enclosing group.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,20 +39,11 @@ class GroupStatistics:
     std: Tensor  # (N,) 0 for fewer than two scored samples
     equal: Tensor  # (N,) bool: no spread; true for a group of one and for an unscored group
 
-    def of_samples(self) -> _SampleStatistics:
-        """Each sample's group statistics."""
-        return _SampleStatistics(
-            self.count[self.index], self.mean[self.index], self.std[self.index], self.equal[self.index]
+    def of_samples(self) -> GroupStatistics:
+        """The statistics of each sample's group, ``(B,)`` each."""
+        return GroupStatistics(
+            self.index, self.count[self.index], self.mean[self.index], self.std[self.index], self.equal[self.index]
         )
-
-
-class _SampleStatistics(NamedTuple):
-    """The statistics that each sample is compared with, ``(B,)`` each."""
-
-    scored: Tensor  # scored samples in its group
-    mean: Tensor
-    std: Tensor
-    equal: Tensor
 
 
 def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor, int]:
@@ -131,7 +122,10 @@ def group_advantages(
     if shrinkage and baseline != "mean":
         raise InputError(f"shrinkage moves a group's mean, so it needs the baseline 'mean', not {baseline!r}")
     table = _rewards(rewards, columns=True)  # (B, K)
-    levels = _nested([group_index(level, len(table)) for level in ((*within, groups) if shrinkage else (groups,))])
+    levels = [group_index(level, len(table)) for level in ((*within, groups) if shrinkage else (groups,))]
+    for (outer, _), (inner, _) in pairwise(levels):
+        if not lies_within(inner, outer):
+            raise InputError("a group spans several of the groups given in within; each must lie inside one of them")
     factors = _weights(weights, table.shape[1])
     scored = ~table.isnan().all(dim=1)
     round_off = _round_off(rewards.dtype)
@@ -157,32 +151,32 @@ def group_advantages(
 
 def _normalise(
     values: Tensor,
-    statistics: _SampleStatistics,
+    statistics: GroupStatistics,
     scale: str,
     baseline: str,
     eps: float,
     unbiased: bool,
     round_off: float,
 ) -> Tensor:
-    mean, std, scored, equal = statistics.mean, statistics.std, statistics.scored, statistics.equal
+    count, equal = statistics.count, statistics.equal
     if baseline == "none":
         advantages = values
     else:
-        advantages = values - mean
+        advantages = values - statistics.mean
         if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
-            advantages = advantages * (scored.double() / (scored - 1).clamp(min=1))
+            advantages = advantages * (count.double() / (count - 1).clamp(min=1))
         advantages = torch.where(equal, 0.0, advantages)
     if scale == "group":
-        advantages = torch.where(equal, advantages, advantages / (std + eps))
+        advantages = torch.where(equal, advantages, advantages / (statistics.std + eps))
     elif scale == "batch":
-        batch = _statistics(values, torch.zeros_like(scored), 1, unbiased, round_off)
+        batch = _statistics(values, torch.zeros_like(count), 1, unbiased, round_off)
         advantages = advantages if bool(batch.equal) else advantages / (batch.std + eps)
     return torch.where(values.isnan(), 0.0, advantages)
 
 
 def _shrunk_statistics(
     values: Tensor, levels: Sequence[tuple[Tensor, int]], shrinkage: float, unbiased: bool, round_off: float
-) -> _SampleStatistics:
+) -> GroupStatistics:
     """Each sample's group statistics, shrunk towards those of the enclosing groups, the largest first.
 
     A group of n with mean m and squared deviations S, in one with mean M and variance V, gets the mean
@@ -190,30 +184,22 @@ def _shrunk_statistics(
     """
     largest, *inner = (_statistics(values, index, number, unbiased, round_off) for index, number in levels)
     outer = largest.of_samples()
-    mean, variance = outer.mean, outer.std**2
     if not inner:
         return outer
+    mean, variance = outer.mean, outer.std**2
     for groups in inner:
         count, squares = groups.count, groups.std**2 * (groups.count - int(unbiased)).clamp(min=1)
         total = torch.where(count > 0, groups.mean * count, 0.0)
         mean = (total[groups.index] + shrinkage * mean) / (count[groups.index] + shrinkage)
         freedom = (count - int(unbiased)).clamp(min=0)[groups.index] + shrinkage
         variance = (squares[groups.index] + shrinkage * variance) / freedom
-    return _SampleStatistics(outer.scored, mean, variance.sqrt(), outer.equal)
+    return replace(outer, mean=mean, std=variance.sqrt())
 
 
 def lies_within(groups: Tensor, larger: Tensor) -> bool:
     """Whether each group lies inside one of the larger groups; both are group numbers per sample, ``(B,)``."""
     pairs: Tensor = torch.unique(torch.stack([groups, larger]), dim=1)
     return pairs.shape[1] == len(torch.unique(groups))
-
-
-def _nested(levels: list[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """The levels, largest groups first; an error unless each group lies inside one of the level before."""
-    for (outer, _), (inner, _) in pairwise(levels):
-        if not lies_within(inner, outer):
-            raise InputError("a group spans several of the groups given in within; each must lie inside one of them")
-    return levels
 
 
 def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, round_off: float) -> GroupStatistics:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_at_least, check_tensors, not_none, shape_of, working
+from groupwise.core._checks import check_above, check_tensors, not_none, shape_of, working
 from groupwise.core.filters import KeptSets, kept_mask
-from groupwise.errors import InputError
+from groupwise.errors import InputError, check_integer
 
 CHUNK_BYTES = {"cpu": 32 * 2**20, "cuda": 512 * 2**20}
 KEPT_BYTES = 512 * 2**20  # of logits that a CPU keeps for the backward pass rather than recompute
 COMPILE_FROM = 2**26  # logits, on a GPU: from here on torch.compile is worth its time
+
+Numbers = tuple[float, float | None, float]
+"""Scale, softcap and temperature of a head."""
 
 
 def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, with_entropy: bool = False) -> Any:
@@ -68,9 +71,10 @@ def selective_logps(
     chunk_size: rows per chunk; by default as many as fit into 32 MiB of logits (512 MiB on a GPU).
     """
     vocabulary, width = _check_head(hidden, weight, ids, bias)
-    _check_scaling(softcap, scale, temperature)
+    for name, number in not_none(temperature=temperature, scale=scale, softcap=softcap).items():
+        check_above(name, number, 0.0)
     if chunk_size is not None:
-        check_at_least("chunk_size", chunk_size, 1)
+        check_integer("chunk_size", chunk_size, 1)
     rows = ids.numel()
     if isinstance(kept, KeptSets):
         if len(kept) != rows:
@@ -79,19 +83,17 @@ def selective_logps(
         if kept.shape != (*ids.shape, vocabulary):
             raise InputError(f"kept has shape {shape_of(kept)}; expected ids' {shape_of(ids)} and the vocabulary")
         kept = kept_mask(kept).reshape(rows, vocabulary)
-    settings = _Head(
-        scale, softcap, temperature, kept, with_entropy, chunk_size or rows_per_chunk(vocabulary, hidden.device)
+    head = _Head(
+        (scale, softcap, temperature), kept, with_entropy, chunk_size or rows_per_chunk(vocabulary, hidden.device)
     )
     flat = hidden.reshape(rows, width)
     if torch.is_autocast_enabled(hidden.device.type):
         flat = flat.to(torch.get_autocast_dtype(hidden.device.type))
     with torch.autocast(hidden.device.type, enabled=False):
         logps, entropy = _SelectiveLogps.apply(  # type: ignore[no-untyped-call]
-            flat, weight, bias, ids.reshape(rows).long(), settings
+            flat, weight, bias, ids.reshape(rows).long(), head
         )
-    if with_entropy:
-        return logps.view(ids.shape), entropy.view(ids.shape)
-    return logps.view(ids.shape)
+    return (logps.view(ids.shape), entropy.view(ids.shape)) if with_entropy else logps.view(ids.shape)
 
 
 def head_logits(
@@ -122,9 +124,7 @@ def rows_per_chunk(vocabulary: int, device: torch.device) -> int:
 class _Head(NamedTuple):
     """The settings of a head and of its chunks; the weights are passed separately."""
 
-    scale: float
-    softcap: float | None
-    temperature: float
+    numbers: Numbers
     kept: Tensor | KeptSets | None
     with_entropy: bool
     chunk: int
@@ -133,10 +133,6 @@ class _Head(NamedTuple):
         if isinstance(self.kept, KeptSets):
             return self.kept.mask(start, min(stop, len(self.kept)), vocabulary)
         return None if self.kept is None else self.kept[start:stop]
-
-    @property
-    def numbers(self) -> tuple[float, float | None, float]:
-        return self.scale, self.softcap, self.temperature
 
 
 class _SelectiveLogps(torch.autograd.Function):
@@ -206,12 +202,10 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
     return grad_hidden, grad_weight, grad_bias, None, None
 
 
-# --- one chunk: raw products (n, V) in, numbers per row or the gradient of the raw products out ----------------------
+# One chunk: raw products (n, V) in, numbers per row or the gradient of the raw products out.
 #
 # With z the logits and p their softmax: d log p[id] / dz = 1[id] − p, and dH / dz = −p (log p + H). Two versions:
 # plain PyTorch, and one for torch.compile, which fuses each function into one pass over memory on a GPU.
-
-Numbers = tuple[float, float | None, float]
 
 
 def _forward_in_steps(
@@ -380,10 +374,3 @@ def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None
             outside = int(low) if low < 0 else int(high)
             raise InputError(f"id {outside} is outside the vocabulary of {vocabulary}")
     return vocabulary, width
-
-
-def _check_scaling(softcap: float | None, scale: float, temperature: float) -> None:
-    check_above("temperature", temperature, 0.0)
-    check_above("scale", scale, 0.0)
-    if softcap is not None:
-        check_above("softcap", softcap, 0.0)

@@ -37,13 +37,8 @@ AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "local_token_mean
 DENOMINATORS = ("completion_mask", "policy_mask")
 
 
-# --- the ratio -------------------------------------------------------------------------------------------------------
-
-
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """log(π_θ / π_old): per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO,
-    arXiv 2507.18071). 0 where masked.
-    """
+    """log(π_θ / π_old) per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO); 0 where masked."""
     check_choice("ratio", level, RATIOS)
     check_same_shape(logps=logps, old_logps=old_logps)
     mask = check_mask("mask", mask, logps.shape)
@@ -51,9 +46,6 @@ def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "toke
     if level == "sequence":
         difference = difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-# --- the loss per token ----------------------------------------------------------------------------------------------
 
 
 class Tokens(NamedTuple):
@@ -133,9 +125,6 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
-# --- the weight per token --------------------------------------------------------------------------------------------
-
-
 def aggregation_weights(
     mask: Tensor,
     aggregation: str,
@@ -212,9 +201,6 @@ def _total(name: str, total: int | Tensor | None, default: int | Tensor) -> int 
     return max(total, 1)
 
 
-# --- the named losses ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Loss:
     """A named loss: its token loss and aggregation.
@@ -284,7 +270,9 @@ def policy_loss(
     ``approx_kl`` (the k3 estimate of KL(π_old ‖ π_θ)). Each is a mean over tokens, or over sequences with a sequence
     ratio; with totals given, those of the micro-batches add up to the mini-batch's.
     """
-    record = _record(loss)
+    if not isinstance(loss, Loss):
+        check_choice("loss", loss, LOSSES)
+    record = loss if isinstance(loss, Loss) else LOSSES[loss]
     level = record.ratios[0] if ratio is None else ratio
     check_choice("ratio", level, RATIOS)
     if level not in record.ratios:
@@ -348,13 +336,6 @@ def _statistics(term: TokenTerm, log_ratios: Tensor, token_log_ratios: Tensor, m
         "ratio": mean(log_ratios.exp()),
         "approx_kl": mean(torch.expm1(token_log_ratios) - token_log_ratios),
     }
-
-
-def _record(loss: str | Loss) -> Loss:
-    if isinstance(loss, Loss):
-        return loss
-    check_choice("loss", loss, LOSSES)
-    return LOSSES[loss]
 
 
 def _check_settings(settings: LossSettings, record: Loss) -> None:

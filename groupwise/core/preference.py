@@ -18,7 +18,6 @@ from torch.nn.functional import logsigmoid
 
 from groupwise.core._checks import (
     check_above,
-    check_at_least,
     check_same_shape,
     check_share,
     is_number,
@@ -26,7 +25,7 @@ from groupwise.core._checks import (
     shape_of,
     working,
 )
-from groupwise.errors import InputError, check_choice
+from groupwise.errors import InputError, check_choice, check_integer
 
 
 class Pairs(NamedTuple):
@@ -49,29 +48,11 @@ class Pairs(NamedTuple):
         """β times the margin: the argument of DPO's sigmoid."""
         return self.beta * (self.chosen - self.rejected)
 
-    def per_token(self, kind: str) -> tuple[Tensor, Tensor]:
-        """The two log-ratios as means over their tokens."""
+    def per_token_margin(self, kind: str) -> Tensor:
+        """The difference of the two log-ratios, each a mean over its tokens."""
         if self.chosen_lengths is None or self.rejected_lengths is None:
             raise InputError(f"the kind {kind!r} needs chosen_lengths and rejected_lengths, in tokens")
-        return self.chosen / self.chosen_lengths.clamp(min=1), self.rejected / self.rejected_lengths.clamp(min=1)
-
-
-def _sigmoid(p: Pairs) -> Tensor:
-    return -logsigmoid(p.logits)
-
-
-def _hinge(p: Pairs) -> Tensor:
-    return torch.relu(1 - p.logits)
-
-
-def _ipo(p: Pairs) -> Tensor:
-    chosen, rejected = p.per_token("ipo")
-    return (chosen - rejected - 1 / (2 * p.beta)).square()
-
-
-def _sigmoid_norm(p: Pairs) -> Tensor:
-    chosen, rejected = p.per_token("sigmoid_norm")
-    return -logsigmoid(p.beta * (chosen - rejected))
+        return self.chosen / self.chosen_lengths.clamp(min=1) - self.rejected / self.rejected_lengths.clamp(min=1)
 
 
 def _exo_pair(p: Pairs) -> Tensor:
@@ -89,35 +70,14 @@ def _robust(p: Pairs) -> Tensor:
     return (-(1 - flip) * logsigmoid(p.logits) + flip * logsigmoid(-p.logits)) / (1 - 2 * flip)
 
 
-def _bco_pair(p: Pairs) -> Tensor:
-    return -logsigmoid(p.beta * p.chosen) - logsigmoid(-p.beta * p.rejected)
-
-
-def _sppo_hard(p: Pairs) -> Tensor:
-    target = 0.5 / p.beta
-    return (p.chosen - target).square() + (p.rejected + target).square()
-
-
 def _aot(p: Pairs) -> Tensor:
     policy, reference = p.policy_chosen - p.policy_rejected, p.ref_chosen - p.ref_rejected
     return _smoothed(p, policy.sort().values - reference.sort().values)
 
 
-def _aot_unpaired(p: Pairs) -> Tensor:
-    return _smoothed(p, p.chosen.sort().values - p.rejected.sort().values)
-
-
 def _smoothed(p: Pairs, delta: Tensor) -> Tensor:
     flip = p.label_smoothing
     return -(1 - flip) * logsigmoid(p.beta * delta) - flip * logsigmoid(-p.beta * delta)
-
-
-def _apo_zero(p: Pairs) -> Tensor:
-    return 1 - torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected)
-
-
-def _apo_down(p: Pairs) -> Tensor:
-    return torch.sigmoid(p.beta * p.chosen) + 1 - torch.sigmoid(p.logits)
 
 
 def _discopop(p: Pairs) -> Tensor:
@@ -133,21 +93,21 @@ def _sft(p: Pairs) -> Tensor:
 
 
 KINDS: dict[str, Callable[[Pairs], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    "sigmoid": lambda p: -logsigmoid(p.logits),
+    "hinge": lambda p: torch.relu(1 - p.logits),
+    "ipo": lambda p: (p.per_token_margin("ipo") - 1 / (2 * p.beta)).square(),
     "exo_pair": _exo_pair,
     "nca_pair": _nca_pair,
     "robust": _robust,
-    "bco_pair": _bco_pair,
-    "sppo_hard": _sppo_hard,
+    "bco_pair": lambda p: -logsigmoid(p.beta * p.chosen) - logsigmoid(-p.beta * p.rejected),
+    "sppo_hard": lambda p: (p.chosen - 0.5 / p.beta).square() + (p.rejected + 0.5 / p.beta).square(),
     "aot": _aot,
-    "aot_unpaired": _aot_unpaired,
-    "apo_zero": _apo_zero,
-    "apo_down": _apo_down,
+    "aot_unpaired": lambda p: _smoothed(p, p.chosen.sort().values - p.rejected.sort().values),
+    "apo_zero": lambda p: 1 - torch.sigmoid(p.beta * p.chosen) + torch.sigmoid(p.beta * p.rejected),
+    "apo_down": lambda p: torch.sigmoid(p.beta * p.chosen) + 1 - torch.sigmoid(p.logits),
     "discopop": _discopop,
     "sft": _sft,
-    "sigmoid_norm": _sigmoid_norm,
+    "sigmoid_norm": lambda p: -logsigmoid(p.beta * p.per_token_margin("sigmoid_norm")),
 }
 SMOOTHED_KINDS = frozenset({"exo_pair", "robust", "aot", "aot_unpaired"})
 BATCH_KINDS = frozenset({"aot", "aot_unpaired", "sft"})
@@ -183,7 +143,7 @@ def preference_loss(
     """
     names, factors = check_kinds(kind, weights, beta=beta, label_smoothing=label_smoothing, discopop_tau=discopop_tau)
     if total_pairs is not None:
-        check_at_least("total_pairs", total_pairs, 0)
+        check_integer("total_pairs", total_pairs, 0)
     if label_smoothing and not SMOOTHED_KINDS.intersection(names):
         warnings.warn(
             f"label_smoothing has no effect on {names}; for labels that may be flipped use kind='robust'", stacklevel=2
@@ -216,16 +176,14 @@ def preference_loss(
     loss = chosen.new_zeros(())
     for name, factor in zip(names, factors, strict=True):
         loss = loss + factor * KINDS[name](pairs).sum() / number
-    with torch.no_grad():
-        chosen_reward, rejected_reward = beta * pairs.chosen, beta * pairs.rejected
-        margin = chosen_reward - rejected_reward
-        statistics = {
-            "accuracy": (margin > 0).to(margin.dtype).sum() / number,
-            "margin": margin.sum() / number,
-            "chosen_reward": chosen_reward.sum() / number,
-            "rejected_reward": rejected_reward.sum() / number,
-        }
-    return loss, statistics
+    chosen_reward, rejected_reward = beta * pairs.chosen.detach(), beta * pairs.rejected.detach()
+    margin = chosen_reward - rejected_reward
+    return loss, {
+        "accuracy": (margin > 0).to(margin.dtype).sum() / number,
+        "margin": margin.sum() / number,
+        "chosen_reward": chosen_reward.sum() / number,
+        "rejected_reward": rejected_reward.sum() / number,
+    }
 
 
 def check_kinds(
@@ -238,18 +196,15 @@ def check_kinds(
 ) -> tuple[list[str], list[float]]:
     """The kinds and their factors; an error if these settings of `preference_loss` are invalid."""
     names = [kind] if isinstance(kind, str) else list(kind)
-    if weights is not None and not isinstance(weights, (list, tuple)):
-        raise InputError(f"weights must be a list with one number per kind, got {weights!r}")
-    factors = [1.0] * len(names) if weights is None else list(weights)
     if not names:
         raise InputError("give at least one kind of preference loss")
     for name in names:
         check_choice("kind of preference loss", name, KINDS)
+    factors = [1.0] * len(names) if weights is None else weights
+    if not isinstance(factors, (list, tuple)) or not all(map(is_number, factors)):
+        raise InputError(f"weights must be a list with one finite number per kind, got {weights!r}")
     if len(factors) != len(names):
         raise InputError(f"{len(factors)} weights {weights!r} were given for {len(names)} kinds {names}")
-    for factor in factors:
-        if not is_number(factor):
-            raise InputError(f"weights must be finite, got {weights!r}")
     check_above("beta", beta, 0.0)
     check_above("discopop_tau", discopop_tau, 0.0)
     check_share("label_smoothing", label_smoothing, "[0, 1)")
@@ -259,4 +214,4 @@ def check_kinds(
         raise InputError(
             f"the kind 'robust' needs label_smoothing, the share of flipped labels, below 0.5, got {label_smoothing}"
         )
-    return names, factors
+    return names, list(factors)
