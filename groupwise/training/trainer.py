@@ -410,7 +410,7 @@ class Trainer:
             mixes = "reference.mix" in self.components.driven or self.recipe.reference.mix < 1
             self.reference = self.updater.reference = Reference(self.masters, mixes=mixes)
         if folder is not None:
-            self.checkpointer.resume(folder, self.reference, self.total_steps)
+            self.checkpointer.resume(folder, self.total_steps)
         if self.reference is not None and self.components.has_fixed_reference:
             load_reference_logps(
                 self.pairs,
@@ -466,11 +466,9 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the last finished step, unless it exists and nothing has changed since."""
         folder = self.run_dir.path / checkpoint_name(self.state.step)
-        if self.checkpointer.is_saved:
-            return folder
         is_new = not folder.exists()
         self.display.stage("saving")
-        self.checkpointer.save(self.reference)
+        self.checkpointer.save()
         if is_new:
             self._call("on_checkpoint", folder)
         return folder

@@ -26,7 +26,7 @@ from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import UNFINISHED
-from groupwise.training.update.reference import Reference
+from groupwise.training.update.updater import Updater
 
 FORMAT = 2
 POLICY, STATE, LATER_STATE = "policy", "state.json", "state_after_evaluation.json"
@@ -38,46 +38,31 @@ def checkpoint_name(step: int) -> str:
     return f"checkpoint-{step}"
 
 
-def step_of(folder: Path) -> int:
-    match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    if match is None:
-        raise CheckpointError(f"{folder} is not named like a checkpoint (checkpoint-STEP)")
-    return int(match[1])
-
-
 def save_checkpoint(
     run: RunDir,
     step: int,
     state: Mapping[str, Any],
+    updater: Updater,
     *,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    reference: Reference | None,
     tokenizer: Any,
     dtype: str | None,
     resumable: bool = True,
-    verified: bool = False,
-) -> Path:
-    """Write the checkpoint of a step; its folder. An intact checkpoint of that step is kept, and its state updated.
+) -> None:
+    """Write the checkpoint of a step; of one that exists only the state is updated.
 
-    Without ``resumable`` it holds only the policy and ``state.json``. ``verified``: an existing checkpoint of this step
-    is known to be intact, so its files are not hashed again.
+    Without ``resumable`` it holds only the policy and ``state.json``.
     """
+    masters, reference = updater.masters, updater.reference
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
-    if folder.exists():
-        try:
-            if not verified:
-                verify_manifest(folder)
-            write_json(folder / LATER_STATE, {"sha256": _digest(full_state), "state": full_state})
-            return folder
-        except CheckpointError:
-            _delete(folder)
+    if folder.exists():  # this process wrote it or resumed from it, so it is intact
+        write_json(folder / LATER_STATE, {"sha256": _digest(full_state), "state": full_state})
+        return
     with run.folder(checkpoint_name(step)) as unfinished:
         if resumable:
             write_safetensors(unfinished / MASTERS, masters.state_dict())
-            write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(optimizer, masters))
+            write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(updater.optimizer, masters))
             if reference is not None:
                 write_safetensors(unfinished / REFERENCE, reference.state_dict())
         write_json(unfinished / STATE, full_state)
@@ -89,40 +74,27 @@ def save_checkpoint(
             dtype=dtype or str(masters.model.dtype).removeprefix("torch."),
             merge=not is_lora(masters.model),
         )
-    return folder
 
 
-def load_checkpoint(
-    folder: Path,
-    *,
-    masters: MasterWeights,
-    optimizer: torch.optim.Optimizer,
-    reference: Reference | None,
-    verified: bool = False,
-) -> dict[str, Any]:
-    """Restore weights and optimizer state, bit for bit; the saved state.
-
-    ``verified``: the hashes have been checked, as `newest` does.
-    """
+def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
+    """Restore weights and optimizer state, bit for bit; the saved state. `newest` has checked the hashes."""
     from safetensors.torch import load_file
 
-    if not verified:
-        verify_manifest(folder)
     state = read_state(folder)
     if not (folder / MASTERS).exists():
         raise CheckpointError(
             f"{folder} holds only the policy (run.resumable was false), so the run cannot be resumed; start a new one "
             f"from --model.source {folder / POLICY}"
         )
-    masters.load_state_dict(load_file(folder / MASTERS))
-    _load_optimizer(optimizer, masters, load_file(folder / OPTIMIZER))
-    if reference is not None:
+    updater.masters.load_state_dict(load_file(folder / MASTERS))
+    _load_optimizer(updater.optimizer, updater.masters, load_file(folder / OPTIMIZER))
+    if updater.reference is not None:
         if not (folder / REFERENCE).exists():
             raise CheckpointError(
                 f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a "
                 "new run"
             )
-        reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
+        updater.reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
     return state
 
 
@@ -149,7 +121,7 @@ def newest(run: RunDir) -> Path | None:
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
     would delete the run's records."""
     problems = []
-    for folder in reversed(_folders(run)):
+    for folder in reversed(_folders(run).values()):
         try:
             verify_manifest(folder)
             return folder
@@ -163,38 +135,28 @@ def newest(run: RunDir) -> Path | None:
     return None
 
 
-def rewind(run: RunDir, step: int, best: str | None) -> list[str]:
+def rewind(run: RunDir, step: int) -> list[str]:
     """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names.
 
-    They would count among those that are kept. A ``best.json`` that names another one than ``best`` is deleted too.
+    They would count among those that are kept.
     """
-    later = [folder for folder in _folders(run) if step_of(folder) > step]
+    later = [folder for number, folder in _folders(run).items() if number > step]
     for folder in later:
         _delete(folder)
-    if _named_best(run) != best:
-        (run.path / BEST).unlink(missing_ok=True)
     return [folder.name for folder in later]
 
 
 def prune(run: RunDir, keep: int, best: str | None) -> None:
     """Delete all but the last ``keep`` checkpoints and the best one."""
-    for folder in _folders(run)[:-keep]:
+    for folder in list(_folders(run).values())[:-keep]:
         if folder.name != best:
             _delete(folder)
 
 
-def _named_best(run: RunDir) -> str | None:
-    """The checkpoint that ``best.json`` names; None if there is no such file, or it is damaged."""
-    try:
-        return str(read_json(run.path / BEST)["checkpoint"])
-    except (CheckpointError, KeyError, TypeError):
-        return None
-
-
-def _folders(run: RunDir) -> list[Path]:
-    """The run's checkpoints, intact or not, oldest first. A copy under another name is the user's, and is ignored."""
-    named = (path for path in run.path.glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name))
-    return sorted(named, key=step_of)
+def _folders(run: RunDir) -> dict[int, Path]:
+    """The run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.path.glob("checkpoint-*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def _delete(folder: Path) -> None:

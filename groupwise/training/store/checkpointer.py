@@ -19,7 +19,6 @@ from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.state import Stateful, TrainState
 from groupwise.training.store import checkpoint
 from groupwise.training.store.recorder import rewind
-from groupwise.training.update.reference import Reference
 from groupwise.training.update.updater import Updater
 
 
@@ -40,7 +39,6 @@ class Checkpointer:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
         self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
-        self._verified: Path | None = None  # the last checkpoint written or restored, which is known to be intact
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint; without one, the records of earlier steps are deleted."""
@@ -50,36 +48,25 @@ class Checkpointer:
             rewind(self.run_dir, -1)
         return folder
 
-    @property
-    def is_saved(self) -> bool:
-        """Whether the last checkpoint has the current state."""
-        return self._saved == self._state()
-
-    def save(self, reference: Reference | None) -> Path:
-        """Write a checkpoint of the last finished step."""
-        recipe, step, state = self.components.recipe, self.state.step, self._state()
-        folder = checkpoint.save_checkpoint(
+    def save(self) -> None:
+        """Write a checkpoint of the last finished step, unless nothing has changed since the last one."""
+        settings, state = self.components.recipe.run, self._state()
+        if state == self._saved:
+            return
+        checkpoint.save_checkpoint(
             self.run_dir,
-            step,
+            self.state.step,
             state,
-            masters=self.updater.masters,
-            optimizer=self.updater.optimizer,
-            reference=reference,
+            self.updater,
             tokenizer=self.components.tokenizer,
-            dtype=recipe.run.export_dtype,
-            resumable=recipe.run.resumable,
-            verified=self._verified == self.run_dir.path / checkpoint.checkpoint_name(step),
+            dtype=settings.export_dtype,
+            resumable=settings.resumable,
         )
-        self._verified = folder
-        if self.state.best is not None:
-            entry = {"checkpoint": self._best, "metric": self.components.metric, **self.state.best}
-            self.run_dir.write_json(checkpoint.BEST, entry)
-        checkpoint.prune(self.run_dir, recipe.run.keep_checkpoints, self._best)
+        checkpoint.prune(self.run_dir, settings.keep_checkpoints, self._write_best())
         self.question_log.write(self.run_dir.path)
         self._saved = copy.deepcopy(state)
-        return folder
 
-    def resume(self, folder: Path, reference: Reference | None, total_steps: int) -> None:
+    def resume(self, folder: Path, total_steps: int) -> None:
         """Restore a checkpoint; records and checkpoints of later steps are deleted."""
         recipe, supervised = self.components.recipe, self.components.supervised
         saved = checkpoint.read_state(folder)
@@ -93,14 +80,7 @@ class Checkpointer:
                 f"this supervised run is finished, and {total_steps} steps of SFT are more than it had; restore [sft], "
                 "or start a new run"
             )
-        saved = checkpoint.load_checkpoint(
-            folder,
-            masters=self.updater.masters,
-            optimizer=self.updater.optimizer,
-            reference=reference,
-            verified=True,
-        )
-        self._verified = folder
+        checkpoint.load_checkpoint(folder, self.updater)
         self.state.load_json(saved["train"])
         for name, part in self.parts.items():
             part.load_state(saved[name])
@@ -111,7 +91,8 @@ class Checkpointer:
             torch.set_num_threads(int(saved["threads"]))
         self.question_log.write(self.run_dir.path)
         rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step)
-        for name in checkpoint.rewind(self.run_dir, self.state.step, self._best):
+        self._write_best()
+        for name in checkpoint.rewind(self.run_dir, self.state.step):
             self.say(f"{name} is damaged and was removed: its steps are done again")
         self.say(f"resuming after step {self.state.step}, from {folder.name}")
 
@@ -126,6 +107,12 @@ class Checkpointer:
             "supervised": self.components.supervised,
         }
 
-    @property
-    def _best(self) -> str | None:
-        return None if self.state.best is None else checkpoint.checkpoint_name(int(self.state.best["step"]))
+    def _write_best(self) -> str | None:
+        """Write or delete ``best.json``; the name of the best checkpoint."""
+        if self.state.best is None:
+            (self.run_dir.path / checkpoint.BEST).unlink(missing_ok=True)
+            return None
+        name = checkpoint.checkpoint_name(int(self.state.best["step"]))
+        entry = {"checkpoint": name, "metric": self.components.metric, **self.state.best}
+        self.run_dir.write_json(checkpoint.BEST, entry)
+        return name
