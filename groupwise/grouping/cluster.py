@@ -17,7 +17,6 @@ DBSCAN's noise becomes clusters of one; and labels count from 0 in order of appe
 from __future__ import annotations
 
 import math
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,9 +24,8 @@ import torch
 from torch import Tensor
 
 from groupwise.core._checks import is_number, shape_of
-from groupwise.errors import InputError, check_choice
+from groupwise.errors import InputError, check_choice, check_integer
 from groupwise.grouping.linkage import average_linkage, numbered, ward_linkage
-from groupwise.grouping.silhouette import silhouettes
 
 METHODS = ("average", "ward_rows", "threshold", "adaptive", "dbscan")
 
@@ -78,8 +76,8 @@ def similarity_groups(
     found one cluster.
     """
     check_choice("method", method, METHODS)
-    _check_count("max_groups", max_groups, 2)
-    _check_count("min_samples", min_samples, 1)
+    check_integer("max_groups", max_groups, 2)
+    check_integer("min_samples", min_samples, 1)
     for name, value in (("min_silhouette", min_silhouette), ("threshold", threshold)):
         if not is_number(value) or not -1 <= value <= 1:
             raise InputError(f"{name} must be a number from -1 to 1, got {value!r}")
@@ -98,7 +96,7 @@ def nested_groups(
     second. Each further level clusters the members of every cluster of three or more by the same method. Labels count
     within the parent cluster; a cluster that is not split has label 0 there. ``"threshold"`` splits only once.
     """
-    _check_count("levels", levels, 2)
+    check_integer("levels", levels, 2)
     vectors = _vectors(embeddings)
     labels, scores = similarity_groups(vectors, **settings)
     prompts, size = labels.shape
@@ -195,6 +193,28 @@ def _first_largest(values: Tensor) -> Tensor:
     return (values >= values.amax(dim=1, keepdim=True) - TIE).int().argmax(dim=1)
 
 
+def silhouettes(distances: Tensor, labels: Tensor) -> Tensor:
+    """The mean silhouette ``(P, K)`` of each of K sets of labels ``(P, K, G)``.
+
+    For one answer it is (b − a) / max(a, b), with a its mean distance to the rest of its cluster and b to the nearest
+    other cluster. As in scikit-learn it is 0 for an answer that is alone, if a and b are 0, and with a single cluster.
+    """
+    prompts, number, size = labels.shape
+    clusters = int(labels.max()) + 1 if labels.numel() else 1
+    member = torch.nn.functional.one_hot(labels, clusters).double()  # (P, K, G, C)
+    counts = member.sum(dim=2, keepdim=True)  # (P, K, 1, C)
+    columns = member.permute(0, 2, 1, 3).reshape(prompts, size, number * clusters)
+    sums = (distances @ columns).view(prompts, size, number, clusters).transpose(1, 2)  # (P, K, G, C)
+    cluster = labels.unsqueeze(3)
+    cluster_size = counts.expand_as(sums).gather(3, cluster).squeeze(3)
+    within = sums.gather(3, cluster).squeeze(3) / (cluster_size - 1).clamp(min=1)
+    others = torch.where((member == 1) | (counts == 0), math.inf, sums / counts)
+    nearest = others.amin(dim=3)
+    largest = torch.maximum(within, nearest)
+    defined = (cluster_size > 1) & (largest > 0) & nearest.isfinite()
+    return torch.where(defined, (nearest - within) / largest, 0.0).mean(dim=2)
+
+
 def _similarities(vectors: Tensor) -> Tensor:
     """The cosines ``(P, G, G)``, exactly symmetric; 0 for a zero vector, with itself too, as in scikit-learn."""
     scaled = _scaled(vectors, dim=(2,))
@@ -226,32 +246,18 @@ def _scaled(vectors: Tensor, dim: tuple[int, ...]) -> Tensor:
 
 def _vectors(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
     """The embeddings in float64 on the CPU, checked."""
-    if isinstance(embeddings, Tensor):
-        vectors = embeddings.detach()
-    elif isinstance(embeddings, np.ndarray):
-        if embeddings.dtype.kind != "f":
-            raise InputError(f"embeddings must be floating-point numbers, got {embeddings.dtype}")
-        vectors = torch.from_numpy(
-            np.array(embeddings, dtype=np.float64)
-        )  # a copy: the array may be read-only or have negative strides
-    else:
-        raise InputError(f"embeddings must be a tensor or a NumPy array, got {type(embeddings).__name__}")
-    if not vectors.is_floating_point():
-        raise InputError(f"embeddings must be floating-point numbers, got {vectors.dtype}")
+    if isinstance(embeddings, np.ndarray) and embeddings.dtype.kind == "f":
+        # A copy, since the array may be read-only or have negative strides.
+        embeddings = torch.from_numpy(np.array(embeddings, dtype=np.float64))
+    if not isinstance(embeddings, Tensor) or not embeddings.is_floating_point():
+        kind = getattr(embeddings, "dtype", type(embeddings).__name__)
+        raise InputError(f"embeddings must be a tensor or a NumPy array of floating-point numbers, got {kind}")
+    vectors = embeddings.detach()
     if vectors.dim() != 3 or not vectors.shape[1] or not vectors.shape[2]:
         raise InputError(f"embeddings has shape {shape_of(vectors)}; expected (P, G, D), with G and D at least 1")
     vectors = vectors.to(device="cpu", dtype=torch.float64)
     bad = ~torch.linalg.vector_norm(vectors, math.inf, dim=2).isfinite()
     if bool(bad.any()):
         prompt, answer = bad.nonzero()[0].tolist()
-        vector = vectors[prompt, answer]
-        raise InputError(
-            f"the embedding of answer {answer} to prompt {prompt} (both counted from 0) has "
-            f"{vector[~vector.isfinite()][0].item()}; embeddings must be finite"
-        )
+        raise InputError(f"the embedding of answer {answer} to prompt {prompt} (both counted from 0) has NaN or inf")
     return vectors
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InputError(f"{name} must be an integer of at least {least}, got {value!r}")

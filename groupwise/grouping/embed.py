@@ -6,7 +6,6 @@ policies repeat themselves. Code that comes with a model is never run.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib.util
 import logging
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import CheckpointError, ConfigError, InputError
+from groupwise.errors import CheckpointError, ConfigError, InputError, check_integer, did_you_mean
 from groupwise.grouping.static import StaticTable, is_static
 from groupwise.model.device import compute_dtype, resolve_device, resolve_dtype
 from groupwise.model.source import DOWNLOADED, first_line
@@ -114,9 +113,8 @@ def load_embedder(
     in hardware, else float32. ``wordllama`` ignores both: it is a lookup table on the CPU. ``batch_size``: texts per
     forward pass. ``cache``: vectors to keep.
     """
-    for setting, number, least in (("batch_size", batch_size, 1), ("cache", cache, 0)):
-        if not isinstance(number, int) or isinstance(number, bool) or number < least:
-            raise InputError(f"{setting} must be an integer of at least {least}, got {number!r}")
+    check_integer("batch_size", batch_size, 1)
+    check_integer("cache", cache, 0)
     target = resolve_device(device)
     computed_in = resolve_dtype(dtype, target)
     if dtype == "auto":
@@ -135,8 +133,12 @@ def check_embedder(name: str) -> None:
     folder = _local_folder(name)
     if folder is not None:
         _check_folder(folder)
-    if not (name == STATIC if folder is None else is_static(folder)):
-        _check_installed(name)
+    static = name == STATIC if folder is None else is_static(folder)
+    if not static and importlib.util.find_spec("sentence_transformers") is None:
+        raise ConfigError(
+            f"the embedder {name} needs sentence-transformers, which is missing. Install it with: "
+            f"pip install 'groupwise[embed]'. Or set grouping.embedder to {STATIC!r}"
+        )
 
 
 def embedder_folder(name: str) -> Path:
@@ -182,12 +184,7 @@ class SentenceModel:
 
         try:
             from sentence_transformers import SentenceTransformer
-        except ImportError as error:
-            raise ConfigError(
-                f"the embedder {self.name} needs sentence-transformers, which cannot be imported: {first_line(error)}. "
-                f"{_install_or_static()}"
-            ) from error
-        try:
+
             with without_progress_bars():
                 model = SentenceTransformer(
                     str(folder), device=str(self.device), trust_remote_code=False, local_files_only=True
@@ -198,16 +195,13 @@ class SentenceModel:
                 f"{self.device} ran out of memory for the embedder {self.name}; set grouping.device to 'cpu', or "
                 "use a smaller embedder"
             ) from error
-        except Exception as error:  # transformers and tokenizers raise many kinds
+        except Exception as error:  # transformers and tokenizers raise many kinds, and an import may fail
             raise CheckpointError(f"the embedder in {folder} could not be loaded: {first_line(error)}") from error
 
 
 def _check_texts(texts: Sequence[str]) -> list[str]:
-    if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise InputError(f"texts must be a list of texts, got {type(texts).__name__}")
-    for number, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise InputError(f"texts[{number}] must be a text, got {type(text).__name__}")
+    if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"texts must be a list of texts, got {texts!r:.80}")
     return [_valid_unicode(text) for text in texts]
 
 
@@ -239,11 +233,9 @@ def _local_folder(name: str) -> Path | None:
         return None
     if name in CATALOGUE:
         raise ConfigError(f"{name} is a language model, not an embedder. {REMEDY}")
-    near = difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(
-        f"there is no folder and no embedder called {name!r}{hint} (available: {', '.join(NAMES)}; a hub id is "
-        "owner/name)"
+        f"there is no folder and no embedder called {name!r}{did_you_mean(name.lower(), NAMES)} (available: "
+        f"{', '.join(NAMES)}; a hub id is owner/name)"
     )
 
 
@@ -261,15 +253,6 @@ def _check_folder(folder: Path) -> None:
     # Some versions of sentence-transformers run a local folder's code even with trust_remote_code=False.
     if foreign := [kind for kind in kinds if not kind.startswith(TRUSTED_MODULES)]:
         raise ConfigError(f"the embedder in {folder} needs custom code ({foreign[0]}), which is not run. {REMEDY}")
-
-
-def _check_installed(name: str) -> None:
-    if importlib.util.find_spec("sentence_transformers") is None:
-        raise ConfigError(f"the embedder {name} needs sentence-transformers, which is missing. {_install_or_static()}")
-
-
-def _install_or_static() -> str:
-    return f"Install it with: pip install 'groupwise[embed]'. Or set grouping.embedder to {STATIC!r}"
 
 
 def _from_hub(name: str) -> Path:

@@ -120,13 +120,12 @@ def join_results(parts: Sequence[GroupingResult]) -> GroupingResult:
 def check_texts(texts: Sequence[Sequence[str]]) -> tuple[int, int]:
     """The numbers of prompts and of answers per prompt; an error unless every prompt has the same number."""
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not texts:
-        raise InputError(f"texts must be one list of answers for each of at least one prompt, got {_shown(texts)}")
+        raise InputError(f"texts must be one list of answers for each of at least one prompt, got {texts!r:.80}")
     for number, answers in enumerate(texts):
         if isinstance(answers, str) or not isinstance(answers, Sequence) or not answers:
-            raise InputError(f"texts[{number}] must be a list of at least one answer, got {_shown(answers)}")
-        for place, text in enumerate(answers):
-            if not isinstance(text, str):
-                raise InputError(f"texts[{number}][{place}] must be a text, got {_shown(text)}")
+            raise InputError(f"texts[{number}] must be a list of at least one answer, got {answers!r:.80}")
+        if not all(isinstance(text, str) for text in answers):
+            raise InputError(f"texts[{number}] must be a list of texts, got {answers!r:.80}")
         if len(answers) != len(texts[0]):
             raise InputError(
                 f"texts[{number}] has {len(answers)} answers and texts[0] has {len(texts[0])}; every prompt needs "
@@ -141,7 +140,3 @@ def _mean_distances(embeddings: Tensor) -> Tensor:
         return torch.zeros(prompts, dtype=torch.float64)
     row, column = torch.triu_indices(size, size, offset=1)
     return cosine_distances(embeddings)[:, row, column].mean(dim=1)
-
-
-def _shown(value: object) -> str:
-    return "none" if isinstance(value, Sequence) and not value else f"{type(value).__name__} {str(value)[:40]!r}"

@@ -9,15 +9,10 @@ the answers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-# Distances (P, G) of the merged cluster to the others, from those of its two parts (P, G), the distance between the
-# parts (P, 1), the sizes of the parts (P, 1) and of the others (P, G).
-Update = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Tree(NamedTuple):
@@ -34,29 +29,16 @@ class Tree(NamedTuple):
 
 def average_linkage(distances: Tensor) -> Tree:
     """The distance of two clusters is the mean distance of their members."""
-    return _linkage(distances, _average_update)
+    return _linkage(distances, ward=False)
 
 
 def ward_linkage(distances: Tensor) -> Tree:
     """Each merge adds as little as possible to the squared error; the distances must be Euclidean."""
-    tree = _linkage(distances.square(), _ward_update)
+    tree = _linkage(distances.square(), ward=True)
     return tree._replace(heights=tree.heights.sqrt())
 
 
-def _average_update(
-    to_first: Tensor, to_second: Tensor, apart: Tensor, first: Tensor, second: Tensor, others: Tensor
-) -> Tensor:
-    return (first * to_first + second * to_second) / (first + second)
-
-
-def _ward_update(
-    to_first: Tensor, to_second: Tensor, apart: Tensor, first: Tensor, second: Tensor, others: Tensor
-) -> Tensor:
-    total = (first + others) * to_first + (second + others) * to_second - others * apart
-    return total / (first + second + others)
-
-
-def _linkage(distances: Tensor, update: Update) -> Tree:
+def _linkage(distances: Tensor, ward: bool) -> Tree:
     prompts, size, _ = distances.shape
     every = torch.arange(prompts)
     apart = distances.clone()
@@ -68,7 +50,12 @@ def _linkage(distances: Tensor, update: Update) -> Tree:
         height, pair = apart.flatten(1).min(dim=1)
         first, second = torch.minimum(pair // size, pair % size), torch.maximum(pair // size, pair % size)
         first_size, second_size = sizes[every, first].unsqueeze(1), sizes[every, second].unsqueeze(1)
-        joined = update(apart[every, first], apart[every, second], height.unsqueeze(1), first_size, second_size, sizes)
+        to_first, to_second = apart[every, first], apart[every, second]
+        if ward:
+            total = (first_size + sizes) * to_first + (second_size + sizes) * to_second - sizes * height.unsqueeze(1)
+            joined = total / (first_size + second_size + sizes)
+        else:
+            joined = (first_size * to_first + second_size * to_second) / (first_size + second_size)
         apart[every, first] = joined
         apart[every, :, first] = joined
         apart[every, second] = math.inf

@@ -6,7 +6,7 @@ and the zero vector for a text without tokens. Only the tokenizers and safetenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,17 @@ class StaticTable:
 
     def __init__(self, folder: Path, batch_size: int = 64) -> None:
         self.batch_size = batch_size
-        self.rows = _read_rows(folder / TABLE)
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+
+        rows = _load(folder / TABLE, load_file).get(TENSOR)
+        if rows is None or rows.dim() != 2 or not rows.is_floating_point():
+            raise CheckpointError(f"{folder / TABLE} holds no table of numbers called {TENSOR}; get it again")
+        self.rows: Tensor = rows.float()  # stored in float16; sums are in float32
         self.width = self.rows.shape[1]
-        self._tokenizer = _read_tokenizer(folder / TOKENIZER)
+        self._tokenizer = _load(folder / TOKENIZER, Tokenizer.from_file)
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
         if (tokens := self._tokenizer.get_vocab_size()) > len(self.rows):
             raise CheckpointError(
                 f"{folder} is inconsistent: its tokenizer has {tokens:,} tokens, but its table has "
@@ -55,27 +63,8 @@ class StaticTable:
         return functional.embedding_bag(flat, self.rows, torch.tensor(offsets), mode="mean")
 
 
-def _read_rows(path: Path) -> Tensor:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
+def _load(path: Path, load: Callable[[str], Any]) -> Any:
     try:
-        tensors = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path} could not be loaded: {first_line(error)}; get it again") from error
-    rows = tensors.get(TENSOR)
-    if rows is None or rows.dim() != 2 or not rows.is_floating_point():
-        raise CheckpointError(f"{path} holds no table of numbers called {TENSOR}; get it again")
-    return rows.float()  # stored in float16; sums are in float32
-
-
-def _read_tokenizer(path: Path) -> Any:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
+        return load(str(path))
     except Exception as error:  # the tokenizers package raises nothing more specific
         raise CheckpointError(f"{path} could not be loaded: {first_line(error)}; get it again") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer

@@ -275,11 +275,11 @@ def test_surrogates_are_joined_or_replaced(embedder, request):
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ("a text", "texts must be a list of texts, got str"),
-        (None, "texts must be a list of texts, got NoneType"),
-        ({"a"}, "texts must be a list of texts, got set"),
-        (["a", None], r"texts\[1\] must be a text, got NoneType"),
-        ([b"a"], r"texts\[0\] must be a text, got bytes"),
+        ("a text", "texts must be a list of texts, got 'a text'"),
+        (None, "texts must be a list of texts, got None"),
+        ({"a"}, "texts must be a list of texts, got {'a'}"),
+        (["a", None], r"texts must be a list of texts, got \['a', None\]"),
+        ([b"a"], r"texts must be a list of texts, got \[b'a'\]"),
     ],
 )
 def test_invalid_texts(texts, message):

@@ -146,11 +146,11 @@ def test_closed_grouper():
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        ([], "texts must be one list of answers for each of at least one prompt, got none"),
-        ("abc", "for each of at least one prompt, got str 'abc'"),
-        (["abc"], r"texts\[0\] must be a list of at least one answer, got str 'abc'"),
-        ([["a"], []], r"texts\[1\] must be a list of at least one answer, got none"),
-        ([["a", None]], r"texts\[0\]\[1\] must be a text, got NoneType 'None'"),
+        ([], r"texts must be one list of answers for each of at least one prompt, got \[\]"),
+        ("abc", "for each of at least one prompt, got 'abc'"),
+        (["abc"], r"texts\[0\] must be a list of at least one answer, got 'abc'"),
+        ([["a"], []], r"texts\[1\] must be a list of at least one answer, got \[\]"),
+        ([["a", None]], r"texts\[0\] must be a list of texts, got \['a', None\]"),
         ([["a", "b"], ["c"]], r"texts\[1\] has 1 answers and texts\[0\] has 2"),
     ],
 )
