@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from groupwise.errors import MissingExtraError, RunDirError
 from groupwise.rundir import RunDir, read_json
@@ -27,14 +27,7 @@ TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 MAX_FLOAT32 = 3.4028234e38  # TensorBoard stores 32-bit floats
 FLUSH_SECONDS = 5.0
-
-
-class MetricSink(Protocol):
-    """A destination for metrics outside the run folder's own files."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
-
-    def close(self) -> None: ...
+CONTINUES = "The run continues; metrics.jsonl has them all"
 
 
 class TensorBoard:
@@ -127,7 +120,7 @@ class Recorder:
         self._metrics = run.metrics
         self._rollouts = RolloutWriter(run.path / ROLLOUTS)
         self._say = say
-        self._sinks: dict[str, MetricSink] = {}
+        self._sinks: dict[str, TensorBoard | WeightsAndBiases] = {}
         if wandb:
             self._open("Weights & Biases", lambda: WeightsAndBiases(run, wandb, settings or {}))
         if tensorboard:
@@ -146,10 +139,9 @@ class Recorder:
 
     def evaluation(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Record an evaluation after ``step`` (0: before the first); names get the prefix ``eval/``."""
-        self.step(step, {EVAL_PREFIX + name.removeprefix(EVAL_PREFIX): value for name, value in metrics.items()})
+        self.step(step, {EVAL_PREFIX + name: value for name, value in metrics.items()})
 
     def rollouts(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
-        """Record the samples of a step."""
         self._rollouts.write(step, table)
 
     def close(self) -> None:
@@ -158,19 +150,13 @@ class Recorder:
             self._try(name, sink.close)
         self._sinks.clear()
 
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _open(self, name: str, make: Callable[[], MetricSink]) -> None:
+    def _open(self, name: str, make: Callable[[], TensorBoard | WeightsAndBiases]) -> None:
         try:
             self._sinks[name] = make()
         except MissingExtraError:
             raise
         except Exception as error:
-            self._say(f"{name} gets no metrics: {error_reason(error)}. The run continues; metrics.jsonl has them all")
+            self._say(f"{name} gets no metrics: {error_reason(error)}. {CONTINUES}")
 
     def _try(self, name: str, act: Callable[[], None]) -> None:
         try:
@@ -179,9 +165,7 @@ class Recorder:
             failed = self._sinks.pop(name)
             with suppress(Exception):
                 failed.close()
-            self._say(
-                f"{name} gets no more metrics: {error_reason(error)}. The run continues; metrics.jsonl has them all"
-            )
+            self._say(f"{name} gets no more metrics: {error_reason(error)}. {CONTINUES}")
 
 
 def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
@@ -195,14 +179,11 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
         return not evaluated and row["step"] == step and all(name.startswith(EVAL_PREFIX) for name in names)
 
     run.metrics.rewind(step, drop=is_unfinished)
-    for number, path in rollout_files(run.path / ROLLOUTS).items():
-        if number > step:
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                raise RunDirError(
-                    f"{path}, of a step that will be repeated, cannot be deleted: {error_reason(error)}"
-                ) from error
+    for path in [path for number, path in rollout_files(run.path / ROLLOUTS).items() if number > step]:
+        try:
+            path.unlink()
+        except OSError as error:
+            raise RunDirError(f"{path}, which is written again, cannot be deleted: {error_reason(error)}") from error
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

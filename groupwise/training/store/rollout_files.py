@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.errors import CheckpointError, RunDirError
 from groupwise.rundir import write_bytes
 
 if TYPE_CHECKING:
@@ -77,8 +77,6 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
             f"{folder} has no rollouts of step {', '.join(map(str, missing))}; "
             f"it has {len(files)} steps between {min(files)} and {max(files)}"
         )
-    if not wanted:
-        raise InputError("read_rollouts: steps is empty; omit it to read all")
     tables = []
     for step in wanted:
         try:
@@ -111,35 +109,22 @@ def _arrow_table(table: Mapping[str, Sequence[Any]], extra_types: dict[str, str]
     """The table with its columns in order; ``extra_types`` is updated."""
     import pyarrow
 
-    columns = {name: _as_list(values) for name, values in table.items()}
-    lengths = {name: len(values) for name, values in columns.items()}
-    if len(set(lengths.values())) > 1:
-        raise InputError(f"the columns of the rollouts must have the same length, got {lengths}")
     order = list(COLUMNS)
-    fixed = sorted(
-        (name for name in columns if _column_key(name) in COLUMNS), key=lambda n: order.index(_column_key(n))
-    )
+    fixed = sorted((name for name in table if _column_key(name) in COLUMNS), key=lambda n: order.index(_column_key(n)))
     arrays = {}
-    for name in [*fixed, *(name for name in columns if name not in fixed)]:
-        kind = COLUMNS.get(_column_key(name)) or _infer_type(columns[name], extra_types.get(name))
-        if name not in fixed and any(value is not None for value in columns[name]):
+    for name in [*fixed, *(name for name in table if name not in fixed)]:
+        # Rewards may log lists of numbers of torch or NumPy.
+        values = [value.item() if getattr(value, "shape", None) == () else value for value in table[name]]
+        kind = COLUMNS.get(_column_key(name)) or _infer_type(values, extra_types.get(name))
+        if name not in fixed and any(value is not None for value in values):
             extra_types[name] = kind
-        try:
-            arrays[name] = pyarrow.array(_convert(columns[name], kind), pyarrow.type_for_alias(kind))
-        except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise InputError(f"the rollouts' column {name!r} must hold {kind} values: {error}") from error
+        arrays[name] = pyarrow.array(_convert(values, kind), pyarrow.type_for_alias(kind))
     return pyarrow.table(arrays)
 
 
 def _column_key(name: str) -> str:
     """The column's key in `COLUMNS`."""
     return "reward/" if name.startswith("reward/") else name
-
-
-def _as_list(values: Any) -> list[Any]:
-    """A list of Python values from a list, an array or a tensor."""
-    values = values.tolist() if hasattr(values, "tolist") else list(values)
-    return [value.item() if getattr(value, "shape", None) == () else value for value in values]
 
 
 def _infer_type(values: list[Any], before: str | None) -> str:
@@ -159,9 +144,6 @@ def _convert(values: list[Any], kind: str) -> list[Any]:
         return [None if value is None or math.isnan(value) else float(value) for value in values]
     if kind == "string":  # lone surrogates cannot be encoded and become question marks
         return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-    fractions = [value for value in values if isinstance(value, float) and not value.is_integer()]
-    if fractions:
-        raise ValueError(f"{fractions[0]} is not an integer")  # Arrow would truncate it silently
     return values
 
 

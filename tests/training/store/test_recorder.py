@@ -6,6 +6,7 @@ import math
 import struct
 import sys
 import types
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -59,8 +60,8 @@ def visible(folder):
 
 
 def test_metrics_are_written_to_the_file_and_to_tensorboard(run):
-    with Recorder(run, say=quiet) as recorder:
-        recorder.evaluation(0, {"accuracy": 0.25, "eval/length": 3})
+    with closing(Recorder(run, say=quiet)) as recorder:
+        recorder.evaluation(0, {"accuracy": 0.25, "length": 3})
         recorder.step(1, {"reward": torch.tensor(0.5), "num_tokens": 12, "kl": None})
         recorder.step(2, {"reward": math.nan, "loss": math.inf, "huge": 1e300, "entropy": np.float64(1.5), "note": "x"})
     rows = read_metrics(run.path / "metrics.jsonl")
@@ -81,12 +82,12 @@ def test_metrics_are_written_to_the_file_and_to_tensorboard(run):
 
 
 def test_a_resumed_run_drops_later_steps(run):
-    with Recorder(run, say=quiet) as recorder:
+    with closing(Recorder(run, say=quiet)) as recorder:
         for step in range(1, 6):
             recorder.step(step, {"reward": step})
             recorder.rollouts(step, {"step": [step], "reward": [1.0]})
     rewind(run, 3)
-    with Recorder(run, resumed_at=3, say=quiet) as recorder:
+    with closing(Recorder(run, resumed_at=3, say=quiet)) as recorder:
         assert len(list((run.path / "tensorboard").iterdir())) == 2  # nothing is overwritten within a second
         assert visible(run.path / "tensorboard") == {(step, "reward"): step for step in (1, 2, 3)}
         recorder.step(4, {"reward": 40})
@@ -105,17 +106,17 @@ def test_a_rollout_file_that_cannot_be_deleted(run):
 
 def test_events_are_flushed_during_the_run(run, monkeypatch):
     monkeypatch.setattr("groupwise.training.store.recorder.FLUSH_SECONDS", 0.0)
-    with Recorder(run, say=quiet) as recorder:
+    with closing(Recorder(run, say=quiet)) as recorder:
         recorder.step(1, {"reward": 1.0})
         assert visible(run.path / "tensorboard") == {(1, "reward"): 1.0}
 
 
 def test_without_tensorboard(run, monkeypatch):
-    with Recorder(run, tensorboard=False, say=quiet) as recorder:
+    with closing(Recorder(run, tensorboard=False, say=quiet)) as recorder:
         recorder.step(1, {"reward": 1.0})
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     said = []
-    with Recorder(run, say=said.append) as recorder:
+    with closing(Recorder(run, say=said.append)) as recorder:
         recorder.step(2, {"reward": 1.0})
     (message,) = said
     assert "pip install 'groupwise[tensorboard]'" in message
@@ -150,7 +151,7 @@ def test_a_full_disk_at_the_start(run, monkeypatch):
 
     said = []
     monkeypatch.setattr(tensorboardX.RecordWriter, "flush", full)
-    with Recorder(run, say=said.append) as recorder:
+    with closing(Recorder(run, say=said.append)) as recorder:
         recorder.step(1, {"reward": 1.0})
     (message,) = said
     assert message.startswith("TensorBoard gets no metrics: No space left on device. ")
@@ -159,7 +160,7 @@ def test_a_full_disk_at_the_start(run, monkeypatch):
 def test_a_file_instead_of_tensorboards_folder_is_reported(run):
     (run.path / "tensorboard").write_text("in the way")
     said = []
-    with Recorder(run, say=said.append) as recorder:
+    with closing(Recorder(run, say=said.append)) as recorder:
         recorder.step(1, {"reward": 1.0})
     (message,) = said
     assert message.startswith("TensorBoard gets no metrics: ")
@@ -171,7 +172,7 @@ def test_metrics_that_cannot_be_written_stop_the_run_and_reach_no_sink(run, monk
         raise RunDirError("metrics.jsonl could not be written: the disk is full")
 
     monkeypatch.setattr(run.metrics, "_append", full)
-    with Recorder(run, say=quiet) as recorder, pytest.raises(RunDirError, match="the disk is full"):
+    with closing(Recorder(run, say=quiet)) as recorder, pytest.raises(RunDirError, match="the disk is full"):
         recorder.step(1, {"reward": 1.0})
     assert visible(run.path / "tensorboard") == {}
 
@@ -209,11 +210,10 @@ def wandb(monkeypatch):
 
 def test_wandb_gets_the_numbers_and_a_resumed_run_continues_the_same_run(run, wandb):
     settings = {"train": {"steps": 3}}
-    with Recorder(run, tensorboard=False, wandb="quiz", settings=settings, say=quiet) as recorder:
+    with closing(Recorder(run, tensorboard=False, wandb="quiz", settings=settings, say=quiet)) as recorder:
         recorder.evaluation(0, {"accuracy": 0.25})
         recorder.step(1, {"reward": 0.5, "kl": None, "loss": math.nan})
-    with Recorder(run, tensorboard=False, wandb="quiz", resumed_at=1, say=quiet):
-        pass
+    Recorder(run, tensorboard=False, wandb="quiz", resumed_at=1, say=quiet).close()
     first, second = wandb.started
     assert first == {
         "project": "quiz",

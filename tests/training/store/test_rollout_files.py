@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.errors import CheckpointError, RunDirError
 from groupwise.training.store.rollout_files import COLUMNS, RolloutWriter, read_rollouts
 
 
@@ -94,7 +94,6 @@ def test_the_folder_is_one_data_set_if_a_column_is_empty_in_a_step(folder, write
     writer.write(1, make_table(1, votes=[3, 4]))
     writer.write(2, make_table(2, masked_out=[None] * 2, reward=[math.nan] * 2, group=[None] * 2, votes=[None] * 2))
     writer.write(3, make_table(3, votes=[2.5, None]))
-    folder = folder
     schemas = {pa.parquet.read_schema(path) for path in folder.iterdir()}
     assert len(schemas) == 1
     dataset = pa.dataset.dataset(folder).to_table()
@@ -166,22 +165,6 @@ def test_round_trip(samples):
     assert read == {**table, "reward": [None if math.isnan(score) else score for score in scores]}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"reward": [1.0]}, r"must have the same length, got .*'reward': 1"),
-        ({"row": ["seven", 8]}, r"column 'row' must hold int64 values"),
-        ({"row": [0.5, 8]}, r"column 'row' must hold int64 values: 0.5 is not an integer"),
-        ({"reward/right": ["yes", "no"]}, r"column 'reward/right' must hold double values"),
-        ({"contributes": [1, 0]}, r"column 'contributes' must hold bool values"),
-    ],
-)
-def test_invalid_tables(folder, writer, changes, message):
-    with pytest.raises(InputError, match=message):
-        writer.write(1, make_table(**changes))
-    assert not folder.exists()
-
-
 def test_a_folder_that_cannot_be_written(folder, writer):
     folder.parent.mkdir()
     folder.write_text("in the way")
@@ -197,8 +180,6 @@ def test_reading_some_steps(folder, writer):
     assert read_rollouts(folder, (4, 2, 4))["step"].to_pylist() == [4, 4, 2, 2]
     with pytest.raises(RunDirError, match=r"has no rollouts of step 3, 5; it has 3 steps between 2 and 1000000"):
         read_rollouts(folder, [2, 3, 5])
-    with pytest.raises(InputError, match="steps is empty"):
-        read_rollouts(folder, [])
     (folder / "step-000004.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(CheckpointError, match=r"step-000004.parquet is damaged: .* Remove it"):
         read_rollouts(folder)
