@@ -73,7 +73,11 @@ def _write_model(
     set_precision(plain, dtype)
     # The attention implementation is a choice of this process, not part of the weights.
     plain.config._attn_implementation = None
-    _repair_generation_config(plain)
+    if plain.generation_config is not None:
+        try:
+            plain.generation_config.validate(strict=True)
+        except ValueError:  # transformers loads a config with a temperature but no do_sample, and refuses to save it
+            plain.generation_config.do_sample = True
     plain.save_pretrained(str(folder))
 
 
@@ -105,17 +109,3 @@ def _copy_on_cpu(
 
 def _cpu_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(device=CPU, dtype=dtype if value.is_floating_point() else value.dtype, copy=True)
-
-
-def _repair_generation_config(model: Any) -> None:
-    """Make the generation config valid.
-
-    transformers loads a config that sets a temperature without do_sample, but refuses to save it.
-    """
-    config = model.generation_config
-    if config is None:
-        return
-    try:
-        config.validate(strict=True)
-    except ValueError:
-        config.do_sample = True

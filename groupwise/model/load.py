@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from groupwise.errors import CheckpointError, InputError, check_choice
+from groupwise.errors import CheckpointError, InputError
 from groupwise.model import tiny
 from groupwise.model.device import resolve_device, resolve_dtype
 from groupwise.model.lora import AdaptedModel, LoraSettings, add_lora, load_adapter, tensor_names
@@ -54,18 +54,15 @@ def load_model(
 
     The number of CPU threads is not changed; see `set_threads`.
     """
-    return _load(source, dtype, device, lora, trust_remote_code, revision, seed)[0]
+    return _load(source, trust_remote_code, revision, dtype=dtype, device=device, lora=lora, seed=seed)[0]
 
 
 def load_model_and_tokenizer(
     source: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, **options: Any
 ) -> tuple[PreTrainedModel | AdaptedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer; ``options`` are those of `load_model`. A GGUF file is read once for both."""
-    defaults: dict[str, Any] = {"dtype": "auto", "device": "auto", "lora": None, "seed": 0}
-    for name in options:
-        check_choice("option of load", name, defaults)
     shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
-    model, tokenizer = _load(source, **shared, **{**defaults, **options})
+    model, tokenizer = _load(source, **shared, **options)
     return model, load_tokenizer(source, **shared) if tokenizer is None else tokenizer
 
 
@@ -96,12 +93,13 @@ def load_tokenizer(
 
 def _load(
     source: str | Path,
-    dtype: str | torch.dtype,
-    device: str | torch.device,
-    lora: LoraSettings | None,
     trust_remote_code: bool,
     revision: str | None,
-    seed: int,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    lora: LoraSettings | None = None,
+    seed: int = 0,
 ) -> tuple[PreTrainedModel | AdaptedModel, PreTrainedTokenizerBase | None]:
     """The model, and its tokenizer if it was loaded too."""
     target = resolve_device(device)

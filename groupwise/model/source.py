@@ -6,13 +6,13 @@ typo causes no network request.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from pathlib import Path
 from typing import NamedTuple
 
-from groupwise.errors import CheckpointError, InputError
+from groupwise.errors import CheckpointError, InputError, did_you_mean
+from groupwise.model import weights
 from groupwise.model.lora import ADAPTER_CONFIG, read_adapter_config
 
 log = logging.getLogger("groupwise")
@@ -51,12 +51,9 @@ def resolve_source(
         return Source(name, None, int(name[5:]))
     if "/" in name:
         return Source(name, _from_hub(name, revision, trust_remote_code))
-    from groupwise.model import weights
-
     if name not in weights.CATALOGUE:
         names = [*(entry.name for entry in weights.CATALOGUE.values() if entry.kind == "gguf"), "tiny"]
-        near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(name.lower(), names)
         raise InputError(
             f"there is no folder and no model called {name!r}{hint} (known: {', '.join(names)}; a model on the hub is "
             "written owner/name)"
@@ -100,8 +97,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     patterns = [*DOWNLOADED, *(["*.py"] if trust_remote_code else [])]
-    # Subfolders and Mistral's "consolidated" files duplicate the weights.
-    ignored = ["*/*", "consolidated*"]
+    ignored = ["*/*", "consolidated*"]  # subfolders and Mistral's "consolidated" files duplicate the weights
     at = f" at revision {revision!r}" if revision is not None else ""
     remedy = f"download {name} elsewhere (hf download {name} --local-dir FOLDER) and pass the folder instead"
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from groupwise.errors import InputError
+from groupwise.errors import check_integer
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -56,8 +56,7 @@ def tiny_model(seed: int = 0) -> LlamaForCausalLM:
     """The tiny model in float32 on the CPU, with the weights of ``seed``. The global random state is not changed."""
     from transformers import LlamaForCausalLM
 
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise InputError(f"the seed of the tiny model must be an integer of at least 0, not {seed!r}")
+    check_integer("the seed of the tiny model", seed, 0)
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Creating a model draws from the global generator, in the default dtype.
         model: Any = LlamaForCausalLM(tiny_config())  # type: ignore[no-untyped-call]
