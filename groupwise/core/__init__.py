@@ -4,8 +4,8 @@ Letters: P prompts, G samples per prompt, B = P·G, T completion tokens, V vocab
 for what is kept. Inputs may be float32, bfloat16 or float64; reductions run in float32, or float64 for float64 inputs.
 """
 
-from groupwise.core.advantages import group_advantages, group_index, group_statistics
-from groupwise.core.filters import KeptSets, filter_logits, keep_sampling_mask
+from groupwise.core.advantages import GroupStatistics, group_advantages, group_index, group_statistics
+from groupwise.core.filters import KeptSets, check_sampling, filter_logits, keep_sampling_mask
 from groupwise.core.gae import gae, value_loss
 from groupwise.core.kl import full_kl, full_kl_from_hidden, kl_estimate
 from groupwise.core.logps import logps_from_logits, selective_logps
@@ -20,12 +20,20 @@ from groupwise.core.losses import (
     log_ratio,
     policy_loss,
 )
-from groupwise.core.masks import completion_mask, high_entropy_mask, off_policy_sequence_mask, truncated, validity
+from groupwise.core.masks import (
+    completion_mask,
+    high_entropy_mask,
+    off_policy_sequence_mask,
+    truncated,
+    validity,
+    validity_reasons,
+)
 from groupwise.core.preference import KINDS, preference_loss
 
 __all__ = [
     "KINDS",
     "LOSSES",
+    "GroupStatistics",
     "KeptSets",
     "Loss",
     "LossSettings",
@@ -33,6 +41,7 @@ __all__ = [
     "Tokens",
     "aggregate",
     "aggregation_weights",
+    "check_sampling",
     "completion_mask",
     "filter_logits",
     "full_kl",
@@ -52,5 +61,6 @@ __all__ = [
     "selective_logps",
     "truncated",
     "validity",
+    "validity_reasons",
     "value_loss",
 ]

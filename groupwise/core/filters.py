@@ -31,6 +31,7 @@ def filter_logits(
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float | None = None,
+    min_tokens_to_keep: int = 1,
     order: str = "transformers",
 ) -> Tensor:
     """Logits ``(…, V)`` divided by the temperature, −inf where a filter removed a token.
@@ -42,32 +43,37 @@ def filter_logits(
     A row that is all −inf is returned as it is.
     """
     check_choice("order", order, ORDERS)
-    check_sampling(temperature, top_k, top_p, min_p)
+    check_sampling(temperature, top_k, top_p, min_p, min_tokens_to_keep)
     check_tensors(logits=logits)
     if logits.dim() < 1 or not logits.shape[-1]:
         raise InputError(f"logits has shape {shape_of(logits)}; expected (…, V) with V at least 1")
     scores = working(logits)
     total = scores.logsumexp(-1, keepdim=True) if order == "mlx_lm" else None
+    keep = min(min_tokens_to_keep, logits.shape[-1])
     for step in ORDERS[order]:
         if step == "temperature" and temperature != 1.0:
             scores = scores / temperature
         elif step == "top_k" and top_k:
-            scores = _top_k(scores, top_k)
+            scores = _top_k(scores, max(top_k, keep))
         elif step == "top_p" and top_p < 1.0:
-            scores = _top_p(scores, top_p, total)
+            scores = _top_p(scores, top_p, keep, total)
         elif step == "min_p" and min_p:
-            scores = _min_p(scores, min_p)
+            scores = _min_p(scores, min_p, keep)
     return scores
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float, min_p: float | None) -> None:
+def check_sampling(
+    temperature: float, top_k: int | None, top_p: float, min_p: float | None, min_tokens_to_keep: int = 1
+) -> None:
     """Raise an error unless these are valid sampling settings."""
     check_above("temperature", temperature, 0.0)
-    if top_k is not None:
-        check_integer("top_k", top_k, 0)
+    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
+        raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
     check_share("top_p", top_p, "(0, 1]")
     if min_p is not None:
         check_share("min_p", min_p, "[0, 1]")
+    if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
+        raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
@@ -77,20 +83,24 @@ def _top_k(scores: Tensor, k: int) -> Tensor:
     return scores.masked_fill(scores < last, -math.inf)
 
 
-def _top_p(scores: Tensor, top_p: float, log_total: Tensor | None) -> Tensor:
+def _top_p(scores: Tensor, top_p: float, keep: int, log_total: Tensor | None) -> Tensor:
     ascending = scores.sort(dim=-1).values
     if log_total is None:
         log_total = ascending.logsumexp(-1, keepdim=True)
     mass = (ascending - log_total).exp().cumsum(-1)
     remove = mass <= 1 - top_p
-    remove[..., -1] = False
+    remove[..., -keep:] = False
     last = ascending.masked_fill(remove, math.inf).amin(-1, keepdim=True)
     return scores.masked_fill(scores < last, -math.inf)
 
 
-def _min_p(scores: Tensor, min_p: float) -> Tensor:
-    best = scores.amax(-1, keepdim=True)
-    return scores.masked_fill(scores < best + math.log(min_p), -math.inf)
+def _min_p(scores: Tensor, min_p: float, keep: int) -> Tensor:
+    best = scores.topk(keep, dim=-1)
+    remove = scores < best.values[..., :1] + math.log(min_p)
+    return scores.masked_fill(remove.scatter(-1, best.indices, False), -math.inf)
+
+
+# --- the kept set ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,12 @@ class KeptSets:
 
     ids: Tensor  # (M,) int32
     offsets: Tensor  # (N + 1,) int64
+
+    def __post_init__(self) -> None:
+        if self.ids.dim() != 1 or self.offsets.dim() != 1 or not len(self.offsets):
+            raise InputError(
+                f"kept sets need ids (M,) and offsets (N + 1,), got {shape_of(self.ids)} and {shape_of(self.offsets)}"
+            )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.core._checks import check_mask, check_same_shape, check_tensors, not_none, shape_of, working
+from groupwise.core._checks import (
+    check_at_least,
+    check_mask,
+    check_same_shape,
+    check_tensors,
+    not_none,
+    shape_of,
+    working,
+)
 from groupwise.core.logps import head_logits, rows_per_chunk
 from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
 from groupwise.errors import InputError, check_choice
@@ -53,19 +61,29 @@ def kl_estimate(
     return k3 * log_ratio(logps, logps.detach() if old_logps is None else old_logps, present).exp()
 
 
-def full_kl(logits: Tensor, ref_logits: Tensor, *, factor: str = "none") -> Tensor:
+def full_kl(
+    logits: Tensor,
+    ref_logits: Tensor,
+    *,
+    mask: Tensor | None = None,
+    factor: str = "none",
+    chunk_size: int | None = None,
+) -> Tensor:
     """The exact KL(π_θ ‖ π_ref) ``(…)`` over the vocabulary, from logits ``(…, V)``.
 
-    Computed a chunk of rows at a time, forward and backward, so that the softmax of the full batch is never in memory.
-    ``factor="mean_ratio"`` multiplies by the mean over the vocabulary of π_θ/(π_ref + 1e-8).
+    Computed ``chunk_size`` rows at a time, forward and backward, so that the softmax of the full batch is never in
+    memory. ``factor="mean_ratio"`` multiplies by the mean over the vocabulary of π_θ/(π_ref + 1e-8).
     """
-    check_choice("factor", factor, FACTORS)
     check_same_shape(logits=logits, ref_logits=ref_logits)
-
-    def rows(policy: Tensor, reference: Tensor) -> Tensor:
-        return _kl_of_rows(working(policy), working(reference), factor)
-
-    return _in_chunks(rows, logits, ref_logits, logits.shape[-1])
+    return _in_chunks(
+        lambda policy, reference: _kl_of_rows(working(policy), working(reference), factor),
+        logits,
+        ref_logits,
+        vocabulary=logits.shape[-1],
+        mask=mask,
+        factor=factor,
+        chunk_size=chunk_size,
+    )
 
 
 def full_kl_from_hidden(
@@ -79,10 +97,11 @@ def full_kl_from_hidden(
     softcap: float | None = None,
     scale: float = 1.0,
     temperature: float = 1.0,
+    mask: Tensor | None = None,
     factor: str = "none",
+    chunk_size: int | None = None,
 ) -> Tensor:
     """`full_kl` of two models' heads, straight from hidden states ``(…, D)``, without a ``(…, V)`` tensor."""
-    check_choice("factor", factor, FACTORS)
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
         raise InputError(
@@ -97,7 +116,9 @@ def full_kl_from_hidden(
             factor,
         )
 
-    return _in_chunks(rows, hidden, ref_hidden, len(weight))
+    return _in_chunks(
+        rows, hidden, ref_hidden, vocabulary=weight.shape[0], mask=mask, factor=factor, chunk_size=chunk_size
+    )
 
 
 def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
@@ -111,12 +132,32 @@ def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
     return kl
 
 
-def _in_chunks(rows: Callable[[Tensor, Tensor], Tensor], policy: Tensor, reference: Tensor, vocabulary: int) -> Tensor:
-    """Apply ``rows`` to a chunk at a time, recomputing each chunk in the backward pass."""
+def _in_chunks(
+    rows: Callable[[Tensor, Tensor], Tensor],
+    policy: Tensor,
+    reference: Tensor,
+    *,
+    vocabulary: int,
+    mask: Tensor | None,
+    factor: str,
+    chunk_size: int | None,
+) -> Tensor:
+    """Apply ``rows`` to the unmasked rows, a chunk at a time, recomputing each chunk in the backward pass."""
+    check_choice("factor", factor, FACTORS)
+    if chunk_size is not None:
+        check_at_least("chunk_size", chunk_size, 1)
+    shape = policy.shape[:-1]
     flat, ref_flat = policy.reshape(-1, policy.shape[-1]), reference.reshape(-1, reference.shape[-1]).detach()
-    size = rows_per_chunk(vocabulary, flat.device)
+    where = None
+    if mask is not None:
+        where = check_mask("mask", mask, shape).reshape(-1).nonzero().squeeze(1)
+        flat, ref_flat = flat[where], ref_flat[where]
+    size = chunk_size or rows_per_chunk(vocabulary, flat.device)
     parts = [
-        checkpoint(rows, chunk, ref_chunk, use_reentrant=False)
-        for chunk, ref_chunk in zip(torch.split(flat, size), torch.split(ref_flat, size), strict=True)
+        checkpoint(rows, flat[start : start + size], ref_flat[start : start + size], use_reentrant=False)
+        for start in range(0, len(flat), size)
     ]
-    return torch.cat(parts).view(policy.shape[:-1])
+    result = torch.cat(parts) if parts else working(flat).sum(-1)
+    if where is not None:
+        result = result.new_zeros(shape.numel()).index_put((where,), result)
+    return result.view(shape)

@@ -8,7 +8,6 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,15 +110,32 @@ def validity_reasons(
         reasons["repetitive"] = repetition > max_repetition
     if not reasons:
         raise InputError("pass at least one of lengths, has_answer and repetition")
-    shapes = {name: shape_of(failed) for name, failed in reasons.items()}
-    if len(set(shapes.values())) > 1 or any(failed.dim() != 1 for failed in reasons.values()):
-        raise InputError(f"pass one value per sample, (B,), for each check; got {shapes}")
+    first_name, first = next(iter(reasons.items()))
+    for name, failed in reasons.items():
+        if failed.dim() != 1 or failed.shape != first.shape:
+            raise InputError(
+                f"pass one value per sample, (B,): {first_name} has {shape_of(first)}, {name} {shape_of(failed)}"
+            )
     return reasons
 
 
-def validity(**checks: Any) -> Tensor:
-    """The samples ``(B,)`` that pass all of these checks, the arguments of `validity_reasons`."""
-    return ~torch.stack(list(validity_reasons(**checks).values())).any(0)
+def validity(
+    *,
+    lengths: Tensor | None = None,
+    min_length: int = 0,
+    has_answer: Tensor | None = None,
+    repetition: Tensor | None = None,
+    max_repetition: float = 0.5,
+) -> Tensor:
+    """The samples ``(B,)`` that pass all checks of `validity_reasons`."""
+    reasons = validity_reasons(
+        lengths=lengths,
+        min_length=min_length,
+        has_answer=has_answer,
+        repetition=repetition,
+        max_repetition=max_repetition,
+    )
+    return ~torch.stack(list(reasons.values())).any(0)
 
 
 def high_entropy_mask(entropy: Tensor, mask: Tensor, *, top_fraction: float) -> Tensor:

@@ -302,9 +302,8 @@ def test_ppo_with_gae():
     rewards, values, logps = randn(), randn().requires_grad_(), randn().requires_grad_()
     old = logps.detach() + 0.3 * randn()
     none = torch.zeros(steps, dtype=torch.bool)
-    after = torch.cat([values[1:], values.new_tensor([0.5])])
-    advantages, returns = gae(rewards, values, none, none, next_values=after, gamma=0.99, lam=0.95)
-    deltas = (rewards + 0.99 * after - values).tolist()
+    advantages, returns = gae(rewards, values, none, none, last_values=0.5, gamma=0.99, lam=0.95)
+    deltas = [(rewards[t] + 0.99 * (values[t + 1] if t + 1 < steps else 0.5) - values[t]).item() for t in range(steps)]
     for t in range(steps):
         assert advantages[t].item() == pytest.approx(sum((0.99 * 0.95) ** k * deltas[t + k] for k in range(steps - t)))
     ratio = (logps - old).exp()

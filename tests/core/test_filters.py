@@ -20,14 +20,14 @@ def random_logits(seed, rows=4, vocabulary=40):
     return torch.randn(rows, vocabulary, generator=generator, dtype=torch.float64) * 3
 
 
-def literal_transformers(logits, temperature, top_k, top_p, min_p):
+def literal_transformers(logits, temperature, top_k, top_p, min_p, keep):
     from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     for active, processor in (
         (temperature != 1.0, lambda: TemperatureLogitsWarper(temperature)),
-        (top_k is not None, lambda: TopKLogitsWarper(top_k)),
-        (top_p < 1, lambda: TopPLogitsWarper(top_p)),
-        (min_p is not None, lambda: MinPLogitsWarper(min_p)),
+        (top_k is not None, lambda: TopKLogitsWarper(top_k, min_tokens_to_keep=keep)),
+        (top_p < 1, lambda: TopPLogitsWarper(top_p, min_tokens_to_keep=keep)),
+        (min_p is not None, lambda: MinPLogitsWarper(min_p, min_tokens_to_keep=keep)),
     ):
         if active:
             logits = processor()(None, logits)
@@ -40,11 +40,15 @@ def literal_transformers(logits, temperature, top_k, top_p, min_p):
     top_k=st.one_of(st.none(), st.integers(1, 60)),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.none(), st.floats(0.001, 1.0)),
+    keep=st.integers(1, 5),
 )
-def test_equal_to_transformers(seed, temperature, top_k, top_p, min_p):
+def test_equal_to_transformers(seed, temperature, top_k, top_p, min_p, keep):
     logits = random_logits(seed)
-    ours = filter_logits(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    torch.testing.assert_close(ours, literal_transformers(logits, temperature, top_k, top_p, min_p))
+    ours = filter_logits(
+        logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, min_tokens_to_keep=keep
+    )
+    torch.testing.assert_close(ours, literal_transformers(logits, temperature, top_k, top_p, min_p, keep))
+    assert ((ours > -INF).sum(-1) >= keep).all()
 
 
 @given(
@@ -155,8 +159,8 @@ def test_shapes_and_types():
         ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": math.nan}, "temperature must be"),
-        ({"top_k": -1}, "top_k must be an integer"),
-        ({"top_k": 2.5}, "top_k must be an integer"),
+        ({"top_k": -1}, "top_k must be a whole number"),
+        ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.1}, "top_p must be"),
         ({"top_p": None}, "top_p must be"),
@@ -165,6 +169,7 @@ def test_shapes_and_types():
         ({"min_p": "0.1"}, "min_p must be"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\]"),
         ({"min_p": 2.0}, "min_p must be"),
+        ({"min_tokens_to_keep": 0}, "min_tokens_to_keep must be"),
         ({"order": "hf"}, "unknown order 'hf'"),
     ],
 )
@@ -209,6 +214,8 @@ def test_training_distribution_is_the_sampling_distribution(seed, top_k, top_p):
 
 
 def test_invalid_kept_sets():
+    with pytest.raises(InputError, match=r"kept sets need ids \(M,\)"):
+        KeptSets(torch.zeros(2, 2), torch.zeros(2))
     with pytest.raises(InputError, match="1 kept sets were given for 2 positions"):
         keep_sampling_mask(torch.zeros(2, 4), KeptSets(torch.zeros(0), torch.zeros(2)))
     with pytest.raises(InputError, match="kept has shape"):

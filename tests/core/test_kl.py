@@ -81,12 +81,11 @@ def test_bfloat16():
     assert torch.equal(kl_estimate(logps, ref), kl_estimate(logps.float(), ref.float()))
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 4, 100])
-def test_full_kl_equals_torch(rows_per_chunk, monkeypatch):
-    monkeypatch.setattr("groupwise.core.kl.rows_per_chunk", lambda *_: rows_per_chunk)
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 100])
+def test_full_kl_equals_torch(chunk_size):
     logits = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(2, 3, 7, dtype=torch.float64, requires_grad=True)
-    ours = full_kl(logits, reference)
+    ours = full_kl(logits, reference, chunk_size=chunk_size)
     plain = torch.nn.functional.kl_div(
         reference.detach().log_softmax(-1), logits.log_softmax(-1), log_target=True, reduction="none"
     ).sum(-1)
@@ -106,10 +105,22 @@ def test_full_with_impossible_tokens():
     assert full_kl(tensor([1.0, 2.0]), tensor([1.0, -math.inf])).item() == math.inf
 
 
+def test_full_with_a_mask():
+    logits, reference = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    logits[0, 1] = math.nan
+    logits.requires_grad_()
+    mask = torch.tensor([[1, 0, 1], [0, 0, 1]])
+    kl = full_kl(logits, reference, mask=mask)
+    assert kl.shape == (2, 3)
+    assert (kl[mask == 0] == 0).all()
+    assert (torch.autograd.grad(kl.sum(), logits)[0][mask == 0] == 0).all()
+    torch.testing.assert_close(kl[1, 2], full_kl(logits[1, 2], reference[1, 2]))
+    assert full_kl(logits, reference, mask=torch.zeros(2, 3)).tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
 @pytest.mark.parametrize("factor", ["none", "mean_ratio"])
 @pytest.mark.parametrize("softcap", [None, 3.0])
-def test_full_from_hidden_states(factor, softcap, monkeypatch):
-    monkeypatch.setattr("groupwise.core.kl.rows_per_chunk", lambda *_: 2)
+def test_full_from_hidden_states(factor, softcap):
     generator = torch.Generator().manual_seed(1)
 
     def randn(*shape):
@@ -127,6 +138,7 @@ def test_full_from_hidden_states(factor, softcap, monkeypatch):
         scale=0.5,
         softcap=softcap,
         factor=factor,
+        chunk_size=2,
     )
 
     def head(h, w, b):
@@ -153,6 +165,8 @@ def test_full_from_hidden_states(factor, softcap, monkeypatch):
         (lambda x: kl_estimate(x, x, mask=x[:1]), "mask has shape"),
         (lambda x: full_kl(x, x[:, :2]), "ref_logits has shape"),
         (lambda x: full_kl(x, x, factor="ratio"), "unknown factor 'ratio'"),
+        (lambda x: full_kl(x, x, chunk_size=0), "chunk_size must be a finite number of at least 1, got 0"),
+        (lambda x: full_kl(x, x, mask=x), "mask has shape"),
         (lambda x: full_kl_from_hidden(x, x, x[:1], x), "must agree"),
     ],
 )

@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
-from groupwise.core import completion_mask, high_entropy_mask, off_policy_sequence_mask, truncated, validity
-from groupwise.core.masks import validity_reasons
+from groupwise.core import (
+    completion_mask,
+    high_entropy_mask,
+    off_policy_sequence_mask,
+    truncated,
+    validity,
+    validity_reasons,
+)
 from groupwise.errors import InputError
 
 IDS = torch.tensor([[5, 2, 2, 7], [5, 6, 7, 8], [2, 5, 5, 5], [5, 5, 5, 3]])

@@ -145,7 +145,10 @@ def test_the_rest():
     logps, old, ref, _, mask = on(CUDA, *batch)
     rows, length = mask.shape
     logits, reference = torch.randn(2, rows, length, 40, dtype=torch.float64)
-    torch.testing.assert_close(core.full_kl(logits.to(CUDA), reference.to(CUDA)).cpu(), core.full_kl(logits, reference))
+    torch.testing.assert_close(
+        core.full_kl(logits.to(CUDA), reference.to(CUDA), mask=mask).cpu(),
+        core.full_kl(logits, reference, mask=batch.mask),
+    )
     entropy = torch.rand(rows, length)
     assert torch.equal(
         core.high_entropy_mask(entropy.to(CUDA), mask, top_fraction=0.3).cpu(),
