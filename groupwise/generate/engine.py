@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import InputError
+from groupwise.errors import InputError, check_integer
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
@@ -51,13 +51,10 @@ class Engine:
         graphs: bool | None = None,
     ) -> None:
         self.handle: ModelHandle = prepare(model)
-        for name, number in (
-            ("cache_bytes", cache_bytes),
-            ("max_num_seqs", max_num_seqs),
-            ("prefill_tokens", prefill_tokens),
-        ):
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise InputError(f"{name} must be an integer of at least 1, or None, got {number!r}")
+        limits = {"cache_bytes": cache_bytes, "max_num_seqs": max_num_seqs, "prefill_tokens": prefill_tokens}
+        for name, number in limits.items():
+            if number is not None:
+                check_integer(name, number, 1)
         gpu = self.handle.device.type == "cuda"
         self.cache_bytes = cache_bytes
         self.max_num_seqs = max_num_seqs or (512 if gpu else 128)
@@ -94,25 +91,22 @@ class Engine:
         plan = self._plan(request)
         runner = self._runner(plan, request)
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
-        active, output, random_stream = (
-            ActiveSamples(request, scheduler),
-            OutputBuffer(request, stop),
-            RandomStream(request, plan.slots),
-        )
+        active, output = ActiveSamples(request, scheduler), OutputBuffer(request, stop)
+        random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
         stats = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
         while not scheduler.done or in_flight:
             before = len(in_flight)
-            admission = scheduler.admit(self.prefill_tokens)
-            if admission.prefill:
-                numbers, starts = zip(*admission.prefill, strict=True)
+            new_prompts, new_samples = scheduler.admit(self.prefill_tokens)
+            if new_prompts:
+                numbers, starts = zip(*new_prompts, strict=True)
                 logits = runner.prefill([request.prompts[number] for number in numbers], starts)
                 first_logits.update(zip(numbers, logits, strict=True))
                 stats["prefilled_prompts"] += len(numbers)
                 stats["prefilled_tokens"] += sum(request.prompt_lengths[number] for number in numbers)
-            if admission.samples:
-                admitted = active.admit(admission.samples)
+            if new_samples:
+                admitted = active.admit(new_samples)
                 logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in admitted.samples])
                 random_stream.assign(admitted.samples.tolist(), admitted.slots.tolist())
                 in_flight.append((admitted, runner.first(logits, admitted, random_stream.of(admitted))))
@@ -130,7 +124,6 @@ class Engine:
         return output.rollout(stats, runner.kept_ids())
 
     def _plan(self, request: Request) -> CachePlan:
-        held_bytes = 0 if self._cache is None else self._cache.bytes
         return plan_cache(
             self.handle,
             request.prompt_lengths,
@@ -138,7 +131,7 @@ class Engine:
             request.sampling.max_new_tokens if self.isolated else request.longest,
             self.max_num_seqs,
             self.cache_bytes,
-            held_bytes=held_bytes,
+            held_bytes=0 if self._cache is None else self._cache.bytes,
             all_rows=self.isolated,
         )
 

@@ -37,8 +37,9 @@ def plan_cache(
     all_rows: always ``max_num_seqs`` slots, or an error.
     """
     per_token = bytes_per_token(handle.shapes, handle.dtype)
-    free = free_memory(handle.device) if cache_bytes is None else 0
-    budget = cache_bytes if cache_bytes is not None else int((free + held_bytes) * FREE_MEMORY_SHARE)
+    budget = cache_bytes
+    if budget is None:
+        budget = int((free_memory(handle.device) + held_bytes) * FREE_MEMORY_SHARE)
     tokens = budget // per_token
     largest, longest = max(counts), max(prompt_lengths)
     rows = max_num_seqs if all_rows else min(sum(counts), max_num_seqs)
@@ -47,8 +48,8 @@ def plan_cache(
         if pool + (rows + 1) * length <= tokens:
             break
         rows = rows - 1 if rows < 16 else rows * 15 // 16
-    if rows < min(largest, max_num_seqs) or (all_rows and rows < max_num_seqs):
-        group = max_num_seqs if all_rows else min(largest, max_num_seqs)
+    group = max_num_seqs if all_rows else min(largest, max_num_seqs)
+    if rows < group:
         needed = (longest + (group + 1) * length) * per_token
         source = "cache_bytes" if cache_bytes is not None else "the free memory"
         raise InputError(

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
 from groupwise.generate.request import OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import StepBatch, to_step_output
@@ -72,7 +72,6 @@ class _Sampler(LogitsProcessor):
         self.index = 0
         self.random_stream = RandomStream(request, len(members))
         self.random_stream.assign(members.tolist(), range(len(members)))
-        self.ended = _Ended(output, members)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         index = np.full(len(self.members), self.index)
@@ -85,10 +84,6 @@ class _Sampler(LogitsProcessor):
         self.index += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)
 
-
-class _Ended(StoppingCriteria):
-    def __init__(self, output: OutputBuffer, members: np.ndarray) -> None:
-        self.output, self.members = output, members
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def ended(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        """The samples that have ended, as a stopping criterion."""
         return torch.from_numpy(self.output.reasons[self.members] != "").to(input_ids.device)

@@ -161,7 +161,12 @@ class OutputBuffer:
             self._kept_total += int(output.kept_counts.sum())
             if output.kept_ids is not None:
                 self._kept_ids.append(output.kept_ids)
-            self._check_kept()
+            if 4 * self._kept_total > self.request.sampling.kept_bytes:
+                raise InputError(
+                    f"the kept sets take more than kept_bytes, {self.request.sampling.kept_bytes:,} bytes, after "
+                    f"{int(self.lengths.sum()):,} tokens; filter more (top_k bounds them), sample less, or raise "
+                    "kept_bytes"
+                )
         full = index + 1 >= self.request.limits[samples]
         eos = np.isin(ids, self._eos)
         self.reasons[samples[full]] = "length"
@@ -172,13 +177,6 @@ class OutputBuffer:
         self.reasons[samples[eos]] = "eos"
         ended: list[int] = samples[self.reasons[samples] != ""].tolist()
         return ended
-
-    def _check_kept(self) -> None:
-        if 4 * self._kept_total > self.request.sampling.kept_bytes:
-            raise InputError(
-                f"the kept sets take more than kept_bytes, {self.request.sampling.kept_bytes:,} bytes, after "
-                f"{int(self.lengths.sum()):,} tokens; filter more (top_k bounds them), sample less, or raise kept_bytes"
-            )
 
     def _kept(self, ids: np.ndarray | None) -> KeptSets:
         """The kept sets, reordered from steps to samples."""

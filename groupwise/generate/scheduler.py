@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass
@@ -20,14 +20,6 @@ class PromptState:
     length: int
     samples_left: int
     start: int | None = None
-
-
-@dataclass(frozen=True)
-class Admission:
-    """Newly admitted prompts to prefill, with their starts in the pool, and samples with their slots."""
-
-    prefill: list[tuple[int, int]] = field(default_factory=list)  # (prompt, start)
-    samples: list[tuple[int, int]] = field(default_factory=list)  # (sample, slot)
 
 
 class Scheduler:
@@ -51,13 +43,16 @@ class Scheduler:
         number = self.prompt_of[self.waiting[0]] if self.waiting else None
         return [] if number is None or self.prompts[number].start is None else [number]
 
-    def admit(self, prefill_tokens: int) -> Admission:
+    def admit(self, prefill_tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Admit the samples that fit, in order, with at most ``prefill_tokens`` of new prompts but at least one prompt.
 
-        A new prompt waits until slots are free for all of its samples, or an eighth of all slots: prefilling for one
-        sample at a time would delay all others at every step.
+        Returns the new prompts with their starts in the pool, and the admitted samples with their slots. A new prompt
+        waits until slots are free for all of its samples, or an eighth of all slots: prefilling for one sample at a
+        time would delay all others at every step.
         """
-        admission, used = Admission(), 0
+        prompts: list[tuple[int, int]] = []
+        samples: list[tuple[int, int]] = []
+        used = 0
         while self.waiting and self.free_slots:
             sample = self.waiting[0]
             number = self.prompt_of[sample]
@@ -70,11 +65,11 @@ class Scheduler:
                 if prompt.start is None:
                     break
                 used += prompt.length
-                admission.prefill.append((number, prompt.start))
+                prompts.append((number, prompt.start))
             self.waiting.popleft()
             self.slot_of[sample] = heapq.heappop(self.free_slots)
-            admission.samples.append((sample, self.slot_of[sample]))
-        return admission
+            samples.append((sample, self.slot_of[sample]))
+        return prompts, samples
 
     def finish(self, sample: int) -> None:
         """Free a sample's slot, and with the last sample of a prompt also the prompt's range."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.filters import ORDERS, KeptSets, check_sampling
-from groupwise.errors import InputError, check_choice
+from groupwise.errors import InputError, check_choice, check_integer
 
 STOP_REASONS = ("eos", "stop_string", "length")
 
@@ -47,9 +47,7 @@ class Sampling:
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         check_choice("order", self.order, ORDERS)
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("seed", 0), ("kept_bytes", 1)):
-            number = getattr(self, name)
-            if isinstance(number, bool) or not isinstance(number, int) or number < least:
-                raise InputError(f"{name} must be an integer of at least {least}, got {number!r}")
+            check_integer(name, getattr(self, name), least)
         if self.min_new_tokens > self.max_new_tokens:
             raise InputError(f"min_new_tokens {self.min_new_tokens} is more than max_new_tokens {self.max_new_tokens}")
         if self.eos_ids is not None and not all(isinstance(number, int) for number in self.eos_ids):

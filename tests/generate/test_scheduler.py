@@ -24,11 +24,11 @@ def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, 
     while not scheduler.done:
         steps += 1
         assert steps < 1000
-        admission = scheduler.admit(prefill)
-        prefilled += [prompt for prompt, _ in admission.prefill]
-        admitted += [sample for sample, _ in admission.samples]
-        if len(admission.prefill) > 1:
-            assert sum(lengths[prompt] for prompt, _ in admission.prefill) <= prefill
+        new_prompts, new_samples = scheduler.admit(prefill)
+        prefilled += [prompt for prompt, _ in new_prompts]
+        admitted += [sample for sample, _ in new_samples]
+        if len(new_prompts) > 1:
+            assert sum(lengths[prompt] for prompt, _ in new_prompts) <= prefill
         busy = list(scheduler.slot_of.values())
         assert len(set(busy)) == len(busy) <= slots
         assert all(0 <= slot < slots for slot in busy)
@@ -53,16 +53,15 @@ def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, 
 
 def test_a_new_prompt_waits_for_free_slots():
     scheduler = Scheduler([5, 5], [4, 4], 100, 4)
-    assert [sample for sample, _ in scheduler.admit(100).samples] == [0, 1, 2, 3]
+    assert [sample for sample, _ in scheduler.admit(100)[1]] == [0, 1, 2, 3]
     assert scheduler.partly_waiting() == []
     scheduler = Scheduler([5, 5], [12, 12], 100, 16)
-    first = scheduler.admit(100)
-    assert [prompt for prompt, _ in first.prefill] == [0, 1]  # four free slots are more than an eighth of all
-    assert len(first.samples) == 16
+    prompts, samples = scheduler.admit(100)
+    assert [prompt for prompt, _ in prompts] == [0, 1]  # four free slots are more than an eighth of all
+    assert len(samples) == 16
     assert scheduler.partly_waiting() == [1]
     scheduler.finish(3)
-    again = scheduler.admit(100)
-    assert (again.prefill, again.samples) == ([], [(16, 3)])  # its prompt is in the pool
+    assert scheduler.admit(100) == ([], [(16, 3)])  # its prompt is in the pool
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12)), max_size=60))
