@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from groupwise.errors import ConfigError, check_choice
@@ -36,6 +37,10 @@ class Algorithm:
     summary: str
     settings: Mapping[str, Any]
     metrics: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("settings", "metrics"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def variant(
         self, name: str, summary: str, changes: Mapping[str, Any], metrics: Mapping[str, str] | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
+
 import pytest
 
 from groupwise.algorithms import ALGORITHMS, DAPO, find_algorithm
@@ -136,6 +138,8 @@ def test_additional_metric_names():
     without = {name for name in ALGORITHMS if not name.startswith("enhanced_grpo")} - {"pg_grpo", "dpo"}
     assert all(not ALGORITHMS[name].metrics for name in without)
     assert dict(ALGORITHMS["enhanced_grpo"].metrics) == dict(ALGORITHMS["enhanced_grpo_literal"].metrics) == names
+    with pytest.raises(TypeError):
+        ALGORITHMS["enhanced_grpo"].metrics["loss"] = "mine"
 
 
 def test_a_loss_on_the_default_preset_uses_its_default_ratio():
@@ -143,11 +147,17 @@ def test_a_loss_on_the_default_preset_uses_its_default_ratio():
         assert make_recipe({"loss": {"name": name}}).loss.ratio is None
 
 
-def test_a_variant_leaves_its_preset_unchanged():
+def test_presets_are_immutable():
+    with pytest.raises(TypeError):
+        DAPO.settings["loss.kl_coef"] = 1.0
+    with pytest.raises(FrozenInstanceError):
+        DAPO.name = "mine"
     other = DAPO.variant("mine", "for a test", {"loss.kl_coef": 1.0})
     assert "loss.kl_coef" not in DAPO.settings
     assert other.settings["loss.kl_coef"] == 1.0
     assert other.settings["loss.name"] == "dapo"
+    with pytest.raises(TypeError):
+        other.settings["loss.kl_coef"] = 2.0
 
 
 def test_a_misspelt_preset():
