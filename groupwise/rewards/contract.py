@@ -31,7 +31,6 @@ LISTS = ("prompts", "completions", "completion_ids")
 HELPERS = ("trainer_state", "log_extra", "log_metric")
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")  # as in TRL: the lists hold them already
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
-CALLING_FILES = ("contract.py", "load.py", "registry.py", "scorer.py")  # not the user's code in a traceback
 
 
 @dataclass(frozen=True)
@@ -176,12 +175,8 @@ def reward_error_reason(error: BaseException) -> str:
         return str(error)
     text = str(error)
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
-    skipped = {importlib.__file__, *(str(Path(__file__).with_name(name)) for name in CALLING_FILES)}
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename not in skipped and not frame.filename.startswith("<frozen importlib")
-    ]
+    skipped = (str(Path(__file__).parent), importlib.__file__, "<frozen importlib")  # not the user's code
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
     if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
         line = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         reason += f" ({Path(line.filename).name}, line {line.lineno})"

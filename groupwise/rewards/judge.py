@@ -275,18 +275,14 @@ def _check_key_variable(name: object, url: str) -> str | None:
 
 def _read_rubric(rubric: object) -> str:
     text = check_text("rubric", rubric)
-    if "{answer}" in text:
-        return text
-    path = Path(os.path.expanduser(text))
-    remedy = "give a text with {answer} in it, or the path of a file with such a text"
-    if not os.path.isfile(path):
-        raise ConfigError(f"rubric is {excerpt(text)}, which has no {{answer}} in it and is not a file; {remedy}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the rubric {path} cannot be read: {error}") from error
+    path = os.path.expanduser(text)
+    if "{answer}" not in text and os.path.isfile(path):
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the rubric {path} cannot be read: {error}") from error
     if "{answer}" not in text:
-        raise ConfigError(f"the rubric {path} does not say where the answer goes; {remedy}")
+        raise ConfigError(f"rubric must be a text with {{answer}} in it, or a file of one, got {excerpt(rubric, 300)}")
     return text
 
 

@@ -63,7 +63,7 @@ class _MathProcess:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Any = None  # typed as Popen its pipes may be None
 
     def __enter__(self) -> _MathProcess:
         return self
@@ -90,14 +90,11 @@ class _MathProcess:
 
     def _reply(self, question: str) -> str:
         """The process's next line; empty if it has ended."""
-        process = self._process
-        if process is None or process.stdin is None or process.stdout is None:
-            return ""
         reply = ""
         with suppress(BrokenPipeError):
-            process.stdin.write(question)
-            process.stdin.flush()
-            reply = process.stdout.readline()
+            self._process.stdin.write(question)
+            self._process.stdin.flush()
+            reply = self._process.stdout.readline()
         if not reply:
             self.__exit__()
         return reply

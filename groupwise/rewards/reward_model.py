@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,8 +51,7 @@ def reward_model(
     texts if it has a separator, or else one text. Only the text after the last ``after`` of an answer is scored. A text
     longer than ``max_length`` tokens or the model's context loses its beginning; reward_model/truncated is their share.
 
-    ``device`` "auto" is the first CUDA device if there is one; the model shares its memory with the policy. ``dtype``
-    "auto" is float32 on the CPU, and elsewhere the dtype of the saved weights.
+    ``device`` "auto" is a GPU if there is one, and ``dtype`` "auto" float32 on the CPU, elsewhere that of the weights.
     """
     check_choice("scale", scale, SCALES, ConfigError)
     check_choice("dtype", dtype, DTYPES, ConfigError)
@@ -202,11 +200,11 @@ def _output_column(config: Any, label: object, source: str) -> int:
 def _check_source(model: object) -> str:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or owner/name on the hub, got {excerpt(model)}")
-    path = Path(os.path.expanduser(model))
-    if path.exists():
-        if not (path / "config.json").is_file():
+    path = os.path.expanduser(model)
+    if os.path.exists(path):
+        if not os.path.isfile(os.path.join(path, "config.json")):
             raise ConfigError(f"{path} has no config.json, so it is not the folder of a reward model")
-        return str(path)
+        return path
     if model.count("/") != 1 or model.startswith(("/", ".", "~")):  # only owner/name is ever requested from the hub
         raise ConfigError(f"there is no folder {path}; a model on the hub is written owner/name")
     return model
@@ -216,12 +214,10 @@ def _check_device(device: Any) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        checked = torch.device(device)
-        torch.empty(1, device=checked)
+        return torch.empty(1, device=device).device
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         reason = error_reason(error)
         raise ConfigError(f"device {device!r} cannot be used: {reason}; leave it out, or use 'cpu'") from error
-    return checked
 
 
 def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:

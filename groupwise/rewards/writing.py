@@ -16,7 +16,7 @@ from keyword import iskeyword
 from typing import Any
 
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
-from groupwise.rewards.options import check_after, check_share
+from groupwise.rewards.options import check_after, check_share, check_text
 from groupwise.rewards.text import THINKING_ENDS, answer_of, column_of, excerpt, prompt_messages
 
 UNITS = ("words", "characters")
@@ -129,8 +129,8 @@ def keywords(
     if copied is not None:
         check_integer("copied", copied, 2, ConfigError)
     check_after(after)
-    if column is not None and (not isinstance(column, str) or not column):
-        raise ConfigError(f"column must be the name of a column of the data, got {excerpt(column)}")
+    if column is not None:
+        check_text("column", column)
     listed = None if words is None else key_words(words, "words")
     if listed is not None and not listed:
         raise ConfigError(f"words has no key words: {excerpt(words)}; a text needs words of at least 4 letters")

@@ -56,7 +56,7 @@ from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import Recorder
-from groupwise.training.store.run_folder import check_inputs, describe_inputs, open_run, write_inputs, write_recipe
+from groupwise.training.store.run_folder import INPUTS, check_inputs, describe_inputs, open_run, write_recipe
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
@@ -121,7 +121,7 @@ class Trainer:
             self._build()
             if overwrite and not resume:
                 self.run_dir.clear()
-            write_inputs(self.run_dir, described, recipe_file)
+            self.run_dir.write_json(INPUTS, {"recipe": recipe_file, **described})
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise
@@ -398,7 +398,7 @@ class Trainer:
             self.evaluate()
             if save:
                 self.save()
-        self.timer.restart()
+        self.timer.take()  # what is not part of a step
 
     def _start(self) -> None:
         if self.recorder is not None:
@@ -443,7 +443,7 @@ class Trainer:
             self.save()
         if folder is None and self.components.supervised:
             self.state.step = self._run_sft()
-        self.timer.restart()
+        self.timer.take()  # what is not part of a step
 
     def _run_sft(self) -> int:
         """The supervised steps, if there are any; the number done, 0 if the run was stopped before the last one."""

@@ -259,7 +259,7 @@ def test_key_words_count_once_and_more_words_never_cost(first, second, least):
     ("options", "message"),
     [
         ({"column": "a", "words": ["b"]}, "give one of them, not both"),
-        ({"column": ""}, "column must be the name of a column of the data, got ''"),
+        ({"column": ""}, "column must be a text, got ''"),
         ({"words": []}, r"words has no key words: \[\]"),
         ({"words": "a to z"}, "words has no key words: 'a to z'; a text needs words of at least 4 letters"),
         ({"least": 0}, "least must be a share above 0 and up to 1, got 0"),

@@ -26,19 +26,21 @@ class StepTimer:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
-        self._wait()
         if self.cuda:
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._wait()
+            if self.cuda:
+                torch.cuda.synchronize()
             self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
-            self._memory[stage] = max(self._memory.get(stage, 0.0), self._peak())
+            size = torch.cuda.max_memory_allocated() if self.cuda else resident_memory()
+            self._memory[stage] = max(self._memory.get(stage, 0.0), size / 2**30)
 
     def take(self) -> dict[str, float]:
-        """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call."""
+        """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call; they start over."""
         end = time.perf_counter()
         metrics = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
         metrics |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
@@ -47,17 +49,6 @@ class StepTimer:
         self._seconds.clear()
         self._memory.clear()
         return metrics
-
-    def restart(self) -> None:
-        """Drop what was measured since the last step."""
-        self.take()
-
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def _peak(self) -> float:
-        return torch.cuda.max_memory_allocated() / 2**30 if self.cuda else resident_memory() / 2**30
 
 
 def resident_memory() -> int:

@@ -9,11 +9,12 @@ from huggingface_hub import ModelCardData
 from groupwise import __version__
 from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
+from groupwise.rundir import package_versions
 from groupwise.text import markdown_table
 from groupwise.training.components import RunComponents
 from groupwise.training.preference import LOGP_ACCURACY
 from groupwise.training.state import TrainState
-from groupwise.training.store.run_folder import differences, versions
+from groupwise.training.store.run_folder import PACKAGES, differences
 from groupwise.training.update.objective import active_terms
 
 
@@ -41,7 +42,7 @@ def model_card(components: RunComponents, state: TrainState) -> str:
     parts += [
         "Settings that differ from the defaults:",
         "\n".join(f"- {name}: {value!r}" for name, _, value in changed),
-        "Versions: " + ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        "Versions: " + ", ".join(f"{name} {version}" for name, version in package_versions(PACKAGES).items()) + ".",
     ]
     return "\n\n".join(parts) + "\n"
 

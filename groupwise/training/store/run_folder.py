@@ -35,10 +35,9 @@ def open_run(
     To resume without a folder, the newest run of the recipe's file is taken, or for a recipe without a file the newest
     run of that name.
     """
-    name = recipe.run.name or name
-    chosen = folder or recipe.run.folder
+    name, chosen = recipe.run.name or name, folder or recipe.run.folder
     if resume:
-        return RunDir.resume(Path(chosen) if chosen else _latest(name, recipe_file))
+        return RunDir.resume(chosen or _latest(name, recipe_file))
     path = Path(chosen) if chosen else new_run_path(RUNS, name)
     if overwrite and (path / MARKER).exists():
         return RunDir.resume(path)  # the caller clears it once the new run can start
@@ -68,26 +67,15 @@ def _recipe_file(path: Path) -> str | None:
 def check_inputs(run: RunDir, inputs: Mapping[str, Any]) -> None:
     """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
     if not (run.path / INPUTS).exists():
-        raise RunDirError(
-            f"{run.path} has no {INPUTS}: it was written by an earlier version of groupwise, or never started; start a "
-            "new run"
-        )
+        raise RunDirError(f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it; start a new run")
     before = read_json(run.path / INPUTS)
-    changed = [
-        f"{name} (before: {_shown(before.get(name))}, now: {_shown(value)})"
-        for name, value in inputs.items()
-        if value != before.get(name)
-    ]
+    changed = [name for name, value in inputs.items() if value != before.get(name)]
     if changed:
+        shown = "; ".join(f"{name} (before: {before.get(name)}, now: {inputs[name]})" for name in changed)
         raise ConfigError(
-            f"{run.path} was started with other inputs: {'; '.join(changed)}. Resume it with the same ones, add "
-            "--allow-changes, or start a new run"
+            f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changes, or "
+            "start a new run"
         )
-
-
-def write_inputs(run: RunDir, inputs: Mapping[str, Any], recipe_file: str | None) -> None:
-    """Write down what the run is trained on, and the name of its recipe's file."""
-    run.write_json(INPUTS, {"recipe": recipe_file, **inputs})
 
 
 def describe_inputs(components: RunComponents) -> dict[str, Any]:
@@ -114,10 +102,6 @@ def _hash(rows: Iterable[Any]) -> str:
     return f"{count}, {digest.hexdigest()[:16]}" if count else "none"
 
 
-def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
 def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> None:
     """Keep every setting and the versions; report what differs from the run that is resumed."""
     settings = recipe.model_dump()
@@ -125,11 +109,7 @@ def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> No
         for name, before, after in differences(read_json(run.path / RECIPE), settings):
             say(f"resumed with another {name}: {before!r} before, {after!r} now")
     run.write_json(RECIPE, settings)
-    run.write_json(VERSIONS, versions())
-
-
-def versions() -> dict[str, str]:
-    return package_versions(PACKAGES)
+    run.write_json(VERSIONS, package_versions(PACKAGES))
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -11,10 +11,10 @@ import pytest
 import groupwise
 from groupwise.config import make_recipe
 from groupwise.errors import ConfigError, InputError, RunDirError
-from groupwise.rundir import RunDir, files, read_json
+from groupwise.rundir import RunDir, files, package_versions, read_json
 from groupwise.tasks import Task
 from groupwise.training.store import run_folder
-from groupwise.training.store.run_folder import differences, open_run, versions
+from groupwise.training.store.run_folder import PACKAGES, differences, open_run
 from tests.training.runs import ROWS, metrics_of, run_steps, small_trainer, vowels
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
@@ -124,20 +124,15 @@ def test_differences():
     ]
 
 
-def test_versions(monkeypatch):
-    installed = versions()
-    assert installed["groupwise"] == groupwise.__version__
-    assert installed["torch"] == version("torch")
-    assert installed["transformers"] == version("transformers")
-    monkeypatch.setattr(run_folder, "PACKAGES", ("torch", "no-such-package"))
-    assert set(versions()) == {"groupwise", "python", "machine", "torch"}
-
-
 def test_recipe_and_versions_of_a_run(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK)
     run_steps(trainer, 1)
     assert make_recipe(read_json(tmp_path / "run" / "recipe.json")) == trainer.recipe
-    assert read_json(tmp_path / "run" / "versions.json") == versions()
+    versions = read_json(tmp_path / "run" / "versions.json")
+    assert versions == package_versions(PACKAGES)
+    assert set(package_versions(["torch", "no-such-package"])) == {"groupwise", "python", "machine", "torch"}
+    assert versions["groupwise"] == groupwise.__version__
+    assert versions["torch"] == version("torch")
 
 
 def started(recipe_file: str | None, name: str = "quiz") -> Path:
