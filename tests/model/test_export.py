@@ -67,7 +67,7 @@ def adapted(dtype=torch.float32, **settings):
     return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_a_model_round_trips(tmp_path, dtype):
     model = tiny(dtype, seed=2)
     folder = export_model(model, tmp_path / "out", tokenizer=tiny_tokenizer())
@@ -123,7 +123,9 @@ def test_masters_of_another_model(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("settings", [{}, {"rslora": True}, {"targets": ("q_proj", "down_proj")}])
+@pytest.mark.parametrize(
+    "settings", [{"rslora": True}, pytest.param({"targets": ("q_proj", "down_proj")}, marks=pytest.mark.slow)]
+)
 def test_a_merged_model_needs_no_peft(tmp_path, settings):
     model = adapted(**settings)
     before, expected = state(model), logits(model)

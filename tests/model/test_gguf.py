@@ -120,8 +120,15 @@ def test_the_outputs_are_those_of_the_original(plain, original):
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("Q4_1", torch.float32),
+        ("Q8_0", torch.bfloat16),
+        pytest.param("F16", torch.float32, marks=pytest.mark.slow),
+        pytest.param("Q4_1", torch.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_are_dequantised_exactly_and_rounded_once(tmp_path, original, kind, dtype):
     stored = write_gguf(tmp_path / "x.gguf", original, kind=kind)
     model, _ = load_gguf(tmp_path / "x.gguf", dtype)
@@ -188,7 +195,7 @@ def test_special_tokens(plain):
     assert tokenizer.tokenize("<|im_start|>ab") == ["<|im_start|>", "ab"]
 
 
-@pytest.mark.parametrize("add", [True, False, None])
+@pytest.mark.parametrize("add", [True, *(pytest.param(add, marks=pytest.mark.slow) for add in (False, None))])
 def test_bos_is_added_if_the_file_says_so(tmp_path, original, add):
     write_gguf(tmp_path / "x.gguf", original, **({} if add is None else {"add_bos_token": add}))
     _, direct = load_gguf(tmp_path / "x.gguf")

@@ -35,10 +35,15 @@ def logits(model):
         return model(IDS).logits
 
 
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    return export_model(tiny_model(6), tmp_path_factory.mktemp("load") / "model", tokenizer=tiny_tokenizer())
+
+
 @pytest.fixture
-def folder(tmp_path):
+def folder(exported, tmp_path):
     """The tiny model of seed 6 with its tokenizer, as a folder."""
-    return export_model(tiny_model(6), tmp_path / "model", tokenizer=tiny_tokenizer())
+    return shutil.copytree(exported, tmp_path / "model")
 
 
 def rewrite(folder, **settings):
@@ -78,7 +83,7 @@ def test_a_folder_of_several_files(folder, tmp_path):
         load_model(tmp_path / "parts")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", torch.bfloat16, pytest.param("float64", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("source", ["tiny", "folder"])
 def test_precision(folder, source, dtype):
     model = load_model("tiny" if source == "tiny" else folder, dtype=dtype, device="cpu")
@@ -258,7 +263,7 @@ def test_a_damaged_config(folder, text, problem):
         load_model(folder)
 
 
-@pytest.mark.parametrize("length", [0, 4, 100, -1, -100_000])
+@pytest.mark.parametrize("length", [0, 100, -1])
 def test_truncated_weights(folder, length):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:length])

