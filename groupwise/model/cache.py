@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -46,15 +47,10 @@ class SharedCache:
         self.handle = handle
         self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
         # Zeros, not uninitialised memory: a masked position has weight 0, and 0 · NaN is NaN.
+        zeros = partial(torch.zeros, dtype=handle.dtype, device=handle.device)
         pool, slot = (prompt_tokens,), (slots + 1, length)
         self.layers = [
-            LayerCache(
-                *(
-                    torch.zeros(*size, *shape, dtype=handle.dtype, device=handle.device)
-                    for size in (pool, pool, slot, slot)
-                )
-            )
-            for shape in handle.shapes
+            LayerCache(*(zeros(*size, *shape) for size in (pool, pool, slot, slot))) for shape in handle.shapes
         ]
         self.attach()
 
@@ -153,8 +149,8 @@ class DecodeLayout:
         visible = None if visible is None else visible[:, None, None, :].expand(-1, kv_heads, per_head, -1)
         slot_out, slot_lse = partial_attention(query, slot_keys, slot_values, scale, visible, softcap)
         if self.runs is not None and window is None:
-            prompt_out, prompt_lse = self._equal_groups(query, cache, scale, softcap)
-            return merge_attention(slot_out, slot_lse, prompt_out, prompt_lse)[0].reshape(rows, 1, heads, width)
+            prompts = self._equal_groups(query, cache, scale, softcap)
+            return merge_attention(slot_out, slot_lse, *prompts)[0].reshape(rows, 1, heads, width)
         prompt_out, prompt_lse = torch.zeros_like(slot_out), torch.full_like(slot_lse, -torch.inf)
         for start, length, members in self.groups:
             one = query[members].transpose(0, 1).reshape(1, kv_heads, -1, width)  # the prompt is read once for all
@@ -204,9 +200,8 @@ def _runs(groups: Sequence[tuple[int, int, slice]], rows: int) -> list[tuple[int
     if not groups or rows % len(groups):
         return None
     size = rows // len(groups)
-    for number, (_, _, members) in enumerate(groups):
-        if (members.start, members.stop) != (number * size, (number + 1) * size):
-            return None
+    if any(members != slice(n * size, (n + 1) * size) for n, (_, _, members) in enumerate(groups)):
+        return None
     merged = merge_equal_groups([(members, slice(start, start + length)) for start, length, members in groups])
     return [
         (members.start // size, number, keys.start, (keys.stop - keys.start) // number)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +12,13 @@ from groupwise.errors import InputError
 
 ROOT = Path("/")  # of /proc and /sys; tests replace it
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
+
+# Of a control group, in versions 2 and 1: its limit, its use, and the key of its page cache in memory.stat.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 UNKNOWN_MEMORY = 4 * 2**30
 """The result of `free_memory`, in bytes, on a system that does not report it."""
@@ -153,27 +153,17 @@ def free_memory(device: str | torch.device = "auto") -> int:
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
     available = _table(ROOT / "proc/meminfo").get("MemAvailable")  # in kB
     if available is None:
-        names = getattr(os, "sysconf_names", {})
-        if "SC_PHYS_PAGES" not in names or platform.system() == "Windows":
+        if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
             return UNKNOWN_MEMORY
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     free = available * 1024
     for folder in _control_groups("memory"):
-        free = min(free, _memory_below_limit(folder, free))
+        for limit_file, used_file, cache in MEMORY_FILES:
+            limit, used = _number(_text(folder / limit_file)), _number(_text(folder / used_file))
+            if limit is not None and used is not None:
+                # The page cache counts as used, but is reclaimed when needed.
+                free = min(free, limit - used + _table(folder / "memory.stat").get(cache, 0))
     return max(0, free)
-
-
-def _memory_below_limit(folder: Path, unlimited: int) -> int:
-    """What a control group may still allocate. The page cache counts as used there, but is reclaimed when needed."""
-    limit, used = _number(_text(folder / "memory.max")), _number(_text(folder / "memory.current"))
-    cache = "inactive_file"
-    if limit is None or used is None:
-        limit = _number(_text(folder / "memory.limit_in_bytes"))
-        used = _number(_text(folder / "memory.usage_in_bytes"))
-        cache = "total_inactive_file"
-    if limit is None or used is None:
-        return unlimited
-    return limit - used + _table(folder / "memory.stat").get(cache, 0)
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

@@ -20,7 +20,7 @@ from torch import nn
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model import tiny
 from groupwise.model.device import resolve_device, resolve_dtype
-from groupwise.model.lora import AdaptedModel, LoraSettings, add_lora, load_adapter, tensor_names
+from groupwise.model.lora import AdaptedModel, LoraSettings, add_lora, load_adapter, read_settings, tensor_names
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, first_line, is_adapter, resolve_source
 from groupwise.rundir import read_json
@@ -179,22 +179,20 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
         )
         hint = f"; did you mean {folder / inside[0]}?" if inside else ""
         raise InputError(f"{folder} has no config.json, so it is not a model folder{hint}")
-    config = read_json(folder / "config.json")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder / 'config.json'} is damaged: it holds no settings")
+    config = read_settings(folder / "config.json")
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        if not config.get("auto_map"):
-            raise InputError(
-                f"{folder} holds a model of the type {kind!r}, which this version of transformers does not know; a "
-                "newer one may"
+        if config.get("auto_map") and trust_remote_code:
+            return
+        hint = "a newer one may"
+        if config.get("auto_map"):
+            hint = (
+                "it comes with its own Python code, which is run only if you allow it: review it, then pass "
+                "trust_remote_code=True"
             )
-        if not trust_remote_code:
-            raise InputError(
-                f"{folder} holds a model of the type {kind!r}, which comes with its own Python code. The code is run "
-                "only if you allow it: review it, then pass trust_remote_code=True"
-            )
-        return
+        raise InputError(
+            f"{folder} holds a model of the type {kind!r}, which this version of transformers does not know; {hint}"
+        )
     mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], ())
     causal = {cls.__name__ for cls in (mapped if isinstance(mapped, tuple) else (mapped,))}
     architectures = config.get("architectures") or sorted(causal)
@@ -236,14 +234,13 @@ def without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging
 
     bars: Any = logging  # untyped
-    if not bars.is_progress_bar_enabled():
-        yield
-        return
+    enabled = bars.is_progress_bar_enabled()
     bars.disable_progress_bar()
     try:
         yield
     finally:
-        bars.enable_progress_bar()
+        if enabled:
+            bars.enable_progress_bar()
 
 
 @contextmanager

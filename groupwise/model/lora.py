@@ -90,7 +90,7 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     """Put the adapter saved in ``folder`` onto its base, trainable."""
     peft = _peft()
     weights = Path(folder) / ADAPTER_WEIGHTS
-    if (kind := read_adapter_config(folder).get("peft_type")) != "LORA":
+    if (kind := read_settings(Path(folder) / ADAPTER_CONFIG).get("peft_type")) != "LORA":
         raise InputError(f"{folder} holds a {kind} adapter; only LoRA can be loaded")
     if not weights.is_file():
         raise CheckpointError(
@@ -114,12 +114,12 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     return adapted.train(model.training)
 
 
-def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """The contents of ``folder``'s adapter_config.json."""
-    config = read_json(Path(folder) / ADAPTER_CONFIG)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{Path(folder) / ADAPTER_CONFIG} is damaged: it holds no settings")
-    return config
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a JSON file such as config.json or adapter_config.json."""
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no settings")
+    return settings
 
 
 def is_lora(model: nn.Module) -> TypeGuard[AdaptedModel]:
@@ -144,7 +144,7 @@ def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
     from transformers.pytorch_utils import Conv1D
 
     def named(name: str, target: str) -> bool:
-        return name == target or name.endswith(f".{target}")
+        return f".{name}".endswith(f".{target}")
 
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Embedding, Conv1D))]
     for target in targets:

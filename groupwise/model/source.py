@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from groupwise.errors import CheckpointError, InputError, did_you_mean
 from groupwise.model import weights
-from groupwise.model.lora import ADAPTER_CONFIG, read_adapter_config
+from groupwise.model.lora import ADAPTER_CONFIG, read_settings
 
 log = logging.getLogger("groupwise")
 
@@ -73,7 +73,7 @@ def is_adapter(path: Path | None) -> bool:
 
 def base_of(adapter: Source, trust_remote_code: bool) -> Source:
     """The location of a saved adapter's base model."""
-    config = read_adapter_config(adapter.path or "")
+    config = read_settings((adapter.path or Path()) / ADAPTER_CONFIG)
     name = config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise CheckpointError(f"{adapter.path} does not name its base model (base_model_name_or_path)")
