@@ -153,13 +153,8 @@ def _check_reward(function: str, row: int, value: Any) -> RowReward:
         return None
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a single number of torch or NumPy
         value = value.item()
-    if isinstance(value, Real):
-        try:
-            number = float(value)
-        except OverflowError:
-            number = math.inf
-        if math.isfinite(number):
-            return number
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
     kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
     reason = f"returned {excerpt(value)}{kind}; a reward is a finite number, or None where it does not apply"
     return RowFailure(function, row, reason)

@@ -205,10 +205,7 @@ class JudgeClient:
             )
 
     def _describe(self, error: Exception) -> tuple[int | None, str]:
-        """The status of the endpoint's answer, if there is one, and what went wrong.
-
-        An error's message may contain the request's headers with the key, so it is never repeated as it is.
-        """
+        """The status of the endpoint's answer, if there is one, and what went wrong, without the key."""
         from openai import APIConnectionError, APIStatusError, APITimeoutError
 
         if isinstance(error, APIStatusError):

@@ -56,8 +56,6 @@ def words_of(text: str) -> list[str]:
 def distinct_n(texts: Sequence[str], n: int) -> float:
     """The share of distinct n-grams of words among all n-grams of the texts (distinct-n); 1 if there are none."""
     check_integer("n", n, 1)
-    if isinstance(texts, str):
-        raise InputError(f"distinct_n takes a list of texts, got the single text {excerpt(texts)}")
     grams = [gram for text in texts for gram in _ngrams(words_of(text), n)]
     return len(set(grams)) / len(grams) if grams else 1.0
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from itertools import compress, zip_longest
+from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -21,15 +20,13 @@ Points = tuple[list[int], list[float]]  # steps, values
 CURVES = "curves.png"
 TICK_STEPS = (1, 2, 5, 10)
 MAX_MARKED = 10  # points of a curve; longer curves have no markers
+LABELS = {  # of the metrics that share a panel
+    "preference/chosen_reward": "better",
+    "preference/rejected_reward": "worse",
+    "grad_norm/grpo": "GRPO",
+    "grad_norm/preference": "pairs",
+}
 SMOOTHING_SHARE = 0.05  # of a curve's points are averaged on each side
-
-
-class CurvePanel(NamedTuple):
-    """A plot of one or more metrics; drawn only if all of them were recorded."""
-
-    title: str
-    colours: Mapping[str, str]  # of each metric
-    labels: Sequence[str] = ()
 
 
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
@@ -41,10 +38,10 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
 
     rows = read_metrics(run_folder / "metrics.jsonl")
     cells = _cells(metric)
-    curves = {name: _finite(rows, name) for cell in cells for panel in cell for name in panel.colours}
+    curves = {name: _finite(rows, name) for cell in cells for colours in cell.values() for name in colours}
     if not curves["reward"][0]:
         cells.insert(0, cells.pop(2))  # a run without rewards starts with its pairs
-    cells = [[panel for panel in cell if all(curves[name][0] for name in panel.colours)] for cell in cells]
+    cells = [{title: c for title, c in cell.items() if all(curves[name][0] for name in c)} for cell in cells]
     cells = [cell for number, cell in enumerate(cells) if cell and cell not in cells[:number]]
     if not cells:
         return None
@@ -58,51 +55,51 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     for number, cell in enumerate(cells):
         alone = number == len(cells) - 1 and number % 2 == 0
         across = slice(None) if alone else number % 2
-        for position, panel in enumerate(cell):
+        for position, (title, colours) in enumerate(cell.items()):
             top = number // 2 * 2 + position
             axes = figure.add_subplot(grid[top : top + 3 - len(cell), across])
-            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in panel.colours)
-            for (name, colour), label in zip_longest(panel.colours.items(), panel.labels):
+            share = all(is_share(name) and max(curves[name][1]) <= 1 for name in colours)
+            for name, colour in colours.items():
                 if name.startswith(EVAL_PREFIX):
                     target = goal if name == f"{EVAL_PREFIX}{metric}" else None
                     _draw_held_out(axes, rows, name, colour, target, share)
                 else:
-                    _draw_smoothed(axes, *curves[name], colour, label)
-            if panel.labels:
+                    _draw_smoothed(axes, *curves[name], colour, LABELS.get(name))
+            if len(colours) > 1:
                 axes.legend(frameon=False, fontsize=8)
-            _finish_axes(axes, panel.title, share, last=position == len(cell) - 1)
+            _finish_axes(axes, title, share, last=position == len(cell) - 1)
     save_figure(figure, run_folder / CURVES)
     return run_folder / CURVES
 
 
-def _cells(metric: str | None) -> list[list[CurvePanel]]:
-    """All possible panels; two in one cell share its height. The third cell shows the pairs."""
+def _cells(metric: str | None) -> list[dict[str, dict[str, str]]]:
+    """Title, metrics and colours of all panels; two in one cell share its height. The third cell shows the pairs."""
     from groupwise.plots import COLOURS
 
     blue, orange, green, pink = COLOURS[:4]
     pair_rewards = {"preference/chosen_reward": blue, "preference/rejected_reward": orange}
     gradients = {"grad_norm/grpo": blue, "grad_norm/preference": orange}
     return [
-        [CurvePanel("reward while training", {"reward": blue})],
-        [CurvePanel(_held_out_title(metric or ""), {f"{EVAL_PREFIX}{metric}": green})],
-        [
-            CurvePanel("DPO's reward of the two answers of a pair", pair_rewards, ["better", "worse"]),
-            CurvePanel("better answer preferred, while training", {"preference/accuracy": blue}),
-        ],
-        [CurvePanel(_held_out_title(PREFERENCE_ACCURACY), {f"{EVAL_PREFIX}{PREFERENCE_ACCURACY}": green})],
-        [CurvePanel("entropy", {"entropy": orange}), CurvePanel("KL to the reference", {"kl": pink})],
-        [
-            CurvePanel("tokens in an answer", {"completions/mean_length": blue}),
-            CurvePanel("answers cut off", {"completions/clipped_ratio": orange}),
-        ],
-        [
-            CurvePanel("distance of two answers to a prompt", {"diversity/mean_distance": green}),
-            CurvePanel("clusters per prompt", {"similarity_groups/avg_groups_per_prompt": pink}),
-        ],
-        [
-            CurvePanel("cosine of the gradients of pairs and of GRPO", {"grad_cosine/grpo_preference": pink}),
-            CurvePanel("norm of their gradients", gradients, ["GRPO", "pairs"]),
-        ],
+        {"reward while training": {"reward": blue}},
+        {_held_out_title(metric or ""): {f"{EVAL_PREFIX}{metric}": green}},
+        {
+            "DPO's reward of the two answers of a pair": pair_rewards,
+            "better answer preferred, while training": {"preference/accuracy": blue},
+        },
+        {_held_out_title(PREFERENCE_ACCURACY): {f"{EVAL_PREFIX}{PREFERENCE_ACCURACY}": green}},
+        {"entropy": {"entropy": orange}, "KL to the reference": {"kl": pink}},
+        {
+            "tokens in an answer": {"completions/mean_length": blue},
+            "answers cut off": {"completions/clipped_ratio": orange},
+        },
+        {
+            "distance of two answers to a prompt": {"diversity/mean_distance": green},
+            "clusters per prompt": {"similarity_groups/avg_groups_per_prompt": pink},
+        },
+        {
+            "cosine of the gradients of pairs and of GRPO": {"grad_cosine/grpo_preference": pink},
+            "norm of their gradients": gradients,
+        },
     ]
 
 

@@ -48,10 +48,7 @@ def save_checkpoint(
     dtype: str | None,
     resumable: bool = True,
 ) -> None:
-    """Write the checkpoint of a step; of one that exists only the state is updated.
-
-    Without ``resumable`` it holds only the policy and ``state.json``.
-    """
+    """Write the checkpoint of a step, or the state of an existing one; not ``resumable`` are policy and state alone."""
     masters, reference = updater.masters, updater.reference
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
@@ -136,10 +133,7 @@ def newest(run: RunDir) -> Path | None:
 
 
 def rewind(run: RunDir, step: int) -> list[str]:
-    """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names.
-
-    They would count among those that are kept.
-    """
+    """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names."""
     later = [folder for number, folder in _folders(run).items() if number > step]
     for folder in later:
         _delete(folder)
@@ -181,7 +175,5 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, te
     optimizer.state.clear()
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
-        if name not in parameters:
-            raise CheckpointError(f"the optimizer's state in the checkpoint names {name}, which the model has not")
         device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
         optimizer.state[parameters[name]][key] = value.to(device)

@@ -24,10 +24,7 @@ MODEL, CARD = "model", "README.md"
 
 
 def export_policy(run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights) -> Path:
-    """Write the best policy into the run's ``model`` folder, with its model card.
-
-    The weights of the last step are in memory; another step's are read from its checkpoint.
-    """
+    """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card."""
     folder, best_step = run.path / MODEL, state.exported_step
     dtype = components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
     if folder.exists():  # the run was finished before and was given more steps

@@ -26,7 +26,6 @@ EVAL_PREFIX = "eval/"
 TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 MAX_FLOAT32 = 3.4028234e38  # TensorBoard stores 32-bit floats
-FLUSH_SECONDS = 5.0
 CONTINUES = "The run continues; metrics.jsonl has them all"
 
 
@@ -46,13 +45,11 @@ class TensorBoard:
         number = sum(1 for _ in folder.glob("events.out.tfevents.*"))
         name = f"events.out.tfevents.{int(time.time()):010d}.{number:04d}.{socket.gethostname()}"
         self._file = RecordWriter(str(folder / name))
-        self._flushed = time.monotonic()
         try:
             self._write(file_version="brain.Event:2")
             if purge_step is not None:
                 start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
                 self._write(step=purge_step, session_log=start)
-            self._file.flush()
         except OSError:
             with suppress(OSError):
                 self._file.close()
@@ -61,15 +58,13 @@ class TensorBoard:
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         values = [self._summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
         self._write(step=step, summary=self._summary(value=values))
-        if time.monotonic() - self._flushed >= FLUSH_SECONDS:
-            self._file.flush()
-            self._flushed = time.monotonic()
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
         self._file.write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()
 
 
 class WeightsAndBiases:
@@ -169,10 +164,7 @@ class Recorder:
 
 
 def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
-    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``).
-
-    For TensorBoard see `Recorder`.
-    """
+    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``)."""
 
     def is_unfinished(row: Mapping[str, Any]) -> bool:
         names = row.keys() - {"step"}

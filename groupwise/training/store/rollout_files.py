@@ -157,9 +157,8 @@ def _same_types(tables: list[pyarrow.Table]) -> list[pyarrow.Table]:
             kind = str(column.type)
             if kind in EXTRA_TYPES and not (kind == "string" and column.null_count == len(column)):
                 widest[name] = max(kind, widest.get(name, kind), key=EXTRA_TYPES.index)
-    for number, table in enumerate(tables):
-        for position, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
-            if str(column.type) != widest.get(name, str(column.type)):
-                column = column.cast(pyarrow.type_for_alias(widest[name]))
-                tables[number] = tables[number].set_column(position, name, column)
-    return tables
+
+    def schema_of(table: pyarrow.Table) -> pyarrow.Schema:
+        return pyarrow.schema([(field.name, widest.get(field.name) or field.type) for field in table.schema])
+
+    return [table.cast(schema_of(table)) for table in tables]

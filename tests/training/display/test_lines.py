@@ -204,11 +204,6 @@ def test_an_ascii_stream_and_a_closed_stream_do_not_stop_a_run(clock):
     display.finish(["done"])
 
 
-def test_lines_go_to_the_standard_output_by_default(capsys):
-    LineDisplay().say("here")
-    assert capsys.readouterr().out == "here\n"
-
-
 def test_time_left_is_estimated_from_recent_steps(lines, clock):
     assert lines.seconds_left() is None
     for step in range(1, 101):

@@ -104,8 +104,7 @@ def test_a_rollout_file_that_cannot_be_deleted(run):
         rewind(run, 3)
 
 
-def test_events_are_flushed_during_the_run(run, monkeypatch):
-    monkeypatch.setattr("groupwise.training.store.recorder.FLUSH_SECONDS", 0.0)
+def test_events_are_flushed_during_the_run(run):
     with closing(Recorder(run, say=quiet)) as recorder:
         recorder.step(1, {"reward": 1.0})
         assert visible(run.path / "tensorboard") == {(1, "reward"): 1.0}
