@@ -52,12 +52,8 @@ class PairIndex:
         return PairGradients(grads.to(device))
 
 
-@dataclass(frozen=True)
-class PairLayout:
-    """The pairs of an update: those of the samples, and those of a data set."""
-
-    sampled: PairIndex
-    dataset: PairIndex
+PairLayout = tuple[PairIndex, PairIndex]
+"""The pairs of an update: those of the samples, and those of a data set."""
 
 
 def plan_pair_layout(
@@ -67,10 +63,7 @@ def plan_pair_layout(
     token_budget: int,
     compute_logps: Callable[[MiniBatch, Recipe], Tensor],
 ) -> PairLayout:
-    """The layout of a mini-batch's pairs.
-
-    compute_logps: computes the policy's summed log-probs ``(n, 2)`` of the pairs; called only if they are needed.
-    """
+    """The layout of a mini-batch's pairs. ``compute_logps`` gives the policy's ``(n, 2)``, and is called if needed."""
     pairs, reference = minibatch.pairs, minibatch.pairs.reference
     if reference is None:
         if len(pairs):
@@ -87,9 +80,7 @@ def plan_pair_layout(
         loss = _precompute(minibatch, step_recipe, compute_logps(minibatch, step_recipe), reference)
         of_samples = replace(loss, grads=loss.grads[:count])
         of_dataset = PairGradients(loss.grads[count:]) if count else loss  # the value is counted once
-    return PairLayout(
-        PairIndex(sampled, reference[:count], of_samples), PairIndex(dataset, reference[count:], of_dataset)
-    )
+    return PairIndex(sampled, reference[:count], of_samples), PairIndex(dataset, reference[count:], of_dataset)
 
 
 def _unsplit(pairs: Tensor, packs: Iterable[Sequence[int]]) -> bool:

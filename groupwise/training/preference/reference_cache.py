@@ -40,9 +40,6 @@ BLOCK = 256  # pairs in a file
 KEY_LENGTH = 32  # hexadecimal digits
 WITHOUT_EFFECT = {"_name_or_path", "architectures", "dtype", "transformers_version", "use_cache"}  # in a model's config
 
-PairProgress = Callable[[int, int], None]
-"""Called with the number of pairs done and their total."""
-
 
 class TokenPair(NamedTuple):
     """Two completions of one prompt, the better one first."""
@@ -73,7 +70,7 @@ def pair_logps(
     *,
     token_budget: int,
     folder: Path | None = None,
-    progress: PairProgress = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
     say: Say = lambda text: None,
 ) -> Tensor:
     """Log-probs ``(n, 2)`` of the chosen and the rejected completions, summed over tokens, under the current model.

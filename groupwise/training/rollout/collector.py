@@ -85,10 +85,7 @@ class RolloutCollector:
         return () if self.scorer is None else self.scorer.functions
 
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
-        """The batch of a step: batch_size × accumulation prompts, some of them resampled if that is set.
-
-        ``trainer_state`` is passed on to the rewards.
-        """
+        """The batch of a step: batch_size × accumulation prompts. ``trainer_state`` is passed on to the rewards."""
         train = step_recipe.train
         result = self._round(step, 0, train.batch_size * train.accumulation, step_recipe, trainer_state, timer)
         for number in range(1, train.resample_rounds + 1):

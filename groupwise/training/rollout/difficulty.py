@@ -32,10 +32,7 @@ def difficulty_weights(name: str, correct: Tensor, groups: Tensor, contributes: 
 
 
 def correctness(graded: Sequence[bool | None] | None, rewards: Tensor) -> Tensor:
-    """How correct each sample is, 0 to 1: the task's grade, or the reward scaled to the batch's range.
-
-    NaN for samples without a reward.
-    """
+    """How correct each sample is, 0 to 1 or NaN: the task's grade, or the reward scaled to the batch's range."""
     if graded is not None:
         correct = torch.tensor([float(bool(result)) for result in graded], dtype=torch.float64)
         return torch.where(rewards.isnan(), torch.nan, correct)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +24,6 @@ EXACT_KL_FACTORS = {"full": "none", "full_ratio_weighted": "mean_ratio"}
 """The values of ``loss.kl`` that need full distributions, and the factor that `core.full_kl` applies for each."""
 
 
-class ExactKLTerm(NamedTuple):
-    """The exact KL of a pack's tokens ``(b, T)``: the penalty, with gradient, and the KL itself."""
-
-    penalty: Tensor
-    kl: Tensor
-
-
 @dataclass
 class ExactKL:
     """The exact KL of the samples of `iter_packs`; call `next` for its packs in order."""
@@ -43,8 +35,8 @@ class ExactKL:
     temperature: float
     dropout: bool
 
-    def next(self, states: Tensor, mask: Tensor) -> ExactKLTerm:
-        """KL(π_θ ‖ π_ref) of the next pack's tokens; ``states`` ``(tokens, …)`` are the policy's."""
+    def next(self, states: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The penalty, with gradient, and KL(π_θ ‖ π_ref) itself ``(b, T)`` of the next pack; states: the policy's."""
         model = self.handle.model
         with torch.no_grad(), self.reference.in_place(), eval_mode(model) if self.dropout else nullcontext():
             ref_states = next(self.ref_states)
@@ -52,7 +44,7 @@ class ExactKL:
         penalty = self._kl(states, ref_states, factor)
         with torch.no_grad():
             plain = penalty.detach() if factor == "none" else self._kl(states, ref_states, "none")
-        return ExactKLTerm(flat_to_rows(penalty, mask), flat_to_rows(plain, mask))
+        return flat_to_rows(penalty, mask), flat_to_rows(plain, mask)
 
     def _kl(self, states: Tensor, ref_states: Tensor, factor: str) -> Tensor:
         head = self.handle.head

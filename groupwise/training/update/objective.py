@@ -18,7 +18,7 @@ from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.rewards import load_function
-from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKLTerm
+from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class MicroBatch:
     old_logps: Tensor | None = None  # None: the batch is used once
     ref_logps: Tensor | None = None
     entropy: Tensor | None = None
-    exact_kl: ExactKLTerm | None = None  # over the full vocabulary, if loss.kl asks for it
+    exact_kl: tuple[Tensor, Tensor] | None = None  # penalty and KL over the full vocabulary, if loss.kl asks for it
     pairs: PackedPairs | PairGradients | None = None
 
 

@@ -208,12 +208,13 @@ class Updater:
         with_dataset: bool,
     ) -> Iterator[MicroBatch]:
         """Pack after pack: the samples, then the pairs of a data set."""
+        sampled, dataset = layout
         if len(minibatch):
-            yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, layout.sampled)
+            yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, sampled)
         if with_dataset and minibatch.pairs.dataset.pairs:
             prompts, completions = pair_completions(minibatch.pairs.dataset.pairs)
             for rows, pack in iter_packs(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
-                yield MicroBatch(pack.logps, pack.mask, pairs=layout.dataset.for_pack(rows, pack.logps.device))
+                yield MicroBatch(pack.logps, pack.mask, pairs=dataset.for_pack(rows, pack.logps.device))
 
     def _sample_micro_batches(
         self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex

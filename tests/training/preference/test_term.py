@@ -52,7 +52,7 @@ SOURCES = {
     "both": {"preference.pairs": "both", "preference.train": "pairs.jsonl"},
 }
 SLOW_SOURCES = [pytest.param(source, marks=pytest.mark.slow) for source in ("group", "data")]
-QUICK_KINDS = ("sigmoid", "ipo", "aot", "exo_pair", "sft")
+QUICK_KINDS = ("ipo", "aot")
 ALONE = {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0}
 LONG = [[20] * 4] * 4  # with the smallest packs, no two such completions fit into one
 
@@ -213,27 +213,25 @@ def settings_of(kind):
 def test_the_gradient_is_the_naive_one_for_every_source_of_pairs(source):
     case = make_case(SOURCES[source])
     assert len(case.minibatch.pairs) == {"group": 3, "data": 5, "both": 8}[source]
-    check_against_naive(case, (1, 25, 40, 60, 10**6))
+    check_against_naive(case, (1, 40, 10**6))
 
 
 @pytest.mark.parametrize(
     "kind", [kind if kind in QUICK_KINDS else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 )
 def test_the_gradient_is_the_naive_one_for_every_kind(kind):
-    check_against_naive(make_case({**SOURCES["both"], **settings_of(kind)}))
+    check_against_naive(make_case({**SOURCES["both"], **settings_of(kind)}), (1,))
 
 
-@pytest.mark.parametrize("kinds", [("sigmoid", "sft"), ("ipo", "hinge")], ids="+".join)
-def test_kinds_are_added_with_their_weights(kinds):
-    check_against_naive(
-        make_case({**SOURCES["both"], "preference.kind": list(kinds), "preference.kind_weights": [1.5, -0.2]})
-    )
+def test_kinds_are_added_with_their_weights():
+    kinds = {"preference.kind": ["ipo", "sft"], "preference.kind_weights": [1.5, -0.2]}
+    check_against_naive(make_case({**SOURCES["both"], **kinds}), (40,))
 
 
 @pytest.mark.parametrize("loss", ["dapo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gspo", "cispo"))])
 def test_beside_other_losses_and_masks(loss):
     settings = {"loss.name": loss, "masks.truncated": True, "masks.off_policy": "v3.2", "loss.entropy_coef": 0.1}
-    check_against_naive(make_case({**SOURCES["both"], **settings, "masks.off_policy_threshold": 0.8}))
+    check_against_naive(make_case({**SOURCES["both"], **settings, "masks.off_policy_threshold": 0.8}), (40,))
 
 
 def test_with_the_exact_kl_the_reference_of_pairs_is_computed_separately():
@@ -266,7 +264,7 @@ def test_the_token_budget_changes_nothing(source, plain):
     minibatch, updater, paths, results, gradients = case.minibatch, case.updater, set(), [], []
     for budget in (1, 52, 75, 110, 10**6):
         plan = plan_of(case, budget)
-        paths |= {index.precomputed is None for index in (plan.sampled, plan.dataset) if len(index.rows)}
+        paths |= {index.precomputed is None for index in plan if len(index.rows)}
         results.append(updater.update(minibatch, case.recipe))
         gradients.append(last_gradient(updater))
     assert paths == {True, False}
@@ -316,7 +314,7 @@ def test_group_pairs_have_the_sampling_temperature_and_dataset_pairs_temperature
     difference = (case.reference - cold.reference).abs()
     assert bool((difference[:groups] > 1e-3).all())
     assert bool((difference[groups:] == 0).all())
-    check_against_naive(case)
+    check_against_naive(case, (40,))
 
 
 def test_kept_sets_apply_to_group_pairs():
@@ -330,7 +328,7 @@ def test_kept_sets_apply_to_group_pairs():
         groups = len(case.sampled)
         torch.testing.assert_close(case.minibatch.pairs.reference, case.reference, rtol=1e-9, atol=1e-9)
         assert bool((case.reference[:groups] > unfiltered.reference[:groups] + 1e-3).any())
-        check_against_naive(case)
+        check_against_naive(case, (40,))
 
 
 def test_known_log_probs_of_the_reference_are_not_computed_again(monkeypatch):
@@ -401,7 +399,7 @@ def test_half_the_policy_coef_is_half_its_gradient():
     for coefficient in (0.0, 0.5, 1.0):
         case = make_case({**SOURCES["both"], "loss.policy_coef": coefficient}, naive=coefficient == 0.5)
         if coefficient == 0.5:
-            check_against_naive(case)
+            check_against_naive(case, (40,))
         values[coefficient] = case.updater.update(case.minibatch, case.recipe).values
         gradients[coefficient] = last_gradient(case.updater)
     assert "policy" not in values[0.0]
@@ -412,7 +410,7 @@ def test_half_the_policy_coef_is_half_its_gradient():
 
 
 @pytest.mark.parametrize("log_term_gradients", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [1, pytest.param(10**6, marks=pytest.mark.slow)])
 def test_samples_without_a_learning_signal_may_be_computed(budget, log_term_gradients):
     """With train.skip_equal_rewards = false there are packs without a pair, and mini-batches without a term."""
     case = make_case({**ALONE, "train.skip_equal_rewards": False}, budget=budget, naive=False)
@@ -438,7 +436,7 @@ def test_each_mini_batch_is_normalised_by_its_own_pairs():
     for prompts, dataset, number in (((0,), pairs[:1], 3), ((2, 3), pairs[1:], 6), ((1,), pairs[:2], 2), ((0,), [], 2)):
         case = make_case(SOURCES["both"], prompts=prompts, dataset=dataset)
         assert case.minibatch.totals.pairs == len(case.minibatch.pairs) == number
-        check_against_naive(case)
+        check_against_naive(case, (10**6,))
 
 
 def test_a_mini_batch_without_pairs_has_no_term():
@@ -675,7 +673,7 @@ def test_out_of_memory_in_the_middle_of_dataset_pairs(monkeypatch):
 # --- not finite -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [10**6, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("value", [math.nan, pytest.param(math.inf, marks=pytest.mark.slow)])
 def test_nan_and_inf_name_the_term_and_change_no_weight(value, budget):
     for settings, at in ((SOURCES["group"], 0), (SOURCES["both"], -1)):
