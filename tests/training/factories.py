@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -19,14 +20,19 @@ from groupwise.data import Prompt
 from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.precision import MasterWeights
 from groupwise.tasks.base import Task
+from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.trainer import Callback, Trainer
+from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import find_loss
 from groupwise.training.update.reference import Reference
+from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
 from tests.model.models import SIZE, VOCABULARY, exact, padded_logps
 from tests.training.runs import RecordingDisplay
 
+PROMPTS = (3, 0, 1)  # of the mini-batch in `moved_minibatch`
+BUDGETS = (1, 40, 10**6)  # one sample at a time, a few, all at once
 LENGTHS = [[3, 7, 1, 5], [4, 4, 2, 6], [8, 1, 3, 2], [5, 2, 7, 7]]
 REWARDS = [[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 1.0, 1.0], [0.0, 2.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
 
@@ -241,6 +247,60 @@ def gradient_of(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
     trained = [(name, weight) for name, weight in model.named_parameters() if weight.requires_grad]
     names, parameters = zip(*trained, strict=True)
     return dict(zip(names, torch.autograd.grad(value, parameters), strict=True))
+
+
+def moved_minibatch(
+    settings: Mapping[str, Any],
+    *,
+    model: Any = None,
+    budget: int = 10**6,
+    old: bool = True,
+    naive: bool = True,
+    size: float = 0.02,
+) -> tuple[Recipe, Batch, GroupAdvantages, Updater, MiniBatch, dict[str, Any]]:
+    """A mini-batch whose policy has moved away from its old log-probs and from the reference, by ``size``.
+
+    The last value are the old and reference log-probs of `naive_terms`, unless ``naive`` is False.
+    """
+    recipe = short_recipe(settings)
+    batch = make_batch(cut=[1, 3, 12], kept=recipe.masks.keep_sampling_mask)
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
+    updater = make_updater(recipe, model=model, budget=budget, reference=True)
+    minibatch = build_minibatch(batch, group_advantages, PROMPTS, recipe)
+    inputs: dict[str, Any] = {}
+    with torch.no_grad():
+        if naive:
+            inputs["ref"] = naive_logps(updater.handle, batch, PROMPTS, recipe)["logps"]
+        perturb(updater.handle.model, seed=2, size=size)
+        if naive:
+            before = naive_logps(updater.handle, batch, PROMPTS, recipe)
+            inputs["old"] = before["logps"] if old else None
+            if recipe.loss.importance_cap is not None:
+                inputs["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=recipe.loss.importance_cap)
+    updater.precompute_logps(minibatch, recipe, old=old)
+    perturb(updater.handle.model, seed=3, size=size)
+    return recipe, batch, group_advantages, updater, minibatch, inputs
+
+
+def check_update(
+    updater: Updater,
+    minibatch: MiniBatch,
+    recipe: Recipe,
+    terms: Mapping[str, Tensor],
+    budgets: Sequence[int] = BUDGETS,
+) -> list[UpdateResult]:
+    """Check the values of these terms and the gradient of their sum, however samples are packed."""
+    wanted = gradient_of(updater.handle.model, torch.stack(list(terms.values())).sum())
+    results = []
+    for budget in budgets:
+        updater.token_budget = budget
+        results.append(updater.update(minibatch, recipe))
+        assert_same(last_gradient(updater), wanted)
+        for name, value in terms.items():
+            assert results[-1].values[name] == pytest.approx(float(value.detach()), rel=1e-9, abs=1e-12), name
+        norm = sum(float(gradient.square().sum()) for gradient in wanted.values()) ** 0.5
+        assert results[-1].grad_norm == pytest.approx(norm)
+    return results
 
 
 # --- trainers ---------------------------------------------------------------------------------------------------------

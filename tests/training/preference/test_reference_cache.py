@@ -20,13 +20,18 @@ from groupwise.model.lora import add_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError
 from groupwise.training.preference import reference_cache as module
-from groupwise.training.preference.reference_cache import BLOCK, TokenPair, pair_logps, reference_logps
+from groupwise.training.preference.reference_cache import TokenPair, pair_logps, reference_logps
 from groupwise.training.update.reference import Reference
 from tests.model.models import VOCABULARY, tiny
 from tests.training.factories import perturb, small_llama
 
-BUDGET = 4096
+BLOCK, BUDGET = 64, 4096
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(module, "BLOCK", BLOCK)
 
 
 def make_pairs(number, seed=0):
@@ -416,10 +421,12 @@ SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from groupwise.training.preference.reference_cache import BLOCK, reference_logps
-from tests.training.preference.test_reference_cache import BUDGET, make_handle, make_pairs
+from groupwise.training.preference import reference_cache
+from groupwise.training.preference.reference_cache import reference_logps
+from tests.training.preference.test_reference_cache import BLOCK, BUDGET, make_handle, make_pairs
 
 torch.set_num_threads(1)
+reference_cache.BLOCK = BLOCK
 folder, deadly = Path(sys.argv[1]), int(sys.argv[2])
 pairs = make_pairs(3 * BLOCK)
 handle, reference = make_handle()

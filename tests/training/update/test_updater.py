@@ -17,22 +17,24 @@ from groupwise.training.update.optimizer import make_optimizer
 from groupwise.training.update.policy_masks import on_policy_samples
 from groupwise.training.update.updater import Updater
 from tests.training.factories import (
+    BUDGETS,
+    PROMPTS,
     assert_same,
+    check_update,
     gradient_of,
     last_gradient,
     make_batch,
     make_trainer,
     make_updater,
-    naive_logps,
+    moved_minibatch,
     naive_terms,
     perturb,
     short_recipe,
     small_llama,
 )
 
-PROMPTS = (3, 0, 1)
 SEPARABLE = [name for name, loss in LOSSES.items() if loss.aggregation != "local_token_mean"]
-QUICK_LOSSES = ("grpo", "dapo", "gspo", "cispo", "reinforce")
+QUICK_LOSSES = ("grpo", "gspo", "cispo")
 CASES = {
     "on policy": {},
     "kl": {"loss.kl_coef": 0.3, "loss.kl": "unbiased"},
@@ -65,49 +67,16 @@ RICH = {
     "masks.off_policy_threshold": 0.8,
 }
 SHORT = {"sampling.max_new_tokens": 2}  # where bfloat16 is slow
-BUDGETS = (1, 40, 10**6)  # one sample at a time, a few, all at once
-
-
-def prepared_minibatch(settings, *, budget=10**6, old=True, naive=True):
-    """A mini-batch whose policy has moved away from its old log-probs and from the reference."""
-    recipe = short_recipe(settings)
-    batch = make_batch(cut=[1, 3, 12], kept=recipe.masks.keep_sampling_mask)
-    group_advantages = compute_group_advantages(batch, recipe, [1.0])
-    updater = make_updater(recipe, budget=budget, reference=True)
-    model = updater.handle.model
-    minibatch = build_minibatch(batch, group_advantages, PROMPTS, recipe)
-
-    def logps():
-        with torch.no_grad():
-            return naive_logps(updater.handle, batch, PROMPTS, recipe)
-
-    inputs = {"ref": logps()["logps"]} if naive else {}
-    perturb(model, seed=2, size=0.02)
-    if naive:
-        before = logps()
-        inputs["old"] = before["logps"] if old else None
-        if recipe.loss.importance_cap is not None:
-            inputs["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=recipe.loss.importance_cap)
-    updater.precompute_logps(minibatch, recipe, old=old)
-    perturb(model, seed=3, size=0.02)
-    return recipe, batch, group_advantages, updater, minibatch, inputs
 
 
 # --- the gradient -----------------------------------------------------------------------------------------------------
 
 
-def check_against_naive(settings, *, old=True):
-    recipe, batch, group_advantages, updater, minibatch, inputs = prepared_minibatch(settings, old=old)
+def check_against_naive(settings, *, old=True, budgets=BUDGETS):
+    recipe, batch, group_advantages, updater, minibatch, inputs = moved_minibatch(settings, old=old)
     assert (minibatch.old_logps is None) is not old
     terms = naive_terms(updater.handle, batch, group_advantages, PROMPTS, recipe, **inputs)
-    wanted = gradient_of(updater.handle.model, torch.stack(list(terms.values())).sum())
-    for budget in BUDGETS:
-        updater.token_budget = budget
-        result = updater.update(minibatch, recipe)
-        assert_same(last_gradient(updater), wanted)
-        for name, value in terms.items():
-            assert result.values[name] == pytest.approx(float(value.detach()), rel=1e-9, abs=1e-12), name
-        assert result.grad_norm == pytest.approx(math.sqrt(sum(float(g.square().sum()) for g in wanted.values())))
+    check_update(updater, minibatch, recipe, terms, budgets)
 
 
 @pytest.mark.parametrize(
@@ -120,17 +89,19 @@ def test_the_gradient_is_the_naive_one_for_every_loss_however_samples_are_packed
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_gradient_is_the_naive_one_for_every_term_and_mask(case):
-    check_against_naive(CASES[case])
+    check_against_naive(CASES[case], budgets=(40,))
 
 
-def test_the_gradient_is_the_naive_one_with_mask_denominators():
-    for loss in ("grpo", "reinforce", "gspo"):
-        check_against_naive({"loss.name": loss, **CASES["mask denominator"]})
+@pytest.mark.parametrize(
+    "loss", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "reinforce"))]
+)
+def test_the_gradient_is_the_naive_one_with_mask_denominators(loss):
+    check_against_naive({"loss.name": loss, **CASES["mask denominator"]})
 
 
 @pytest.mark.parametrize(("case", "masked_out"), [("masks", 3), ("mask denominator", 3), ("reference_drift", 3)])
 def test_the_masks_of_these_cases_drop_some_samples_but_not_all(case, masked_out):
-    recipe, _, _, updater, minibatch, _ = prepared_minibatch(CASES[case], naive=False)
+    recipe, _, _, updater, minibatch, _ = moved_minibatch(CASES[case], naive=False)
     result = updater.update(minibatch, recipe).masked_out
     assert list(result) == ["off_policy"]
     assert len(result["off_policy"]) == masked_out < len(minibatch)
@@ -138,7 +109,7 @@ def test_the_masks_of_these_cases_drop_some_samples_but_not_all(case, masked_out
 
 
 def test_some_importance_weights_of_these_cases_are_capped():
-    _, _, _, _, minibatch, _ = prepared_minibatch(CASES["importance"], naive=False)
+    _, _, _, _, minibatch, _ = moved_minibatch(CASES["importance"], naive=False)
     assert 0 < (minibatch.weights[minibatch.mask] == 1.05).double().mean() < 1
 
 
@@ -174,12 +145,18 @@ def test_gradients_are_clipped_and_the_norm_before_is_reported():
 # --- skipping ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("kl", "entropy", "mask denominator")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("masks", "high entropy", "entropy denominator", "reference_drift", "importance"),
+        *(pytest.param(case, marks=pytest.mark.slow) for case in ("on policy", "kept sets")),
+    ],
+)
 def test_skipping_equal_groups_changes_nothing(case):
     gradients = {}
     for skip in (True, False):
         settings = {**CASES[case], "train.skip_equal_rewards": skip}
-        recipe, _, _, updater, minibatch, _ = prepared_minibatch(settings, budget=40, naive=False)
+        recipe, _, _, updater, minibatch, _ = moved_minibatch(settings, budget=40, naive=False)
         updater.update(minibatch, recipe)
         gradients[skip] = last_gradient(updater)
         assert (len(minibatch) < 12) is (skip and case != "reference_drift")
@@ -262,7 +239,9 @@ def test_masked_and_skipped_samples_stay_in_denominators_and_baselines(settings,
 # --- old log-probs and the ratio --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("iterations", "count"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("iterations", "count"), [(1, 1), (2, 2), *(pytest.param(*n, marks=pytest.mark.slow) for n in ((2, 1), (1, 2)))]
+)
 def test_old_logps_are_computed_before_the_first_update(tmp_path, monkeypatch, iterations, count):
     """For all mini-batches; a batch that is used once needs none."""
     done, minibatches = [], []
@@ -340,8 +319,8 @@ def test_sampler_and_trainer_agree(tmp_path, settings):
     ("settings", "cause"),
     [
         ({}, "the weights changed in between"),
-        ({"model.dtype": "bfloat16", **SHORT}, "loss.importance_cap = 2.0"),
         ({"model.lora": {"rank": 2, "dropout": 0.1}}, "model.lora.dropout = 0"),
+        pytest.param({"model.dtype": "bfloat16", **SHORT}, "loss.importance_cap = 2.0", marks=pytest.mark.slow),
     ],
 )
 def test_a_mismatch_is_reported_once_with_its_likely_cause(tmp_path, settings, cause):
@@ -373,7 +352,14 @@ def broken(value, after=0):
     return Loss(token_loss, "token_mean")
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(math.nan, "float32"), (math.inf, "float32"), (math.nan, "bfloat16")])
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (math.nan, "float32"),
+        pytest.param(math.inf, "float32", marks=pytest.mark.slow),
+        pytest.param(math.nan, "bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_nan_and_inf_stop_the_run_before_a_weight_changes(tmp_path, value, dtype):
     settings = {"train.steps": 3, "model.dtype": dtype, "optimizer.weight_decay": 0.1, **SHORT}
     with make_trainer(tmp_path, settings) as trainer:
@@ -461,8 +447,14 @@ def short_of_memory(monkeypatch, most, error=None, after=0):
     return budgets
 
 
-@pytest.mark.parametrize("log_term_gradients", [False, True])
-@pytest.mark.parametrize("error", [None, RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+@pytest.mark.parametrize(
+    ("error", "log_term_gradients"),
+    [
+        (None, True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), False),
+        pytest.param(None, False, marks=pytest.mark.slow),
+    ],
+)
 def test_out_of_memory_halves_the_packs_and_repeats_the_step(monkeypatch, error, log_term_gradients):
     recipe = short_recipe({"loss.entropy_coef": 0.1})
     batch = make_batch(lengths=[[9 + n % 3 for n in range(4)] for _ in range(4)])
