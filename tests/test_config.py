@@ -380,7 +380,6 @@ def test_other_literals_do_not_come_from_core():
 
 
 def test_other_literals_match_the_code_that_uses_them():
-    from groupwise.data.prompts import TOO_LONG
     from groupwise.grouping.cluster import METHODS
     from groupwise.rewards.scorer import ON_ERROR
     from groupwise.training.rollout.difficulty import WEIGHTS
@@ -389,7 +388,6 @@ def test_other_literals_match_the_code_that_uses_them():
     assert set(choices_of(NAMES["advantages.difficulty"])) == {"none", *WEIGHTS}
     assert set(choices_of(NAMES["loss.kl"])) == {*ESTIMATORS, *EXACT_KL_FACTORS}
     assert choices_of(NAMES["grouping.method"]) == METHODS
-    assert set(choices_of(NAMES["data.on_too_long"])) == set(TOO_LONG)
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
 
 

@@ -20,7 +20,8 @@ from tests.weights import wordllama
 FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.toml"))
 EMBEDDER = ("creative.toml", "modes.toml")  # need real weights of an embedder
-FIRST_STEPS = [pytest.param(name, marks=pytest.mark.slow) if name in EMBEDDER else name for name in RECIPES]
+SLOW = (*EMBEDDER, "usmle.toml")  # tests/cli/test_usmle.py runs two steps of the last
+FIRST_STEPS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RECIPES]
 
 # Small enough for a second.
 SMALL = {

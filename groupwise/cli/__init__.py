@@ -20,7 +20,7 @@ from groupwise.cli.models import add_models
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import split_settings
 from groupwise.cli.train import add_check, add_train
-from groupwise.errors import GroupwiseError
+from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.plugins import load_plugin, plugin_names
 
 # To add a command, write a function like `add_models` and list it here.
@@ -73,12 +73,14 @@ def _parse(words: list[str]) -> argparse.Namespace:
         parser.epilog = f"commands of plug-ins: {', '.join(plugins)}"
         if name in plugins:
             load_plugin("groupwise.commands", PLUGINS, name, "command")(commands)
-    settings: list[str] = []
+    settings: list[tuple[str, str]] = []
     command = commands.choices.get(name)
     if command is not None and command.get_default("takes_settings"):
         words[1:], settings = split_settings(words[1:], command._option_string_actions)
     arguments, rest = parser.parse_known_args(words)
-    if rest and not arguments.takes_settings:
+    if rest and arguments.takes_settings:
+        raise ConfigError(f"{rest[0]!r} is not understood; settings are given as --section.key VALUE")
+    if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    arguments.settings = [*rest, *settings]
+    arguments.settings = settings
     return arguments

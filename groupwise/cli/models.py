@@ -90,28 +90,18 @@ def _models_remove(arguments: argparse.Namespace) -> int:
 @contextmanager
 def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
     """Progress bars on stderr, one per stage of a fetch; a stage of unknown length has no numbers."""
-    from rich.progress import BarColumn, DownloadColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
-    from rich.progress import TransferSpeedColumn as SpeedColumn
-    from rich.text import Text
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-    class Bytes(DownloadColumn):
-        def render(self, task: Task) -> Text:
-            return super().render(task) if task.fields["counted"] else Text()
-
-    class Speed(SpeedColumn):
-        def render(self, task: Task) -> Text:
-            return super().render(task) if task.fields["counted"] else Text()
-
-    columns = (TextColumn("{task.description}"), BarColumn(), Bytes(), Speed(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amount]}"), TimeElapsedColumn())
     with Progress(*columns, console=console(stderr=True)) as progress:
         tasks: dict[str, TaskID] = {}
 
         def report(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
                 finish()
-                text = f"{name}: {STAGES[stage]}"
-                tasks[stage] = progress.add_task(text, total=total, counted=total is not None)
-            progress.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = progress.add_task(f"{name}: {STAGES[stage]}", total=total, amount="")
+            amount = "" if total is None else f"{size(done)} of {size(total)}"
+            progress.update(tasks[stage], completed=done, total=total, amount=amount)
 
         def finish() -> None:
             for task in progress.tasks:

@@ -58,44 +58,37 @@ EXAMPLES = """
 """
 
 
-def split_settings(words: Sequence[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Split the words of a command into its own and the settings, which may come before or after the recipe.
+def split_settings(words: Sequence[str], options: Collection[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Split the words of a command into its own and the settings, (name, text), before or after the recipe.
 
-    A word with two dashes that is not one of the command's ``options`` is a setting; the next word is its value.
+    A word with two dashes that is not one of the command's ``options`` is a setting: ``--section.key=value``, or
+    ``--section.key`` with its value as the next word; without a value it is true.
     """
     command: list[str] = []
-    settings: list[str] = []
+    settings: list[tuple[str, str]] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        name, equals, _ = word.partition("=")
+        name, equals, text = word.partition("=")
         if not name.startswith("--") or name in ("--", *options):
             command.append(word)
             continue
-        settings.append(word)
-        if not equals and rest and not rest[0].startswith("--"):
-            settings.append(rest.pop(0))
+        if not equals:
+            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
+        settings.append((name[2:].replace("-", "_"), text))
     return command, settings
 
 
-def parse_settings(words: Sequence[str]) -> dict[str, Any]:
-    """``--section.key value`` and ``--section.key=value`` as dotted settings; without a value, the setting is true."""
+def parse_settings(settings: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """The values of settings that are given as texts."""
     from groupwise.config import parse_override
 
-    settings: dict[str, Any] = {}
-    rest = list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith("--") or word == "--":
-            raise ConfigError(f"{word!r} is not understood; settings are given as --section.key VALUE")
-        name, equals, text = word[2:].partition("=")
-        if not equals:
-            text = rest.pop(0) if rest and not rest[0].startswith("--") else "true"
-        name = name.replace("-", "_")
-        if name in settings:
+    values: dict[str, Any] = {}
+    for name, text in settings:
+        if name in values:
             raise ConfigError(f"--{name} is given twice")
-        settings[name] = parse_override(name, text)
-    return settings
+        values[name] = parse_override(name, text)
+    return values
 
 
 def settings_help() -> str:

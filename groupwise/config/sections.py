@@ -19,7 +19,7 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-CountOrNone = Annotated[int, Field(ge=0)]
+CountOrZero = Annotated[int, Field(ge=0)]
 
 
 class Section(BaseModel):
@@ -72,7 +72,7 @@ class SourcesSection(Section):
     """training rows: .jsonl, .json, .parquet, .csv, a folder of these, a hub dataset owner/name, or a list of such"""
     held_out: str | list[str] | None = None
     """evaluation rows, never trained on"""
-    held_out_from_train: CountOrNone = 0
+    held_out_from_train: CountOrZero = 0
     """hold out this many random rows of the first training source for evaluation"""
     subset: str | None = None
     """the configuration of a hub dataset"""
@@ -119,7 +119,7 @@ class ScoringSection(Section):
     """time limit of one call of a reward function, in seconds"""
     on_error: Literal["stop", "drop"] = "stop"
     """a reward function that fails: stop the run, or drop and count the sample"""
-    overlong_buffer: CountOrNone = 0
+    overlong_buffer: CountOrZero = 0
     """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off"""
     overlong_weight: NotNegative = 1.0
     """the penalty of a completion of full length"""
@@ -130,11 +130,11 @@ class SamplingSection(Section):
     """G: completions per prompt"""
     max_new_tokens: Count = 256
     """maximum completion length in tokens"""
-    min_new_tokens: CountOrNone = 0
+    min_new_tokens: CountOrZero = 0
     """minimum completion length in tokens: EOS cannot be sampled before"""
     temperature: Positive = 1.0
     """divides the logits, in sampling and in training"""
-    top_k: CountOrNone | None = None
+    top_k: CountOrZero | None = None
     """sample from the k most likely tokens only"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """sample from the smallest set of tokens with this total probability"""
@@ -176,7 +176,7 @@ class GroupingSection(Section):
     """dtype of the embedder; auto is bfloat16 on a GPU, else float32"""
     batch_size: Count = 64
     """texts per forward pass of the embedder"""
-    cache: CountOrNone = 20_000
+    cache: CountOrZero = 20_000
     """number of embeddings to cache; 0 is off"""
     text_after: str | None = "</think>"
     """compare only the text after the last occurrence of this mark; none compares complete completions"""
@@ -196,7 +196,7 @@ class GroupingSection(Section):
     """compute no reward for a completion that is alone in its cluster: its advantage is 0"""
     log_diversity: bool = False
     """cluster and log the diversity even if advantages.grouping does not use clusters"""
-    workers: CountOrNone | None = None
+    workers: CountOrZero | None = None
     """Ray workers that embed and cluster; 0 is this process. Default: one per GPU, up to 8, with two GPUs or more"""
     ray_address: str | None = None
     """address of an existing Ray cluster; default: start one on this machine"""
@@ -284,7 +284,7 @@ class MasksSection(Section):
     log π_θ − log π_ref on"""
     validity: bool = False
     """mask completions that are too short, repetitive, or without an extractable answer"""
-    min_length: CountOrNone = 10
+    min_length: CountOrZero = 10
     """validity: minimum number of characters"""
     max_repetition: Share = 0.5
     """validity: maximum share of repeated word trigrams"""
@@ -295,7 +295,7 @@ class MasksSection(Section):
 
 
 class ReferenceSection(Section):
-    refresh_every: CountOrNone = 0
+    refresh_every: CountOrZero = 0
     """update the reference from the policy every N steps; 0 is never"""
     mix: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of the policy in the updated reference; 1 replaces it"""
@@ -318,7 +318,7 @@ class OptimizerSection(Section):
     """AdamW's ε"""
     max_grad_norm: Positive | None = 1.0
     """gradients are clipped to this norm"""
-    warmup_steps: CountOrNone = 0
+    warmup_steps: CountOrZero = 0
     """steps of linear learning-rate warm-up"""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """learning-rate decay after the warm-up"""
@@ -327,7 +327,7 @@ class OptimizerSection(Section):
 
 
 class SftSection(Section):
-    steps: CountOrNone = 0
+    steps: CountOrZero = 0
     """supervised steps on the task's examples before the first GRPO step, to learn the answer format"""
     epochs: Positive | None = None
     """passes over the examples; overrides steps"""
@@ -338,7 +338,7 @@ class SftSection(Section):
 
 
 class TrainSection(Section):
-    steps: CountOrNone | None = None
+    steps: CountOrZero | None = None
     """number of steps; overrides epochs. 0 runs only [sft]"""
     epochs: Positive | None = 3.0
     """number of passes over the training rows"""
@@ -352,7 +352,7 @@ class TrainSection(Section):
     """number of updates in one pass over a batch; each is normalized by itself"""
     token_budget: Count | None = None
     """tokens per forward and backward pass; default: what fits into memory. It does not change the result"""
-    resample_rounds: CountOrNone = 0
+    resample_rounds: CountOrZero = 0
     """maximum number of extra rollout rounds to replace prompts without learning signal (dynamic sampling, DAPO)"""
     skip_equal_rewards: bool = True
     """skip groups with equal rewards in the update, unless a KL or entropy term needs them"""
@@ -360,14 +360,14 @@ class TrainSection(Section):
     """NaN or inf in the loss or gradient: stop before the weights change, or skip the update and count it"""
     max_logp_mismatch: Positive = 0.05
     """warn if the mean difference of a token's log-prob between sampler and trainer is above this"""
-    log_term_gradients_every: CountOrNone = 0
+    log_term_gradients_every: CountOrZero = 0
     """every N steps, log each objective term's gradient norm and the cosines between them; 0 is never"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """seed of the row order, the sampling and the adapter's initialization"""
 
 
 class EvaluateSection(Section):
-    every: CountOrNone = 0
+    every: CountOrZero = 0
     """evaluate on the held-out rows every N steps; 0 is only at the end"""
     before_training: bool = True
     """also evaluate before the first step"""
@@ -390,7 +390,7 @@ class RunSection(Section):
     """part of the new folder's name; default: the recipe's"""
     log_every: Count = 1
     """steps between two lines if the output is not a terminal; metrics.jsonl has every step"""
-    checkpoint_every: CountOrNone = 50
+    checkpoint_every: CountOrZero = 50
     """steps between checkpoints; 0 is only at the end"""
     keep_checkpoints: Count = 2
     """number of checkpoints to keep, besides the best one"""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.pair_formats import NO_ANSWER, SAME_ANSWER, Preference, PreferenceReader, common_length
-from groupwise.data.prompts import CHUNK, TOO_LONG, PromptBuilder, check_length, check_tokens
+from groupwise.data.prompts import CHUNK, PromptBuilder, check_tokens
 from groupwise.data.rows import where_of
-from groupwise.errors import ConfigError, DataError, check_choice
+from groupwise.errors import ConfigError, DataError
 
 PairIds = tuple[list[int], list[int], list[int]]  # of a prompt, alone and followed by each answer
 
@@ -53,8 +53,6 @@ class PairBuilder:
         max_length: int | None = None,
         on_too_long: str = "drop",
     ) -> None:
-        check_choice("on_too_long", on_too_long, TOO_LONG, ConfigError)
-        check_length("max_length", max_length)
         self.prompts = prompts
         self.max_length = max_length
         self.on_too_long = on_too_long

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.rows import check_prompts, content_text, has_lone_surrogate, where_of
-from groupwise.errors import ConfigError, DataError, check_choice, check_integer
+from groupwise.errors import ConfigError, DataError
 from groupwise.text import error_reason
 
 Message = dict[str, Any]
 
-TOO_LONG = ("error", "drop", "truncate")
 # Arguments of apply_chat_template that PromptBuilder sets itself.
 RESERVED = """
     add_generation_prompt continue_final_message conversation max_length padding return_assistant_tokens_mask
@@ -53,8 +52,6 @@ class PromptBuilder:
         max_prompt_length: int | None = None,
         on_too_long: str = "error",
     ) -> None:
-        check_choice("on_too_long", on_too_long, TOO_LONG, ConfigError)
-        check_length("max_prompt_length", max_prompt_length)
         if system_prompt is not None and (not isinstance(system_prompt, str) or has_lone_surrogate(system_prompt)):
             raise ConfigError(f"system_prompt must be a text without lone surrogates, or None, got {system_prompt!r}")
         self.template_kwargs = dict(chat_template_kwargs or {})
@@ -196,12 +193,6 @@ def as_messages(value: Any) -> list[Message]:
         {key: content_text(entry) if key == "content" else entry for key, entry in message.items() if entry is not None}
         for message in value
     ]
-
-
-def check_length(name: str, length: Any) -> None:
-    """Raise a ConfigError unless this is None or a positive number of tokens."""
-    if length is not None:
-        check_integer(name, length, 1, ConfigError)
 
 
 def check_tokens(ids: Sequence[int], where: str, column: str) -> None:

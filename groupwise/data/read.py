@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.data.rows import Row, describe_type, has_lone_surrogate
-from groupwise.errors import DataError, MissingExtraError, check_integer, did_you_mean
+from groupwise.errors import DataError, MissingExtraError, did_you_mean
 from groupwise.text import error_reason
 
 # File name endings and their formats.
@@ -54,8 +54,6 @@ def read_rows(
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise DataError(f"a dataset is named by a text or a path, not by {source!r}")
-    if limit is not None:
-        check_integer("limit", limit, 1, DataError)
     name = str(source)
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):

@@ -56,14 +56,8 @@ def exam_of_recipe(
 ) -> tuple[ExamReport, list[ModelAnswer]]:
     """Load a recipe's model and held-out questions, and run the exam."""
     components = load_components(recipe, say=say)
-    model = ModelUnderTest(
-        components.handle,
-        Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs),
-        components.tokenizer,
-        components.builder,
-        recipe.data.prompt,
-        components.stop,
-    )
+    engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
+    model = ModelUnderTest(components.handle, engine, components.tokenizer, components.builder, components.stop)
     return run_exam(
         model,
         components.held_out.rows,
@@ -91,9 +85,8 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
         facts["samples"] = f"{settings.samples}, temperature {temperature:g}"
     facts["seed"] = str(recipe.train.seed)
     versions = package_versions(("torch", "transformers"))
-    names = [name for name in ("groupwise", "torch", "transformers") if name in versions]
-    facts["versions"] = ", ".join(f"{name} {versions[name]}" for name in names)
-    return facts
+    names = ("groupwise", "torch", "transformers")
+    return facts | {"versions": ", ".join(f"{name} {versions[name]}" for name in names if name in versions)}
 
 
 def _prompt_form(recipe: Recipe) -> str:

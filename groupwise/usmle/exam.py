@@ -42,14 +42,13 @@ class ModelUnderTest:
     generator: Generator
     tokenizer: Any
     builder: PromptBuilder
-    prompt_column: str = "prompt"
     stop: Stop | None = None
 
     def prompts(self, rows: Sequence[TaskRow]) -> list[Prompt]:
         """The rows' prompts, whatever their length."""
         builder = copy.copy(self.builder)
         builder.max_prompt_length = None
-        return builder.build(rows, self.prompt_column)
+        return builder.build(rows)
 
     def answer(
         self,
@@ -86,10 +85,9 @@ class ModelUnderTest:
             ]
             result = completion_logps(self.handle, [prompt.ids for prompt in self.prompts(chunk)], answers)
             totals = torch.where(result.mask, result.logps, 0.0).sum(-1).cpu().double()
-            ends = torch.tensor([len(by_letter) for by_letter in texts]).cumsum(0).tolist()
-            for by_letter, end in zip(texts, ends, strict=True):
-                shares = totals[end - len(by_letter) : end].softmax(0).tolist()
-                scored.append(dict(zip(by_letter, shares, strict=True)))
+            by_row = torch.split(totals, [len(by_letter) for by_letter in texts])
+            for by_letter, logps in zip(texts, by_row, strict=True):
+                scored.append(dict(zip(by_letter, logps.softmax(0).tolist(), strict=True)))
             progress(start + len(chunk))
         return scored
 
@@ -113,7 +111,10 @@ def run_exam(
     """
     if not rows:
         raise ConfigError("there is nothing to evaluate on: give held-out rows (data.held_out)")
-    questions = [question_of(row, number) for number, row in enumerate(rows)]
+    questions = [
+        Question(number, row["question"], row["options"], row["answer"], row.get("category"), row.get("step"))
+        for number, row in enumerate(rows)
+    ]
     if like is not None:
         check_same(like, fingerprint(questions), len(questions))
 
@@ -142,13 +143,7 @@ def run_exam(
     return report, answers
 
 
-def question_of(row: TaskRow, number: int) -> Question:
-    """A row as a record of the report."""
-    return Question(number, row["question"], row["options"], row["answer"], row.get("category"), row.get("step"))
-
-
 def read_answer(row: TaskRow, number: int, sample: int, text: str, tokens: int, stop_reason: str) -> ModelAnswer:
     """A completion as a record, with the letters that the two readers find in it."""
-    lenient = extract_answer(text, row["options"])
-    strict = extract_answer(text, row["options"], strict=True)
+    lenient, strict = (extract_answer(text, row["options"], strict=strict) for strict in (False, True))
     return ModelAnswer(number, sample, text, lenient.letter, strict.letter, lenient.rule, tokens, stop_reason)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,43 +57,36 @@ def _legend_above(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=10, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.3)
 
 
-def _write(axes: Any, text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
-    axes.annotate(text, place, xytext=offset, textcoords="offset points", **options)
+def _bars(axes: Any, shares: Mapping[float, Proportion], colour: str, width: float, label: str) -> None:
+    values, errors = _percents(shares)
+    axes.bar(list(shares), values, width, color=colour, label=label)
+    axes.errorbar(list(shares), values, yerr=errors, fmt="none", ecolor="0.2", elinewidth=1.2, capsize=3)
+    style = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "fontsize": 10 if width > 0.5 else 9}
+    for place, share in shares.items():
+        axes.annotate(f"{100 * share.value:.1f}", (place, 100 * share.high), **style)
 
 
-def _bars(
-    axes: Any, places: Sequence[float], shares: Sequence[Proportion], colour: str, width: float, label: str
-) -> None:
-    values = [100 * share.value for share in shares]
-    axes.bar(places, values, width, color=colour, label=label)
-    axes.errorbar(places, values, yerr=_errors(shares), fmt="none", ecolor="0.2", elinewidth=1.2, capsize=3)
-    for place, share in zip(places, shares, strict=True):
-        size = 10 if width > 0.5 else 9
-        _write(axes, f"{100 * share.value:.1f}", (place, 100 * share.high), (0, 3), ha="center", fontsize=size)
-
-
-def _errors(shares: Sequence[Proportion]) -> list[list[float]]:
-    """The lengths of the error bars below and above, in percent."""
-    below = [100 * (share.value - share.low) for share in shares]
-    return [below, [100 * (share.high - share.value) for share in shares]]
+def _percents(shares: Mapping[float, Proportion]) -> tuple[list[float], list[list[float]]]:
+    """The values, and the lengths of the error bars below and above."""
+    below = [100 * (share.value - share.low) for share in shares.values()]
+    above = [100 * (share.high - share.value) for share in shares.values()]
+    return [100 * share.value for share in shares.values()], [below, above]
 
 
 def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None) -> None:
     accuracies = report.accuracies()
     names, shares = list(accuracies), list(accuracies.values())
-    if comparison is None:
-        _bars(axes, range(len(names)), shares, AFTER, 0.62, "")
+    before = comparison.before if comparison else {}
+    if before:
+        earlier = {place - 0.2: before[name] for place, name in enumerate(names) if name in before}
+        _bars(axes, earlier, BEFORE, 0.38, "before")
+        _bars(axes, {place + 0.2: share for place, share in enumerate(shares)}, AFTER, 0.38, "after")
     else:
-        earlier = [
-            (place - 0.2, comparison.before[name]) for place, name in enumerate(names) if name in comparison.before
-        ]
-        _bars(axes, [place for place, _ in earlier], [share for _, share in earlier], BEFORE, 0.38, "before")
-        _bars(axes, [place + 0.2 for place in range(len(names))], shares, AFTER, 0.38, "after")
+        _bars(axes, dict(enumerate(shares)), AFTER, 0.62, "")
     axes.axhline(100 * report.chance, **DASHED, label="guessing")
     axes.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
-    highest = max(share.high for share in (*shares, *(comparison.before.values() if comparison else ())))
-    side = 0.6 + 0.25 * max(0, 5 - len(names))  # keeps a few bars slim
-    axes.set(xlim=(-side, len(names) - 1 + side), ylim=(0, min(118, 100 * highest * 1.3 + 4)), ylabel="accuracy, %")
+    highest = max(share.high for share in (*shares, *before.values()))
+    axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, min(118, 100 * highest * 1.3 + 4)), ylabel="accuracy, %")
     axes.legend(frameon=False, fontsize=10, ncols=3, loc="upper right")
     _heading(axes, f"Accuracy on {report.n:,} questions, 95 % intervals")
 
@@ -101,17 +94,15 @@ def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None
 def _groups(axes: Any, report: ExamReport, comparison: ExamComparison | None) -> None:
     groups, heading = (report.by_category, "category") if report.by_category else (report.by_step, "exam step")
     shown = list(reversed(groups[:MAX_GROUPS]))
-    places = list(range(len(shown)))
-    shares = [part.accuracy for part in shown]
     before = {part.name: part.before for part in comparison.by_category} if comparison else {}
-    earlier = [(place, before[part.name]) for place, part in enumerate(shown) if part.name in before]
+    earlier = {place + 0.17: before[part.name] for place, part in enumerate(shown) if part.name in before}
     shift = 0.17 if earlier else 0.0
     if earlier:
-        _dots(axes, [place + shift for place, _ in earlier], [share for _, share in earlier], "0.6", "before")
-    _dots(axes, [place - shift for place in places], shares, AFTER, "after" if earlier else "")
+        _dots(axes, earlier, "0.6", "before")
+    _dots(axes, {place - shift: part.accuracy for place, part in enumerate(shown)}, AFTER, "after" if earlier else "")
     axes.axvline(100 * report.chance, **DASHED)
-    names = [_plain(start_of(part.name or "not given", NAME_LENGTH)) for part in shown]
-    axes.set_yticks(places, [f"{name} ({part.accuracy.n:,})" for name, part in zip(names, shown, strict=True)])
+    names = [f"{start_of(part.name or 'not given', NAME_LENGTH)} ({part.accuracy.n:,})" for part in shown]
+    axes.set_yticks(range(len(shown)), [_plain(name) for name in names])
     axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
     if earlier:
         _legend_above(axes)
@@ -119,11 +110,9 @@ def _groups(axes: Any, report: ExamReport, comparison: ExamComparison | None) ->
     _heading(axes, f"By {heading}{rest}")
 
 
-def _dots(axes: Any, places: Sequence[float], shares: Sequence[Proportion], colour: str, label: str) -> None:
-    values = [100 * share.value for share in shares]
-    axes.errorbar(
-        values, places, xerr=_errors(shares), fmt="o", color=colour, markersize=6, elinewidth=1.6, label=label
-    )
+def _dots(axes: Any, shares: Mapping[float, Proportion], colour: str, label: str) -> None:
+    values, errors = _percents(shares)
+    axes.errorbar(values, list(shares), xerr=errors, fmt="o", color=colour, markersize=6, elinewidth=1.6, label=label)
 
 
 def _confusion(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
@@ -178,10 +167,8 @@ def _calibration(axes: Any, report: ExamReport, _: ExamComparison | None) -> Non
 
 def _patterns(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
     shown = list(reversed(report.patterns))
-    places = range(len(shown))
-    axes.barh(places, [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])
-    for place, entry in zip(places, shown, strict=True):
-        _write(axes, f"{entry.count:,}", (100 * entry.share, place), (4, 0), va="center", fontsize=10)
-    axes.set_yticks(places, [_plain(entry.name) for entry in shown])
+    bars = axes.barh(range(len(shown)), [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])
+    axes.bar_label(bars, [f"{entry.count:,}" for entry in shown], padding=4, fontsize=10)
+    axes.set_yticks(range(len(shown)), [_plain(entry.name) for entry in shown])
     axes.set(xlim=(0, max(112 * entry.share for entry in shown)), xlabel="of the errors, %")
     _heading(axes, f"Kinds of the {report.errors:,} errors")

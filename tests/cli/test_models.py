@@ -92,6 +92,7 @@ def test_fetch_list_path_remove(toy, capsys, tmp_path):
     assert capsys.readouterr().out == "toy was not here\n"
 
 
+@pytest.mark.slow
 def test_another_cache(toy, capsys, tmp_path):
     assert main(["models", "fetch", "toy", "--cache", str(tmp_path / "here")]) == 0
     assert (tmp_path / "here/models/toy/sub/whole.bin").exists()

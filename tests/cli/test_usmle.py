@@ -17,8 +17,8 @@ from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rundir import read_metrics
 from groupwise.tasks import load_task
 from groupwise.training.store.rollout_files import read_rollouts
-from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import format_prompt
+from groupwise.usmle.task import UsmleOptions
 
 pytestmark = pytest.mark.usefixtures("folder")
 

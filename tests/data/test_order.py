@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.data import Order
-from groupwise.errors import CheckpointError, ConfigError, DataError, InputError
+from groupwise.errors import ConfigError, DataError, InputError
 
 rows = st.integers(1, 12)
 seeds = st.integers(0, 2**64)
@@ -139,33 +139,3 @@ def test_a_state_from_other_data_or_settings():
         order.load_state(Order(8, seed=1).state())
     with pytest.raises(ConfigError, match="made with shuffle=False, but shuffle=True is set"):
         order.load_state(Order(8, shuffle=False).state())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"epoch": -1},
-        {"epoch": "1"},
-        {"position": 9},
-        {"position": None},
-        {"deferred": [99]},
-        {"deferred": [3, 3]},
-        {"deferred": {}},
-        {"deferred": ["a"]},
-        {"deferred": [[1]]},
-        {"position": 0, "deferred": [3]},
-    ],
-)
-def test_a_damaged_state_changes_nothing(change):
-    order = Order(8, seed=0)
-    order.take(8)
-    before = order.state()
-    with pytest.raises(CheckpointError, match=r"damaged: epoch=.* is not a position in an order over 8 rows"):
-        order.load_state({**before, **change})
-    assert order.state() == before
-
-
-@pytest.mark.parametrize("state", [{}, {"rows": 8}, None, []])
-def test_an_incomplete_state(state):
-    with pytest.raises(CheckpointError, match=r"it lacks .*epoch, position, deferred"):
-        Order(8).load_state(state)

@@ -17,7 +17,7 @@ from groupwise.tasks import load_task
 from groupwise.usmle import exam as exam_module
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.evaluation import exam_of_recipe
-from groupwise.usmle.exam import ModelUnderTest, question_of, read_answer, run_exam
+from groupwise.usmle.exam import ModelUnderTest, read_answer, run_exam
 from groupwise.usmle.prompts import letter_answers, shuffle_options
 from groupwise.usmle.records import ModelAnswer
 
@@ -127,15 +127,6 @@ def test_both_readers_read_an_answer(text, lenient, strict, rule):
     assert extract_answer(text, row["options"]).rule == rule
 
 
-def test_a_row_as_a_question():
-    row = task_of().held_out[1]
-    question = question_of(row, 7)
-    assert (question.number, question.question, question.options) == (7, row["question"], row["options"])
-    assert (question.answer, question.category, question.step) == (row["answer"], row["category"], row["step"])
-    bare = question_of({"question": "?", "options": {"A": "x", "B": "y"}, "answer": "A"}, 0)
-    assert (bare.category, bare.step) == (None, None)
-
-
 # --- the exam ---------------------------------------------------------------------------------------------------------
 
 
@@ -211,9 +202,6 @@ def test_a_report_by_the_tiny_model():
         assert (outcome.lenient, outcome.strict) == (answer.lenient, answer.strict)
     assert report.chance == pytest.approx(sum(1 / len(row["options"]) for row in task.held_out) / 3)
     assert run_exam(model_under_test(), task.held_out, **settings) == (report, answers)
-    alone, _ = run_exam(candidate, task.held_out, form="completion", max_new_tokens=5)
-    assert alone.sampled is None
-    assert alone.outcomes == tuple(replace(outcome, sampled=None) for outcome in report.outcomes)
 
 
 def test_an_exam_without_questions():
@@ -233,4 +221,3 @@ def test_the_exam_of_a_recipe():
     report, answers = exam_of_recipe(recipe)
     assert (report.n, report.sampled) == (2, None)
     assert [answer.tokens for answer in answers] == [4, 4]
-    assert exam_of_recipe(recipe) == (report, answers)

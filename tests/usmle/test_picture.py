@@ -52,7 +52,7 @@ def test_a_minimal_report(drawn):
 
 def test_a_complete_report(drawn):
     report = Model(1, 0.5, QUESTIONS).report(samples=8)
-    panels = drawn(report, render=True)
+    panels = drawn(report)
     assert list(panels) == [
         "Accuracy on 50 questions", "By category", "Right and answered letters", "8 answers to each question",
         "Calibration", f"Kinds of the {report.errors} errors",

@@ -13,10 +13,9 @@ from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
-from groupwise.usmle.options import UsmleOptions
 from groupwise.usmle.prompts import format_prompt, letter_answers, shuffle_options, with_prompt, worked_answer
 from groupwise.usmle.rewards import grade
-from groupwise.usmle.task import USMLE
+from groupwise.usmle.task import USMLE, UsmleOptions
 
 FORMS = ("chat", "direct", "completion")
 ROW = {
