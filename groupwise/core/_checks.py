@@ -12,10 +12,6 @@ from torch import Tensor
 from groupwise.errors import InputError
 
 
-def shape_of(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
 def check_tensors(**tensors: Any) -> None:
     """All the arguments are tensors."""
     for name, value in tensors.items():
@@ -30,7 +26,7 @@ def check_same_shape(**tensors: Any) -> None:
     for name, tensor in rest:
         if tensor.shape != first.shape:
             raise InputError(
-                f"{name} has shape {shape_of(tensor)} but {first_name} has {shape_of(first)}; they must be equal"
+                f"{name} has shape {tuple(tensor.shape)} but {first_name} has {tuple(first.shape)}; they must be equal"
             )
 
 
@@ -43,7 +39,7 @@ def check_mask(name: str, mask: Tensor, shape: torch.Size) -> Tensor:
     """The mask as booleans: any non-zero value is true."""
     check_tensors(**{name: mask})
     if mask.shape != shape:
-        raise InputError(f"{name} has shape {shape_of(mask)}; expected {tuple(shape)}")
+        raise InputError(f"{name} has shape {tuple(mask.shape)}; expected {tuple(shape)}")
     return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -62,13 +58,6 @@ def check_share(name: str, value: float, interval: str) -> None:
     excluded = {end for end, bracket in ((0, interval[0]), (1, interval[-1])) if bracket in "()"}
     if not is_number(value) or not 0 <= value <= 1 or value in excluded:
         raise InputError(f"{name} must be in {interval}, got {value!r}")
-
-
-def check_pair(name: str, pair: object) -> None:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise InputError(f"{name} must be two numbers, got {pair!r}")
-    for number in pair:
-        check_above(name, number, 0.0)
 
 
 def is_number(value: object) -> bool:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_at_least, shape_of
+from groupwise.core._checks import check_at_least
 from groupwise.errors import InputError, check_choice
 
 SCALES = ("group", "batch", "none")
@@ -60,7 +60,7 @@ def group_index(groups: int | Tensor | Sequence[Any], size: int) -> tuple[Tensor
         return torch.arange(size) // groups, size // groups
     if isinstance(groups, Tensor):
         if groups.shape != (size,):
-            raise InputError(f"groups has shape {shape_of(groups)}; expected one label per reward, ({size},)")
+            raise InputError(f"groups has shape {tuple(groups.shape)}; expected one label per reward, ({size},)")
         if groups.is_floating_point() or groups.is_complex():
             raise InputError(f"group labels must be integers, got {groups.dtype}")
         labels, index = torch.unique(groups.detach().cpu(), return_inverse=True)
@@ -234,7 +234,7 @@ def _rewards(rewards: Tensor, columns: bool) -> Tensor:
         raise InputError(f"rewards must be a tensor, got {type(rewards).__name__}")
     if rewards.dim() not in ((1, 2) if columns else (1,)) or not rewards.numel():
         expected = "(B,) or (B, K)" if columns else "(B,)"
-        raise InputError(f"rewards has shape {shape_of(rewards)}; expected {expected} with at least one sample")
+        raise InputError(f"rewards has shape {tuple(rewards.shape)}; expected {expected} with at least one sample")
     values = rewards.detach().to(device="cpu", dtype=torch.float64)
     infinite = values.isinf()
     if bool(infinite.any()):
@@ -251,7 +251,9 @@ def _weights(weights: Tensor | Sequence[float] | None, number: int) -> Tensor:
     except (TypeError, ValueError, RuntimeError) as error:
         raise InputError(f"weights must be one number per reward function, got {weights!r}") from error
     if factors.shape != (number,):
-        raise InputError(f"weights has shape {shape_of(factors)}; expected one weight per reward function, ({number},)")
+        raise InputError(
+            f"weights has shape {tuple(factors.shape)}; expected one weight per reward function, ({number},)"
+        )
     if not bool(factors.isfinite().all()):
         raise InputError(f"reward weights must be finite, got {factors.tolist()}")
     return factors

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above, check_share, check_tensors, shape_of, working
+from groupwise.core._checks import check_above, check_share, check_tensors, working
 from groupwise.errors import InputError, check_choice, check_integer
 
 ORDERS = {
@@ -46,7 +46,7 @@ def filter_logits(
     check_sampling(temperature, top_k, top_p, min_p, min_tokens_to_keep)
     check_tensors(logits=logits)
     if logits.dim() < 1 or not logits.shape[-1]:
-        raise InputError(f"logits has shape {shape_of(logits)}; expected (…, V) with V at least 1")
+        raise InputError(f"logits has shape {tuple(logits.shape)}; expected (…, V) with V at least 1")
     scores = working(logits)
     total = scores.logsumexp(-1, keepdim=True) if order == "mlx_lm" else None
     keep = min(min_tokens_to_keep, logits.shape[-1])
@@ -67,13 +67,12 @@ def check_sampling(
 ) -> None:
     """Raise an error unless these are valid sampling settings."""
     check_above("temperature", temperature, 0.0)
-    if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0):
-        raise InputError(f"top_k must be a whole number of at least 1, or None for no limit, got {top_k!r}")
+    if top_k is not None:
+        check_integer("top_k", top_k, 0)
     check_share("top_p", top_p, "(0, 1]")
     if min_p is not None:
         check_share("min_p", min_p, "[0, 1]")
-    if not isinstance(min_tokens_to_keep, int) or min_tokens_to_keep < 1:
-        raise InputError(f"min_tokens_to_keep must be a whole number of at least 1, got {min_tokens_to_keep!r}")
+    check_integer("min_tokens_to_keep", min_tokens_to_keep, 1)
 
 
 def _top_k(scores: Tensor, k: int) -> Tensor:
@@ -100,9 +99,6 @@ def _min_p(scores: Tensor, min_p: float, keep: int) -> Tensor:
     return scores.masked_fill(remove.scatter(-1, best.indices, False), -math.inf)
 
 
-# --- the kept set ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class KeptSets:
     """The tokens that survived the filters at each of N positions, ragged.
@@ -115,9 +111,8 @@ class KeptSets:
 
     def __post_init__(self) -> None:
         if self.ids.dim() != 1 or self.offsets.dim() != 1 or not len(self.offsets):
-            raise InputError(
-                f"kept sets need ids (M,) and offsets (N + 1,), got {shape_of(self.ids)} and {shape_of(self.offsets)}"
-            )
+            shapes = f"{tuple(self.ids.shape)} and {tuple(self.offsets.shape)}"
+            raise InputError(f"kept sets need ids (M,) and offsets (N + 1,), got {shapes}")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -173,5 +168,5 @@ def keep_sampling_mask(logits: Tensor, kept: Tensor | KeptSets) -> Tensor:
             raise InputError(f"{len(kept)} kept sets were given for {positions} positions")
         kept = kept.mask(0, positions, logits.shape[-1]).view(logits.shape)
     elif kept.shape != logits.shape:
-        raise InputError(f"kept has shape {shape_of(kept)} but logits has {shape_of(logits)}; they must be equal")
+        raise InputError(f"kept has shape {tuple(kept.shape)} but logits has {tuple(logits.shape)}; they must be equal")
     return working(logits).masked_fill(~kept_mask(kept), -math.inf).log_softmax(-1)

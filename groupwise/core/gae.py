@@ -10,16 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import (
-    check_at_least,
-    check_mask,
-    check_same_shape,
-    check_share,
-    check_tensors,
-    not_none,
-    shape_of,
-    working,
-)
+from groupwise.core._checks import check_at_least, check_mask, check_same_shape, check_share, not_none, working
 from groupwise.errors import InputError
 
 
@@ -45,10 +36,9 @@ def gae(
     """
     check_share("gamma", gamma, "[0, 1]")
     check_share("lam", lam, "[0, 1]")
-    check_tensors(rewards=rewards)
-    if rewards.dim() not in (1, 2) or not rewards.numel():
-        raise InputError(f"rewards has shape {shape_of(rewards)}; expected (T,) or (T, N), T at least 1")
     check_same_shape(rewards=rewards, values=values, **not_none(next_values=next_values))
+    if rewards.dim() not in (1, 2) or not rewards.numel():
+        raise InputError(f"rewards has shape {tuple(rewards.shape)}; expected (T,) or (T, N), T at least 1")
     terminated = check_mask("terminated", terminated, rewards.shape)
     truncated = check_mask("truncated", truncated, rewards.shape)
     present = torch.ones_like(terminated) if mask is None else check_mask("mask", mask, rewards.shape)

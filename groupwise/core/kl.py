@@ -13,18 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.core._checks import (
-    check_at_least,
-    check_mask,
-    check_same_shape,
-    check_tensors,
-    not_none,
-    shape_of,
-    working,
-)
+from groupwise.core._checks import check_mask, check_same_shape, check_tensors, not_none, working
 from groupwise.core.logps import head_logits, rows_per_chunk
 from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
-from groupwise.errors import InputError, check_choice
+from groupwise.errors import InputError, check_choice, check_integer
 
 ESTIMATORS = ("k1", "k2", "k3", "unbiased")
 FACTORS = ("none", "mean_ratio")
@@ -75,15 +67,11 @@ def full_kl(
     memory. ``factor="mean_ratio"`` multiplies by the mean over the vocabulary of π_θ/(π_ref + 1e-8).
     """
     check_same_shape(logits=logits, ref_logits=ref_logits)
-    return _in_chunks(
-        lambda policy, reference: _kl_of_rows(working(policy), working(reference), factor),
-        logits,
-        ref_logits,
-        vocabulary=logits.shape[-1],
-        mask=mask,
-        factor=factor,
-        chunk_size=chunk_size,
-    )
+
+    def rows(policy: Tensor, reference: Tensor) -> Tensor:
+        return _kl_of_rows(working(policy), working(reference), factor)
+
+    return _in_chunks(rows, logits, ref_logits, logits.shape[-1], mask, factor, chunk_size)
 
 
 def full_kl_from_hidden(
@@ -105,8 +93,8 @@ def full_kl_from_hidden(
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
         raise InputError(
-            f"hidden {shape_of(hidden)} and ref_hidden {shape_of(ref_hidden)} must agree up to their last dimension, "
-            f"weight {shape_of(weight)} and ref_weight {shape_of(ref_weight)} in the vocabulary"
+            f"hidden {tuple(hidden.shape)} and ref_hidden {tuple(ref_hidden.shape)} must agree except in the last, "
+            f"weight {tuple(weight.shape)} and ref_weight {tuple(ref_weight.shape)} in the vocabulary"
         )
 
     def rows(policy: Tensor, reference: Tensor) -> Tensor:
@@ -116,9 +104,7 @@ def full_kl_from_hidden(
             factor,
         )
 
-    return _in_chunks(
-        rows, hidden, ref_hidden, vocabulary=weight.shape[0], mask=mask, factor=factor, chunk_size=chunk_size
-    )
+    return _in_chunks(rows, hidden, ref_hidden, len(weight), mask, factor, chunk_size)
 
 
 def _kl_of_rows(logits: Tensor, ref_logits: Tensor, factor: str) -> Tensor:
@@ -136,7 +122,6 @@ def _in_chunks(
     rows: Callable[[Tensor, Tensor], Tensor],
     policy: Tensor,
     reference: Tensor,
-    *,
     vocabulary: int,
     mask: Tensor | None,
     factor: str,
@@ -145,7 +130,7 @@ def _in_chunks(
     """Apply ``rows`` to the unmasked rows, a chunk at a time, recomputing each chunk in the backward pass."""
     check_choice("factor", factor, FACTORS)
     if chunk_size is not None:
-        check_at_least("chunk_size", chunk_size, 1)
+        check_integer("chunk_size", chunk_size, 1)
     shape = policy.shape[:-1]
     flat, ref_flat = policy.reshape(-1, policy.shape[-1]), reference.reshape(-1, reference.shape[-1]).detach()
     where = None

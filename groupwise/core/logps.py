@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_tensors, not_none, shape_of, working
+from groupwise.core._checks import check_above, check_tensors, not_none, working
 from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError, check_integer
 
@@ -37,7 +37,7 @@ def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, 
     check_tensors(logits=logits, ids=ids)
     check_above("temperature", temperature, 0.0)
     if logits.shape[:-1] != ids.shape:
-        raise InputError(f"ids has shape {shape_of(ids)}; expected logits' {shape_of(logits)} without the last")
+        raise InputError(f"ids has shape {tuple(ids.shape)}; expected logits' {tuple(logits.shape)} without the last")
     logps = (working(logits) / temperature).log_softmax(-1)
     chosen = logps.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     if not with_entropy:
@@ -81,7 +81,7 @@ def selective_logps(
             raise InputError(f"{len(kept)} kept sets were given for {rows} positions")
     elif kept is not None:
         if kept.shape != (*ids.shape, vocabulary):
-            raise InputError(f"kept has shape {shape_of(kept)}; expected ids' {shape_of(ids)} and the vocabulary")
+            raise InputError(f"kept has shape {tuple(kept.shape)}; expected ids' {tuple(ids.shape)} and the vocabulary")
         kept = kept_mask(kept).reshape(rows, vocabulary)
     head = _Head(
         (scale, softcap, temperature), kept, with_entropy, chunk_size or rows_per_chunk(vocabulary, hidden.device)
@@ -359,13 +359,13 @@ def _check_head(hidden: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None
     check_tensors(hidden=hidden, weight=weight, ids=ids, **not_none(bias=bias))
     if weight.dim() != 2 or hidden.dim() < 1 or hidden.shape[-1] != weight.shape[1]:
         raise InputError(
-            f"hidden has shape {shape_of(hidden)} and weight {shape_of(weight)}; expected (…, D) and (V, D)"
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}; expected (…, D) and (V, D)"
         )
     vocabulary, width = weight.shape
     if ids.shape != hidden.shape[:-1]:
-        raise InputError(f"ids has shape {shape_of(ids)}; expected hidden's {shape_of(hidden)} without the last")
+        raise InputError(f"ids has shape {tuple(ids.shape)}; expected hidden's {tuple(hidden.shape)} without the last")
     if bias is not None and bias.shape != (vocabulary,):
-        raise InputError(f"bias has shape {shape_of(bias)}; expected the vocabulary, ({vocabulary},)")
+        raise InputError(f"bias has shape {tuple(bias.shape)}; expected the vocabulary, ({vocabulary},)")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise InputError(f"ids must be integers, got {ids.dtype}")
     if ids.device.type == "cpu" and ids.numel():  # on a GPU this would synchronise; the kernels check there

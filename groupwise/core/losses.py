@@ -21,11 +21,9 @@ from groupwise.core._checks import (
     check_above,
     check_at_least,
     check_mask,
-    check_pair,
     check_same_shape,
     check_tensors,
     not_none,
-    shape_of,
     working,
 )
 from groupwise.errors import InputError, check_choice
@@ -151,7 +149,7 @@ def aggregation_weights(
     check_choice("aggregation", aggregation, AGGREGATIONS)
     check_tensors(mask=mask)
     if mask.dim() != 2:
-        raise InputError(f"mask has shape {shape_of(mask)}; expected (B, T)")
+        raise InputError(f"mask has shape {tuple(mask.shape)}; expected (B, T)")
     present = check_mask("mask", mask, mask.shape).to(dtype)
     here = _total("sequences", sequences, len(mask))
     everywhere = _total("total_sequences", total_sequences, here)
@@ -284,7 +282,7 @@ def policy_loss(
     check_choice("denominator", denominator, DENOMINATORS)
     check_tensors(logps=logps, advantages=advantages, **not_none(old_logps=old_logps, policy_mask=policy_mask))
     if logps.dim() != 2:
-        raise InputError(f"logps has shape {shape_of(logps)}; expected (B, T)")
+        raise InputError(f"logps has shape {tuple(logps.shape)}; expected (B, T)")
     if old_logps is None:
         old_logps = logps.detach()
     check_same_shape(logps=logps, old_logps=old_logps)
@@ -350,7 +348,11 @@ def _check_settings(settings: LossSettings, record: Loss) -> None:
     if settings.dual_clip is not None:
         check_above("dual_clip", settings.dual_clip, 1.0)
     for name in ("sapo_temperatures", "vespo_positive", "vespo_negative"):
-        check_pair(name, getattr(settings, name))
+        pair = getattr(settings, name)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise InputError(f"{name} must be two numbers, got {pair!r}")
+        for number in pair:
+            check_above(name, number, 0.0)
 
 
 def _advantages(advantages: Tensor, logps: Tensor) -> Tensor:
@@ -358,7 +360,7 @@ def _advantages(advantages: Tensor, logps: Tensor) -> Tensor:
         advantages = advantages.unsqueeze(1)
     elif advantages.shape != logps.shape:
         rows, length = logps.shape
-        raise InputError(f"advantages has shape {shape_of(advantages)}; expected ({rows},) or ({rows}, {length})")
+        raise InputError(f"advantages has shape {tuple(advantages.shape)}; expected ({rows},) or ({rows}, {length})")
     return advantages.detach().to(working(logps).dtype).expand(logps.shape)
 
 
@@ -370,6 +372,6 @@ def _policy_weights(policy_mask: Tensor | None, mask: Tensor, dtype: torch.dtype
         policy_mask = policy_mask.unsqueeze(1)
     elif policy_mask.shape not in ((rows, 1), (rows, length)):
         raise InputError(
-            f"policy_mask has shape {shape_of(policy_mask)}; expected ({rows},), ({rows}, 1) or ({rows}, {length})"
+            f"policy_mask has shape {tuple(policy_mask.shape)}; expected ({rows},), ({rows}, 1) or ({rows}, {length})"
         )
     return torch.where(mask, policy_mask.detach().to(dtype), 0.0)

@@ -20,10 +20,9 @@ from groupwise.core._checks import (
     check_tensors,
     is_number,
     not_none,
-    shape_of,
     working,
 )
-from groupwise.errors import InputError, check_choice
+from groupwise.errors import InputError, check_choice, check_integer
 
 OFF_POLICY_RULES = ("v3.2", "reference_drift")
 
@@ -81,7 +80,7 @@ def off_policy_sequence_mask(
         close = close.unsqueeze(1)
     elif advantages.shape != logps.shape[:1]:
         rows, length = logps.shape
-        raise InputError(f"advantages has shape {shape_of(advantages)}; expected ({rows},) or ({rows}, {length})")
+        raise InputError(f"advantages has shape {tuple(advantages.shape)}; expected ({rows},) or ({rows}, {length})")
     return (advantages >= 0) | close
 
 
@@ -98,7 +97,7 @@ def validity_reasons(
     ``lengths`` must reach ``min_length`` (in the same unit), ``has_answer`` be true, and ``repetition``, a share from
     0 to 1 or a boolean, not exceed ``max_repetition``.
     """
-    check_at_least("min_length", min_length, 0)
+    check_integer("min_length", min_length, 0)
     check_at_least("max_repetition", max_repetition, 0.0)
     check_tensors(**not_none(lengths=lengths, has_answer=has_answer, repetition=repetition))
     reasons = {}
@@ -110,12 +109,9 @@ def validity_reasons(
         reasons["repetitive"] = repetition > max_repetition
     if not reasons:
         raise InputError("pass at least one of lengths, has_answer and repetition")
-    first_name, first = next(iter(reasons.items()))
-    for name, failed in reasons.items():
-        if failed.dim() != 1 or failed.shape != first.shape:
-            raise InputError(
-                f"pass one value per sample, (B,): {first_name} has {shape_of(first)}, {name} {shape_of(failed)}"
-            )
+    shapes = {name: tuple(failed.shape) for name, failed in reasons.items()}
+    if len(set(shapes.values())) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise InputError(f"pass one value per sample, (B,), for each check; got {shapes}")
     return reasons
 
 
@@ -158,7 +154,7 @@ def high_entropy_mask(entropy: Tensor, mask: Tensor, *, top_fraction: float) -> 
 def _is_eos(ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
     check_tensors(ids=ids)
     if ids.dim() != 2:
-        raise InputError(f"ids has shape {shape_of(ids)}; expected (B, T)")
+        raise InputError(f"ids has shape {tuple(ids.shape)}; expected (B, T)")
     eos = [eos_ids] if isinstance(eos_ids, int) else eos_ids
     if not isinstance(eos, Iterable) or not all(isinstance(number, int) for number in eos):
         raise InputError(f"eos_ids must be a token id or several, got {eos_ids!r}")
@@ -168,5 +164,5 @@ def _is_eos(ids: Tensor, eos_ids: int | Sequence[int]) -> Tensor:
 def _within(ids: Tensor, lengths: Tensor) -> Tensor:
     check_tensors(lengths=lengths)
     if lengths.shape != ids.shape[:1]:
-        raise InputError(f"lengths has shape {shape_of(lengths)}; expected ({len(ids)},)")
+        raise InputError(f"lengths has shape {tuple(lengths.shape)}; expected ({len(ids)},)")
     return torch.arange(ids.shape[1], device=ids.device) < lengths.unsqueeze(1)

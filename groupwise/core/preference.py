@@ -16,15 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from groupwise.core._checks import (
-    check_above,
-    check_same_shape,
-    check_share,
-    is_number,
-    not_none,
-    shape_of,
-    working,
-)
+from groupwise.core._checks import check_above, check_same_shape, check_share, is_number, not_none, working
 from groupwise.errors import InputError, check_choice, check_integer
 
 
@@ -156,7 +148,7 @@ def preference_loss(
         **not_none(chosen_lengths=chosen_lengths, rejected_lengths=rejected_lengths),
     )
     if policy_chosen.dim() != 1 or not len(policy_chosen):
-        raise InputError(f"policy_chosen has shape {shape_of(policy_chosen)}; expected (N,) with at least one pair")
+        raise InputError(f"policy_chosen has shape {tuple(policy_chosen.shape)}; expected (N,) with at least one pair")
     chosen, rejected = working(policy_chosen), working(policy_rejected)
     ref_chosen, ref_rejected = working(ref_chosen.detach()), working(ref_rejected.detach())
     pairs = Pairs(

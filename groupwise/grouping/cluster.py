@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import is_number, shape_of
+from groupwise.core._checks import is_number
 from groupwise.errors import InputError, check_choice, check_integer
 from groupwise.grouping.linkage import average_linkage, numbered, ward_linkage
 
@@ -254,7 +254,7 @@ def _vectors(embeddings: Tensor | np.ndarray[Any, Any]) -> Tensor:
         raise InputError(f"embeddings must be a tensor or a NumPy array of floating-point numbers, got {kind}")
     vectors = embeddings.detach()
     if vectors.dim() != 3 or not vectors.shape[1] or not vectors.shape[2]:
-        raise InputError(f"embeddings has shape {shape_of(vectors)}; expected (P, G, D), with G and D at least 1")
+        raise InputError(f"embeddings has shape {tuple(vectors.shape)}; expected (P, G, D), with G and D at least 1")
     vectors = vectors.to(device="cpu", dtype=torch.float64)
     bad = ~torch.linalg.vector_norm(vectors, math.inf, dim=2).isfinite()
     if bool(bad.any()):

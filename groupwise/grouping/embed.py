@@ -39,17 +39,11 @@ REMEDY = (
 
 
 class Embedder:
-    """Embeds texts, with a cache of the last ``cache`` vectors.
-
-    ``model`` returns the vectors ``(N, width)`` of N different texts. ``misses`` counts the texts given to the model,
-    ``hits`` those answered from the cache or repeated within a call.
-    """
+    """Embeds texts with ``model``, which returns ``(N, width)`` for N texts; keeps the last ``cache`` vectors."""
 
     def __init__(self, name: str, width: int, model: Callable[[list[str]], Tensor], *, cache: int = 20_000) -> None:
         self.name = name
         self.width = width
-        self.hits = 0
-        self.misses = 0
         self._model = model
         self._cache = cache
         self._vectors: OrderedDict[bytes, Tensor] = OrderedDict()  # by hash of the text, least recently used first
@@ -64,8 +58,6 @@ class Embedder:
         new = {key: text for key, text in keyed if key not in self._vectors}
         vectors = {key: self._vectors[key] for key, _ in keyed if key not in new}
         vectors.update(zip(new, self._embed(list(new.values())), strict=True))
-        self.misses += len(new)
-        self.hits += len(keyed) - len(new)
         self._remember((key, vectors[key]) for key, _ in keyed)
         return torch.stack([vectors[key] for key, _ in keyed]) if keyed else torch.zeros(0, self.width)
 

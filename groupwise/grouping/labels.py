@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core import group_advantages
-from groupwise.core._checks import check_mask, check_tensors, shape_of
+from groupwise.core._checks import check_mask, check_tensors
 from groupwise.errors import InputError
 
 LABELS = "similarity_group_labels"  # the key in a batch
@@ -25,27 +25,22 @@ PREFIX = "similarity_groups/"
 LEAST_COUNTS = 8  # prompts with 1 to 8 groups are always reported, also if there are none
 
 
-def similarity_group_labels(uids: Sequence[str], labels: Any) -> list[str]:
+def similarity_group_labels(uids: Sequence[str], labels: Tensor) -> list[str]:
     """``"{uid}_{cluster}"`` for each of P·G samples, prompt by prompt; ``"{uid}_{a}_{b}"`` with more levels.
 
-    uids: one per prompt.
-    labels: clusters ``(P, G)``, or ``(P, G, levels)`` from coarse to fine; a tensor, an array or nested lists.
+    uids: one per prompt. labels: clusters ``(P, G, levels)`` from coarse to fine, as integers.
     """
-    names, clusters = _listed(uids), _tensor(labels)
-    if clusters.dim() == 2:
-        clusters = clusters.unsqueeze(2)
-    if clusters.dim() != 3 or len(clusters) != len(names):
+    names = _listed(uids)
+    if labels.dim() != 3 or len(labels) != len(names):
         raise InputError(
-            f"labels has shape {shape_of(clusters)}; expected (P, G) or (P, G, levels) for the P = {len(names)} uids"
+            f"labels has shape {tuple(labels.shape)}; expected (P, G, levels) for the P = {len(names)} uids"
         )
-    if clusters.is_floating_point() or clusters.is_complex():
-        raise InputError(f"labels must be integers, got {clusters.dtype}")
     repeated = [name for name, count in Counter(map(str, names)).items() if count > 1]
     if repeated:
         raise InputError(f"two prompts have the uid {repeated[0]!r}; their answers would be compared with each other")
     return [
         "_".join([str(name), *map(str, path)])
-        for name, paths in zip(names, clusters.tolist(), strict=True)
+        for name, paths in zip(names, labels.tolist(), strict=True)
         for path in paths
     ]
 
@@ -121,7 +116,7 @@ def compute_similarity_group_grpo_outcome_advantage(
     if token_level_rewards.dim() != 2 or not token_level_rewards.is_floating_point():
         raise InputError(
             f"token_level_rewards must be floating-point numbers of shape (B, T), got {token_level_rewards.dtype} of "
-            f"shape {shape_of(token_level_rewards)}"
+            f"shape {tuple(token_level_rewards.shape)}"
         )
     mask = check_mask("response_mask", response_mask, token_level_rewards.shape)
     groups = _combined(index, similarity_group_labels, len(token_level_rewards))
@@ -165,10 +160,3 @@ def _listed(values: Any) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise InputError(f"expected one label per sample, got {type(values).__name__} {str(values)[:40]!r}")
     return [tuple(value) if isinstance(value, list) else value for value in values]  # tuples are hashable
-
-
-def _tensor(labels: Any) -> Tensor:
-    try:
-        return torch.tensor(labels.tolist() if hasattr(labels, "tolist") else labels)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise InputError(f"labels must be integers of shape (P, G) or (P, G, levels): {error}") from error

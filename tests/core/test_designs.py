@@ -22,7 +22,7 @@ from groupwise.core import (
 
 from .cases import random_batch
 
-SEEDS = range(15)
+SEEDS = range(6)
 
 
 # --- enhanced GRPO for USMLE multiple choice -------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_reinforce_with_policy_mask_denominator():
         torch.testing.assert_close(
             torch.autograd.grad(ours, batch.logps)[0], torch.autograd.grad(literal, batch.logps)[0]
         )
-    assert compared > 8
+    assert compared > 3
 
 
 # --- the GRPO reference ----------------------------------------------------------------------------------------------
@@ -151,8 +151,14 @@ def literal_reference_loss(batch, *, loss_type, level, epsilon, epsilon_high, be
     return loss
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize(
+    ("loss_type", "level"),
+    [
+        ("grpo", "sequence"),
+        *((loss, "token") for loss in ("grpo", "bnpo", "dr_grpo", "dapo")),
+        *(pytest.param(loss, "sequence", marks=pytest.mark.slow) for loss in ("bnpo", "dr_grpo", "dapo")),
+    ],
+)
 def test_clipped_losses_with_k3(loss_type, level):
     from groupwise.core import LOSSES
 

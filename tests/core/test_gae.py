@@ -125,7 +125,7 @@ def test_value_loss():
         (lambda x: gae(x, x, NO, NO), "give last_values"),
         (lambda x: gae(x, x, NO, torch.tensor([0, 1, 0]), last_values=0.0), r"step \[1\] was truncated"),
         (lambda x: gae(x[:0], x[:0], NO[:0], NO[:0]), "T at least 1"),
-        (lambda x: gae(x.view(1, 1, 3), x, NO, NO), r"expected \(T,\) or \(T, N\)"),
+        (lambda x: gae(x.view(1, 1, 3), x.view(1, 1, 3), NO, NO), r"expected \(T,\) or \(T, N\)"),
         (lambda x: value_loss(x, x[:2]), "returns has shape"),
         (lambda x: value_loss(x, x, clip=0.2), "needs old_values"),
         (lambda x: value_loss(x, x, old_values=x, clip=-1.0), "clip must be"),

@@ -165,7 +165,7 @@ def test_full_from_hidden_states(factor, softcap):
         (lambda x: kl_estimate(x, x, mask=x[:1]), "mask has shape"),
         (lambda x: full_kl(x, x[:, :2]), "ref_logits has shape"),
         (lambda x: full_kl(x, x, factor="ratio"), "unknown factor 'ratio'"),
-        (lambda x: full_kl(x, x, chunk_size=0), "chunk_size must be a finite number of at least 1, got 0"),
+        (lambda x: full_kl(x, x, chunk_size=0), "chunk_size must be an integer of at least 1, got 0"),
         (lambda x: full_kl(x, x, mask=x), "mask has shape"),
         (lambda x: full_kl_from_hidden(x, x, x[:1], x), "must agree"),
     ],

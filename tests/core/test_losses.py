@@ -185,7 +185,7 @@ def test_micro_batches_add_up(loss, seed, data):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("poison", [NAN, math.inf, -math.inf])
 def test_masked_positions_have_no_effect(loss, poison):
-    for seed in range(10):
+    for seed in range(3):
         batch = random_batch(seed, per_token_advantages=loss != "gspo")
         outside = ~batch.mask
         poisoned = {

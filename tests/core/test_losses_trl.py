@@ -18,7 +18,7 @@ from groupwise.core import (
 from . import trl_code
 from .cases import random_batch
 
-SEEDS = range(12)
+SEEDS = range(5)
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 CLIPS = ({}, {"clip_low": 0.2, "clip_high": 0.28}, {"clip_low": 0.05, "clip_high": 0.05}, {"dual_clip": 1.5})
 CEILINGS = ({}, {"clip_high": 5.0}, {"clip_high": 1.2}, {"clip_high": 1.0})

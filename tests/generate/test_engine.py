@@ -66,7 +66,7 @@ QUICK = set(zip(ARCHITECTURES, itertools.cycle(SETTINGS)))  # every architecture
     ],
 )
 def test_the_engine_samples_what_the_plain_path_samples(name, kind):
-    sampling = Sampling(max_new_tokens=12, seed=5, **SETTINGS[kind])
+    sampling = Sampling(max_new_tokens=8, seed=5, **SETTINGS[kind])
     got = Engine(HANDLES[name], max_num_seqs=6).generate(PROMPTS, COUNTS, sampling)
     wanted = PlainGenerator(HANDLES[name].model).generate(PROMPTS, COUNTS, sampling)
     assert_same(got, wanted)
@@ -74,7 +74,7 @@ def test_the_engine_samples_what_the_plain_path_samples(name, kind):
     assert got.stats["prefilled_tokens"] == sum(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama", "qwen3", "gemma2", "gemma3"))
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama", "gemma3"))
 def test_the_samplers_log_probs_are_the_models(name):
     """Full log-probs against a plain forward pass; filtered ones against those renormalised over the kept sets."""
     handle = HANDLES[name]
@@ -111,7 +111,7 @@ def test_each_prompt_is_prefilled_exactly_once():
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=7),
+    st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=5),
     st.integers(1, 7),
     st.integers(5, 60),
     st.sampled_from(["llama", "gemma3"]),
@@ -163,7 +163,7 @@ def test_the_same_seed_gives_the_same_samples(name):
 def test_isolated_samples_are_identical_bit_for_bit():
     """In float32, where sums depend on the batch: alone, with others, in another order."""
     handle = prepare(tiny("llama", torch.float32))
-    sampling = Sampling(max_new_tokens=20, seed=3, eos_ids=(1, 2))
+    sampling = Sampling(max_new_tokens=12, seed=3, eos_ids=(1, 2))
     engine = Engine(handle, max_num_seqs=8, isolated=True)
     together = engine.generate(PROMPTS, 4, sampling)
     alone = engine.generate(PROMPTS[3:4], 4, sampling, keys=[3])

@@ -219,7 +219,6 @@ def test_nan_vectors_of_a_sentence_transformer(model_folder):
     good = embedder.encode(["gold"])
     with pytest.raises(ConfigError, match=r"returned NaN or inf for the text 'a dragon and (again ){11}a'…; set "):
         embedder.encode(["gold", "silver", "a dragon and " + "again " * 50])
-    assert (embedder.hits, embedder.misses) == (0, 1)
     assert torch.equal(embedder.encode(["gold"]), good)
 
 
@@ -235,7 +234,7 @@ calls = st.lists(st.lists(st.sampled_from(["", "a", "b", "c", "dd", "\ud800", "\
 
 @given(calls=calls, size=st.integers(0, 5))
 def test_cache_keeps_the_texts_used_last(calls, size):
-    asked, kept, hits, misses = [], [], 0, 0
+    asked, kept = [], []
     embedder = Embedder("toy", 2, lambda texts: asked.append(texts) or lengths(texts), cache=size)
     for texts in calls:
         asked.clear()
@@ -244,8 +243,6 @@ def test_cache_keeps_the_texts_used_last(calls, size):
         new = [text for text in dict.fromkeys(valid) if text not in kept]
         assert asked == ([new] if new else [])
         assert torch.equal(vectors, lengths(valid).reshape(-1, 2))
-        hits, misses = hits + len(texts) - len(new), misses + len(new)
-        assert (embedder.hits, embedder.misses) == (hits, misses)
         for text in valid:
             kept = [*(other for other in kept if other != text), text]
         kept = kept[len(kept) - size :] if len(kept) > size else kept

@@ -107,7 +107,7 @@ def test_unknown_embedder_fails_before_ray_starts():
 
 @pytest.fixture(scope="module")
 def existing() -> Iterator[str]:
-    """The address of a running Ray with two (pretended) GPUs."""
+    """The address of a running Ray with one (pretended) GPU."""
     handler = signal.getsignal(signal.SIGTERM)
     connection.prepare_environment()
     folder = tempfile.mkdtemp(dir="/tmp")  # a socket path must be short
@@ -115,7 +115,7 @@ def existing() -> Iterator[str]:
         context = ray.init(
             "local",
             num_cpus=1,
-            num_gpus=2,
+            num_gpus=1,
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
@@ -141,22 +141,22 @@ def gone(pid: int) -> bool:
 
 
 def test_results_do_not_depend_on_the_number_of_workers(existing, expected):
-    """Three workers share two GPUs, half of one each. The existing Ray keeps running."""
+    """Two workers share one GPU, half of it each. The existing Ray keeps running."""
     said = []
-    with make_grouper(settings_with(workers=3), said.append) as grouper:
+    with make_grouper(settings_with(workers=2), said.append) as grouper:
         check_same(grouper.group(TEXTS), expected)
         first_two = GroupingResult(*(getattr(expected, name)[:2] for name in FIELDS))
         check_same(grouper.group(TEXTS[:2]), first_two)
         with pytest.raises(InputError, match=r"texts\[6\] has 1 answers and texts\[0\] has 6"):
             grouper.group([*TEXTS[:6], ["alone"]])
         pids = list(grouper.pids)
-        assert len(set(pids)) == 3
+        assert len(set(pids)) == 2
         assert os.getpid() not in pids
     assert all(gone(pid) for pid in pids)
     assert len(said) == 1
-    assert said[0].startswith("creating 3 similarity grouper workers")
+    assert said[0].startswith("creating 2 similarity grouper workers")
     assert ray.is_initialized()
-    assert ray.cluster_resources()["GPU"] == 2
+    assert ray.cluster_resources()["GPU"] == 1
     grouper.close()
     with pytest.raises(InputError, match="this grouper is closed"):
         grouper.group(TEXTS)
@@ -182,7 +182,7 @@ def test_ray_address_is_joined_and_left_running(existing, expected):
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [existing, expected.labels.tolist()]
-    assert ray.cluster_resources()["GPU"] == 2
+    assert ray.cluster_resources()["GPU"] == 1
 
 
 def test_errors_in_a_worker_keep_their_type(existing, tmp_path):
@@ -195,7 +195,7 @@ def test_errors_in_a_worker_keep_their_type(existing, tmp_path):
 
 
 def test_no_free_gpu(existing):
-    @ray.remote(num_cpus=0, num_gpus=2)
+    @ray.remote(num_cpus=0, num_gpus=1)
     class Greedy:
         def ready(self) -> bool:
             return True
@@ -207,6 +207,7 @@ def test_no_free_gpu(existing):
     ray.kill(greedy)
 
 
+@pytest.mark.slow
 def test_similarity_grouper_worker_as_ray_actor(existing, expected):
     actor = ray.remote(SimilarityGrouperWorker).options(num_cpus=0).remote(str(wordllama()), GroupingSection(levels=3))
     check_same(ray.get(actor.group.remote(TEXTS)), expected)
