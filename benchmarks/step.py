@@ -282,7 +282,7 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     advantages = group_advantages(rewards, args.samples).float()
     recipe = recipe_of(args, 1)
     batch = Batch(
-        rows=rows(args), row_numbers=[0, 1], prompts=[Prompt(p, t, None) for p, t in zip(prompts, texts, strict=True)],
+        rows=rows(args), row_numbers=[0, 1], prompts=[Prompt(p, t) for p, t in zip(prompts, texts, strict=True)],
         samples=args.samples, ids=ids, texts=[""] * len(ids), stop_reasons=["length"] * len(ids),
         sampler_logps=list(rollout.logps), kept=None, rewards=rewards[:, None],
         dropped=torch.zeros(len(ids), dtype=torch.bool),

@@ -31,10 +31,8 @@ from groupwise.errors import ConfigError, check_choice
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A named preset of dotted settings. ``metrics`` maps additional names of logged metrics to those of groupwise."""
+    """A preset of dotted settings. ``metrics`` maps additional names of logged metrics to those of groupwise."""
 
-    name: str
-    summary: str
     settings: Mapping[str, Any]
     metrics: Mapping[str, str] = field(default_factory=dict)
 
@@ -42,106 +40,76 @@ class Algorithm:
         for name in ("settings", "metrics"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
-    def variant(
-        self, name: str, summary: str, changes: Mapping[str, Any], metrics: Mapping[str, str] | None = None
-    ) -> Algorithm:
-        """A copy under another name with some settings changed."""
-        return Algorithm(name, summary, {**self.settings, **changes}, self.metrics if metrics is None else metrics)
 
+_ENHANCED_GRPO = {
+    "sampling.samples_per_prompt": 16,
+    "sampling.top_k": 40,
+    "sampling.max_new_tokens": 512,
+    "train.batch_size": 16,
+    "train.accumulation": 1,
+    "train.epochs": 2.0,
+    "optimizer.learning_rate": 1e-5,
+    "optimizer.embedding_learning_rate": 2e-4,
+    "loss.name": "reinforce",
+    "loss.denominator": "policy_mask",
+    "loss.kl_coef": 0.01,
+    "loss.kl": "unbiased",
+    "advantages.scale": "none",
+    "masks.off_policy": "v3.2",
+    "masks.keep_sampling_mask": True,
+    "reference.refresh_every": 100,
+    "data.max_prompt_length": 1024,
+}
+_ENHANCED_GRPO_LITERAL = {
+    **_ENHANCED_GRPO,
+    "loss.kl": "full_ratio_weighted",
+    "masks.off_policy": "reference_drift",
+    "masks.validity": True,
+    "masks.keep_sampling_mask": False,
+}
+_ENHANCED_METRICS = {
+    "policy_loss": "loss/policy",
+    "kl_penalty": "loss/kl",
+    "kl_divergence": "kl",
+    "avg_reward": "reward",
+}
+_PG_GRPO = {"loss.name": "grpo", "loss.ratio": "token", "loss.kl_coef": 0.04, "preference.weight": 0.1}
+_DPO = {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"}
+_PREFERENCE_METRICS = {
+    "rewards/chosen": "preference/chosen_reward",
+    "rewards/rejected": "preference/rejected_reward",
+    "rewards/margins": "preference/margin",
+    "rewards/accuracies": "preference/accuracy",
+    "logps/chosen": "preference/chosen_logp",
+    "logps/rejected": "preference/rejected_logp",
+}
 
-DAPO = Algorithm(
-    "dapo",
-    "clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults",
-    {"loss.name": "dapo"},
-)
-
-GRPO = DAPO.variant(
-    "grpo",
-    "mean over the tokens of each completion, then over completions (DeepSeekMath, arXiv 2402.03300)",
-    {"loss.name": "grpo"},
-)
-
-ENHANCED_GRPO = Algorithm(
-    "enhanced_grpo",
-    "REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556)",
-    {
-        "sampling.samples_per_prompt": 16,
-        "sampling.top_k": 40,
-        "sampling.max_new_tokens": 512,
-        "train.batch_size": 16,
-        "train.accumulation": 1,
-        "train.epochs": 2.0,
-        "optimizer.learning_rate": 1e-5,
-        "optimizer.embedding_learning_rate": 2e-4,
-        "loss.name": "reinforce",
-        "loss.denominator": "policy_mask",
-        "loss.kl_coef": 0.01,
-        "loss.kl": "unbiased",
-        "advantages.scale": "none",
-        "masks.off_policy": "v3.2",
-        "masks.keep_sampling_mask": True,
-        "reference.refresh_every": 100,
-        "data.max_prompt_length": 1024,
-    },
-    {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"},
-)
-
-PG_GRPO = GRPO.variant(
-    "pg_grpo",
-    "GRPO plus DPO on the best and worst completion of each group",
-    {"loss.ratio": "token", "loss.kl_coef": 0.04, "preference.weight": 0.1},
-    {
-        "rewards/chosen": "preference/chosen_reward",
-        "rewards/rejected": "preference/rejected_reward",
-        "rewards/margins": "preference/margin",
-        "rewards/accuracies": "preference/accuracy",
-        "logps/chosen": "preference/chosen_logp",
-        "logps/rejected": "preference/rejected_logp",
-    },
-)
-
-_PRESETS = (
-    DAPO,
-    GRPO,
-    DAPO.variant(
-        "dr_grpo",
-        "no division by the group's standard deviation or by the completion length (arXiv 2503.20783)",
-        {"loss.name": "dr_grpo", "advantages.scale": "none"},
-    ),
-    DAPO.variant(
-        "gspo",
-        "one ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071)",
+ALGORITHMS = {
+    # Clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults.
+    "dapo": Algorithm({"loss.name": "dapo"}),
+    # Mean over the tokens of each completion, then over completions (DeepSeekMath, arXiv 2402.03300).
+    "grpo": Algorithm({"loss.name": "grpo"}),
+    # No division by the group's standard deviation or by the completion length (arXiv 2503.20783).
+    "dr_grpo": Algorithm({"loss.name": "dr_grpo", "advantages.scale": "none"}),
+    # One ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071).
+    "gspo": Algorithm(
         {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
     ),
-    DAPO.variant(
-        "cispo",
-        "the ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585)",
-        {"loss.name": "cispo", "loss.clip_high": 5.0},
+    # The ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585).
+    "cispo": Algorithm({"loss.name": "cispo", "loss.clip_high": 5.0}),
+    # REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556).
+    "enhanced_grpo": Algorithm(_ENHANCED_GRPO, _ENHANCED_METRICS),
+    # With a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked.
+    "enhanced_grpo_literal": Algorithm(_ENHANCED_GRPO_LITERAL, _ENHANCED_METRICS),
+    # Advantages within clusters of similar completions of a prompt, to keep diversity.
+    "similarity_group_grpo": Algorithm(
+        {"loss.name": "dapo", "advantages.grouping": "similarity", "advantages.eps": 1e-6}
     ),
-    ENHANCED_GRPO,
-    ENHANCED_GRPO.variant(
-        "enhanced_grpo_literal",
-        "enhanced_grpo with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked",
-        {
-            "loss.kl": "full_ratio_weighted",
-            "masks.off_policy": "reference_drift",
-            "masks.validity": True,
-            "masks.keep_sampling_mask": False,
-        },
-    ),
-    DAPO.variant(
-        "similarity_group_grpo",
-        "advantages within clusters of similar completions of a prompt, to keep diversity",
-        {"advantages.grouping": "similarity", "advantages.eps": 1e-6},
-    ),
-    PG_GRPO,
-    PG_GRPO.variant(
-        "dpo",
-        "DPO on a dataset of pairs, without sampling (arXiv 2305.18290)",
-        {"loss.policy_coef": 0.0, "loss.kl_coef": 0.0, "preference.weight": 1.0, "preference.pairs": "data"},
-    ),
-)
-ALGORITHMS = {algorithm.name: algorithm for algorithm in _PRESETS}
+    # GRPO plus DPO on the best and worst completion of each group.
+    "pg_grpo": Algorithm(_PG_GRPO, _PREFERENCE_METRICS),
+    # DPO on a dataset of pairs, without sampling (arXiv 2305.18290).
+    "dpo": Algorithm(_PG_GRPO | _DPO, _PREFERENCE_METRICS),
+}
 
 
 def find_algorithm(name: str) -> Algorithm:

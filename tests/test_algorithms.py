@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 
 import pytest
 
-from groupwise.algorithms import ALGORITHMS, DAPO, find_algorithm
+from groupwise.algorithms import ALGORITHMS, find_algorithm
 from groupwise.config import Recipe, make_recipe, setting_names
 from groupwise.core.losses import LOSSES
 from groupwise.errors import ConfigError
@@ -84,8 +84,6 @@ def test_every_preset_is_a_recipe(name):
     assert recipe.algorithm == name
     for setting, value in ALGORITHMS[name].settings.items():
         assert recipe.get(setting) == value
-    assert ALGORITHMS[name].name == name
-    assert ALGORITHMS[name].summary
     assert recipe.loss.name in LOSSES
 
 
@@ -148,16 +146,11 @@ def test_a_loss_on_the_default_preset_uses_its_default_ratio():
 
 
 def test_presets_are_immutable():
-    with pytest.raises(TypeError):
-        DAPO.settings["loss.kl_coef"] = 1.0
-    with pytest.raises(FrozenInstanceError):
-        DAPO.name = "mine"
-    other = DAPO.variant("mine", "for a test", {"loss.kl_coef": 1.0})
-    assert "loss.kl_coef" not in DAPO.settings
-    assert other.settings["loss.kl_coef"] == 1.0
-    assert other.settings["loss.name"] == "dapo"
-    with pytest.raises(TypeError):
-        other.settings["loss.kl_coef"] = 2.0
+    for name in ("dapo", "dpo"):
+        with pytest.raises(TypeError):
+            ALGORITHMS[name].settings["loss.kl_coef"] = 1.0
+        with pytest.raises(FrozenInstanceError):
+            ALGORITHMS[name].settings = {}
 
 
 def test_a_misspelt_preset():

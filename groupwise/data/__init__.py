@@ -3,7 +3,7 @@
 from groupwise.data.completions import DecodedCompletions, decode_completions
 from groupwise.data.order import Order
 from groupwise.data.pairs import Pair, PairBuilder
-from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward, conversational
+from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward
 from groupwise.data.read import read_rows
 from groupwise.data.rows import Row, check_prompts, columns_of, where_of
 
@@ -18,7 +18,6 @@ __all__ = [
     "check_prompts",
     "columns_of",
     "completion_for_reward",
-    "conversational",
     "decode_completions",
     "read_rows",
     "where_of",

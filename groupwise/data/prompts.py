@@ -22,11 +22,10 @@ CHUNK = 1000  # prompts per call of the tokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """The model's input: the ids, their text, and the messages they were rendered from, if any."""
+    """The model's input."""
 
     ids: tuple[int, ...]
     text: str
-    messages: list[Message] | None
 
 
 class PromptBuilder:
@@ -75,8 +74,7 @@ class PromptBuilder:
         places = [where_of(row, number) for number, row in enumerate(rows)]
         values = [row[column] for row in rows]
         ids: list[list[int]] = []
-        chats: list[list[Message]] | None = None
-        if conversational(values[0]) or self.chat:
+        if self.chat or not isinstance(values[0], str):
             self.check_template(column)
             if self.on_too_long == "truncate" and self.max_prompt_length is not None:
                 reason = "on_too_long='truncate' would remove the first tokens of a chat prompt"
@@ -94,10 +92,7 @@ class PromptBuilder:
         kept = self._fit(ids, places, column)
         texts = self._decode([ids[number] for number in kept])
         self.dropped, self.kept = len(rows) - len(kept), tuple(kept)
-        return [
-            Prompt(tuple(ids[number]), text, chats[number] if chats is not None else None)
-            for number, text in zip(kept, texts, strict=True)
-        ]
+        return [Prompt(tuple(ids[number]), text) for number, text in zip(kept, texts, strict=True)]
 
     def check_template(self, column: str) -> None:
         if not self.has_template:
@@ -200,11 +195,6 @@ def check_tokens(ids: Sequence[int], where: str, column: str) -> None:
         raise DataError(f"{where}: the {column} has no tokens; remove the row")
 
 
-def conversational(prompt: Any) -> bool:
-    """Whether a prompt is a list of chat messages, not a text."""
-    return isinstance(prompt, (list, tuple))
-
-
 def completion_for_reward(prompt: Any, text: str) -> Any:
     """A completion as rewards expect it: like the prompt, a list of messages or a text."""
-    return [{"role": "assistant", "content": text}] if conversational(prompt) else text
+    return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]

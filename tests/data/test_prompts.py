@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, conversational, read_rows
+from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, read_rows
 from groupwise.data import prompts as prompts_module
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.tiny import tiny_tokenizer
@@ -49,13 +49,13 @@ def smol():
 def test_a_text_becomes_a_user_message_if_there_is_a_template():
     ids = [*turn("user", "größer?"), START, *b"assistant\n"]
     text = "<|start|>user\ngrößer?<|end|><|start|>assistant\n"
-    expected = Prompt(tuple(ids), text, [{"role": "user", "content": "größer?"}])
+    expected = Prompt(tuple(ids), text)
     assert PromptBuilder(tiny()).build(rows_of("größer?")) == [expected]
     assert PromptBuilder(tiny(), chat=True).build([{"prompt": "größer?"}]) == [expected]
 
 
 def test_a_plain_text():
-    expected = Prompt(tuple("größer?".encode()), "größer?", None)
+    expected = Prompt(tuple("größer?".encode()), "größer?")
     assert PromptBuilder(tiny(), chat=False).build(rows_of("größer?")) == [expected]
     assert PromptBuilder(tiny(template="")).build(rows_of("größer?")) == [expected]
 
@@ -65,7 +65,6 @@ def test_messages_are_rendered_whatever_chat_is():
     for chat in (None, True, False):
         (prompt,) = PromptBuilder(tiny(), chat=chat).build(rows_of([SYSTEM, USER]))
         assert prompt.ids == ids
-        assert prompt.messages == [SYSTEM, USER]
 
 
 def test_another_column():
@@ -78,7 +77,6 @@ def test_the_system_prompt_comes_first():
     row = [{"role": "system", "content": "Be long."}, USER]
     with_ours, with_rows = builder.build(rows_of([USER], row))
     assert with_ours.text == "<|start|>system\nBe brief.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
-    assert with_ours.messages == [SYSTEM, USER]
     assert with_rows.text == "<|start|>system\nBe long.<|end|><|start|>user\nWhy?<|end|><|start|>assistant\n"
     (wrapped,) = builder.build(rows_of("Why?"))
     assert wrapped == with_ours
@@ -88,7 +86,7 @@ def test_the_rows_are_left_as_they_were():
     message = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": None}
     rows = rows_of([message])
     (prompt,) = PromptBuilder(tiny(), system_prompt="S").build(rows)
-    assert prompt.messages == [{"role": "system", "content": "S"}, {"role": "user", "content": "ab"}]
+    assert prompt.text == "<|start|>system\nS<|end|><|start|>user\nab<|end|><|start|>assistant\n"
     assert rows == [{"prompt": [message]}]
     assert len(message) == 3
 
@@ -115,7 +113,7 @@ def test_a_real_tokenizer(smol):
     assert prompt.ids == tuple(smol.encode(prompt.text, add_special_tokens=False))
     assert prompt.ids[:2] == (1, smol.convert_tokens_to_ids("system"))
     (raw,) = PromptBuilder(smol, chat=False).build(rows_of("Hello world, a . b"))
-    assert raw == Prompt(tuple(smol("Hello world, a . b")["input_ids"]), "Hello world, a . b", None)
+    assert raw == Prompt(tuple(smol("Hello world, a . b")["input_ids"]), "Hello world, a . b")
 
 
 def test_prompts_do_not_depend_on_the_batch(smol, monkeypatch):
@@ -237,7 +235,11 @@ def test_a_system_prompt_needs_the_chat_template():
         PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of("a"))
     with pytest.raises(ConfigError, match="plain texts; choose a model with a chat template, or write it"):
         PromptBuilder(tiny(""), system_prompt="S").build(rows_of("a"))
-    assert PromptBuilder(tiny(), chat=False, system_prompt="S").build(rows_of([USER]))[0].messages[0]["content"] == "S"
+    assert (
+        PromptBuilder(tiny(), chat=False, system_prompt="S")
+        .build(rows_of([USER]))[0]
+        .text.startswith("<|start|>system\nS<|end|>")
+    )
 
 
 def test_a_template_that_rejects_system_messages():
@@ -295,7 +297,5 @@ def test_invalid_rows_are_found_first():
 
 
 def test_completions_for_rewards():
-    assert conversational([USER])
-    assert not conversational("Why?")
     assert completion_for_reward([USER], "Because.") == [{"role": "assistant", "content": "Because."}]
     assert completion_for_reward("Why?", "Because.") == "Because."

@@ -77,7 +77,7 @@ def make_batch(
     return Batch(
         rows=[{"prompt": f"row {number}"} for number in range(len(rewards))],
         row_numbers=[10 + number for number in range(len(rewards))],
-        prompts=[Prompt(tuple(prompt.tolist()), f"prompt {n}", None) for n, prompt in enumerate(prompts)],
+        prompts=[Prompt(tuple(prompt.tolist()), f"prompt {n}") for n, prompt in enumerate(prompts)],
         samples=len(rewards[0]),
         ids=completions,
         texts=list(texts) if texts is not None else [f"text {number}" for number in range(len(flat))],

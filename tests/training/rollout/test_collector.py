@@ -72,7 +72,7 @@ def make_collector(no_signal, generator=None, rows=30, reward=None, said=None, a
         generator or Echo(),
         Words(),
         [{"prompt": f"row {number}", "number": number} for number in range(rows)],
-        [Prompt((100 + number, 7), f"row {number}", None) for number in range(rows)],
+        [Prompt((100 + number, 7), f"row {number}") for number in range(rows)],
         Scorer([named(reward or by_row)], timeout=None),
         Order(rows, shuffle=False),
         lambda batch, recipe: compute_group_advantages(batch, recipe, [1.0], advantage=advantage),
