@@ -7,7 +7,7 @@ from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.registry import BUILTIN, make_reward
 from groupwise.rewards.reward_model import reward_model
 from groupwise.rewards.scorer import Scorer
-from groupwise.rewards.text import overlong_penalty, text_of
+from groupwise.rewards.text import format_reward, overlong_penalty, text_of
 from groupwise.rewards.writing import distinct_n, keywords, length_band, repetition, words_of
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Scorer",
     "Scores",
     "distinct_n",
+    "format_reward",
     "judge",
     "keywords",
     "length_band",

@@ -13,9 +13,10 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from inspect import Parameter
+from itertools import islice
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from groupwise.rewards.text import excerpt
 LISTS = ("prompts", "completions", "completion_ids")
 HELPERS = ("trainer_state", "log_extra", "log_metric")
 HIDDEN_COLUMNS = ("prompt", "completion", "completion_ids")  # as in TRL: the lists hold them already
-VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class RewardFunction:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise InputError(f"a reward's name must be a text, got {self.name!r}")
         if not callable(self.function):
             raise InputError(f"reward {self.name!r} must be a function, got {excerpt(self.function)}")
         if not is_finite_number(self.weight):
@@ -53,22 +55,41 @@ class RewardFunction:
         function = _without_partial(self.function)
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
-    def choose_arguments(self, available: Collection[str]) -> list[str]:
-        """The names of the arguments to pass, all by keyword as TRL does, or a `RewardError` if one is missing."""
+    def choose_arguments(self, available: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The names of the positional and of the keyword arguments to pass, or a `RewardError` if one is missing.
+
+        All are passed by keyword, as TRL does, except to positional-only parameters. The first two of these are the
+        prompts and the completions, whatever their names are; these two also go to a function with only ``*args`` and
+        to a builtin without a signature.
+        """
         try:
-            parameters = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # a builtin without a signature
-            return list(available)
-        any_keyword = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters)
-        named = [parameter for parameter in parameters if parameter.kind not in VARIADIC]
-        for parameter in named:
-            if parameter.name not in available and parameter.default is Parameter.empty:
+            parameters = list(inspect.signature(self.function).parameters.values())
+        except (TypeError, ValueError):
+            return ["prompts", "completions"], []
+        kinds = [parameter.kind for parameter in parameters]
+        if kinds == [Parameter.VAR_POSITIONAL]:
+            return ["prompts", "completions"], []
+        names = {parameter.name for parameter in parameters}
+        positional: list[str] = []
+        keywords: list[str] = []
+        for place, parameter in enumerate(parameters):
+            name, chosen = parameter.name, keywords
+            if parameter.kind in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD):
+                continue
+            if parameter.kind is Parameter.POSITIONAL_ONLY:
+                chosen = positional
+                if name not in available and place < 2 and LISTS[place] not in names:
+                    name = LISTS[place]
+            if name in available and (chosen is keywords or len(positional) == place):  # without a gap before it
+                chosen.append(name)
+            elif parameter.default is Parameter.empty:
                 raise RewardError(
-                    f"reward {self.name!r} needs the argument {parameter.name!r}, which does not exist"
-                    f"{did_you_mean(parameter.name, available)} (there are: {', '.join(map(repr, available))})"
+                    f"reward {self.name!r} needs the argument {name!r}, which does not exist"
+                    f"{did_you_mean(name, available)} (there are: {', '.join(map(repr, available))})"
                 )
-        names = {parameter.name for parameter in named}
-        return [name for name in available if any_keyword or name in names]
+        if Parameter.VAR_KEYWORD in kinds:
+            keywords = [name for name in available if name not in positional]
+        return positional, keywords
 
 
 def named(function: Callable[..., Any], weight: float = 1.0, name: str | None = None) -> RewardFunction:
@@ -122,6 +143,8 @@ def visible_columns(columns: Iterable[str]) -> list[str]:
     """The data's columns that rewards receive, or a `DataError` if one has the name of another argument."""
     visible = [name for name in columns if name not in HIDDEN_COLUMNS]
     for name in visible:
+        if not isinstance(name, str):
+            raise DataError(f"the data has a column {name!r}; rewards get columns by name, so it must be a text")
         if name in LISTS or name in HELPERS:
             raise DataError(f"the data has a column {name!r}, which is an argument of every reward; rename it")
     return visible
@@ -137,14 +160,13 @@ def check_rewards(function: str, result: Any, rows: int) -> list[RowReward]:
         values = list(result.tolist())
     elif not isinstance(result, Iterable) or isinstance(result, (str, bytes, Mapping, Set)):
         hint = "; is a return missing?" if result is None else ""
-        hint = "; define it with async def" if inspect.iscoroutine(result) else hint
         raise BatchFailure(f"returned {excerpt(result)} ({kind}), not a list with one number per completion{hint}")
     else:
-        values = list(result)
+        sized = hasattr(result, "__len__")
+        values = list(result if sized else islice(result, rows + 1))  # a generator may be endless
         if len(values) != rows:
-            raise BatchFailure(
-                f"returned {count(len(values), 'value')} for {count(rows, 'row')}; one per completion is needed"
-            )
+            number = count(len(values), "value") if sized or len(values) < rows else f"more than {count(rows, 'value')}"
+            raise BatchFailure(f"returned {number} for {count(rows, 'row')}; one per completion is needed")
     return [_check_reward(function, row, value) for row, value in enumerate(values)]
 
 
@@ -153,8 +175,13 @@ def _check_reward(function: str, row: int, value: Any) -> RowReward:
         return None
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a single number of torch or NumPy
         value = value.item()
-    if isinstance(value, Real) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:  # a huge integer
+            number = math.inf
+        if math.isfinite(number):
+            return number
     kind = "" if isinstance(value, float) else f" ({type(value).__name__})"
     reason = f"returned {excerpt(value)}{kind}; a reward is a finite number, or None where it does not apply"
     return RowFailure(function, row, reason)

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from numbers import Integral, Rational, Real
+from numbers import Real
 from typing import Any
 
 from groupwise.errors import DataError
@@ -133,10 +133,7 @@ def _exact(value: Any) -> Fraction | None:
         return parse_number(value)
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         return None
-    if isinstance(value, Integral):
-        return Fraction(int(value))
-    # 0.1 is exactly a tenth, as in a text.
-    return Fraction(value) if isinstance(value, Rational) else Fraction(repr(float(value)))
+    return Fraction(str(value))  # 0.1 is exactly a tenth, as in a text
 
 
 def _plain(text: str) -> str:

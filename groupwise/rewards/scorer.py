@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -93,6 +93,8 @@ class Scorer:
             lists["completion_ids"] = completion_ids
         lists |= {name: columns[name] for name in visible_columns(columns)}
         for name, values in lists.items():
+            if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+                raise InputError(f"{name} must be a list with one entry per completion, got {excerpt(values)}")
             if len(values) != len(completions):
                 raise InputError(f"{name} has {len(values)} entries for {len(completions)} completions")
         lists = {name: list(values) for name, values in lists.items()}
@@ -195,6 +197,7 @@ class RewardCall:
     batch_failure: RowFailure | None = None  # the batch failed, but none of its rows
     extra: dict[str, list[Any]] = field(default_factory=dict)
     metrics: dict[str, list[float]] = field(default_factory=dict)
+    awaitable: Any = None  # what a plain function returned, if it has to be awaited
 
     def __len__(self) -> int:
         return len(self.lists["completions"])
@@ -220,7 +223,7 @@ class RewardCall:
         raise RewardError(f"reward {self.reward.name!r} failed on {place}: {reason}") from cause
 
     def run(self, timeout: float | None) -> RewardCall:
-        """Call a plain function, in a thread if there is a limit."""
+        """Call a plain function, in a thread if there is a limit. If it returns an awaitable, that is awaited."""
         if timeout is None:
             self._run()
         else:
@@ -230,17 +233,27 @@ class RewardCall:
             thread.join(timeout)
             if thread.is_alive():
                 return self.timed_out(timeout, "; its thread is left behind and may go on until the process ends")
+        if self.awaitable is not None:
+            return run_concurrently([self], timeout)[0]
         return _check_interrupt(self)
 
     def _run(self) -> None:
-        with self._catching():
-            self._finish(self._start())
+        try:
+            result = self._start()
+            if inspect.isawaitable(result):
+                self.awaitable = result
+            else:
+                self._finish(result)
+        except BaseException as error:
+            self.error = error
 
     async def run_async(self, timeout: float | None) -> RewardCall:
         """Await the function, and cancel it at the limit."""
-        with self._catching():
+        try:
             async with asyncio.timeout(timeout) as limit:
-                self._finish(await self._start())
+                self._finish(await (self._start() if self.awaitable is None else self.awaitable))
+        except BaseException as error:  # a SystemExit would end the event loop
+            self.error = error
         return self.timed_out(timeout or 0.0, "; it was cancelled") if limit.expired() else self
 
     def timed_out(self, timeout: float, outcome: str) -> RewardCall:
@@ -249,19 +262,13 @@ class RewardCall:
         call.error = RewardTimeout(f"did not return within {timeout:g} s{outcome}")
         return call
 
-    @contextmanager
-    def _catching(self) -> Iterator[None]:
-        """Keep any exception, even SystemExit, which would end the event loop."""
-        try:
-            yield
-        except BaseException as error:
-            self.error = error
-
     def _start(self) -> Any:
         """Call the function with copies of the lists, which it may change."""
         arguments: dict[str, Any] = {name: list(values) for name, values in self.lists.items()}
         arguments |= {"trainer_state": self.trainer_state, "log_extra": self._log_extra, "log_metric": self._log_metric}
-        return self.reward.function(**{name: arguments[name] for name in self.reward.choose_arguments(arguments)})
+        positional, keywords = self.reward.choose_arguments(list(arguments))
+        by_keyword = {name: arguments[name] for name in keywords}
+        return self.reward.function(*(arguments[name] for name in positional), **by_keyword)
 
     def _finish(self, result: Any) -> None:
         rewards = check_rewards(self.reward.name, result, len(self))
@@ -276,7 +283,11 @@ class RewardCall:
         self.extra.setdefault(column, []).extend(values.tolist() if hasattr(values, "tolist") else values)
 
     def _log_metric(self, name: str, value: float) -> None:
-        self.metrics.setdefault(name, []).append(float(value))
+        try:
+            number = float(value)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"log_metric({name!r}, …) needs a number, got {excerpt(value)}") from error
+        self.metrics.setdefault(str(name), []).append(number)
 
 
 def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list[RewardCall]:
@@ -319,12 +330,10 @@ class _LoopThread(threading.Thread):
 
 
 _loop_thread: _LoopThread | None = None
-_loop_lock = threading.Lock()
 
 
 def _running_loop() -> _LoopThread:
     global _loop_thread
-    with _loop_lock:
-        if _loop_thread is None or _loop_thread.blocked or not _loop_thread.is_alive():  # not alive after a fork
-            _loop_thread = _LoopThread()
-        return _loop_thread
+    if _loop_thread is None or _loop_thread.blocked or not _loop_thread.is_alive():  # not alive after a fork
+        _loop_thread = _LoopThread()
+    return _loop_thread

@@ -1,8 +1,9 @@
-"""The text of prompts and completions, and a penalty for its length."""
+"""The text of prompts and completions, and rewards for its format and its length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import InputError
@@ -86,3 +87,19 @@ def overlong_penalty(length: int, limit: int, buffer: int) -> float:
     if over <= 0:
         return 0.0
     return -1.0 if length > limit else -over / buffer
+
+
+def format_reward(pattern: str) -> Callable[..., list[float]]:
+    """A reward of 1.0 for each completion that matches the regular expression, else 0.0.
+
+    The complete text has to match, except for white space around it. ``.`` also matches line breaks.
+    """
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except (re.error, TypeError) as error:
+        raise InputError(f"{pattern!r} is not a regular expression: {error}") from error
+
+    def format_reward(prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
+        return [float(expression.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
+
+    return format_reward

@@ -76,6 +76,9 @@ def test_a_weight_may_be_negative_or_of_numpy():
 def test_not_a_reward_function():
     with pytest.raises(InputError, match="reward 'f' must be a function, got 'maths:score'"):
         RewardFunction("f", "maths:score")
+    for name in ("", None):
+        with pytest.raises(InputError, match="a reward's name must be a text"):
+            RewardFunction(name, lengths)
 
 
 def test_two_functions_with_the_same_name():
@@ -127,6 +130,22 @@ def only_some(completions, answer, *, trainer_state, unknown=7):
     return [float(answer[0]) + unknown] * len(completions)
 
 
+def positional_only(p, c, /):
+    return [float(len(p[0]) + len(c[0]))] * len(c)
+
+
+def positional_only_by_name(completions, answer, /, unknown=None, *, prompts):
+    return [float(len(prompts[0]) + len(completions[0]) + int(answer[0]))] * len(completions)
+
+
+def positional_only_with_default(completions, unknown=1, answer=None, /, **kwargs):
+    return [float((answer is None) + len(kwargs["answer"]) + 10 * ("completions" in kwargs))] * len(completions)
+
+
+def anything(*args):
+    return [float(len(args[0][0]) + len(args[1][0]))] * 4
+
+
 def anything_at_all(*args, **kwargs):
     return [float(len(args) + ("prompts" in kwargs))] * 4
 
@@ -155,10 +174,15 @@ class Model:
         (functools.partial(only_some, unknown=1), 2.0),
         (functools.partial(lambda bound, completions: [bound] * 4, 3.0), 3.0),
         (wrapped, 8.0),
+        (positional_only, 3.0),
+        (positional_only_by_name, 4.0),
+        (positional_only_with_default, 5.0),
+        (anything, 3.0),
         (anything_at_all, 1.0),
         (Model().score, 1.0),
         (Model(), 2.0),
         (Model.of_class, 5.0),
+        (functools.partial(map, lambda prompt, completion: 9), 9.0),  # a builtin without a signature
         (lambda completions: [4.0] * 4, 4.0),
         (lambda: [6.0] * 4, 6.0),
     ],
@@ -189,6 +213,8 @@ def test_a_missing_argument():
     ("function", "argument"),
     [
         (lambda prompt: [], "prompt"),  # a column of that name is left out, as with TRL
+        (lambda a, b, c, /: [], "c"),
+        (lambda completions, x, /: [], "x"),
         (lambda prompts, completions, *, environments: [], "environments"),
         (Model.score, "self"),
     ],
@@ -216,6 +242,11 @@ def test_a_column_with_the_name_of_an_argument(column):
         Scorer([lengths]).score(PROMPTS, COMPLETIONS, {column: ANSWERS})
 
 
+def test_a_column_without_a_name():
+    with pytest.raises(DataError, match="the data has a column 0; rewards get columns by name"):
+        Scorer([lengths]).check_arguments([0])
+
+
 def test_lists_of_different_lengths():
     scorer = Scorer([lengths])
     with pytest.raises(InputError, match="prompts has 3 entries for 4 completions"):
@@ -224,6 +255,10 @@ def test_lists_of_different_lengths():
         scorer.score(PROMPTS, COMPLETIONS, {"answer": ANSWERS[:3]})
     with pytest.raises(InputError, match="completion_ids has 1 entries for 4 completions"):
         scorer.score(PROMPTS, COMPLETIONS, {}, completion_ids=[[1]])
+    with pytest.raises(InputError, match="completions must be a list with one entry per completion, got 'abcd'"):
+        scorer.score(PROMPTS, "abcd", {})
+    with pytest.raises(InputError, match="level must be a list with one entry per completion, got 3"):
+        scorer.score(PROMPTS, COMPLETIONS, {"level": 3})
 
 
 @pytest.mark.parametrize("timeout", [60.0, None])
@@ -283,7 +318,7 @@ BROKEN = [
     ([1.0] * 3, "returned 3 values for 4 rows; one per completion is needed"),
     ([1.0] * 5, "returned 5 values for 4 rows"),
     ([], "returned 0 values for 4 rows"),
-    (iter([1.0] * 9), "returned 9 values for 4 rows"),
+    (iter([1.0] * 9), "returned more than 4 values for 4 rows"),
     (None, "returned None (NoneType), not a list with one number per completion; is a return missing?"),
     (1.0, "returned 1.0 (float), not a list with one number per completion"),
     ("1234", "returned '1234' (str), not a list"),
@@ -315,6 +350,7 @@ BAD = [
     ([1.0], "returned [1.0] (list);"),
     ({}, "returned {} (dict);"),
     (torch.ones(1), "returned tensor([1.]) (Tensor);"),
+    (10**400, "(int); a reward is a finite number"),
     (Decimal(1), "returned Decimal('1') (Decimal);"),
 ]
 
@@ -577,5 +613,5 @@ def test_a_metric_is_a_number():
         log_metric("m", "high")
         return [0.0] * len(completions)
 
-    with pytest.raises(RewardError, match=r"raised ValueError: could not convert string to float: 'high'"):
+    with pytest.raises(RewardError, match=r"raised InputError: log_metric\('m', …\) needs a number, got 'high'"):
         score(reward)

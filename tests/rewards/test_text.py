@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import InputError
-from groupwise.rewards import overlong_penalty, text_of
+from groupwise.rewards import format_reward, overlong_penalty, text_of
 from groupwise.rewards.text import answer_of, excerpt, prompt_messages, prompt_text
 
 
@@ -93,3 +93,23 @@ def test_overlong_penalty_never_rises(length, limit, data):
     buffer = data.draw(st.integers(0, limit))
     shorter, longer = overlong_penalty(length, limit, buffer), overlong_penalty(length + 1, limit, buffer)
     assert -1.0 <= longer <= shorter <= 0.0
+
+
+def test_format_reward():
+    reward = format_reward(r"<think>.*</think>\d+")
+    completions = [
+        "\n<think>a\nb</think>18\n",
+        "x <think>a</think>18",
+        "<think>a</think>18 eggs",
+        [{"content": "<think></think>1"}],
+    ]
+    assert reward(prompts=[""] * 4, completions=completions, answer=[""] * 4) == [1.0, 0.0, 0.0, 1.0]
+    assert reward.__name__ == "format_reward"
+    assert format_reward(".*####.*")([""], ["a\n#### b\nc"]) == [1.0]
+
+
+def test_a_broken_pattern():
+    with pytest.raises(InputError, match=r"'\(a' is not a regular expression: missing \), unterminated subpattern"):
+        format_reward("(a")
+    with pytest.raises(InputError, match="3 is not a regular expression"):
+        format_reward(3)
