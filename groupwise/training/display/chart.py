@@ -102,8 +102,8 @@ class Chart:
 
 def empty_chart(head: Text, width: int, rows: int, text: str) -> Text:
     """A chart without data, with a message."""
-    blank = Text("\n" * (rows // 2) + text.center(width), style="dim")
-    return Text("\n", no_wrap=True).join([head, blank, Text("\n" * (rows - rows // 2 - 1))])
+    lines = "\n" * (rows // 2) + text.center(width) + "\n" * (rows - rows // 2)
+    return Text("\n", no_wrap=True).join([head, Text(lines, style="dim")])
 
 
 def _axis_label(value: float, unit: float, share: bool) -> str:

@@ -7,6 +7,7 @@ given at most once in `QUIET` steps. The window is saved with the run: a resumed
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ MAX_SINGLE = 0.5  # share of answers that are alone in their cluster
 OPPOSED = -0.3  # cosine of the gradients of the preference term and of the rest
 UNLIKELY = -1.0  # β × the change in log-prob of the chosen answers of pairs
 
+MORE_SPREAD = "use easier or harder questions, raise <sampling.samples_per_prompt>, or <sampling.temperature>"
 SAMPLE_MASKS = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dropped")
 SPLIT = "similarity_groups/n_prompts_split_into_"
 REFUSED = "preference/refused/"
@@ -44,11 +46,6 @@ class RecentSteps:
     recipe: Recipe
     metric: str | None  # the task's
     prompts: int  # in all these steps
-
-    def setting(self, name: str) -> str:
-        """A setting with its value, for a message."""
-        value = self.recipe.get(name)
-        return f"{name}, now {value:g}" if isinstance(value, float) else f"{name}, now {value!r}"
 
     def mean(self, name: str) -> float | None:
         """The mean over the steps that report a metric; None if none does."""
@@ -67,7 +64,7 @@ class RecentSteps:
 
 
 Check = Callable[[RecentSteps], str | None]
-"""Returns a message if something is wrong, such as "the KL is 0.8; raise loss.kl_coef, now 0.1"."""
+"""Returns a message if something is wrong: "the KL is 0.8; raise <loss.kl_coef>" is shown with that setting's value."""
 
 
 class HealthChecks:
@@ -95,7 +92,7 @@ class HealthChecks:
             message = check(recent)
             if message is not None:
                 self._warned_at[name] = step
-                warnings[name] = message
+                warnings[name] = re.sub(r"<(\w+\.\w+)>", lambda match: _with_value(match[1], recipe), message)
         return warnings
 
     def state(self) -> dict[str, Any]:
@@ -104,6 +101,11 @@ class HealthChecks:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._window, self._prompts = list(state["window"]), list(state["questions"])
         self._warned_at = dict(state["said"])
+
+
+def _with_value(setting: str, recipe: Recipe) -> str:
+    value = recipe.get(setting)
+    return f"{setting}, now {value:g}" if isinstance(value, float) else f"{setting}, now {value!r}"
 
 
 def mismatch_warning(metrics: Mapping[str, float], step_recipe: Recipe, dtype: torch.dtype) -> str | None:
@@ -129,10 +131,8 @@ def _kl_high(recent: RecentSteps) -> str | None:
     kl = recent.mean("kl")
     if kl is None or kl <= HIGH_KL:
         return None
-    return (
-        f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g}); raise "
-        f"{recent.setting('loss.kl_coef')}, or lower {recent.setting('optimizer.learning_rate')}"
-    )
+    start = f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g})"
+    return f"{start}; raise <loss.kl_coef>, or lower <optimizer.learning_rate>"
 
 
 def _kl_low(recent: RecentSteps) -> str | None:
@@ -142,7 +142,7 @@ def _kl_low(recent: RecentSteps) -> str | None:
         return None
     return (
         f"the KL to the reference is {kl:.1e}, so it has no effect but costs the reference's forward passes; lower "
-        f"{recent.setting('loss.kl_coef')} (0 switches it off)"
+        "<loss.kl_coef> (0 switches it off)"
     )
 
 
@@ -160,16 +160,15 @@ def _masked(recent: RecentSteps) -> str | None:
 
 def _mask_remedy(mask: str, recent: RecentSteps) -> str:
     if mask == "off_policy" and recent.recipe.masks.off_policy == "reference_drift":
-        every = "reference.refresh_every"
-        return f"lower {recent.setting(every)}" if recent.recipe.get(every) else f"set {every}, such as 100"
+        refreshed = bool(recent.recipe.reference.refresh_every)
+        return "lower <reference.refresh_every>" if refreshed else "set reference.refresh_every, such as 100"
     if mask == "off_policy":
-        return f"lower {recent.setting('train.iterations')}, or {recent.setting('optimizer.learning_rate')}"
-    limit = f"raise {recent.setting('sampling.max_new_tokens')}"
+        return "lower <train.iterations>, or <optimizer.learning_rate>"
     if mask == "truncated":
-        return limit
+        return "raise <sampling.max_new_tokens>"
     if mask == "dropped":
         return "their rewards failed; check the reward function"
-    return f"ask for the form of an answer in the prompt (data.system_prompt), or {limit}"
+    return "ask for the form of an answer in the prompt (data.system_prompt), or raise <sampling.max_new_tokens>"
 
 
 def _no_answer(recent: RecentSteps) -> str | None:
@@ -179,7 +178,7 @@ def _no_answer(recent: RecentSteps) -> str | None:
     start = f"{share:.0%} of the completions contain no answer"
     cut = recent.mean("completions/clipped_ratio") or 0.0
     if cut > MAX_NO_ANSWER:
-        return f"{start}, and {cut:.0%} are cut off: raise {recent.setting('sampling.max_new_tokens')}"
+        return f"{start}, and {cut:.0%} are cut off: raise <sampling.max_new_tokens>"
     return f"{start}: describe its form in the prompt (data.system_prompt), or reward the form ([[rewards]])"
 
 
@@ -189,54 +188,42 @@ def _no_learning_signal(recent: RecentSteps) -> str | None:
     unmasked = recent.mean("mask_ratio")
     masked = ", or the answers that differ are masked" if unmasked is not None and unmasked < 1 else ""
     source = " from the sampled answers, only from the data set's pairs" if recent.mean("preference/pairs") else ""
-    return (
-        f"for {WINDOW} steps nothing was learned{source}: the rewards in each group are all equal{masked}; "
-        f"{_more_spread(recent)}"
-    )
+    start = f"for {WINDOW} steps nothing was learned{source}: the rewards in each group are all equal{masked}"
+    return f"{start}; {MORE_SPREAD}"
 
 
-def _more_spread(recent: RecentSteps) -> str:
-    """The remedy for rewards that are all equal."""
-    samples, temperature = recent.setting("sampling.samples_per_prompt"), recent.setting("sampling.temperature")
-    return f"use easier or harder questions, raise {samples}, or {temperature}"
-
-
-def _unsplit_share(recent: RecentSteps) -> float:
-    """The share of prompts whose answers are all in one cluster; 0 if there is no clustering."""
+def _unsplit(recent: RecentSteps) -> tuple[float, float, str]:
+    """The share of prompts whose answers are all in one cluster; the distance of answers to one prompt relative to that
+    of answers to different prompts; and these distances in words."""
     counts = recent.means(SPLIT)
-    return counts.get("1_groups", 0.0) / max(1e-9, sum(counts.values()))
-
-
-def _relative_distance(recent: RecentSteps) -> tuple[float, str]:
-    """The distance of answers to one prompt relative to answers to different prompts, and a description."""
+    share = counts.get("1_groups", 0.0) / max(1e-9, sum(counts.values()))
     within = recent.mean("diversity/mean_distance") or 0.0
     between = recent.mean("diversity/distance_between_prompts")
     text = f"their mean distance is {within:.2f}"
     if between is None or between <= 0:
-        return within, text
-    return within / between, f"{text}, that of answers to different prompts {between:.2f}"
+        return share, within, text
+    return share, within / between, f"{text}, that of answers to different prompts {between:.2f}"
 
 
 def _answers_alike(recent: RecentSteps) -> str | None:
-    share, (distance, text) = _unsplit_share(recent), _relative_distance(recent)
+    share, distance, text = _unsplit(recent)
     if share <= MAX_UNSPLIT or distance >= ALIKE:
         return None
     return (
         f"the answers to {share:.0%} of the prompts are all alike ({text}); check whether they exploit the reward, and "
-        f"raise {recent.setting('sampling.temperature')}, {recent.setting('loss.kl_coef')}, or "
-        f"{recent.setting('loss.entropy_coef')}"
+        "raise <sampling.temperature>, <loss.kl_coef>, or <loss.entropy_coef>"
     )
 
 
 def _answers_unrelated(recent: RecentSteps) -> str | None:
-    share, (distance, text) = _unsplit_share(recent), _relative_distance(recent)
+    share, distance, text = _unsplit(recent)
     if share <= MAX_UNSPLIT or distance < ALIKE:
         return None
     silhouette = recent.mean("similarity_groups/avg_silhouette_score") or 0.0
     return (
         f"the answers to {share:.0%} of the prompts form no clusters (silhouette {silhouette:.2f}) because no two are "
-        f"alike ({text}), so each prompt is one group; raise {recent.setting('sampling.samples_per_prompt')}, or try "
-        f"another {recent.setting('grouping.embedder')}"
+        f"alike ({text}), so each prompt is one group; raise <sampling.samples_per_prompt>, or try another "
+        "<grouping.embedder>"
     )
 
 
@@ -247,8 +234,7 @@ def _answers_scattered(recent: RecentSteps) -> str | None:
         return None
     return (
         f"{share:.0%} of the answers are alone in their cluster and have no learning signal; lower "
-        f"{recent.setting('grouping.max_groups')}, set {recent.setting('advantages.shrinkage')}, or try another "
-        f"{recent.setting('grouping.embedder')}"
+        "<grouping.max_groups>, set <advantages.shrinkage>, or try another <grouping.embedder>"
     )
 
 
@@ -261,29 +247,22 @@ def _no_pairs(recent: RecentSteps) -> str | None:
     reason = max(refused, key=lambda name: refused[name], default="")
     start = f"for {WINDOW} steps there was no pair to learn from"
     if not refused.get(reason):
-        return f"{start}; check {recent.setting('preference.pairs')}, and preference.train"
+        return f"{start}; check <preference.pairs>, and preference.train"
     return f"{start}: {_pair_remedy(reason, recent)}"
 
 
 def _pair_remedy(reason: str, recent: RecentSteps) -> str:
-    samples = recent.setting("sampling.samples_per_prompt")
     if reason == "tie":
-        return f"the rewards in most groups are all equal; {_more_spread(recent)}"
+        return f"the rewards in most groups are all equal; {MORE_SPREAD}"
+    more = "raise <sampling.samples_per_prompt>"
     if reason == "margin":
-        return (
-            "the best and the worst reward of most groups are too close; lower "
-            f"{recent.setting('preference.min_margin')}, or raise {samples}"
-        )
+        return f"the best and the worst reward of most groups are too close; lower <preference.min_margin>, or {more}"
     if reason == "same_answer":
-        return (
-            "in most groups the best and the worst are the same text with different rewards; raise "
-            f"{recent.setting('sampling.temperature')}, and check why the reward varies"
-        )
+        start = "in most groups the best and the worst are the same text with different rewards"
+        return f"{start}; raise <sampling.temperature>, and check why the reward varies"
     clusters = ", lower grouping.max_groups" if recent.recipe.advantages.grouping == "similarity" else ""
-    return (
-        "most groups have fewer than two answers left; check the masks (masks.*) and failed rewards"
-        f"{clusters}, or raise {samples}"
-    )
+    start = "most groups have fewer than two answers left; check the masks (masks.*) and failed rewards"
+    return f"{start}{clusters}, or {more}"
 
 
 def _preference_opposed(recent: RecentSteps) -> str | None:
@@ -292,8 +271,7 @@ def _preference_opposed(recent: RecentSteps) -> str | None:
         return None
     return (
         f"the pairs and the rest of the objective disagree: the cosine of their gradients is {cosine:.2f}; lower "
-        f"{recent.setting('preference.weight')}, by hand or by a rule ([[rules]]), or check whether the rewards and "
-        "the pairs agree"
+        "<preference.weight>, by hand or by a rule ([[rules]]), or check whether the rewards and the pairs agree"
     )
 
 
@@ -302,13 +280,12 @@ def _chosen_unlikely(recent: RecentSteps) -> str | None:
     if reward is None or reward >= UNLIKELY or margin is None or margin <= 0:
         return None
     preference = recent.recipe.preference
-    sft = "raise the weight of the kind 'sft'"
-    if "sft" not in preference.kinds:
-        sft = "add the kind 'sft' with a small weight"
+    has_sft = "sft" in preference.kinds
+    sft = "raise the weight of the kind 'sft'" if has_sft else "add the kind 'sft' with a small weight"
     return (
         f"the chosen answers of pairs become less likely too, by {-reward / preference.beta:.3g} in log-prob; lower "
-        f"{recent.setting('optimizer.learning_rate')}, or {recent.setting('preference.weight')}, raise "
-        f"{recent.setting('preference.beta')}, or {sft} (preference.kind_weights)"
+        "<optimizer.learning_rate>, or <preference.weight>, raise <preference.beta>, or "
+        f"{sft} (preference.kind_weights)"
     )
 
 

@@ -260,6 +260,7 @@ def test_a_run_gives_the_reason_for_missing_pairs(tmp_path):
     assert not trainer.display.heard("no_learning_signal")
 
 
+@pytest.mark.slow
 def test_the_warnings_of_a_run_on_pairs_alone(tmp_path):
     """Nothing is sampled, so there is no warning about groups. A huge learning rate makes chosen answers unlikely."""
     pairs = [{"prompt": f"Say {n}: ", "chosen": f"{n} a b c", "rejected": f"{n} d"} for n in range(4)]

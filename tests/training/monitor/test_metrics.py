@@ -207,6 +207,7 @@ def test_the_probability_cut_by_sampling_filters_is_a_mean_over_tokens():
     assert "masks/keep_sampling_mask" not in step(settings)
 
 
+@pytest.mark.slow
 def test_the_probability_cut_by_sampling_filters_in_a_run(tmp_path):
     """With top_k = 1 all but the likeliest token is cut; with a huge top_k nothing."""
     settings = {"train.steps": 1, "masks.keep_sampling_mask": True, "train.skip_equal_rewards": False}
@@ -227,7 +228,7 @@ def test_aliases_of_metrics():
     assert metrics == {"kl": 0.25, "reward": 1.0, "kl_divergence": 0.25}
 
 
-@pytest.mark.parametrize("algorithm", ["enhanced_grpo", "enhanced_grpo_literal"])
+@pytest.mark.parametrize("algorithm", ["enhanced_grpo", pytest.param("enhanced_grpo_literal", marks=pytest.mark.slow)])
 def test_the_metrics_of_enhanced_grpo_in_a_run(tmp_path, algorithm):
     small = {**SMALL, "algorithm": algorithm, "optimizer": {"learning_rate": 1e-4}, "masks": {"min_length": 0}}
     task = Task("made", [{"prompt": f"Say {n}: "} for n in range(4)], grades={"accuracy": odd}, metric="accuracy")

@@ -105,6 +105,7 @@ TASK = Task("asked", ROWS, ROWS[:1], grades={"accuracy": first_letter}, metric="
 CHANGES = {"train": {"steps": 4, "batch_size": 2}, "sampling": {"max_new_tokens": 2}, "evaluate": {"every": 0}}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_log(tmp_path):
     """Steps after the last checkpoint are repeated, and count once."""
     changes = [CHANGES, {"run": {"checkpoint_every": 2}}]

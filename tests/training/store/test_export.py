@@ -73,6 +73,7 @@ def test_the_model_and_every_policy_load_elsewhere(tmp_path):
         verify_manifest(folder)
 
 
+@pytest.mark.slow
 def test_lora_is_merged(tmp_path):
     """A checkpoint holds the adapter alone, the model is whole."""
     trainer = graded_trainer(tmp_path / "run", [0, 1, 2], QUICK, LORA)
@@ -95,7 +96,14 @@ def dtypes_in(path) -> set[str]:
         return {str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118 - no mapping
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(None, "F32"), ("bfloat16", "BF16"), ("float16", "F16")])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        pytest.param(None, "F32", marks=pytest.mark.slow),
+        ("bfloat16", "BF16"),
+        pytest.param("float16", "F16", marks=pytest.mark.slow),
+    ],
+)
 def test_export_dtype(tmp_path, dtype, name):
     """What is exported is rounded; what the run goes on from is not."""
     trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"export_dtype": dtype}, "train": {"steps": 1}})
@@ -115,7 +123,14 @@ FADING = [0, 1, 3, 2, 1]  # after steps 0 to 4
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"run": {"resumable": False}}, LORA, merged(LORA, {"run": {"resumable": False}})], ids=str
+    "changes",
+    [
+        {},
+        pytest.param({"run": {"resumable": False}}, marks=pytest.mark.slow),
+        pytest.param(LORA, marks=pytest.mark.slow),
+        merged(LORA, {"run": {"resumable": False}}),
+    ],
+    ids=str,
 )
 def test_the_best_is_exported(tmp_path, changes):
     """The held-out metric is at its height after step 2: that policy it is, though the run went on to step 4."""
@@ -215,6 +230,7 @@ def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     assert "| reward |" not in card
 
 
+@pytest.mark.slow
 def test_a_run_on_pairs_alone_that_holds_nothing_out(tmp_path):
     trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"preference": {"held_out_from_train": 0}})
     result = trainer.run()
@@ -242,6 +258,7 @@ def test_a_run_on_questions_and_pairs(tmp_path):
         assert "steps of `pg_grpo` on the task `graded` and 8 preference pairs, trained" in card
 
 
+@pytest.mark.slow
 def test_rewards_beside_pairs_stay_numbers(tmp_path):
     trainer = pairs_trainer(tmp_path / "run", BOTH, task=Task("plain", ROWS, ROWS[:2]))
     trainer.run()
@@ -275,7 +292,7 @@ def test_summary_of_rewards(tmp_path, monkeypatch):
     assert rest[-2:] == ["model: run/model", "run: run"]
 
 
-@pytest.mark.parametrize(("goal", "said"), [(0.0, "reached"), (1.1, "not reached")])
+@pytest.mark.parametrize(("goal", "said"), [(0.0, "reached"), pytest.param(1.1, "not reached", marks=pytest.mark.slow)])
 def test_summary_with_a_goal(tmp_path, goal, said):
     task = Task(
         "graded",
@@ -324,6 +341,7 @@ def test_a_push(tmp_path, monkeypatch):
     assert {"README.md", "config.json", "model.safetensors"} <= set(calls[1][2])
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK, {"run": {"plot": True}})
     trainer.run()

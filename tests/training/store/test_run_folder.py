@@ -162,9 +162,9 @@ def test_a_run_is_found_by_its_recipes_file(tmp_path, monkeypatch):
     ("changed", "options"),
     [
         ("training rows", {"task": Task("try", [*ROWS[:-1], {"prompt": "Other: "}], ROWS[:2])}),
-        ("held-out rows", {"task": Task("try", ROWS, ROWS[1:3])}),
-        ("rewards", {"rewards": [vowels]}),
-        ("model", {"model": True}),
+        pytest.param("held-out rows", {"task": Task("try", ROWS, ROWS[1:3])}, marks=pytest.mark.slow),
+        pytest.param("rewards", {"rewards": [vowels]}, marks=pytest.mark.slow),
+        pytest.param("model", {"model": True}, marks=pytest.mark.slow),
     ],
 )
 def test_other_inputs_are_refused_unless_allowed(tmp_path, changed, options):
