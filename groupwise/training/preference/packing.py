@@ -30,26 +30,20 @@ class PairIndex:
 
     rows: Tensor  # (n, 2), chosen first
     reference: Tensor  # (n, 2)
-    precomputed: PairGradients | None  # (n, 2) if pairs are split over packs, or the loss couples them
+    precomputed: PairGradients | None  # if pairs are split over packs, or the loss couples them
 
     def for_pack(self, pack_rows: Tensor, device: torch.device) -> PackedPairs | PairGradients | None:
         """The pairs of a pack with these rows ``(b,)``; None if it has none."""
         place = {row: at for at, row in enumerate(pack_rows.tolist())}
-        members = [(number, pair) for number, pair in enumerate(self.rows.tolist()) if place.keys() & set(pair)]
-        if not members:
+        numbers = [number for number, pair in enumerate(self.rows.tolist()) if place.keys() & set(pair)]
+        if not numbers:
             return None
         if self.precomputed is None:
-            numbers = [number for number, _ in members]
-            rows = torch.tensor([[place[row] for row in pair] for _, pair in members], device=device)
+            rows = torch.tensor([[place[row] for row in pair] for pair in self.rows[numbers].tolist()], device=device)
             return PackedPairs(rows, self.reference[numbers].to(device))
-        grads = self.precomputed.grads.new_zeros(len(pack_rows))
-        for number, pair in members:
-            for side, row in enumerate(pair):
-                if row in place:
-                    grads[place[row]] += self.precomputed.grads[number, side]
-        if self.rows[0, 0].item() in place:  # the pack with the first chosen completion has the value
-            return replace(self.precomputed, grads=grads.to(device))
-        return PairGradients(grads.to(device))
+        grads = self.precomputed.grads[pack_rows].to(device)
+        has_first = self.rows[0, 0].item() in place  # the pack with the first chosen completion has the value
+        return replace(self.precomputed, grads=grads) if has_first else PairGradients(grads)
 
 
 PairLayout = tuple[PairIndex, PairIndex]
@@ -78,8 +72,9 @@ def plan_pair_layout(
     count, of_samples, of_dataset = len(sampled), None, None
     if not separable:
         loss = _precompute(minibatch, step_recipe, compute_logps(minibatch, step_recipe), reference)
-        of_samples = replace(loss, grads=loss.grads[:count])
-        of_dataset = PairGradients(loss.grads[count:]) if count else loss  # the value is counted once
+        by_row = loss.grads.new_zeros(len(minibatch)).index_add(0, sampled.flatten(), loss.grads[:count].flatten())
+        of_samples, rest = replace(loss, grads=by_row), loss.grads[count:].flatten()
+        of_dataset = PairGradients(rest) if count else replace(loss, grads=rest)  # the value is counted once
     return PairIndex(sampled, reference[:count], of_samples), PairIndex(dataset, reference[count:], of_dataset)
 
 

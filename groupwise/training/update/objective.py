@@ -47,7 +47,7 @@ class PairGradients:
     """A pair loss that was computed beforehand, because pairs are split over micro-batches or the loss couples them.
     Value and statistics are given to one micro-batch only."""
 
-    grads: Tensor  # with respect to the summed log-probs: (n, 2) of all pairs, or (b,) of a micro-batch's rows
+    grads: Tensor  # (b,) with respect to each row's summed log-prob
     value: float = 0.0
     statistics: Mapping[str, float] = field(default_factory=dict)
 

@@ -29,26 +29,22 @@ def build_policy_mask(
     masks, totals = step_recipe.masks, minibatch.totals
     if not len(minibatch) or not step_recipe.loss.policy_coef:
         return None, totals
-    masked_denominator = step_recipe.loss.denominator == "policy_mask"
     policy_mask = minibatch.allowed[:, None] & minibatch.mask
-    if masks.off_policy is not None or masks.high_entropy is not None:
-        logps, entropy = _current_logps(minibatch, step_recipe, compute_logps)
-        if masks.off_policy is not None:
-            kept = on_policy_samples(minibatch, step_recipe, logps)
-            gone = minibatch.allowed & ~kept
-            result.masked_out["off_policy"] = [minibatch.samples[row] for row in gone.nonzero().flatten().tolist()]
-            if masked_denominator:
-                tokens = totals.policy_tokens - int(minibatch.mask[gone].sum())
-                sequences = totals.policy_sequences - int(gone.sum())
-                totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
-            policy_mask = policy_mask & kept[:, None]
-        if masks.high_entropy is not None:
-            # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
-            candidates = policy_mask & (minibatch.advantages != 0)[:, None]
-            policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
-            if masked_denominator:
-                tokens, sequences = int(policy_mask.sum()), int(policy_mask.any(1).sum())
-                totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
+    tokens, sequences = totals.policy_tokens, totals.policy_sequences
+    logps, entropy = _current_logps(minibatch, step_recipe, compute_logps)
+    if masks.off_policy is not None:
+        kept = on_policy_samples(minibatch, step_recipe, logps)
+        gone = minibatch.allowed & ~kept
+        result.masked_out["off_policy"] = [minibatch.samples[row] for row in gone.nonzero().flatten().tolist()]
+        policy_mask = policy_mask & kept[:, None]
+        tokens, sequences = tokens - int(minibatch.mask[gone].sum()), sequences - int(gone.sum())
+    if masks.high_entropy is not None:
+        # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
+        candidates = policy_mask & (minibatch.advantages != 0)[:, None]
+        policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
+        tokens, sequences = int(policy_mask.sum()), int(policy_mask.any(1).sum())
+    if step_recipe.loss.denominator == "policy_mask":
+        totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
     if minibatch.weights is not None:
         return policy_mask * minibatch.weights, totals
     return (None if bool((policy_mask == minibatch.mask).all()) else policy_mask), totals
