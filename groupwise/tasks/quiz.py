@@ -40,35 +40,26 @@ PARTS = {"train": range(7), "held_out": range(7, 9), "examples": range(9, 10)}  
 TRAIN_ROWS, HELD_OUT_ROWS, EXAMPLES = 16_000, 512, 1024
 
 
-def make_quiz(*, train_rows: int = TRAIN_ROWS, held_out_rows: int = HELD_OUT_ROWS, seed: int = 0) -> Task:
-    """A quiz of any size. The same seed gives the same questions, and a longer quiz extends a shorter one."""
-    letters = random.Random(f"quiz letters {seed}")
-    return Task(
-        name="quiz",
-        train=list(islice(questions("train", seed), train_rows)),
-        held_out=list(islice(questions("held_out", seed), held_out_rows)),
-        rewards=(RewardFunction("correct", correct_letter),),
-        grades={"accuracy": grade_letter},
-        metric="accuracy",
-        examples=[(row["prompt"], letters.choice(LETTERS)) for row in islice(questions("examples", seed), EXAMPLES)],
-        stop=LETTERS,
-        goal=0.9,
-    )
-
-
 def quiz_task(recipe: Recipe) -> Task:
-    """The quiz of a recipe: as many rows as ``[data]`` says, by the run's seed."""
-    data = recipe.data
+    """As many questions as ``[data]`` says. A seed gives always the same ones; a longer quiz extends a shorter one."""
+    data, seed = recipe.data, recipe.train.seed
     for key in ("train", "held_out", "held_out_from_train"):
         if getattr(data, key):
             raise ConfigError(
                 f"the task 'quiz' generates its questions, but data.{key} is {getattr(data, key)!r}; leave it out, or "
                 "set task to 'rows'"
             )
-    return make_quiz(
-        train_rows=data.train_rows or TRAIN_ROWS,
-        held_out_rows=data.held_out_rows or HELD_OUT_ROWS,
-        seed=recipe.train.seed,
+    letters = random.Random(f"quiz letters {seed}")
+    return Task(
+        name="quiz",
+        train=list(islice(questions("train", seed), data.train_rows or TRAIN_ROWS)),
+        held_out=list(islice(questions("held_out", seed), data.held_out_rows or HELD_OUT_ROWS)),
+        rewards=(RewardFunction("correct", correct_letter),),
+        grades={"accuracy": grade_letter},
+        metric="accuracy",
+        examples=[(row["prompt"], letters.choice(LETTERS)) for row in islice(questions("examples", seed), EXAMPLES)],
+        stop=LETTERS,
+        goal=0.9,
     )
 
 

@@ -21,7 +21,6 @@ from groupwise.tasks.quiz import (
     VOWELS,
     beginnings_of,
     grade_letter,
-    make_quiz,
     questions,
     quiz_task,
 )
@@ -36,6 +35,13 @@ FIRST_TRAIN = {
 }
 FIRST_HELD_OUT = "A hupam\nB witin\nC helol\nD renib\nFor sleep"
 FIRST_EXAMPLE = ("A minib\nB culol\nC bopam\nD notin\nFor lipid", "D")
+
+
+def make_quiz(*, train_rows, held_out_rows, seed=0):
+    sizes = {"data.train_rows": train_rows, "data.held_out_rows": held_out_rows}
+    return quiz_task(with_settings(Recipe(), {"task": "quiz", "train.seed": seed, **sizes}))
+
+
 QUIZ = make_quiz(train_rows=4000, held_out_rows=4000, seed=3)
 
 
@@ -256,12 +262,6 @@ def test_the_task():
 
 
 # --- recipes and invalid input --------------------------------------------------------------------------------------
-
-
-def test_from_a_recipe():
-    recipe = with_settings(Recipe(), {"task": "quiz", "data.train_rows": 7, "data.held_out_rows": 5, "train.seed": 11})
-    made, expected = quiz_task(recipe), make_quiz(train_rows=7, held_out_rows=5, seed=11)
-    assert (made.train, made.held_out, made.examples) == (expected.train, expected.held_out, expected.examples)
 
 
 @pytest.mark.parametrize("key", ["train", "held_out"])

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config import make_recipe
 from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
-from groupwise.tasks.quiz import make_quiz
+from groupwise.tasks.quiz import quiz_task
 from groupwise.training.store.rollout_files import read_rollouts
 from tests.training.runs import (
     ROWS,
@@ -154,7 +155,7 @@ def test_settings(tmp_path, name):
 
 def test_warm_up(tmp_path):
     """The warm-up is not done again, and what it taught is there."""
-    task = make_quiz(train_rows=16, held_out_rows=4)
+    task = quiz_task(make_recipe({"data": {"train_rows": 16, "held_out_rows": 4}}))
     changes = {
         "sft": {"steps": 6, "batch_size": 8, "learning_rate": 3e-3},
         "sampling": {"max_new_tokens": 4},
