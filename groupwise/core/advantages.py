@@ -131,8 +131,19 @@ def group_advantages(
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
-        statistics = _shrunk_statistics(values, levels, shrinkage, unbiased, round_off)
-        return _normalise(values, statistics, scale, baseline, eps, unbiased, round_off)
+        groups = _shrunk_statistics(values, levels, shrinkage, unbiased, round_off)
+        advantages = values
+        if baseline != "none":
+            advantages = values - groups.mean
+            if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
+                advantages = advantages * (groups.count.double() / (groups.count - 1).clamp(min=1))
+            advantages = torch.where(groups.equal, 0.0, advantages)
+        if scale == "group":
+            advantages = torch.where(groups.equal, advantages, advantages / (groups.std + eps))
+        elif scale == "batch":
+            batch = _statistics(values, torch.zeros_like(groups.index), 1, unbiased, round_off)
+            advantages = advantages if bool(batch.equal) else advantages / (batch.std + eps)
+        return torch.where(values.isnan(), 0.0, advantages)
 
     if combine == "sum_then_normalize":
         total = (table * factors).nansum(dim=1)
@@ -147,31 +158,6 @@ def group_advantages(
             advantages = advantages / (spread.std(unbiased=unbiased) + eps)
     dtype = rewards.dtype if rewards.dtype in (torch.float32, torch.float64) else torch.float32
     return advantages.to(device=rewards.device, dtype=dtype)
-
-
-def _normalise(
-    values: Tensor,
-    statistics: GroupStatistics,
-    scale: str,
-    baseline: str,
-    eps: float,
-    unbiased: bool,
-    round_off: float,
-) -> Tensor:
-    count, equal = statistics.count, statistics.equal
-    if baseline == "none":
-        advantages = values
-    else:
-        advantages = values - statistics.mean
-        if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
-            advantages = advantages * (count.double() / (count - 1).clamp(min=1))
-        advantages = torch.where(equal, 0.0, advantages)
-    if scale == "group":
-        advantages = torch.where(equal, advantages, advantages / (statistics.std + eps))
-    elif scale == "batch":
-        batch = _statistics(values, torch.zeros_like(count), 1, unbiased, round_off)
-        advantages = advantages if bool(batch.equal) else advantages / (batch.std + eps)
-    return torch.where(values.isnan(), 0.0, advantages)
 
 
 def _shrunk_statistics(

@@ -191,18 +191,15 @@ class OutputBuffer:
         """The result, once all samples have ended."""
         width = int(self.lengths.max())
         kept = self._kept(kept_ids) if self.request.sampling.keep_sets else None
-        ids, logps, filtered = (
-            torch.from_numpy(x[:, :width].copy()) for x in (self.ids, self.logps, self.filtered_logps)
-        )
         return Rollout(
-            ids,
-            torch.from_numpy(self.lengths),
-            logps,
-            filtered,
-            tuple(self.reasons.tolist()),
-            torch.from_numpy(self.request.prompt_of),
-            kept,
-            stats,
+            ids=torch.from_numpy(self.ids[:, :width].copy()),
+            lengths=torch.from_numpy(self.lengths),
+            logps=torch.from_numpy(self.logps[:, :width].copy()),
+            filtered_logps=torch.from_numpy(self.filtered_logps[:, :width].copy()),
+            stop_reasons=tuple(self.reasons.tolist()),
+            groups=torch.from_numpy(self.request.prompt_of),
+            kept=kept,
+            stats=stats,
         )
 
 

@@ -1,12 +1,9 @@
 """Clusters of similar answers to one prompt, and their silhouette scores.
 
-The default is average linkage on cosine distances ``1 − cos(x, y)``: the tree is cut into 2, 3, ... clusters, the mean
-silhouette ``(b − a) / max(a, b)`` over the same distances chooses the cut, and if the best silhouette is below
-``min_silhouette`` all answers are one cluster.
-
-``method="ward_rows"`` is scikit-learn's ``AgglomerativeClustering(k).fit_predict(1 − similarity)``, scored by
-``silhouette_score(embeddings, labels)``. It is not the default: Ward's criterion needs Euclidean coordinates, and the
-rows of a distance matrix are not (SciPy warns about it); and the score uses other distances than the clustering.
+The default is average linkage on cosine distances; see `similarity_groups`. ``method="ward_rows"`` is scikit-learn's
+``AgglomerativeClustering(k).fit_predict(1 − similarity)``, scored by ``silhouette_score(embeddings, labels)``. It is
+not the default: Ward's criterion needs Euclidean coordinates, and the rows of a distance matrix are not (SciPy warns
+about it); and the score uses other distances than the clustering.
 
 All prompts are clustered at once, in float64 on the CPU. Partitions and scores equal scikit-learn's, except: equally
 close pairs may merge in another order; cosine distances below 1e-9 are 0; two zero vectors are equal; answers that

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,15 @@ class Embedder:
         Equal texts have bitwise equal vectors within a call and while they are cached. A text that was evicted is
         embedded in another batch and may differ by round-off.
         """
-        keyed = [(_hash(text), text) for text in _check_texts(texts)]
+        keyed = [(hashlib.blake2b(text.encode(), digest_size=16).digest(), text) for text in _check_texts(texts)]
         new = {key: text for key, text in keyed if key not in self._vectors}
         vectors = {key: self._vectors[key] for key, _ in keyed if key not in new}
         vectors.update(zip(new, self._embed(list(new.values())), strict=True))
-        self._remember((key, vectors[key]) for key, _ in keyed)
+        for key, _ in keyed:
+            self._vectors[key] = vectors[key]
+            self._vectors.move_to_end(key)
+        while len(self._vectors) > self._cache:
+            self._vectors.popitem(last=False)
         return torch.stack([vectors[key] for key, _ in keyed]) if keyed else torch.zeros(0, self.width)
 
     def _embed(self, texts: list[str]) -> list[Tensor]:
@@ -79,13 +83,6 @@ class Embedder:
                 f"{'…' if len(text) > EXCERPT else ''}; set grouping.dtype to 'float32', or use another embedder"
             )
         return [row.clone() for row in vectors]  # a view would keep the batch in memory
-
-    def _remember(self, vectors: Iterable[tuple[bytes, Tensor]]) -> None:
-        for key, vector in vectors:
-            self._vectors[key] = vector
-            self._vectors.move_to_end(key)
-        while len(self._vectors) > self._cache:
-            self._vectors.popitem(last=False)
 
 
 def load_embedder(
@@ -194,20 +191,8 @@ class SentenceModel:
 def _check_texts(texts: Sequence[str]) -> list[str]:
     if isinstance(texts, str) or not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
         raise InputError(f"texts must be a list of texts, got {texts!r:.80}")
-    return [_valid_unicode(text) for text in texts]
-
-
-def _valid_unicode(text: str) -> str:
-    """The text as valid Unicode: surrogate pairs are joined, and a lone surrogate becomes U+FFFD."""
-    try:
-        text.encode()
-        return text
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-
-
-def _hash(text: str) -> bytes:
-    return hashlib.blake2b(text.encode(), digest_size=16).digest()
+    # Valid Unicode: surrogate pairs are joined, and a lone surrogate becomes U+FFFD.
+    return [text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace") for text in texts]
 
 
 def _local_folder(name: str) -> Path | None:
