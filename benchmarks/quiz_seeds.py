@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trials import RECIPES
 
-from groupwise.plots import Curve, plot_curves
+from groupwise.plots import plot_curves
 from groupwise.rundir import metric_column, read_metrics
 
 GOAL = 0.9
@@ -41,7 +41,7 @@ def main() -> None:
             picture = args.keep / "seeds.png"
             plot_curves(
                 picture,
-                {"held-out accuracy": Curve(curves[0][0], [accuracy for _, accuracy in curves])},
+                {"held-out accuracy": (curves[0][0], [accuracy for _, accuracy in curves])},
                 title="the quiz, over seeds",
                 y_label="right on held-out questions",
                 goal=GOAL,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,9 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 DASHES = ("-", "--", "-.", ":")
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Several runs of one configuration: ``values`` (runs, points) at ``x`` (points)."""
-
-    x: ArrayLike
-    values: ArrayLike
-
-
 def plot_curves(
     path: str | Path,
-    curves: Mapping[str, Curve],
+    curves: Mapping[str, tuple[ArrayLike, ArrayLike]],
     *,
     title: str = "",
     y_label: str = "",
@@ -38,8 +29,8 @@ def plot_curves(
 ) -> None:
     """Draw each curve's mean over its runs, with a band for its bootstrap interval.
 
-    A single run is drawn without a band. ``goal`` draws a horizontal line. The suffix of ``path`` sets the format: png,
-    svg or pdf.
+    A curve is x (points,) and values (runs, points); a single run is drawn without a band. ``goal`` draws a horizontal
+    line. The suffix of ``path`` sets the format: png, svg or pdf.
     """
     path = Path(path)
     if not curves:
@@ -48,8 +39,12 @@ def plot_curves(
         raise InputError(f"a plot's name must end in .png, .svg or .pdf, got {path.name!r}")
     figure = new_figure()
     axes = figure.add_subplot()
-    for number, (name, curve) in enumerate(curves.items()):
-        x, values = _points(name, curve)
+    for number, (name, (x, runs_values)) in enumerate(curves.items()):
+        values = np.atleast_2d(np.asarray(runs_values, dtype=np.float64))
+        if values.shape[1:] != np.shape(x):
+            raise InputError(
+                f"curve {name!r} needs x (points,) and values (runs, points), got {np.shape(x)} and {values.shape}"
+            )
         band = bootstrap_interval(values)
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         runs = f" ({len(values)} runs)" if len(values) > 1 else ""
@@ -84,14 +79,3 @@ def save_figure(figure: Any, path: str | Path) -> None:
     buffer = io.BytesIO()
     figure.savefig(buffer, format=path.suffix[1:], facecolor="white")
     write_bytes(path, buffer.getvalue())
-
-
-def _points(name: str, curve: Curve) -> tuple[Any, Any]:
-    x, values = np.asarray(curve.x, dtype=np.float64), np.asarray(curve.values, dtype=np.float64)
-    if values.ndim == 1:
-        values = values[None, :]
-    if x.ndim != 1 or values.ndim != 2 or values.shape[1] != len(x):
-        raise InputError(
-            f"curve {name!r} needs x (points,) and values (runs, points), got {x.shape} and {values.shape}"
-        )
-    return x, values

@@ -59,7 +59,7 @@ def bootstrap_interval(
     Complete runs are drawn with replacement, so learning curves ``(runs, points)`` give an interval at each point.
     """
     array = _finite("values", values)
-    blocks = _resamples(len(array), resamples, seed)
+    blocks = _draws(len(array), len(array), resamples, seed)
     replicas = np.stack([statistic(array[draw], axis=0) for block in blocks for draw in block])
     bounds = (statistic(array, axis=0), *np.quantile(replicas, TAILS, axis=0))
     return Interval(*(float(bound) if np.ndim(bound) == 0 else bound for bound in bounds))
@@ -73,7 +73,7 @@ def median_interval(values: ArrayLike, *, resamples: int = 2000, seed: int = 0) 
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or not array.size or np.isnan(array).any() or np.isneginf(array).any():
         raise InputError(f"a median needs a list of numbers without NaN and −inf, got {values!r}")
-    blocks = _resamples(len(array), resamples, seed)
+    blocks = _draws(len(array), len(array), resamples, seed)
     medians = np.sort(np.concatenate([np.median(array[block], axis=1) for block in blocks]))
     low, high = ((resamples - 1) * tail for tail in TAILS)
     return Interval(float(np.median(array)), float(medians[math.floor(low)]), float(medians[math.ceil(high)]))
@@ -117,7 +117,7 @@ def paired_test(a: ArrayLike, b: ArrayLike, *, resamples: int = 10_000, seed: in
     if exact:
         blocks = iter([(np.arange(2 ** len(changed))[:, None] >> np.arange(len(changed))) & 1])
     else:
-        blocks = _random_signs(len(changed), resamples, seed)
+        blocks = _draws(2, len(changed), resamples, seed, np.int8)
     patterns, extreme = 0, 0
     for block in blocks:
         sums = np.abs(2.0 * (block @ changed) - changed.sum())
@@ -135,10 +135,7 @@ def mcnemar(gained: int, lost: int) -> float:
     if gained < 0 or lost < 0:
         raise InputError(f"gained and lost are counts, got {gained} and {lost}")
     changed = gained + lost
-    patterns, tail = 1, 0
-    for number in range(min(gained, lost) + 1):
-        tail += patterns
-        patterns = patterns * (changed - number) // (number + 1)
+    tail = sum(math.comb(changed, number) for number in range(min(gained, lost) + 1))
     return min(1.0, 2 * tail / (1 << changed))
 
 
@@ -163,23 +160,15 @@ def probability_of_improvement(a: ArrayLike, b: ArrayLike) -> Interval:
     return Interval(float(wins.mean()), float(low), float(high))
 
 
-def _resamples(number: int, resamples: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Blocks of rows, each row a bootstrap sample of the indices 0 … number − 1.
+def _draws(bound: int, number: int, resamples: int, seed: int, kind: Any = np.int64) -> Iterator[NDArray[Any]]:
+    """Blocks of rows of ``number`` random integers below ``bound``, ``resamples`` rows in all.
 
-    The blocks hold the same indices as a single draw of (resamples, number), but only one is in memory at a time.
+    They hold the same integers as a single draw of (resamples, number), but only one is in memory at a time.
     """
-    rng = np.random.default_rng(seed)
-    rows = max(1, VALUES_AT_ONCE // number)
-    for start in range(0, resamples, rows):
-        yield rng.integers(0, number, size=(min(rows, resamples - start), number))
-
-
-def _random_signs(number: int, resamples: int, seed: int) -> Iterator[NDArray[Any]]:
-    """Blocks of rows of random zeros and ones, in all the same as a single draw of (resamples, number)."""
     rng = np.random.default_rng(seed)
     rows = 4 * max(1, VALUES_AT_ONCE // (4 * number))  # NumPy draws int8 values four at a time
     for start in range(0, resamples, rows):
-        yield rng.integers(0, 2, size=(min(rows, resamples - start), number), dtype=np.int8)
+        yield rng.integers(0, bound, size=(min(rows, resamples - start), number), dtype=kind)
 
 
 def _finite(name: str, values: ArrayLike) -> FloatArray:

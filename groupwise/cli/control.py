@@ -9,13 +9,10 @@ import re
 import textwrap
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.cli.common import Commands, add, console
-from groupwise.errors import ConfigError
-
-if TYPE_CHECKING:
-    from groupwise.control.main import ProgressRow
+from groupwise.errors import ConfigError, check_integer
 
 RUNS = Path("runs")
 SETTINGS_HELP = "a preset, optionally with changed settings: grpo-fast:same_start=false:lr=0.01 (see below)"
@@ -36,40 +33,30 @@ def add_control(commands: Commands) -> None:
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
     action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID")
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
-    seed_help = "seed of the weights, first states and sampling"
-    action.add_argument("--seed", type=int, default=0, metavar="N", help=seed_help)
+    _add_integer(action, "--seed", 0, "seed of the weights, first states and sampling")
     action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
     _add_common(action)
     action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
-    action.add_argument("--save-every", type=int, default=50, metavar="N", help="updates between checkpoints")
+    _add_integer(action, "--save-every", 50, "updates between checkpoints")
     action.add_argument("--live-plot", action="store_true", help="plot the curves in a window during training")
     action.add_argument("--resume", action="store_true", help="continue the run in --out")
     action.add_argument("--overwrite", action="store_true", help="replace an existing run in --out")
 
-    action = _add(
-        actions,
-        "compare",
-        _compare,
-        "train several algorithms on several seeds and compare them; continues a stopped comparison",
-    )
+    help_text = "train several algorithms on several seeds and compare them; continues a stopped comparison"
+    action = _add(actions, "compare", _compare, help_text)
     action.add_argument("--envs", default="CartPole-v1", metavar="ID,…", help="Gymnasium ids")
     action.add_argument("--algos", default="ppo,grpo", metavar="PRESET,…", help=SETTINGS_HELP)
-    action.add_argument("--seeds", type=int, default=10, metavar="N", help="number of seeds, 0 … N − 1")
+    _add_integer(action, "--seeds", 10, "number of seeds, 0 … N − 1")
     action.add_argument("--out", type=Path, default=RUNS / "comparison", metavar="DIR", help="default: %(default)s")
-    action.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="parallel runs (default: number of cores)"
-    )
+    _add_integer(action, "--jobs", os.cpu_count() or 1, "parallel runs (default: number of cores)")
     _add_common(action)
     action.set_defaults(interrupted="interrupted; every run is saved, and the same command continues them")
 
     action = _add(actions, "play", _play, "watch a trained agent, or several from the same first state")
     action.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or a model (.pt)")
-    action.add_argument(
-        "--seed", type=int, metavar="N", help="seed of the first state (default: the first held-out one)"
-    )
-    action.add_argument(
-        "--out", type=Path, metavar="FILE", help="a video, .gif or .mp4 (default: a window, or RUN/play.gif)"
-    )
+    _add_integer(action, "--seed", None, "seed of the first state (default: the first held-out one)")
+    help_text = "a video, .gif or .mp4 (default: a window, or RUN/play.gif)"
+    action.add_argument("--out", type=Path, metavar="FILE", help=help_text)
 
 
 def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
@@ -81,15 +68,16 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
-    action.add_argument(
-        "--steps", type=int, default=100_000, metavar="N", help="environment steps per run (default: %(default)s)"
-    )
-    action.add_argument("--evaluate-every", type=int, default=2048, metavar="N", help="steps between evaluations")
-    action.add_argument("--starts", type=int, default=20, metavar="N", help="held-out first states per evaluation")
+    _add_integer(action, "--steps", 100_000, "environment steps per run (default: %(default)s)")
+    _add_integer(action, "--evaluate-every", 2048, "steps between evaluations")
+    _add_integer(action, "--starts", 20, "held-out first states per evaluation")
     action.add_argument("--threshold", type=float, metavar="X", help="the return that counts as solved")
-    action.add_argument(
-        "--env-option", action="append", default=[], metavar="KEY=VALUE", help="keyword argument of the environment"
-    )
+    help_text = "keyword argument of the environment"
+    action.add_argument("--env-option", action="append", default=[], metavar="KEY=VALUE", help=help_text)
+
+
+def _add_integer(action: argparse.ArgumentParser, name: str, default: int | None, help_text: str) -> None:
+    action.add_argument(name, type=int, default=default, metavar="N", help=help_text)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -97,19 +85,13 @@ def _train(arguments: argparse.Namespace) -> int:
     from groupwise.control.settings import config_of
     from groupwise.rundir import new_run_path
 
-    config = config_of(
-        environment=arguments.env,
-        algorithm=arguments.algo,
-        seed=arguments.seed,
-        stop_when_solved=arguments.stop_when_solved,
-        save_every=arguments.save_every,
-        **_common(arguments),
-    )
+    values = _values(arguments, "seed", "stop_when_solved", "save_every")
+    config = config_of(environment=arguments.env, algorithm=arguments.algo, **values)
     if arguments.resume and not arguments.out:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
     folder = arguments.out or new_run_path(RUNS, re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}"))
 
-    def report(row: ProgressRow) -> None:
+    def report(row: dict[str, float]) -> None:
         _say(format_row(row))
         plotter.add(config.algorithm, row)
 
@@ -127,10 +109,9 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     environments, algorithms = (_names(arguments, option) for option in ("envs", "algos"))
     for option in ("seeds", "jobs"):
-        if getattr(arguments, option) < 1:
-            raise ConfigError(f"--{option} must be at least 1, got {getattr(arguments, option)}")
+        check_integer(f"--{option}", getattr(arguments, option), 1, ConfigError)
     configs = [
-        config_of(environment=environment, algorithm=algorithm, seed=seed, **_common(arguments))
+        config_of(environment=environment, algorithm=algorithm, seed=seed, **_values(arguments))
         for environment in environments
         for seed in range(arguments.seeds)
         for algorithm in algorithms
@@ -161,9 +142,10 @@ def _say(line: str) -> None:
     console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _common(arguments: argparse.Namespace) -> dict[str, Any]:
-    budget = {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold")}
-    return {"options": dict(map(_option, arguments.env_option)), **budget}
+def _values(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
+    """The common settings of a configuration and those of the options ``more``."""
+    values = {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold", *more)}
+    return {"options": dict(map(_option, arguments.env_option)), **values}
 
 
 def _names(arguments: argparse.Namespace, option: str) -> list[str]:

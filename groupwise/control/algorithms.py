@@ -27,20 +27,19 @@ from groupwise.errors import ControlError
 class Agent:
     """An actor and its optimizer. ``generator`` is the source of all sampling."""
 
-    def __init__(self, shape: Shape, settings: AgentSettings, seed: int = 0) -> None:
+    def __init__(self, shape: Shape, settings: AgentSettings, seed: int = 0, *, with_critic: bool = False) -> None:
         self.settings = settings
         self.generator = np.random.default_rng(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.actor = MLP(shape.observation, shape.actions, settings.hidden, gain=0.01)
-            self.networks = self._networks(shape)
-        self._weights = [weight for weight in self.networks.parameters() if weight.requires_grad]
+            self.networks = nn.ModuleDict({"actor": self.actor})
+            if with_critic:
+                self.networks["critic"] = MLP(shape.observation, 1, settings.hidden)
+        self._weights = list(self.networks.parameters())
         self.optimizer = torch.optim.Adam(self._weights, lr=settings.lr, fused=True)
         linear = [layer for layer in self.actor if isinstance(layer, nn.Linear)]
         self._layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in linear]  # views
-
-    def _networks(self, shape: Shape) -> nn.ModuleDict:
-        return nn.ModuleDict({"actor": self.actor})
 
     def get_action(
         self, states: AnyArray, *, greedy: bool = False, generator: np.random.Generator | None = None
@@ -83,11 +82,10 @@ class GRPOAgent(Agent):
 
     settings: GRPOSettings
 
-    def _networks(self, shape: Shape) -> nn.ModuleDict:
-        networks = super()._networks(shape)
-        if self.settings.kl_coef:
-            networks["reference"] = copy.deepcopy(self.actor).requires_grad_(False)
-        return networks
+    def __init__(self, shape: Shape, settings: GRPOSettings, seed: int = 0) -> None:
+        super().__init__(shape, settings, seed)
+        if settings.kl_coef:
+            self.networks["reference"] = copy.deepcopy(self.actor).requires_grad_(False)
 
     def update(self, episodes: Sequence[Episode]) -> dict[str, float]:
         """Learn from episodes, of which each consecutive ``group_size`` are a group; return the metrics."""
@@ -156,12 +154,8 @@ class PPOAgent(Agent):
     settings: PPOSettings
 
     def __init__(self, shape: Shape, settings: PPOSettings, seed: int = 0) -> None:
-        super().__init__(shape, settings, seed)
+        super().__init__(shape, settings, seed, with_critic=True)
         self.critic = self.networks["critic"]
-
-    def _networks(self, shape: Shape) -> nn.ModuleDict:
-        critic = MLP(shape.observation, 1, self.settings.hidden)
-        return nn.ModuleDict({"actor": self.actor, "critic": critic})
 
     def update(self, buffer: PPOBuffer) -> dict[str, float]:
         """Learn from the transitions of a buffer in mini-batches; return the metrics of the last one."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from groupwise.control.utils import AnyArray, SeededGymEnv, Shape, import_gymnasium
+from groupwise.control.utils import AnyArray, SeededGymEnv, Shape
 
 HELD_OUT = 2**30  # evaluation uses the seeds from here on, training those below
 
@@ -98,10 +98,11 @@ def shape_of(name: str, options: Mapping[str, Any]) -> Shape:
 
 def make_environments(name: str, number: int, options: Mapping[str, Any] | None = None) -> Environments:
     """``number`` members of the environment, vectorised for CartPole."""
-    gym = import_gymnasium()
     first = SeededGymEnv(name, options)
     entry = first.env.spec.vector_entry_point if first.env.spec else None
     if entry == "gymnasium.envs.classic_control.cartpole:CartPoleVectorEnv":
-        vector = gym.make_vec(name, number, vectorization_mode="vector_entry_point", **dict(options or {}))
+        import gymnasium
+
+        vector = gymnasium.make_vec(name, number, vectorization_mode="vector_entry_point", **dict(options or {}))
         return VectorCartPole(first, vector.unwrapped)
     return EnvironmentLoop([first, *(SeededGymEnv(name, options) for _ in range(number - 1))])

@@ -42,11 +42,10 @@ CONFIG_FILE, PROGRESS_FILE, RESULT_FILE = "config.json", "progress.csv", "result
 ProgressRow = dict[str, float]  # an evaluation and the mean metrics of the updates before it
 OnProgress = Callable[[ProgressRow], None]
 Metrics = dict[str, float]
+Updates = Iterator[tuple[int, Metrics]]  # the steps and the metrics of each update
 
 
-def grpo_updates(
-    agent: GRPOAgent, environments: Environments, rng: np.random.Generator
-) -> Iterator[tuple[int, Metrics]]:
+def grpo_updates(agent: GRPOAgent, environments: Environments, rng: np.random.Generator) -> Updates:
     """Per update: play groups of complete episodes, learn from them, and yield the steps taken and the metrics.
 
     All episodes of an update run at once; one that has ended drops out.
@@ -72,7 +71,7 @@ def grpo_updates(
         yield sum(len(episode["rewards"]) for episode in episodes), agent.update(episodes)
 
 
-def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Iterator[tuple[int, Metrics]]:
+def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Updates:
     """Per update: take steps in every environment, learn from them, and yield the steps taken and the metrics."""
     settings = agent.settings
     members = np.arange(settings.environments)

@@ -64,14 +64,19 @@ class SeededGymEnv:
     """
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, render_mode: str | None = None) -> None:
+        try:
+            import gymnasium as gym
+        except ImportError as error:
+            raise MissingExtraError("control", "gymnasium", "control") from error
         self.name = name
-        gym = import_gymnasium()
-        if render_mode is not None and not has_display():
-            os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs it without a display
-        rendering = {} if render_mode is None else {"render_mode": render_mode}  # not all environments take it
+        arguments = dict(options or {})
+        if render_mode is not None:  # not all environments take this argument
+            arguments["render_mode"] = render_mode
+            if not has_display():
+                os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs it without a display
         try:
             # Gymnasium's checker is slow and warns about harmless things; this class checks what matters.
-            self.env = gym.make(name, disable_env_checker=True, **dict(options or {}), **rendering)
+            self.env: Any = gym.make(name, disable_env_checker=True, **arguments)
         except Exception as error:  # an environment may raise anything
             raise ControlError(f"the environment {name!r} cannot be created: {_describe(error)}") from error
         limit = self.env.spec.max_episode_steps if self.env.spec else None
@@ -141,16 +146,9 @@ class SeededGymEnv:
         return flat
 
 
-def import_gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingExtraError("control", "gymnasium", "control") from error
-    return gymnasium
-
-
 def _flattener(name: str, space: Any) -> Callable[[Any], AnyArray]:
-    spaces = import_gymnasium().spaces
+    from gymnasium import spaces
+
     if isinstance(space, spaces.Box) and len(space.shape) == 1:
         return lambda observation: np.asarray(observation, dtype=np.float32)
     parts = _parts(space)
@@ -264,9 +262,10 @@ class LivePlotter:
         self._image, self._title, self._threshold, self._pause = image, title, threshold, pause
         self._rows: dict[str, list[Mapping[str, float]]] = {}
         self._next = float("-inf")
+        self._figure = new_figure(10, 4)
         self._plt = _interactive_pyplot() if window and has_display() else None
-        size = (10.0, 4.0)
-        self._figure = self._plt.figure(figsize=size, layout="constrained") if self._plt else new_figure(*size)
+        if self._plt:
+            self._figure = self._plt.figure(figsize=(10, 4), layout="constrained")
         self._panels = self._figure.subplots(1, 2, sharey=True)
 
     def add(self, name: str, row: Mapping[str, float]) -> None:
@@ -313,10 +312,8 @@ class LivePlotter:
 
 def _interactive_pyplot() -> Any:
     """pyplot in interactive mode; None if matplotlib has no backend for windows."""
-    try:
-        import matplotlib.pyplot as plt
-    except ImportError as error:
-        raise MissingExtraError("the live plot", "matplotlib", "plot") from error
+    import matplotlib.pyplot as plt
+
     plt.ion()
     return None if plt.get_backend().lower() in ("agg", "cairo", "pdf", "pgf", "ps", "svg", "template") else plt
 

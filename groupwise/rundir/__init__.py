@@ -3,20 +3,17 @@
 from groupwise.rundir.files import (
     atomic_folder,
     read_json,
-    remove_leftovers,
     verify_manifest,
     write_bytes,
     write_csv,
     write_json,
-    write_manifest,
     write_safetensors,
 )
-from groupwise.rundir.metrics import MetricsRecorder, metric_column, read_metrics
+from groupwise.rundir.metrics import metric_column, read_metrics
 from groupwise.rundir.run import RunDir, new_run_path, package_versions
 from groupwise.rundir.signals import StopRequest, end_with_parent, interrupts_ignored, stop_on_signals
 
 __all__ = [
-    "MetricsRecorder",
     "RunDir",
     "StopRequest",
     "atomic_folder",
@@ -27,12 +24,10 @@ __all__ = [
     "package_versions",
     "read_json",
     "read_metrics",
-    "remove_leftovers",
     "stop_on_signals",
     "verify_manifest",
     "write_bytes",
     "write_csv",
     "write_json",
-    "write_manifest",
     "write_safetensors",
 ]

@@ -98,11 +98,9 @@ def verify_manifest(folder: str | Path) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a finished checkpoint")
     manifest = read_json(folder / MANIFEST)
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        raise CheckpointError(f"{folder / MANIFEST} is damaged: it lists no files")
-    if manifest.get("version") != MANIFEST_VERSION:
+    if not isinstance(manifest, dict) or manifest.get("version") != MANIFEST_VERSION:
         raise CheckpointError(
-            f"{folder / MANIFEST} has version {manifest.get('version')!r}; this groupwise reads {MANIFEST_VERSION}"
+            f"{folder / MANIFEST} does not have version {MANIFEST_VERSION}, which this groupwise needs"
         )
     problems = []
     for name, facts in manifest["files"].items():

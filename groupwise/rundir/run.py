@@ -21,7 +21,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,19 +75,18 @@ class RunDir:
         if overwrite and (path / MARKER).exists():
             cls.resume(path).close()  # an error while another process has the lock
             shutil.rmtree(path)
-        if path.exists() and not path.is_dir():
-            raise RunDirError(f"{path} is a file, not a folder; choose another folder for the run")
-        if (path / MARKER).exists():
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            names = {entry.name for entry in path.iterdir()}
+        except OSError as error:
+            raise RunDirError(f"{path} cannot be created: {error_reason(error)}; choose another folder") from error
+        if MARKER in names:
             raise RunDirError(
                 f"{path} already holds a run: continue it (--resume), replace it (--overwrite), or choose another "
                 "folder"
             )
-        if path.exists() and any(entry.name not in (LOCK, HOLDER) for entry in path.iterdir()):
+        if names - {LOCK, HOLDER}:
             raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be created: {error_reason(error)}") from error
         return cls(path, new=True)
 
     @classmethod
@@ -173,10 +172,8 @@ def package_versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of groupwise, Python and those of ``packages`` that are installed, and the kind of machine."""
     versions = {"groupwise": __version__, "python": platform.python_version(), "machine": platform.machine()}
     for package in packages:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return versions
 
 

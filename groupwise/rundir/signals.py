@@ -65,10 +65,9 @@ def _handled_by(handler: Any, *signals: signal.Signals) -> Iterator[None]:
 
 def end_with_parent() -> None:
     """Send this process SIGTERM once its parent has ended: a worker would otherwise wait for work for ever."""
-    parent = parent_process()
 
     def watch() -> None:
-        if parent is not None:
+        if parent := parent_process():
             parent.join()
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -183,13 +183,8 @@ def test_one_run_plays_into_a_gif_in_its_folder(capsys, runs):
     (value, *_) = greedy_returns(path, 1)
     assert main(["control", "play", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}: return {value:g}\nthe video is {path / 'play.gif'}\n"
-    (width, height), frames = read_gif(path / "play.gif")
-    assert width == 400
-    (path / "play.gif").unlink()
-    model = path / "best_model.pt"
-    assert main(["control", "play", str(model), "--seed", str(HELD_OUT)]) == 0
-    assert capsys.readouterr().out == f"{model}: return {value:g}\nthe video is {path / 'play.gif'}\n"
-    assert read_gif(path / "play.gif") == ((width, height), frames)
+    (width, _), frames = read_gif(path / "play.gif")
+    assert (width, frames > 3) == (400, True)
 
 
 @pytest.mark.slow
@@ -209,9 +204,11 @@ def test_two_runs_play_side_by_side_from_the_same_first_state(capsys, runs):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # of imageio's reader
-def test_a_video_may_be_an_mp4(capsys, runs, tmp_path):
-    assert main(["control", "play", str(runs / "grpo"), "--out", "video.mp4", "--seed", "7"]) == 0
-    assert capsys.readouterr().out.endswith("the video is video.mp4\n")
+def test_a_saved_model_plays_into_an_mp4(capsys, runs, tmp_path):
+    model = runs / "grpo/best_model.pt"
+    (value, *_) = greedy_returns(runs / "grpo", 1)
+    assert main(["control", "play", str(model), "--out", "video.mp4", "--seed", str(HELD_OUT)]) == 0
+    assert capsys.readouterr().out == f"{model}: return {value:g}\nthe video is video.mp4\n"
     with imageio.imopen(tmp_path / "video.mp4", "r", plugin="FFMPEG") as video:
         frames = np.stack(list(video.iter()))
     assert frames.shape[2:] == (400, 3)
@@ -255,8 +252,8 @@ REFUSED = [
     ("train --threshold nan", "threshold = nan cannot be used"),
     ("train --resume", "--resume needs --out, the folder of the run to continue"),
     ("train --resume --out nowhere", "nowhere holds no run (there is no run.json in it): nothing to resume"),
-    ("compare --seeds 0", "--seeds must be at least 1, got 0"),
-    ("compare --jobs 0", "--jobs must be at least 1, got 0"),
+    ("compare --seeds 0", "of at least 1, got 0"),
+    ("compare --jobs 0", "of at least 1, got 0"),
     ("compare --algos ppo,grpo,ppo", "--algos needs a comma-separated list"),
     ("compare --algos ,", "--algos needs a comma-separated list"),
     ("compare --envs CartPole-v1,CartPole-v1", "--envs needs a comma-separated list"),

@@ -29,7 +29,7 @@ from groupwise.rundir import read_json
 
 ALGORITHMS = ("grpo-fast", "ppo-fast:steps=512:epochs=2")
 FOLDERS = ("grpo-fast", "ppo-fast_steps=512_epochs=2")
-SMALL = {"steps": 1500, "starts": 4, "evaluate_every": 500, "save_every": 2}
+SMALL = {"steps": 1000, "starts": 4, "evaluate_every": 500, "save_every": 2}
 TROUBLED = "troubled_environment:GroupwiseTroubled-v0"
 
 # A custom environment. The file "trouble" beside it says what happens at its hundredth step.
@@ -158,7 +158,7 @@ def test_a_comparison_writes_its_runs_tables_and_plot(compared):
     with Image.open(folder / "CartPole-v1.png") as image:
         assert image.width > 500
     assert (folder / "comparison.md").read_text() == text
-    assert "1,500 environment steps per run" in text
+    assert "1,000 environment steps per run" in text
     assert "seeds 0, 1; returns measured on 4 held-out starts" in text
     assert table(folder / "curves.csv")[0]["environment"] == "CartPole-v1"
 
@@ -175,7 +175,7 @@ def test_the_runs_of_a_comparison_are_the_same_as_single_runs(compared, tmp_path
         line = lines[config.algorithm, config.seed]
         assert float(line["final_greedy_return"]) == pytest.approx(rows[-1]["greedy_return"])
         assert float(line["best_greedy_return"]) == pytest.approx(max(row["greedy_return"] for row in rows))
-        assert int(line["env_steps"]) == rows[-1]["env_steps"] >= 1500
+        assert int(line["env_steps"]) == rows[-1]["env_steps"] >= 1000
         assert line["solved"] == "no"
 
 
@@ -250,7 +250,7 @@ def test_a_killed_process_is_an_error(tmp_path, trouble):
         ({"evaluate_every": 100}, "seed-0 was started with evaluate_every = 500, not 100; choose another folder"),
         ({"starts": 5}, "seed-0 was started with starts = 4, not 5; choose another folder"),
         ({"threshold": 200.0}, "seed-0 was started with threshold = None, not 200.0; choose another folder"),
-        ({"steps": 1000}, "seed-0 was trained for 1500 steps, not 1000; choose another folder"),
+        ({"steps": 500}, "seed-0 was trained for 1000 steps, not 500; choose another folder"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

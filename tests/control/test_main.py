@@ -28,7 +28,7 @@ from groupwise.control.utils import SeededGymEnv
 from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
 from groupwise.rundir import RunDir, read_json, read_metrics
 
-SMALL = {"steps": 1500, "starts": 3, "evaluate_every": 256, "save_every": 2}
+SMALL = {"steps": 1000, "starts": 3, "evaluate_every": 256, "save_every": 2}
 GRPO = "grpo-fast:groups=2:group_size=4"  # 8 episodes an update
 PPO = "ppo-fast:steps=256:epochs=2:minibatch=128"
 COLUMNS = ["update", "env_steps", "cpu_seconds", "greedy_return", "sampled_return"]
@@ -221,7 +221,7 @@ def test_the_files_of_a_run(tmp_path, algorithm):
             assert row[name] == pytest.approx(np.mean(values), rel=1e-12)
 
     last = rows[-1]
-    assert last["env_steps"] >= 1500 > metrics[-2]["env_steps"]
+    assert last["env_steps"] >= SMALL["steps"] > metrics[-2]["env_steps"]
     assert read_json(folder / "result.json") == {
         "env_steps": last["env_steps"],
         "cpu_seconds": last["cpu_seconds"],
@@ -339,11 +339,11 @@ def test_ppo_resumes_with_its_weights_optimizer_and_counters(tmp_path):
     rows = rows_of(tmp_path / "run")
     resumed = train(config, tmp_path / "run", resume=True)
     assert rows_of(tmp_path / "run")[: len(rows)] == rows
-    assert [row["update"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4, 5, 6]
-    assert resumed.progress.env_steps == 6 * 256 == read_json(tmp_path / "run/result.json")["env_steps"]
+    assert [row["update"] for row in rows_of(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    assert resumed.progress.env_steps == 4 * 256 == read_json(tmp_path / "run/result.json")["env_steps"]
     assert resumed.progress.cpu_seconds > progress.cpu_seconds
     moments = resumed.agent.optimizer.state_dict()["state"][0]
-    assert moments["step"] == 6 * 2 * 2  # updates, passes, mini-batches
+    assert moments["step"] == 4 * 2 * 2  # updates, passes, mini-batches
 
 
 KILLED = """
@@ -419,14 +419,14 @@ def test_a_finished_run_is_unchanged_or_continues_with_more_steps(tmp_path):
     assert weights(folder) == saved
 
     rows = rows_of(folder)
-    longer = small(steps=3000)
+    longer = small(steps=2000)
     stopped = train(longer, folder, resume=True, report=stop_at(len(rows)))
     assert stopped.exit_status == 130
     assert not (folder / "result.json").exists()  # the old one would mark this run as finished
     train(longer, folder, resume=True)
     assert rows_of(folder)[: len(rows)] == rows
-    assert read_json(folder / "config.json")["steps"] == 3000
-    assert read_json(folder / "result.json")["env_steps"] == rows_of(folder)[-1]["env_steps"] >= 3000
+    assert read_json(folder / "config.json")["steps"] == 2000
+    assert read_json(folder / "result.json")["env_steps"] == rows_of(folder)[-1]["env_steps"] >= 2000
     train(longer, tmp_path / "uninterrupted")
     assert weights(folder) == weights(tmp_path / "uninterrupted")
 
@@ -473,7 +473,7 @@ def reference_return(config, agent, seed):
     ids=["CartPole", "FrozenLake", "a walk"],
 )
 def test_the_best_model_is_that_of_the_best_row(tmp_path, environment, options, algorithm):
-    config = small(environment=environment, options=options, algorithm=algorithm, starts=6)
+    config = small(environment=environment, options=options, algorithm=algorithm, starts=6, steps=1500)
     train(config, tmp_path / "run")
     rows = read_progress(tmp_path / "run/progress.csv")
     model = torch.load(tmp_path / "run/best_model.pt", weights_only=True)
@@ -504,7 +504,7 @@ def test_only_a_better_evaluation_replaces_the_best_model(tmp_path):
 def test_evaluation_does_not_change_training(tmp_path, algorithm):
     train(small(algorithm=algorithm, environment=WALK), tmp_path / "often")
     train(small(algorithm=algorithm, environment=WALK, evaluate_every=10**9, starts=2), tmp_path / "never")
-    assert len(rows_of(tmp_path / "often")) > 4
+    assert len(rows_of(tmp_path / "often")) > 3
     assert len(rows_of(tmp_path / "never")) == 2
     assert weights(tmp_path / "often") == weights(tmp_path / "never")
 
@@ -641,7 +641,7 @@ def test_a_run_cannot_be_resumed_after_its_environment_changed(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     Walk.begin()
-    config = small(environment=WALK, steps=3500, save_every=100)
+    config = small(environment=WALK, steps=2000, save_every=100)
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     train(config, folder)
     return config, folder
@@ -665,12 +665,12 @@ FAULTS = {
 )
 def test_a_run_is_saved_before_a_failed_update_and_resumes(tmp_path, undisturbed, place, kind):
     config, expected = undisturbed
-    Walk.begin((place, 3000 if place == "training" else 1000, kind))
+    Walk.begin((place, 1500 if place == "training" else 600, kind))
     with pytest.raises(ControlError, match=rf"{WALK}, step \d+ of the episode with seed \d+,.*{FAULTS[kind]}"):
         train(config, tmp_path / "run")
     saved = read_model(tmp_path / "run/state.pt")["progress"]
     if place == "training":
-        assert 3000 - 8 * 60 <= saved["env_steps"] < 3000
+        assert 1500 - 8 * 60 <= saved["env_steps"] < 1500
     assert read_metrics(tmp_path / "run/metrics.jsonl")[-1]["step"] == saved["update"] > 1
     Walk.begin()
     train(config, tmp_path / "run", resume=True)

@@ -627,16 +627,16 @@ def test_a_window_is_drawn_without_blocking(tmp_path, pyplot):
     assert pyplot.isinteractive()
     (number,) = pyplot.get_fignums()
     figure = pyplot.figure(number)
-    for row in range(3):
+    for row in range(2):
         plotter.add("grpo", progress(row))
-    assert figure.canvas.waited == [0.001] * 3
+    assert figure.canvas.waited == [0.001] * 2
     assert not list(tmp_path.iterdir())
     steps, seconds = figure.axes
     greedy, sampled, solved = steps.lines
-    assert greedy.get_xydata().tolist() == [[0, 0], [1000, 10], [2000, 20]]
-    assert sampled.get_xydata().tolist() == [[0, 0], [1000, 9], [2000, 18]]
+    assert greedy.get_xydata().tolist() == [[0, 0], [1000, 10]]
+    assert sampled.get_xydata().tolist() == [[0, 0], [1000, 9]]
     assert list(solved.get_ydata()) == [20, 20]
-    assert seconds.lines[0].get_xydata().tolist() == [[0, 0], [0.5, 10], [1, 20]]
+    assert seconds.lines[0].get_xydata().tolist() == [[0, 0], [0.5, 10]]
     (legend,) = figure.legends  # only one after several drawings
     labels = [text.get_text() for text in legend.get_texts()]
     assert labels == ["grpo, greedy", "grpo, sampled", "solved"]
@@ -648,9 +648,8 @@ def test_a_window_is_drawn_without_blocking(tmp_path, pyplot):
 def test_without_a_window_pyplot_is_not_used(tmp_path, pyplot):
     pyplot.switch_backend(f"module://{__name__}")
     pyplot.ioff()
-    plotter = LivePlotter(tmp_path / "live.png", window=False, pause=0.0)
-    plotter.add("grpo", progress(1))
-    plotter.close()
+    LivePlotter(tmp_path / "live.png", window=False).add("grpo", progress(1))
+    assert (tmp_path / "live.png").exists()
     assert (pyplot.get_fignums(), pyplot.isinteractive()) == ([], False)
 
 

@@ -34,7 +34,8 @@ def finished(run: RunDir) -> list[Path]:
 DRIVER = """
 import sys
 from pathlib import Path
-from groupwise.rundir import MetricsRecorder, RunDir
+from groupwise.rundir import RunDir
+from groupwise.rundir.metrics import MetricsRecorder
 from tests.faults.kill_points import fork_at_every_point
 from tests.faults.test_rundir import take_step
 

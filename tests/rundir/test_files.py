@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from groupwise.errors import CheckpointError, RunDirError
-from groupwise.rundir import (
+from groupwise.rundir.files import (
     atomic_folder,
     read_json,
     remove_leftovers,
@@ -153,8 +153,8 @@ def damage(folder, kind):
         ("changed", "state.json has been changed"),
         ("no manifest", "not a finished checkpoint"),
         ("manifest cut", "valid JSON"),
-        ("manifest empty", "lists no files"),
-        ("manifest newer", "has version 99; this groupwise reads 1"),
+        ("manifest empty", "does not have version 1"),
+        ("manifest newer", "does not have version 1"),
     ],
 )
 def test_damage_is_detected_and_named(tmp_path, kind, message):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir import MetricsRecorder, metric_column, read_metrics
+from groupwise.rundir import metric_column, read_metrics
+from groupwise.rundir.metrics import MetricsRecorder
 
 
 def test_rows_round_trip(tmp_path):

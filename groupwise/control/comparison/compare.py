@@ -41,17 +41,19 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
     failed: list[str] = []
     with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         with interrupts_ignored():  # the workers are terminated below
-            futures = {pool.submit(_train, config, path): _run_name(config) for config, path in unfinished}
+            futures = {pool.submit(_train, config, path): config for config, path in unfinished}
         try:
             for number, future in enumerate(as_completed(futures), start=1):
+                config = futures[future]
+                name = f"{config.environment}, {config.algorithm}, seed {config.seed}"
                 try:
                     outcome = future.result()
                 except GroupwiseError as error:
                     outcome = f"failed: {error}"
-                    failed.append(f"{futures[future]}: {error}")
+                    failed.append(f"{name}: {error}")
                 except BrokenProcessPool as error:
                     raise ControlError("the process of a run was killed, perhaps out of memory; try again") from error
-                report(f"[{number} of {len(unfinished)}] {futures[future]}: {outcome}")
+                report(f"[{number} of {len(unfinished)}] {name}: {outcome}")
         except BaseException:
             for process in active_children():
                 process.terminate()  # its run finishes the update and saves
@@ -74,10 +76,6 @@ def _train(config: Config, folder: Path) -> str:
     if training.exit_status:  # end the process: the pool may have queued the next run for it already
         os._exit(training.exit_status)
     return training.outcome()
-
-
-def _run_name(config: Config) -> str:
-    return f"{config.environment}, {config.algorithm}, seed {config.seed}"
 
 
 def _run_folder(folder: Path, config: Config) -> Path:

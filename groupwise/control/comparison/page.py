@@ -55,7 +55,7 @@ SPEEDS = (
 )
 
 
-def comparison_page(groups: RunsByEnvironment, plots: Mapping[str, str], starts: int | None = None) -> str:
+def comparison_page(groups: RunsByEnvironment, plots: Mapping[str, str], starts: int) -> str:
     """The page as Markdown. ``plots`` are the file names of each environment's plot."""
     parts = [_summary(groups, starts), READING]
     for environment, runs in groups.items():
@@ -81,21 +81,18 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return markdown_table(header, rows, left=[place for place, name in enumerate(header) if name in TEXT_COLUMNS])
 
 
-def _summary(groups: RunsByEnvironment, starts: int | None) -> str:
+def _summary(groups: RunsByEnvironment, starts: int) -> str:
     """One line: what was compared."""
     algorithms = list_algorithms(groups)
     seeds = {run.seed for by_algorithm in groups.values() for runs in by_algorithm.values() for run in runs}
     budgets = [
         f"{escape_markdown(name)} ({any_run(runs).budget:,} environment steps per run)" for name, runs in groups.items()
     ]
-    facts = [
-        f"{counted(len(algorithms), 'algorithm')} ({', '.join(map(escape_markdown, algorithms))})",
-        f"{counted(len(groups), 'environment')}: {', '.join(budgets)}",
-        _seeds(sorted(seeds)),
-    ]
-    if starts is not None:
-        facts.append(f"returns measured on {counted(starts, 'held-out start')}")
-    return f"A comparison of {facts[0]} on {'; '.join(facts[1:])}."
+    return (
+        f"A comparison of {counted(len(algorithms), 'algorithm')} ({', '.join(map(escape_markdown, algorithms))}) on "
+        f"{counted(len(groups), 'environment')}: {', '.join(budgets)}; {_seeds(sorted(seeds))}; returns measured on "
+        f"{counted(starts, 'held-out start')}."
+    )
 
 
 def _seeds(seeds: Sequence[int]) -> str:

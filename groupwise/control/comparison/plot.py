@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import textwrap
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from groupwise.control.comparison.curves import MeanCurve, MeanCurves
 from groupwise.control.comparison.formatting import counted, number, short
-from groupwise.control.comparison.runs import AXES, MEASURES
+from groupwise.control.comparison.runs import AXES, MEASURES, MeanCurve, MeanCurves
 from groupwise.plots import COLOURS, DASHES, new_figure, save_figure
 
 LOG_SCALE_RATIO = 4  # CPU seconds that differ by more are drawn on a logarithmic axis
 WIDTH, HEIGHT, LEGEND_LINE = 11.0, 6.1, 0.24  # inches; each line of the legend adds to the height
 LABEL_WIDTH, LEGEND_WIDTH = 60, 140  # characters
-NO_BREAK = "\N{NO-BREAK SPACE}"
 
 Style = dict[str, Any]
 
@@ -35,7 +32,7 @@ def plot_environment(
 ) -> None:
     """Greedy return above sampled return, against environment steps and against CPU seconds."""
     figure = new_figure(WIDTH, HEIGHT)
-    figure.suptitle(_without_formulas(title), fontsize=13, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=13, x=0.01, ha="left")
     panels = figure.subplots(len(MEASURES), len(AXES), sharex="col", sharey=True)
     for measure, row in zip(MEASURES, panels, strict=True):
         row[0].set_ylabel(f"mean {MEASURES[measure]}")
@@ -48,44 +45,25 @@ def plot_environment(
     for axis, axes in zip(AXES, panels[-1], strict=True):
         axes.set_xlabel(AXES[axis])
     _legend(figure, panels[0][0])
-    with warnings.catch_warnings():
-        # Characters of a label that the font lacks are drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        save_figure(figure, path)
+    save_figure(figure, path)
 
 
 def _panel(axes: Any, curves: Mapping[str, MeanCurve], styles: Mapping[str, Style], threshold: float | None) -> None:
     """Curves and bands are step functions, as a run keeps its value between evaluations. A single run has no band."""
     for label, curve in curves.items():
         style = styles[label]
-        axes.plot(
-            curve.x, curve.mean.estimate, **style, linewidth=1.8, drawstyle="steps-post", label=_label(label, curve)
-        )
+        name = textwrap.fill(f"{label} ({counted(curve.runs, 'run')})", LABEL_WIDTH)
+        axes.plot(curve.x, curve.mean.estimate, **style, linewidth=1.8, drawstyle="steps-post", label=name)
         if curve.runs > 1:
             band = {"color": style["color"], "alpha": 0.18, "linewidth": 0, "step": "post"}
             axes.fill_between(curve.x, curve.mean.low, curve.mean.high, **band)
     if threshold is not None:
-        axes.axhline(threshold, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f" solved: {number(threshold)}")
+        axes.axhline(threshold, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f"solved: {number(threshold)}")
 
 
 def _need_log_scale(curves: Iterable[MeanCurve]) -> bool:
     ends = [curve.x[-1] for curve in curves]
     return bool(max(ends) > LOG_SCALE_RATIO * min(ends) > 0)
-
-
-def _label(algorithm: str, curve: MeanCurve) -> str:
-    """The algorithm and its number of runs, wrapped after a comma if possible.
-
-    The leading space is for matplotlib, which leaves labels that start with an underscore out of the legend.
-    """
-    runs = counted(curve.runs, "run").replace(" ", NO_BREAK)
-    name = f"{_without_formulas(algorithm).replace(',', ', ')} ({runs})"
-    return textwrap.fill(name, LABEL_WIDTH, initial_indent=" ", subsequent_indent=" ")
-
-
-def _without_formulas(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would typeset a formula."""
-    return text.replace("$", r"\$")
 
 
 def _legend(figure: Any, axes: Any) -> None:

@@ -8,20 +8,26 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from groupwise.control.comparison.curves import MeanCurves, mean_curves
 from groupwise.control.comparison.page import comparison_page
 from groupwise.control.comparison.plot import make_styles, plot_environment
-from groupwise.control.comparison.runs import ComparedRun, any_run, group_runs, list_algorithms
+from groupwise.control.comparison.runs import (
+    ComparedRun,
+    MeanCurves,
+    any_run,
+    group_runs,
+    list_algorithms,
+    mean_curves,
+)
 from groupwise.rundir import write_bytes, write_csv
 
 
-def write_comparison(folder: str | Path, runs: Sequence[ComparedRun], *, starts: int | None = None) -> str:
+def write_comparison(folder: Path, runs: Sequence[ComparedRun], *, starts: int) -> str:
     """Write ``runs.csv``, ``curves.csv``, ``comparison.md`` and a plot of each environment; return the Markdown.
 
     ``starts`` is the number of held-out starts of an evaluation, for the text. The plots need matplotlib and come last,
     so that the other files are written without it.
     """
-    folder, groups = Path(folder), group_runs(runs)
+    groups = group_runs(runs)
     curves = {
         environment: {algorithm: mean_curves(group) for algorithm, group in by_algorithm.items()}
         for environment, by_algorithm in groups.items()
