@@ -28,7 +28,7 @@ def _flash(
     return out, lse, rng, unused
 
 
-def _forward_shapes(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward_shapes(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The kernel's results without running it: output, log-sum-exps, and two tensors that only dropout uses."""
     rows, heads, _ = query.shape
     return (
@@ -39,9 +39,18 @@ def _forward_shapes(query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
-def _backward_shapes(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_shapes(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (query, key, value))
     return query, key, value
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what a backward operator takes after the gradient: query, key, value, results, ends and numbers."""
+    ends = [x for x in inputs[3:] if isinstance(x, Tensor)]
+    ctx.numbers = inputs[3 + len(ends) :]
+    ctx.save_for_backward(*inputs[:3], *output, *ends)
 
 
 @torch.library.custom_op("groupwise::shared_flash", mutates_args=())
@@ -64,11 +73,6 @@ def shared_flash(
         out[prompt_tokens:] = torch.lerp(out[prompt_tokens:].float(), part_out.float(), share)
         lse[:, prompt_tokens:] = joint
     return out, lse, rng, unused
-
-
-@shared_flash.register_fake
-def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward_shapes(query)
 
 
 @torch.library.custom_op("groupwise::shared_flash_backward", mutates_args=())
@@ -94,21 +98,13 @@ def _shared_backward(
     return grads[0], grads[1], grads[2]
 
 
-@_shared_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_shapes(query, key, value)
-
-
-def _shared_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, segment_ends, group_ends, prompt_ends, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, *output, segment_ends, group_ends, prompt_ends)
-
-
 def _shared_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_shared_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 8
 
 
-shared_flash.register_autograd(_shared_grad, setup_context=_shared_context)
+shared_flash.register_fake(_forward_shapes)
+_shared_backward.register_fake(_backward_shapes)
+shared_flash.register_autograd(_shared_grad, setup_context=_save_inputs)
 
 
 @torch.library.custom_op("groupwise::varlen_flash", mutates_args=())
@@ -118,11 +114,6 @@ def varlen_flash(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Causal attention of each query segment to its key segment, aligned at their ends, within a window."""
     return _flash(query, key, value, q_ends, k_ends, longest_q, longest_k, causal=True, scale=scale, window=window)
-
-
-@varlen_flash.register_fake
-def _(query: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _forward_shapes(query)
 
 
 @torch.library.custom_op("groupwise::varlen_flash_backward", mutates_args=())
@@ -137,18 +128,10 @@ def _varlen_backward(
     return grads
 
 
-@_varlen_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _backward_shapes(query, key, value)
-
-
-def _varlen_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    query, key, value, q_ends, k_ends, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, *output, q_ends, k_ends)
-
-
 def _varlen_grad(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     return *_varlen_backward(grad, *ctx.saved_tensors, *ctx.numbers), *[None] * 6
 
 
-varlen_flash.register_autograd(_varlen_grad, setup_context=_varlen_context)
+varlen_flash.register_fake(_forward_shapes)
+_varlen_backward.register_fake(_backward_shapes)
+varlen_flash.register_autograd(_varlen_grad, setup_context=_save_inputs)

@@ -95,11 +95,7 @@ class ModelHandle:
 
         def run() -> Tensor:
             out = self.trunk(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                use_cache=False,
-                **{LAYOUT: layout},
+                input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False, **{LAYOUT: layout}
             )
             hidden: Tensor = out.last_hidden_state
             return hidden

@@ -43,6 +43,15 @@ def _capped(scores, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
+def _dot(a, b, EXACT: tl.constexpr):
+    if EXACT:  # float32 without TF32
+        product = tl.dot(a, b, input_precision="ieee")
+    else:
+        product = tl.dot(a, b)
+    return product
+
+
+@triton.jit
 def _prompt_kernel(
     query, pool_keys, pool_values, tile_starts, tile_lengths, tile_rows, positions, out, lse,
     scale, window, softcap, rows, query_row, query_head, pool_token, pool_head, splits,
@@ -76,10 +85,7 @@ def _prompt_kernel(
         kv = (start + place).to(tl.int64)[:, None] * pool_token + head * pool_head + column[None, :]
         mask = there[:, None] & inside[None, :]
         k = tl.load(pool_keys + kv, mask=mask, other=0.0)
-        if EXACT:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale
+        scores = _dot(q, tl.trans(k), EXACT) * scale
         scores = _capped(scores, softcap, CAPPED)
         visible = there[None, :] & valid[:, None]
         if WINDOWED:
@@ -90,11 +96,7 @@ def _prompt_kernel(
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(largest - safe)
         v = tl.load(pool_values + kv, mask=mask, other=0.0)
-        if EXACT:
-            update = tl.dot(weights, v, input_precision="ieee")
-        else:
-            update = tl.dot(weights.to(v.dtype), v)
-        result = result * shrink[:, None] + update
+        result = result * shrink[:, None] + _dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
     some = total > 0
@@ -142,20 +144,13 @@ def _completion_kernel(
         kv = base + place[:, None] * token_stride + column[None, :]
         mask = there[:, None] & inside[None, :]
         k = tl.load(slot_keys + kv, mask=mask, other=0.0)
-        if EXACT:
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        else:
-            scores = tl.dot(q, tl.trans(k)) * scale
+        scores = _dot(q, tl.trans(k), EXACT) * scale
         scores = tl.where(there[None, :], _capped(scores, softcap, CAPPED), float("-inf"))
         larger = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp(scores - larger[:, None])
         shrink = tl.exp(largest - larger)
         v = tl.load(slot_values + kv, mask=mask, other=0.0)
-        if EXACT:
-            update = tl.dot(weights, v, input_precision="ieee")
-        else:
-            update = tl.dot(weights.to(v.dtype), v)
-        result = result * shrink[:, None] + update
+        result = result * shrink[:, None] + _dot(weights.to(v.dtype), v, EXACT)
         total = total * shrink + tl.sum(weights, 1)
         largest = larger
     if tl.load(prompt_lengths + row) > 0:
