@@ -72,12 +72,12 @@ def test_prompts_with_different_numbers_of_answers():
     keys = [f"{uid}_{number}_0" for number in range(5) for uid in TEXTS if number < len(TEXTS[uid])]
     sessions = read_sessions([*keys, "pad_0_0"], [*([{}] * len(keys)), {"is_padding": True}])
     texts = {place: TEXTS[key[0]][int(key[2])] for place, key in enumerate(keys)}
-    groups, metrics = find_groups(sessions, texts, LocalGrouper(settings))
+    labels, metrics = find_groups(sessions, texts, LocalGrouper(settings))
 
     embedder = load_embedder(settings.embedder)
     alone = {uid: group_texts(embedder, [texts], settings) for uid, texts in TEXTS.items()}
     expected = [f"{key[0]}_{alone[key[0]].labels[0, int(key[2]), 0]}" for key in keys]
-    assert list(groups.labels) == [*expected, "pad_0"]
+    assert labels == [*expected, "pad_0"]
     assert len({label for label in expected if label[0] == "u"}) == 2
     sizes = [int(alone[uid].labels.max()) + 1 for uid in TEXTS]
     assert metrics["similarity_groups/avg_groups_per_prompt"] == pytest.approx(sum(sizes) / 3)
@@ -89,5 +89,5 @@ def test_prompts_with_different_numbers_of_answers():
 
 def test_batch_of_padding_has_no_metrics():
     settings = GroupingSection(embedder=str(wordllama()), workers=0)
-    groups, metrics = find_groups(read_sessions(["pad_0_0"], [{"is_padding": True}]), {}, LocalGrouper(settings))
-    assert (list(groups.labels), metrics) == (["pad_0"], {})
+    labels, metrics = find_groups(read_sessions(["pad_0_0"], [{"is_padding": True}]), {}, LocalGrouper(settings))
+    assert (labels, metrics) == (["pad_0"], {})

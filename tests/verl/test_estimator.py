@@ -16,7 +16,7 @@ from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
 from groupwise.errors import ConfigError, InputError
 from groupwise.integrations.verl import ESTIMATOR
 from groupwise.integrations.verl.batch import read_sessions
-from groupwise.integrations.verl.estimator import RowGroups, use_groups
+from groupwise.integrations.verl.estimator import use_groups
 
 
 def make_batch(rewards, uids, mask):
@@ -73,8 +73,7 @@ def test_outputs_of_one_session_as_in_verls_grpo():
     rewards = [9.0, 2.0, 1.0, 0.5, 7.0, 4.0, 0.25]  # rewards of earlier outputs are ignored
     theirs = compute_advantage_for_multi_trajectories(make_batch(rewards, uids, mask), keys, "grpo")
     sessions = read_sessions(keys, [{}] * len(keys))
-    groups = RowGroups([f"{uid}_0" for uid in uids], sessions.last, sessions.session)
-    with use_groups(groups):
+    with use_groups([f"{uid}_0" for uid in uids], sessions):
         ours = compute_advantage_for_multi_trajectories(make_batch(rewards, uids, mask), keys, ESTIMATOR)
     torch.testing.assert_close(ours.batch["advantages"], theirs.batch["advantages"], atol=1e-5, rtol=0)
     assert ours.batch["advantages"][0, 0] == ours.batch["advantages"][2, 0] != 0
@@ -92,7 +91,7 @@ def test_bare_uids_are_an_error():
 
 def test_groups_of_another_batch_are_an_error():
     with (
-        use_groups(RowGroups(["u_0"], [0], [0])),
+        use_groups(["u_0"], read_sessions(["u_0_0"], [{}])),
         pytest.raises(InputError, match="1 rows have a group, but 5"),
     ):
         compute_advantage(make_batch(REWARDS, LABELS, MASK), adv_estimator=ESTIMATOR, config=None)

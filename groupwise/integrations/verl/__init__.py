@@ -5,8 +5,6 @@ verl finds it through an entry point. It adds an advantage estimator and trainer
 """
 
 ESTIMATOR = "similarity_group_grpo"  # algorithm.adv_estimator
-SETTINGS = "similarity"  # algorithm.similarity holds a run's grouping section
-LABELS = "similarity_group_labels"  # the field that the trainer adds to verl's batch
 TESTED_VERSION = "0.9.1"
 
 # trainer.v1.trainer_mode, and the mode of verl that it extends.
@@ -15,5 +13,3 @@ MODES = {
     "similarity_colocate_async": "colocate_async",
     "similarity_separate_async": "separate_async",
 }
-
-__all__ = ["ESTIMATOR", "LABELS", "MODES", "SETTINGS", "TESTED_VERSION"]

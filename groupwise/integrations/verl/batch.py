@@ -17,7 +17,6 @@ from torch import Tensor
 from groupwise.errors import InputError
 from groupwise.grouping.labels import compute_group_distribution_per_prompt, similarity_group_labels
 from groupwise.grouping.workers import SimilarityGrouper
-from groupwise.integrations.verl.estimator import RowGroups
 
 
 @dataclass(frozen=True)
@@ -32,30 +31,22 @@ class Sessions:
 
 def read_sessions(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Sessions:
     """The sessions of a batch; a prompt's answers are in the order of their keys, whatever the order of the batch."""
-    numbers: dict[str, int] = {}
-    uids: list[str] = []
-    last: list[int] = []
-    latest: list[int] = []
-    session: list[int] = []
+    outputs: dict[str, list[tuple[int, int]]] = {}  # number and row of each output of a session "uid_session"
+    names = []
     for row, key in enumerate(keys):
         name, _, number = key.rpartition("_")
-        uid = name.rpartition("_")[0]
-        if not uid or not number.isdecimal():
+        if not name.rpartition("_")[0] or not number.isdecimal():
             raise InputError(f"the key {key!r} of verl's batch is not of the form uid_session_number")
-        if name not in numbers:
-            numbers[name] = len(uids)
-            uids.append(uid)
-            last.append(row)
-            latest.append(int(number))
-        place = numbers[name]
-        session.append(place)
-        if int(number) > latest[place]:
-            last[place], latest[place] = row, int(number)
+        outputs.setdefault(name, []).append((int(number), row))
+        names.append(name)
+    places = {name: place for place, name in enumerate(outputs)}
+    uids = [name.rpartition("_")[0] for name in outputs]
+    last = [max(numbered)[1] for numbered in outputs.values()]
     answers: dict[str, list[int]] = defaultdict(list)
-    for _, place in sorted(numbers.items()):
+    for _, place in sorted(places.items()):
         if not tags[last[place]].get("is_padding", False):
             answers[uids[place]].append(place)
-    return Sessions(uids, last, session, dict(answers))
+    return Sessions(uids, last, [places[name] for name in names], dict(answers))
 
 
 def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor], after: str | None) -> list[str]:
@@ -67,17 +58,15 @@ def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor
         [token for token in tokenizer.all_special_ids if after is None or tokenizer.decode([token]).strip() != after],
         dtype=torch.long,
     )
-    kept = [
-        row[mask.bool() & ~torch.isin(row, hidden)].tolist()
-        for row, mask in zip((row.cpu() for row in ids), (mask.cpu() for mask in masks), strict=True)
-    ]
+    pairs = [(row.cpu(), mask.cpu().bool()) for row, mask in zip(ids, masks, strict=True)]
+    kept = [row[mask & ~torch.isin(row, hidden)].tolist() for row, mask in pairs]
     return [str(text) for text in tokenizer.batch_decode(kept)]
 
 
 def find_groups(
     sessions: Sessions, texts: Mapping[int, str], grouper: SimilarityGrouper
-) -> tuple[RowGroups, dict[str, float]]:
-    """The groups of a batch and their metrics; ``texts`` are the answers by session, without padding."""
+) -> tuple[list[str], dict[str, float]]:
+    """The label ``"{uid}_{cluster}"`` of each row, and metrics. ``texts``: the answers by session, without padding."""
     labels = [f"{uid}_0" for uid in sessions.uids]
     scores: list[float] = []
     by_size: dict[int, list[str]] = defaultdict(list)
@@ -90,9 +79,7 @@ def find_groups(
             labels[place] = label
         scores += result.scores.tolist()
     metrics = {}
-    if sessions.answers:
-        places = [place for members in sessions.answers.values() for place in members]
-        metrics = compute_group_distribution_per_prompt(
-            [labels[place] for place in places], [sessions.uids[place] for place in places], scores
-        )
-    return RowGroups([labels[place] for place in sessions.session], sessions.last, sessions.session), metrics
+    if texts:
+        uids = [sessions.uids[place] for place in texts]
+        metrics = compute_group_distribution_per_prompt([labels[place] for place in texts], uids, scores)
+    return [labels[place] for place in sessions.session], metrics

@@ -20,7 +20,6 @@ from groupwise.integrations.verl import ESTIMATOR, MODES, TESTED_VERSION
 from groupwise.model.source import first_line
 
 GROUP, PLUGIN = "verl.plugins", "groupwise.integrations.verl.plugin"
-INSTALL = "create a separate environment for verl and run there: pip install 'groupwise[verl]'"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,8 @@ def _check_verl() -> Iterator[Finding]:
     try:
         version = metadata.version("verl")
     except metadata.PackageNotFoundError:
-        yield Finding(False, "verl is not installed", INSTALL)
+        remedy = "create a separate environment for verl and run there: pip install 'groupwise[verl]'"
+        yield Finding(False, "verl is not installed", remedy)
         return
     untested = "" if version == TESTED_VERSION else f"; only {TESTED_VERSION} is tested"
     yield Finding(True, f"verl {version} is installed{untested}")
@@ -67,11 +67,9 @@ def _check_verl() -> Iterator[Finding]:
 
 
 def _check_entry_point() -> Finding:
-    names = [entry.name for entry in metadata.entry_points(group=GROUP) if entry.value == PLUGIN]
-    enabled = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
-    allowed = enabled == "auto" or bool({part.strip() for part in enabled.split(",")} & set(names))
     if PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
         return Finding(True, "VERL_USE_EXTERNAL_MODULES makes verl load the plugin")
+    names = [entry.name for entry in metadata.entry_points(group=GROUP) if entry.value == PLUGIN]
     if not names:
         return Finding(
             False,
@@ -79,7 +77,8 @@ def _check_entry_point() -> Finding:
             "install groupwise with pip (a folder on PYTHONPATH has no entry points), or set "
             f"VERL_USE_EXTERNAL_MODULES={PLUGIN} on every machine",
         )
-    if not allowed:
+    enabled = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if enabled != "auto" and not {part.strip() for part in enabled.split(",")} & set(names):
         return Finding(
             False,
             f"VERL_USE_EXTERNAL_PLUGINS is {enabled!r}, which keeps verl from loading the plugin {names[0]}",
@@ -96,10 +95,8 @@ def _check_registries() -> Iterator[Finding]:
     present = ESTIMATOR in ADV_ESTIMATOR_REGISTRY
     yield Finding(present, f"the estimator {ESTIMATOR} is {'' if present else 'not '}registered in verl", remedy)
     missing = [mode for mode in MODES if mode not in TRAINER_REGISTRY]
-    if missing:
-        yield Finding(False, f"the trainer modes {', '.join(missing)} are not registered in verl", remedy)
-    else:
-        yield Finding(True, f"the trainer modes {', '.join(MODES)} are registered in verl")
+    modes = f"the trainer modes {', '.join(missing or MODES)} are {'not ' if missing else ''}registered in verl"
+    yield Finding(not missing, modes, remedy)
 
 
 def _check_signatures() -> Finding:
@@ -146,14 +143,13 @@ def _check_advantages() -> Finding:
         tensors={"token_level_rewards": rewards, "response_mask": torch.ones(3, 2)},
         non_tensors={"uid": numpy.array(["a_0", "a_0", "a_1"], dtype=object)},
     )
-    expected = [0.707, -0.707, 0.0]
     remedy = f"use verl {TESTED_VERSION}"
     try:
         advantages = compute_advantage(data, adv_estimator=ESTIMATOR, config={}).batch["advantages"][:, 0].tolist()
     except Exception as error:
         return Finding(False, f"verl cannot use the estimator ({type(error).__name__}: {first_line(error)})", remedy)
     rounded = [round(value, 3) for value in advantages]
-    good = rounded == expected
+    good = rounded == [0.707, -0.707, 0.0]
     return Finding(good, f"rewards 1, 0 and 9, the last alone in its group, become {rounded} through verl", remedy)
 
 

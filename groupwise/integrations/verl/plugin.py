@@ -47,8 +47,7 @@ class _AfterImport(MetaPathFinder):
     """Calls a function once a module has been imported, then removes itself."""
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
-        self._module = module
-        self._function = function
+        self._module, self._function = module, function
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

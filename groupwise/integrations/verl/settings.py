@@ -11,9 +11,9 @@ from typing import Any
 
 from groupwise.config import GroupingSection, make_recipe
 from groupwise.errors import ConfigError
-from groupwise.integrations.verl import ESTIMATOR, SETTINGS
+from groupwise.integrations.verl import ESTIMATOR
 
-WHERE = f"algorithm.{SETTINGS}"
+WHERE = "algorithm.similarity"
 UNSUPPORTED = {
     "skip_single_members": "verl computes rewards during sampling, before the answers are grouped",
     "log_diversity": "this trainer mode always groups answers",
@@ -32,7 +32,7 @@ def read_settings(config: Any) -> GroupingSection:
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which does not use them; set it to "
             f"{ESTIMATOR}, or use verl's trainer modes"
         )
-    section = config.algorithm.get(SETTINGS)
+    section = config.algorithm.get("similarity")
     table = OmegaConf.to_container(section, resolve=True) if OmegaConf.is_config(section) else section
     if table is None:
         return GroupingSection()

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.grouping.embed import check_embedder
+from groupwise.grouping.labels import LABELS
 from groupwise.grouping.workers import SimilarityGrouper
-from groupwise.integrations.verl import LABELS
-from groupwise.integrations.verl.batch import decode_answers, find_groups, read_sessions
-from groupwise.integrations.verl.estimator import RowGroups, use_groups
+from groupwise.integrations.verl.batch import Sessions, decode_answers, find_groups, read_sessions
+from groupwise.integrations.verl.estimator import use_groups
 from groupwise.integrations.verl.placement import verl_grouper
 from groupwise.integrations.verl.settings import read_settings
 
 log = logging.getLogger("groupwise")
 
-if TYPE_CHECKING:
-
-    class _Trainer:
-        """The part of verl's trainer that is used."""
-
-        config: Any
-        tokenizer: Any
-        resource_pool_manager: Any
-
-        def __init__(self, config: Any) -> None: ...
-        def init(self) -> None: ...
-        def fit(self, agent_loop_manager: Any) -> None: ...
-        def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any: ...
-
-else:
-    _Trainer = object
+Trainer: Any = object  # `similarity_trainer` adds the trainer of verl
 
 
-class SimilarityGrouping(_Trainer):
+class SimilarityGrouping(Trainer):  # type: ignore[misc]
     """Groups the answers of a batch by similarity before verl computes their advantages."""
 
     base_mode = ""  # verl's name of the base class
@@ -62,10 +47,11 @@ class SimilarityGrouping(_Trainer):
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
         start = time.perf_counter()
-        groups, group_metrics = self._find_groups(batch)
+        sessions = read_sessions(batch.keys, batch.tags)
+        labels, group_metrics = self._find_groups(batch, sessions)
         metrics.update(group_metrics)
         metrics["similarity_groups/seconds"] = time.perf_counter() - start
-        with use_groups(groups):
+        with use_groups(labels, sessions):
             return super()._compute_advantage(batch, metrics)
 
     def _ready_grouper(self) -> SimilarityGrouper:
@@ -73,11 +59,10 @@ class SimilarityGrouping(_Trainer):
             self._grouper = verl_grouper(self._settings, self.resource_pool_manager, log.warning)
         return self._grouper
 
-    def _find_groups(self, batch: Any) -> tuple[RowGroups, dict[str, float]]:
+    def _find_groups(self, batch: Any, sessions: Sessions) -> tuple[list[str], dict[str, float]]:
         import transfer_queue
         from verl.utils.tensordict_utils import get_tensordict
 
-        sessions = read_sessions(batch.keys, batch.tags)
         places = [place for members in sessions.answers.values() for place in members]
         texts: dict[int, str] = {}
         if places:
@@ -90,11 +75,11 @@ class SimilarityGrouping(_Trainer):
                 self.tokenizer, data["responses"].unbind(), data["response_mask"].unbind(), self._settings.text_after
             )
             texts = dict(zip(places, answers, strict=True))
-        groups, metrics = find_groups(sessions, texts, self._ready_grouper())
+        labels, metrics = find_groups(sessions, texts, self._ready_grouper())
         transfer_queue.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=get_tensordict({LABELS: list(groups.labels)})
+            keys=batch.keys, partition_id=batch.partition_id, fields=get_tensordict({LABELS: labels})
         )
-        return groups, metrics
+        return labels, metrics
 
 
 def similarity_trainer(base: type[Any], base_mode: str) -> type[Any]:
