@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.errors import CheckpointError, RunDirError
+from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.rundir import write_bytes
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
     if not files:
         raise RunDirError(f"{folder} has no rollouts (step-….parquet); a run writes them if run.save_rollouts is true")
     wanted = sorted(files) if steps is None else list(dict.fromkeys(steps))
+    if not wanted:
+        raise InputError("read_rollouts: steps is empty; omit it to read all")
     missing = [step for step in wanted if step not in files]
     if missing:
         raise RunDirError(

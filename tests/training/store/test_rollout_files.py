@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import CheckpointError, RunDirError
+from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.training.store.rollout_files import COLUMNS, RolloutWriter, read_rollouts
 
 
@@ -180,6 +180,8 @@ def test_reading_some_steps(folder, writer):
     assert read_rollouts(folder, (4, 2, 4))["step"].to_pylist() == [4, 4, 2, 2]
     with pytest.raises(RunDirError, match=r"has no rollouts of step 3, 5; it has 3 steps between 2 and 1000000"):
         read_rollouts(folder, [2, 3, 5])
+    with pytest.raises(InputError, match="steps is empty"):
+        read_rollouts(folder, [])
     (folder / "step-000004.parquet").write_bytes(b"PAR1 and then nothing")
     with pytest.raises(CheckpointError, match=r"step-000004.parquet is damaged: .* Remove it"):
         read_rollouts(folder)
