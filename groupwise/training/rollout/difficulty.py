@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from groupwise.core import group_index
+from groupwise.core import group_statistics
 
 WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
     "hard": lambda correct: 1.5 - correct,
@@ -21,14 +21,12 @@ def difficulty_weights(name: str, correct: Tensor, groups: Tensor, contributes: 
 
     correct: 0 to 1 per sample, NaN if unknown. contributes: which samples have a learning signal.
     """
-    index, count = group_index(groups, len(groups))
-    known = ~correct.isnan()
-    total = correct.new_zeros(count).index_add(0, index, torch.where(known, correct, 0.0))
-    number = correct.new_zeros(count).index_add(0, index, known.to(correct.dtype))
-    weights = WEIGHTS[name](total / number.clamp(min=1))
-    contributing = torch.zeros(count, dtype=torch.bool)
-    contributing[index[contributes]] = True
-    return (weights / weights[contributing].mean() if bool(contributing.any()) else torch.ones_like(weights))[index]
+    statistics = group_statistics(correct, groups)
+    weights = WEIGHTS[name](statistics.mean.nan_to_num())
+    contributing = statistics.index[contributes].unique()
+    if not len(contributing):
+        return torch.ones_like(correct)
+    return (weights / weights[contributing].mean())[statistics.index]
 
 
 def correctness(graded: Sequence[bool | None] | None, rewards: Tensor) -> Tensor:
