@@ -76,7 +76,7 @@ def write_safetensors(
         save_file(contiguous, unfinished, metadata=dict(metadata or {"format": "pt"}))
 
 
-def write_manifest(folder: str | Path) -> dict[str, Any]:
+def write_manifest(folder: str | Path) -> None:
     """Write the size and SHA-256 of every file below ``folder`` into its ``manifest.json``."""
     folder = Path(folder)
     files = {
@@ -84,9 +84,7 @@ def write_manifest(folder: str | Path) -> dict[str, Any]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST and not path.name.startswith(UNFINISHED)
     }
-    manifest = {"version": MANIFEST_VERSION, "files": files}
-    write_json(folder / MANIFEST, manifest)
-    return manifest
+    write_json(folder / MANIFEST, {"version": MANIFEST_VERSION, "files": files})
 
 
 def verify_manifest(folder: str | Path) -> dict[str, Any]:
@@ -128,15 +126,10 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         write_manifest(unfinished)
 
 
-def remove_leftovers(folder: str | Path) -> list[str]:
-    """Delete unfinished files and folders of a killed process below ``folder``, and return their names.
-
-    Only the process that holds the lock may call this.
-    """
-    leftovers = [path for path in Path(folder).rglob(f"{UNFINISHED}*") if path.exists()]
-    for path in leftovers:
+def remove_leftovers(folder: str | Path) -> None:
+    """Delete unfinished files and folders of a killed process. Only the process that holds the lock may call this."""
+    for path in list(Path(folder).rglob(f"{UNFINISHED}*")):
         _remove(path)
-    return sorted(path.name for path in leftovers)
 
 
 @contextmanager

@@ -58,15 +58,14 @@ class MetricsRecorder:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
 
-    def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> int:
-        """Delete the rows after ``step``, to resume from there, and those to ``drop``; how many there were."""
+    def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> None:
+        """Delete the rows after ``step``, to resume from there, and those to ``drop``."""
         lines = _parse(self.path)
         kept = [line for line, row in lines if row["step"] <= step and not drop(row)]
         self._file.close()
         write_bytes(self.path, b"".join(kept))
         self._open()
         self.last_step = max((row["step"] for _, row in lines if row["step"] <= step), default=None)
-        return len(lines) - len(kept)
 
     def close(self) -> None:
         self._file.close()

@@ -171,7 +171,7 @@ def test_leftovers_of_a_killed_process_are_removed(tmp_path):
     (tmp_path / ".unfinished-abc-model.safetensors").write_bytes(b"half")
     (tmp_path / ".unfinished-def-checkpoint-2").mkdir()
     (tmp_path / ".unfinished-def-checkpoint-2" / "x").write_bytes(b"half")
-    assert remove_leftovers(tmp_path) == [".unfinished-abc-model.safetensors", ".unfinished-def-checkpoint-2"]
+    remove_leftovers(tmp_path)
     assert names(tmp_path) == ["kept.json"]
 
 
