@@ -88,7 +88,16 @@ class Engine:
             return self._generate(request, stop)
 
     def _generate(self, request: Request, stop: Stop | None) -> Rollout:
-        plan = self._plan(request)
+        plan = plan_cache(
+            self.handle,
+            request.prompt_lengths,
+            request.counts,
+            request.sampling.max_new_tokens if self.isolated else request.longest,
+            self.max_num_seqs,
+            self.cache_bytes,
+            held_bytes=0 if self._cache is None else self._cache.bytes,
+            all_rows=self.isolated,
+        )
         runner = self._runner(plan, request)
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
         active, output = ActiveSamples(request, scheduler), OutputBuffer(request, stop)
@@ -122,18 +131,6 @@ class Engine:
                 for sample in output.append(batch, runner.read(step)):
                     active.drop(sample)
         return output.rollout(stats, runner.kept_ids())
-
-    def _plan(self, request: Request) -> CachePlan:
-        return plan_cache(
-            self.handle,
-            request.prompt_lengths,
-            request.counts,
-            request.sampling.max_new_tokens if self.isolated else request.longest,
-            self.max_num_seqs,
-            self.cache_bytes,
-            held_bytes=0 if self._cache is None else self._cache.bytes,
-            all_rows=self.isolated,
-        )
 
     def _runner(self, plan: CachePlan, request: Request) -> Runner:
         head = self.handle.head

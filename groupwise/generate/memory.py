@@ -41,31 +41,21 @@ def plan_cache(
     if budget is None:
         budget = int((free_memory(handle.device) + held_bytes) * FREE_MEMORY_SHARE)
     tokens = budget // per_token
-    largest, longest = max(counts), max(prompt_lengths)
+    longest = sorted(prompt_lengths, reverse=True)
     rows = max_num_seqs if all_rows else min(sum(counts), max_num_seqs)
     while rows > 0:
-        pool = _pool(prompt_lengths, counts, rows)
+        # The prompts that can be active at once: those of ``rows`` samples, and one more for a straggler.
+        pool = sum(longest[: -(-rows // min(counts)) + 1])
         if pool + (rows + 1) * length <= tokens:
             break
         rows = rows - 1 if rows < 16 else rows * 15 // 16
-    group = max_num_seqs if all_rows else min(largest, max_num_seqs)
+    group = max_num_seqs if all_rows else min(max(counts), max_num_seqs)
     if rows < group:
-        needed = (longest + (group + 1) * length) * per_token
+        needed = (longest[0] + (group + 1) * length) * per_token
         source = "cache_bytes" if cache_bytes is not None else "the free memory"
         raise InputError(
-            f"one group of {group} samples of up to {length} tokens with a prompt of {longest} takes {_mib(needed)} of "
-            f"cache, but {source} is {_mib(budget)}; raise cache_bytes, or use fewer samples, fewer tokens or shorter "
-            "prompts"
+            f"one group of {group} samples of up to {length} tokens with a prompt of {longest[0]} takes "
+            f"{needed / 2**20:,.1f} MiB of cache, but {source} is {budget / 2**20:,.1f} MiB; raise cache_bytes, or use "
+            "fewer samples, fewer tokens or shorter prompts"
         )
     return CachePlan(pool, rows, length)
-
-
-def _pool(prompt_lengths: Sequence[int], counts: Sequence[int], rows: int) -> int:
-    """Tokens of the prompts that can be active at once: those of ``rows`` samples, and one more for a straggler."""
-    longest = sorted(prompt_lengths, reverse=True)
-    fewest = min(counts)
-    return sum(longest[: -(-rows // fewest) + 1])
-
-
-def _mib(number: int) -> str:
-    return f"{number / 2**20:,.1f} MiB"
