@@ -237,11 +237,11 @@ def test_an_answer_by_text_gives_the_letter_of_that_text(texts, chosen, sentence
     assert options[choice.letter] == chosen
 
 
-HOSTILE = ["A, B, ", "A\n", "(((", "the answer is ", "if the answer ", "Hepatitis B or ", "ﷺ"]
+HOSTILE = ["A\n", "(((", "if the answer ", "ﷺ"]
 MORE_HOSTILE = [
     "A ", "A. a ", ". ", " ", "\n", "**A** ", "\\boxed{", '"answer": "', "not A and B or C, ",
     "A would really be some word ", "between A and B , ", "Wait, A is wrong. ", "A. Hepatitis B\nThis is incorrect.\n",
-    "✅ A\n", "'",
+    "✅ A\n", "'", "A, B, ", "the answer is ", "Hepatitis B or ",
 ]  # fmt: skip
 
 
