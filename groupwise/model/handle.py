@@ -89,7 +89,6 @@ class ModelHandle:
         if config._attn_implementation != IMPLEMENTATION:
             # It was changed since; the other implementation would silently ignore the layout.
             self.model.set_attn_implementation(IMPLEMENTATION)
-
         # transformers passes a four-dimensional mask on as it is, instead of building one that is not used.
         mask = ids.new_zeros(1, 1, 1, 1, dtype=torch.bool)
 

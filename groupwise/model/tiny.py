@@ -105,5 +105,4 @@ def _byte_vocabulary() -> dict[str, int]:
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
-    shifted = {byte: 256 + place for place, byte in enumerate(others)}
-    return {chr(shifted.get(byte, byte)): byte for byte in range(256)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}

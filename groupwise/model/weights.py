@@ -86,7 +86,7 @@ def fetch(
     entry = find_entry(name)
     if (folder := cached(entry, cache)) is not None:
         return folder
-    report = progress or _no_progress
+    report = progress or (lambda *_: None)
     cache_dir = cache_folder(cache)
     with _locked(entry, cache_dir, report):
         return cached(entry, cache) or _fetch(entry, cache_dir, report)
@@ -96,7 +96,7 @@ def remove(name: str | CatalogueEntry, cache: str | Path | None = None) -> int:
     """Delete a model and its downloads; returns the number of bytes freed."""
     entry = find_entry(name)
     cache_dir = cache_folder(cache)
-    with _locked(entry, cache_dir, _no_progress):
+    with _locked(entry, cache_dir, lambda *_: None):
         freed = 0
         for folder in (cache_dir / "models" / entry.name, cache_dir / "downloads" / entry.name):
             freed += sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
@@ -213,10 +213,6 @@ def _join(file: WeightFile, archives: dict[str, Path], target: Path) -> Iterator
             f"{file.name} is not the right file: its SHA-256 is {digest.hexdigest()} instead of {file.sha256} "
             f"({written:,} of {file.bytes:,} bytes)"
         )
-
-
-def _no_progress(what: str, done: int, total: int | None) -> None:
-    pass
 
 
 def _check_space(entry: CatalogueEntry, cache_dir: Path, downloads: Path) -> None:
