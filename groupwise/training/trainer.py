@@ -40,7 +40,8 @@ from groupwise.training.components import (
 from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.evaluation import evaluate_policy
-from groupwise.training.monitor.health_checks import HealthChecks, mismatch_warning
+from groupwise.training.monitor.health_checks import HealthChecks
+from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer

@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from groupwise.config import Recipe
 from groupwise.training.monitor.timer import is_timing
 
@@ -106,25 +104,6 @@ class HealthChecks:
 def _with_value(setting: str, recipe: Recipe) -> str:
     value = recipe.get(setting)
     return f"{setting}, now {value:g}" if isinstance(value, float) else f"{setting}, now {value!r}"
-
-
-def mismatch_warning(metrics: Mapping[str, float], step_recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """A message if sampler and trainer compute different log-probs before the first update of a batch."""
-    mismatch, limit = metrics.get("sampler/logp_difference_mean", 0.0), step_recipe.train.max_logp_mismatch
-    if mismatch <= limit:
-        return None
-    cause = "the weights changed in between, or the model has layers that behave differently in training"
-    if step_recipe.model.has_dropout:
-        cause = "LoRA dropout is the likely cause: set model.lora.dropout = 0"
-    elif dtype in (torch.bfloat16, torch.float16):
-        cause = (
-            f"rounding in {str(dtype).removeprefix('torch.')} is the likely cause: loss.importance_cap = 2.0 corrects "
-            "for it, model.dtype = 'float32' avoids it"
-        )
-    return (
-        f"before the update, sampler and trainer differ by {mismatch:.3f} in a token's log-prob on average "
-        f"(train.max_logp_mismatch is {limit:g}); {cause}"
-    )
 
 
 def _kl_high(recent: RecentSteps) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from groupwise.config import Recipe
 from groupwise.model.precision import MasterWeights
 from groupwise.text import Say
+from groupwise.training.schedule.learning_rate import warmup_decay
 
 
 def make_optimizer(
@@ -61,20 +61,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step_recipe: Recipe, ste
         rate = settings.embedding_learning_rate if group["embedding"] else None
         group["lr"] = factor * (settings.learning_rate if rate is None else rate)
         group["weight_decay"] = settings.weight_decay if group["decays"] else 0.0
-
-
-def warmup_decay(step: int, *, warmup_steps: int, total_steps: int, shape: str, final: float) -> float:
-    """The factor on the learning rate at ``step`` (from 0).
-
-    Linear warm-up, (step + 1) / warmup_steps, then decay from 1 to ``final`` at ``total_steps``; "constant" stays at 1.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    if shape == "constant":
-        return 1.0
-    if step >= total_steps:
-        return float(final)
-    share = (step - warmup_steps) / (total_steps - warmup_steps)
-    if shape == "cosine":
-        share = (1 - math.cos(math.pi * share)) / 2
-    return 1 + (final - 1) * share

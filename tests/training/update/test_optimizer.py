@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.model.precision import MasterWeights
-from groupwise.training.update.optimizer import make_optimizer, warmup_decay
+from groupwise.training.schedule.learning_rate import warmup_decay
+from groupwise.training.update.optimizer import make_optimizer
 from tests.training.factories import make_trainer, short_recipe, small_llama
 
 RATE = {"optimizer.embedding_learning_rate": 0.5, "optimizer.learning_rate": 0.1}
