@@ -23,7 +23,7 @@ def difficulty_weights(name: str, correct: Tensor, groups: Tensor, contributes: 
     """
     statistics = group_statistics(correct, groups)
     weights = WEIGHTS[name](statistics.mean.nan_to_num())
-    contributing = statistics.index[contributes].unique()
+    contributing = torch.unique(statistics.index[contributes])
     if not len(contributing):
         return torch.ones_like(correct)
     return (weights / weights[contributing].mean())[statistics.index]
