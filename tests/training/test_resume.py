@@ -323,7 +323,7 @@ def test_a_newer_checkpoint_that_is_damaged(tmp_path):
     [
         ({"train": {"seed": 1}}, ConfigError, "the saved order was"),
         (KL, CheckpointError, r"holds no reference, but this recipe needs one \(loss.kl_coef or preference.weight\)"),
-        (LORA, CheckpointError, "these master weights do not fit the model"),
+        (LORA, CheckpointError, "master weights do not fit the model"),
         (
             {"rules": [{"when": "reward < 0", "over": 2, "then": "learning_rate * 0.5"}]},
             ConfigError,
