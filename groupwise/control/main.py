@@ -39,6 +39,7 @@ CONFIG: dict[str, Any] = {
 }
 
 CONFIG_FILE, PROGRESS_FILE, RESULT_FILE = "config.json", "progress.csv", "result.json"
+MEASURED = ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")  # in every row of the progress
 ProgressRow = dict[str, float]  # an evaluation and the mean metrics of the updates before it
 OnProgress = Callable[[ProgressRow], None]
 Metrics = dict[str, float]
@@ -318,9 +319,13 @@ def read_progress(path: Path) -> list[ProgressRow]:
     """The rows of a progress.csv, without empty cells."""
     try:
         with open(path, newline="") as file:
-            return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+            rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     except (OSError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in MEASURED if name not in row]:
+            raise CheckpointError(f"{path} is damaged: its row {number} has no {missing[0]}; train this run again")
+    return rows
 
 
 def main(config: Mapping[str, Any] = CONFIG) -> None:

@@ -259,6 +259,12 @@ def test_a_damaged_progress_file_is_refused(tmp_path, content):
         read_progress(tmp_path / "progress.csv")
 
 
+def test_a_progress_file_without_a_column_is_refused(tmp_path):
+    (tmp_path / "progress.csv").write_text("update,env_steps,cpu_seconds,sampled_return\n0,0,0,9\n")
+    with pytest.raises(CheckpointError, match=r"row 1 has no greedy_return; train this run again"):
+        read_progress(tmp_path / "progress.csv")
+
+
 def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path):
     train(small(steps=1), tmp_path / "run")
     before = rows_of(tmp_path / "run")
