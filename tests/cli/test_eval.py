@@ -86,6 +86,7 @@ def test_a_report_against_an_earlier_one(folder, output_of, other_model):
     assert read_report("first") == read_report("second")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_drawing")
 def test_a_report_against_a_model(folder, output_of, other_model):
     out = output_of("eval", RECIPE, *SMALL[2:], "--model.source", other_model, "--report", "both", "--against", "tiny")

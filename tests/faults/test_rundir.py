@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_json, write_safetensors
@@ -34,6 +35,8 @@ def finished(run: RunDir) -> list[Path]:
 DRIVER = """
 import sys
 from pathlib import Path
+
+import pytest
 from groupwise.rundir import RunDir
 from groupwise.rundir.metrics import MetricsRecorder
 from tests.faults.kill_points import fork_at_every_point
@@ -50,6 +53,7 @@ point.survived()
 """
 
 
+@pytest.mark.slow
 def test_killed_at_every_point(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False

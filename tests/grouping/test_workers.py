@@ -185,6 +185,7 @@ def test_ray_address_is_joined_and_left_running(existing, expected):
     assert ray.cluster_resources()["GPU"] == 1
 
 
+@pytest.mark.slow
 def test_errors_in_a_worker_keep_their_type(existing, tmp_path):
     for name in ("l2_supercat_256.safetensors", "tokenizer.json"):
         (tmp_path / name).write_text("damaged")
@@ -194,6 +195,7 @@ def test_errors_in_a_worker_keep_their_type(existing, tmp_path):
     assert ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_no_free_gpu(existing):
     @ray.remote(num_cpus=0, num_gpus=1)
     class Greedy:

@@ -57,7 +57,11 @@ def count_steps(rows):
     return [row for row in rows if "reward" in row]
 
 
-@pytest.mark.parametrize("at", [(1,), (3,), (1, 2)], ids=str)
+def slow_case(value):
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("at", [(1,), slow_case((3,)), slow_case((1, 2))], ids=str)
 def test_plain(tmp_path, at):
     rows, state = break_and_resume(tmp_path, {"optimizer": {"warmup_steps": 2, "lr_schedule": "cosine"}}, at)
     assert [row["step"] for row in count_steps(rows)] == [1, 2, 3, 4]
@@ -69,6 +73,7 @@ def test_plain(tmp_path, at):
     assert state["order"]["position"] % 10
 
 
+@pytest.mark.slow
 def test_in_the_middle_of_a_later_epoch(tmp_path):
     """Five rows, three in a step: epochs end within a batch, and rows are put off."""
     task = Task("few", ROWS[:5], ROWS[:2])
@@ -87,7 +92,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("at", [(1,), (2, 3)], ids=str)
+@pytest.mark.parametrize("at", [(1,), slow_case((2, 3))], ids=str)
 def test_schedules(tmp_path, at):
     """Stopped within a phase of tokens, between two firings of a rule, and halfway up a ramp."""
     changes = {**SCHEDULES, "loss": {"clip_high": 0.2}, "train": {"steps": 5}}
@@ -130,7 +135,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK_SETTINGS = ("reference that is refreshed", "lora", "iterations and mini-batches")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK_SETTINGS else slow_case(name) for name in SETTINGS])
 def test_settings(tmp_path, name):
     changes = SETTINGS[name]
     rewards = [vowels if name == "resample_rounds" else even]  # few answers have a vowel: many groups are equal
@@ -154,7 +162,7 @@ def test_settings(tmp_path, name):
 
 
 def test_warm_up(tmp_path):
-    """The warm-up is not done again, and what it taught is there."""
+    """SFT is not repeated, and its weights are there."""
     task = quiz_task(make_recipe({"data": {"train_rows": 16, "held_out_rows": 4}}))
     changes = {
         "sft": {"steps": 6, "batch_size": 8, "learning_rate": 3e-3},
@@ -217,6 +225,7 @@ def test_bfloat16(tmp_path):
     assert any(not torch.equal(value, value.bfloat16().float()) for value in masters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reference that is mixed", "iterations and mini-batches"])
 def test_two_threads(tmp_path, name):
     """The number of threads changes sums in their last bits, so it belongs to the run."""

@@ -164,6 +164,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "broken", 3)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_in_a_run_costs_nothing(tmp_path):
     pytest.importorskip("ray")
     run_steps(small_trainer(tmp_path / "here", SIMILAR), 3)

@@ -267,7 +267,13 @@ def test_a_failing_reward(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
-@pytest.mark.parametrize("point", ["on_rollout", "on_step", "on_evaluation", "on_checkpoint"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "on_rollout",
+        *(pytest.param(point, marks=pytest.mark.slow) for point in ("on_step", "on_evaluation", "on_checkpoint")),
+    ],
+)
 def test_a_failing_callback(tmp_path, point):
     """Whatever a callback does in step 2, the run before it is whole and goes on to the same end."""
     small_trainer(tmp_path / "whole", QUICK).run()
