@@ -15,7 +15,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 def python_blocks():
     for page in PAGES:
         for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
-            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}")
+            slow = [pytest.mark.slow] if page.name == "control.md" else []
+            yield pytest.param(block, id=f"{page.relative_to(ROOT)}-{number}", marks=slow)
 
 
 @pytest.mark.parametrize("block", python_blocks())

@@ -4,6 +4,7 @@ class name means one thing, and only the trainer, its callbacks and the command 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -103,6 +104,12 @@ def imports_of(source: str, path: Path) -> list[Import]:
     return imports
 
 
+@functools.cache
+def all_imports() -> dict[str, list[Import]]:
+    """The imports of every file of the package, by its module."""
+    return {module_of(path): imports_of(path.read_text(), path) for path in FILES}
+
+
 def violations(imports: list[Import]) -> list[str]:
     problems = []
     for entry in imports:
@@ -119,7 +126,7 @@ def violations(imports: list[Import]) -> list[str]:
 
 
 def test_imports_point_down():
-    imports = [entry for path in FILES for entry in imports_of(path.read_text(), path)]
+    imports = [entry for entries in all_imports().values() for entry in entries]
     assert len(imports) > 50
     assert violations(imports) == []
 
@@ -163,7 +170,7 @@ def find_cycle(graph: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_cycle_between_files():
-    sources = {module_of(path): imports_of(path.read_text(), path) for path in FILES}
+    sources = all_imports()
     graph = import_graph(sources)
     assert sum(map(len, graph.values())) > 200
     assert find_cycle(graph) == []

@@ -110,6 +110,7 @@ def test_each_prompt_is_prefilled_exactly_once():
     assert rollout.ids.shape == (20, 9)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(1, 20), st.integers(1, 5)), min_size=1, max_size=5),
     st.integers(1, 7),

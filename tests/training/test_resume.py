@@ -161,6 +161,7 @@ def test_settings(tmp_path, name):
         assert sum(row.get("masks/off_policy", 0) for row in steps) > 0
 
 
+@pytest.mark.slow
 def test_warm_up(tmp_path):
     """SFT is not repeated, and its weights are there."""
     task = quiz_task(make_recipe({"data": {"train_rows": 16, "held_out_rows": 4}}))

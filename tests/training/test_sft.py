@@ -175,4 +175,4 @@ def test_a_warm_up_before_grpo_is_evaluated_after_it(tmp_path):
 
 def test_what_a_supervised_run_comes_to():
     recipe = small_recipe({"train": {"steps": 0}, "task": "quiz", "sft": {"steps": 7}})
-    assert list(describe_run(recipe))[-1] == "steps: 7, all of them SFT (train.steps is 0)"
+    assert list(describe_run(recipe, timed=False))[-1] == "steps: 7, all of them SFT (train.steps is 0)"

@@ -516,6 +516,7 @@ def test_the_rollout_files_have_a_pair_column(tmp_path):
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reference_that_is_refreshed_is_not_cached(tmp_path, cache):
     """Refreshed after every step it equals the policy, so margins are 0; otherwise they are not."""
     path = write_pairs(tmp_path)
