@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -41,9 +42,9 @@ class LineDisplay(Display):
     With ``log_every`` > 1 a line every so many steps, and also in between if these are slow.
     """
 
-    def __init__(self, stream: TextIO, clock: Clock = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
         super().__init__(clock)
-        self._stream = stream
+        self._stream = sys.stdout if stream is None else stream
         self._written = self._step_written = -math.inf
         self._pending = False
 

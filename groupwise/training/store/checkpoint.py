@@ -48,7 +48,7 @@ def save_checkpoint(
     dtype: str | None,
     resumable: bool = True,
 ) -> None:
-    """Write the checkpoint of a step, or the state of an existing one; not ``resumable`` are policy and state alone."""
+    """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state."""
     masters, reference = updater.masters, updater.reference
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
