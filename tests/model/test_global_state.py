@@ -17,7 +17,7 @@ import groupwise
 
 SNAPSHOT = """
 import logging, os, random, signal, sys, warnings
-import numpy, torch, torch._dynamo, transformers
+import numpy, rich.style, torch, torch._dynamo, transformers  # importing rich draws from random
 from transformers.utils import logging as transformers_logging
 
 def snapshot():

@@ -411,6 +411,8 @@ ANOTHER_PROCESS = """
 import asyncio, os, signal, sys, threading, time
 from groupwise.rewards import Scorer
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
+
 def score(function):
     return Scorer([function], timeout=600.0, on_error="drop").score([""], [""], {}).rewards.item()
 
