@@ -301,6 +301,7 @@ def test_diagnostics_by_hand():
     assert "Diagnostics" not in page_of([run()])
 
 
+@pytest.mark.slow
 def test_no_label_breaks_a_table():
     labels = ["a\\|b\\", "*a*\n| b |", "a\u2028b\r[a](b)`<b>"]
     runs = [run(label, environment=place, rows=[row(entropy=0.5)]) for label in labels for place in (label, "all")]

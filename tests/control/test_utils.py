@@ -621,6 +621,7 @@ def pyplot(monkeypatch):
     plt.interactive(interactive)
 
 
+@pytest.mark.slow
 def test_a_window_is_drawn_without_blocking(tmp_path, pyplot):
     pyplot.switch_backend(f"module://{__name__}")
     plotter = LivePlotter(tmp_path / "live.png", pause=0.0, threshold=20.0)

@@ -139,6 +139,7 @@ def answer_in(text: str) -> str:
 # --- scores -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_each_row_gets_its_score_if_answers_come_in_another_order(server):
     answered = [threading.Event() for _ in range(11)]
 

@@ -181,6 +181,7 @@ def test_warm_up(tmp_path):
     assert metrics_of(tmp_path / "c")[1] != unbroken[1]
 
 
+@pytest.mark.slow
 def test_best_and_patience(tmp_path):
     """Evaluations after steps 1 to 6; the third is the best. The counts live in the checkpoint."""
     values = {1: 1, 2: 2, 3: 3, 4: 1, 5: 0, 6: 2}  # right answers of three, after each step
@@ -209,6 +210,7 @@ def test_best_and_patience(tmp_path):
         assert read_json(folder / "best.json") == read_json(tmp_path / "a" / "best.json")
 
 
+@pytest.mark.slow
 def test_bfloat16(tmp_path):
     """Masters and moments are float32, the model computes with their rounded values."""
     changes = {

@@ -89,6 +89,7 @@ def test_callbacks(tmp_path):
     assert diary.events.index(checkpoints[0]) < diary.events.index(("evaluation", 2))
 
 
+@pytest.mark.slow
 def test_callbacks_of_a_resumed_run(tmp_path):
     run_steps(small_trainer(tmp_path / "run", QUICK), 2)
     diary = Diary()
@@ -143,6 +144,7 @@ def test_nothing_held_out(tmp_path):
     assert not any("eval/reward" in row for row in metrics_of(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_the_best_is_the_first_of_equals(tmp_path):
     changes = {"train": {"steps": 5}, "evaluate": {"every": 1}}
     trainer = graded_trainer(tmp_path / "run", [4, 1, 2, 2, 1, 2], QUICK, changes)
@@ -162,12 +164,14 @@ def test_early_stop(tmp_path):
     assert result.model is not None
 
 
+@pytest.mark.slow
 def test_patience_outlasts_the_run(tmp_path):
     trainer = graded_trainer(tmp_path / "run", [0, 3, 2, 1], QUICK, {"evaluate": {"every": 1, "patience": 2}})
     assert trainer.run().step == 3
     assert not trainer.display.heard("stopped early")
 
 
+@pytest.mark.slow
 def test_another_metric(tmp_path):
     trainer = graded_trainer(tmp_path / "run", [0, 1, 2, 3], QUICK, {"evaluate": {"metric": "ever"}})
     assert trainer.run().best_step == 2
@@ -196,6 +200,7 @@ def test_a_loop_of_ones_own(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
+@pytest.mark.slow
 def test_a_loop_in_two_parts(tmp_path):
     """Whoever iterates again goes on where the first loop stopped."""
     small_trainer(tmp_path / "whole", QUICK).run()
@@ -207,6 +212,7 @@ def test_a_loop_in_two_parts(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
+@pytest.mark.slow
 def test_finish_after_a_break(tmp_path):
     """It evaluates and saves what had not been, and exports: nothing is lost."""
     with small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 0}}) as trainer:
@@ -228,6 +234,7 @@ def test_before_it_has_begun(tmp_path):
         trainer.evaluate()
 
 
+@pytest.mark.slow
 def test_off_the_main_thread(tmp_path):
     """In a thread no signal can be caught; the run is the same."""
     small_trainer(tmp_path / "whole", QUICK).run()

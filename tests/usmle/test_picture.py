@@ -68,6 +68,7 @@ def test_a_complete_report(drawn):
     assert list(curve.get_ydata()) == pytest.approx([100 * entry.share.value for entry in report.sampled.pass_at])
 
 
+@pytest.mark.slow
 def test_the_largest_category_is_on_top(drawn):
     report = Model(1, 0.5, QUESTIONS).report()
     axes = drawn(report)["By category"]
@@ -98,6 +99,7 @@ def test_at_most_sixteen_categories(drawn):
     assert len(axes.get_yticklabels()) == 16
 
 
+@pytest.mark.slow
 def test_any_name_can_be_drawn(drawn):
     names = ["$\\frac{", "心臓", "x" * 500, "a\nb", "100 % $ and $", "", "_"]
     questions = [question(number, category=name) for number, name in enumerate(names)]

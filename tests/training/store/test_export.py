@@ -207,6 +207,7 @@ def test_model_card_without_held_out_rows(tmp_path):
     assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
 
 
+@pytest.mark.slow
 def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
     """Held-out pairs are what it is judged by; no reward and no question is spoken of."""
     monkeypatch.chdir(tmp_path)
@@ -241,6 +242,7 @@ def test_a_run_on_pairs_alone_that_holds_nothing_out(tmp_path):
     assert "held out" not in card
 
 
+@pytest.mark.slow
 def test_a_run_on_questions_and_pairs(tmp_path):
     """Both are told. The task's goal is no goal for pairs, whatever the best checkpoint is chosen by."""
     task = Task("graded", ROWS, ROWS[:2], grades={"right": lambda row, answer: True}, metric="right", goal=0.8)
