@@ -8,6 +8,7 @@ from typing import Any
 from groupwise.errors import InputError
 
 REPLACEMENT = "\ufffd"  # an incomplete character decodes to this
+CACHE_SIZE = 1024  # of decoded endings
 
 
 class StopStrings:
@@ -25,6 +26,7 @@ class StopStrings:
         # A character is up to four tokens (its bytes); a few more for tokens that decode to nothing.
         self._tail = 4 * max(map(len, self.strings)) + 8
         self._may_end: dict[int, bool] = {}
+        self._ends: dict[tuple[int, ...], bool] = {}
 
     def __call__(self, ids: Sequence[int]) -> bool:
         """Whether the newest of ``ids`` completes a stop string."""
@@ -34,8 +36,13 @@ class StopStrings:
             self._may_end[newest] = REPLACEMENT in text or any(character in text for character in self._last)
         if not self._may_end[newest]:
             return False
-        text = self._decode(ids[-self._tail :])
-        return any(string in text for string in self.strings)
+        tail = tuple(ids[-self._tail :])
+        if tail not in self._ends:  # short answers repeat
+            if len(self._ends) >= CACHE_SIZE:
+                self._ends.clear()
+            text = self._decode(tail)
+            self._ends[tail] = any(string in text for string in self.strings)
+        return self._ends[tail]
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
