@@ -35,6 +35,7 @@ class Algorithm:
 
     settings: Mapping[str, Any]
     metrics: Mapping[str, str] = field(default_factory=dict)
+    summary: str = ""  # one line, for docs/settings.md
 
     def __post_init__(self) -> None:
         for name in ("settings", "metrics"):
@@ -85,30 +86,54 @@ _PREFERENCE_METRICS = {
 }
 
 ALGORITHMS = {
-    # Clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults.
-    "dapo": Algorithm({"loss.name": "dapo"}),
-    # Mean over the tokens of each completion, then over completions (DeepSeekMath, arXiv 2402.03300).
-    "grpo": Algorithm({"loss.name": "grpo"}),
-    # No division by the group's standard deviation or by the completion length (arXiv 2503.20783).
-    "dr_grpo": Algorithm({"loss.name": "dr_grpo", "advantages.scale": "none"}),
-    # One ratio per sequence, the geometric mean over its tokens, and a narrower clip range (arXiv 2507.18071).
+    "dapo": Algorithm(
+        {"loss.name": "dapo"},
+        summary="Clipped ratio per token, mean over all tokens of the batch (arXiv 2503.14476), with TRL's defaults.",
+    ),
+    "grpo": Algorithm(
+        {"loss.name": "grpo"},
+        summary="Mean over the tokens of each completion, then over completions (DeepSeekMath, arXiv 2402.03300).",
+    ),
+    "dr_grpo": Algorithm(
+        {"loss.name": "dr_grpo", "advantages.scale": "none"},
+        summary="No division by the group's standard deviation or by the completion length (arXiv 2503.20783).",
+    ),
     "gspo": Algorithm(
         {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4},
+        summary="One ratio per sequence, the geometric mean over its tokens, and a narrower clip range "
+        "(arXiv 2507.18071).",
     ),
-    # The ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, arXiv 2506.13585).
-    "cispo": Algorithm({"loss.name": "cispo", "loss.clip_high": 5.0}),
-    # REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 (arXiv 2512.02556).
-    "enhanced_grpo": Algorithm(_ENHANCED_GRPO, _ENHANCED_METRICS),
-    # With a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers masked.
-    "enhanced_grpo_literal": Algorithm(_ENHANCED_GRPO_LITERAL, _ENHANCED_METRICS),
-    # Advantages within clusters of similar completions of a prompt, to keep diversity.
+    "cispo": Algorithm(
+        {"loss.name": "cispo", "loss.clip_high": 5.0},
+        summary="The ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, "
+        "arXiv 2506.13585).",
+    ),
+    "enhanced_grpo": Algorithm(
+        _ENHANCED_GRPO,
+        _ENHANCED_METRICS,
+        summary="REINFORCE with the unbiased KL, off-policy mask and keep sampling mask of DeepSeek-V3.2 "
+        "(arXiv 2512.02556).",
+    ),
+    "enhanced_grpo_literal": Algorithm(
+        _ENHANCED_GRPO_LITERAL,
+        _ENHANCED_METRICS,
+        summary="The same with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers "
+        "masked.",
+    ),
     "similarity_group_grpo": Algorithm(
-        {"loss.name": "dapo", "advantages.grouping": "similarity", "advantages.eps": 1e-6}
+        {"loss.name": "dapo", "advantages.grouping": "similarity", "advantages.eps": 1e-6},
+        summary="Advantages within clusters of similar completions of a prompt, to keep diversity.",
     ),
-    # GRPO plus DPO on the best and worst completion of each group.
-    "pg_grpo": Algorithm(_PG_GRPO, _PREFERENCE_METRICS),
-    # DPO on a dataset of pairs, without sampling (arXiv 2305.18290).
-    "dpo": Algorithm(_PG_GRPO | _DPO, _PREFERENCE_METRICS),
+    "pg_grpo": Algorithm(
+        _PG_GRPO,
+        _PREFERENCE_METRICS,
+        summary="GRPO plus DPO on the best and worst completion of each group.",
+    ),
+    "dpo": Algorithm(
+        _PG_GRPO | _DPO,
+        _PREFERENCE_METRICS,
+        summary="DPO on a dataset of pairs, without sampling (arXiv 2305.18290).",
+    ),
 }
 
 
