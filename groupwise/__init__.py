@@ -1,12 +1,16 @@
 """groupwise: a library for group-relative policy optimization (GRPO).
 
-Submodules are imported on first use, so `import groupwise` is fast.
+Submodules and the names below are imported on first use, so `import groupwise` is fast.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.config import Recipe, load_recipe, make_recipe
+    from groupwise.training import Callback, RunResult, StepReport, Trainer, read_rollouts
 
 __version__ = "0.1.0"
 
@@ -15,10 +19,21 @@ _SUBMODULES = (
     "model", "plots", "rewards", "rundir", "stats", "tasks", "training", "usmle",
 )  # fmt: skip
 
-__all__ = ["__version__", *_SUBMODULES]
+_HOMES = {
+    "Callback": "training", "Recipe": "config", "RunResult": "training", "StepReport": "training",
+    "Trainer": "training", "load_recipe": "config", "make_recipe": "config", "read_rollouts": "training",
+}  # fmt: skip
+
+__all__ = [
+    "Callback", "Recipe", "RunResult", "StepReport", "Trainer", "__version__", "algorithms", "config", "control",
+    "core", "data", "errors", "evaluate", "generate", "grouping", "load_recipe", "make_recipe", "model", "plots",
+    "read_rollouts", "rewards", "rundir", "stats", "tasks", "training", "usmle",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"groupwise.{_HOMES[name]}"), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"groupwise.{name}")
     raise AttributeError(f"module 'groupwise' has no attribute {name!r}")

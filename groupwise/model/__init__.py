@@ -12,18 +12,19 @@ if TYPE_CHECKING:
     from groupwise.model.device import set_threads
     from groupwise.model.export import export_model
     from groupwise.model.handle import ModelHandle, prepare
-    from groupwise.model.load import load_model, load_model_and_tokenizer, load_tokenizer
+    from groupwise.model.load import adopt_model, load_model, load_model_and_tokenizer, load_tokenizer
     from groupwise.model.logprobs import TokenLogps, completion_logps, iter_packs
     from groupwise.model.lora import LoraSettings, adapter_off
     from groupwise.model.precision import MasterWeights
 
 __all__ = [
-    "LoraSettings", "MasterWeights", "ModelHandle", "TokenLogps", "adapter_off", "completion_logps", "export_model",
-    "iter_packs", "load_model", "load_model_and_tokenizer", "load_tokenizer", "prepare", "set_threads",
+    "LoraSettings", "MasterWeights", "ModelHandle", "TokenLogps", "adapter_off", "adopt_model", "completion_logps",
+    "export_model", "iter_packs", "load_model", "load_model_and_tokenizer", "load_tokenizer", "prepare", "set_threads",
 ]  # fmt: skip
 
 _HOMES = {
-    "adapter_off": "lora", "completion_logps": "logprobs", "export_model": "export", "iter_packs": "logprobs",
+    "adapter_off": "lora", "adopt_model": "load", "completion_logps": "logprobs", "export_model": "export",
+    "iter_packs": "logprobs",
     "load_model": "load", "load_model_and_tokenizer": "load", "load_tokenizer": "load", "LoraSettings": "lora",
     "MasterWeights": "precision", "ModelHandle": "handle", "prepare": "handle", "set_threads": "device",
     "TokenLogps": "logprobs",

@@ -20,7 +20,15 @@ from torch import nn
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model import tiny
 from groupwise.model.device import resolve_device, resolve_dtype
-from groupwise.model.lora import AdaptedModel, LoraSettings, add_lora, load_adapter, read_settings, tensor_names
+from groupwise.model.lora import (
+    AdaptedModel,
+    LoraSettings,
+    add_lora,
+    is_lora,
+    load_adapter,
+    read_settings,
+    tensor_names,
+)
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, first_line, is_adapter, resolve_source
 from groupwise.rundir import read_json
@@ -64,6 +72,43 @@ def load_model_and_tokenizer(
     shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     model, tokenizer = _load(source, **shared, **options)
     return model, load_tokenizer(source, **shared) if tokenizer is None else tokenizer
+
+
+def adopt_model(
+    model: Any,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    lora: LoraSettings | None = None,
+    seed: int = 0,
+) -> PreTrainedModel | AdaptedModel:
+    """Prepare a model that is loaded already, as `load_model` would: on its device, in eval() mode, without dropout.
+
+    The model itself is changed and trained, not a copy. With "auto" it keeps its dtype, and its device if that is not
+    the CPU.
+    """
+    from transformers import PreTrainedModel
+
+    inner = model.get_base_model() if is_lora(model) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise InputError(
+            "a model is given as a name, a folder, a hub id or a loaded causal language model of transformers, not as "
+            f"an object of type {type(model).__name__}"
+        )
+    if getattr(inner.config, "quantization_config", None) is not None:
+        raise InputError("the weights of this model are quantised and cannot be trained; load the original model")
+    devices = set(getattr(inner, "hf_device_map", {}).values())
+    if len(devices) > 1:
+        raise InputError(f"the model is spread over {len(devices)} devices; load it onto one, without device_map")
+    if lora is not None and inner is not model:
+        raise InputError("this model has a LoRA adapter already; leave model.lora out")
+    target = inner.device if device == "auto" and inner.device.type != "cpu" else resolve_device(device)
+    chosen = inner.dtype if dtype == "auto" else resolve_dtype(dtype, target)
+    _remove_dropout(model)
+    if lora is not None:
+        model = add_lora(model, lora, seed=seed)
+    set_precision(model, chosen)
+    return model.eval().to(target)
 
 
 def load_tokenizer(
@@ -140,13 +185,18 @@ def _read(
     else:
         model = _read_folder(location.path, dtype, trust_remote_code)
     model.name_or_path = location.name
+    _remove_dropout(model)
+    set_precision(model, dtype)
+    return model.eval(), tokenizer
+
+
+def _remove_dropout(model: nn.Module) -> None:
+    module: Any
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0  # passed to the attention function in train() mode
-    set_precision(model, dtype)
-    return model.eval(), tokenizer
 
 
 def _read_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from typing import Any
 
 from groupwise.config import Recipe, SourcesSection
 from groupwise.data import read_rows
+from groupwise.data.tables import as_rows
 from groupwise.errors import ConfigError
 from groupwise.tasks.base import Task, TaskRow
 
@@ -20,6 +21,25 @@ ReadRows = Callable[..., list[dict[str, Any]]]
 def rows_task(recipe: Recipe) -> Task:
     """The rows of ``[data]``, unchanged."""
     return Task("rows", *read_both(recipe))
+
+
+def task_of_tables(recipe: Recipe, train: Any = None, held_out: Any = None) -> Task:
+    """The same with tables from Python (`data.tables`) in place of data.train, data.held_out, or both."""
+    data = recipe.data
+    if data.held_out_from_train and held_out is not None:
+        raise ConfigError("data.held_out_from_train cannot be combined with held_out; leave one out")
+    has_files = data.train is not None or data.held_out is not None
+    for name in () if has_files else ("subset", "train_split", "held_out_split"):
+        if getattr(data, name) is not None:
+            raise ConfigError(f"data.{name} is for hub datasets, but the rows are given in Python; leave it out")
+    train_rows, held_out_rows = read_section(recipe, "data") if has_files else ([], [])
+    if train is not None:
+        train_rows = list(as_rows(train, data.train_rows))
+        if data.held_out_from_train:
+            train_rows, held_out_rows = hold_out(train_rows, data.held_out_from_train, recipe.train.seed)
+    if held_out is not None:
+        held_out_rows = list(as_rows(held_out))
+    return Task("rows", train_rows, held_out_rows[: data.held_out_rows])
 
 
 def read_both(recipe: Recipe, read: ReadRows | None = None) -> tuple[list[TaskRow], list[TaskRow]]:

@@ -19,18 +19,37 @@ from groupwise.evaluate import REWARD
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
 from groupwise.grouping.embed import check_embedder
-from groupwise.model import LoraSettings, load_model_and_tokenizer, prepare, set_threads
+from groupwise.model import (
+    LoraSettings,
+    adopt_model,
+    load_model,
+    load_model_and_tokenizer,
+    load_tokenizer,
+    prepare,
+    set_threads,
+)
 from groupwise.model.handle import ModelHandle
+from groupwise.model.source import report_fetches
+from groupwise.model.weights import FetchProgress
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say
+from groupwise.training.display.base import BYTES, Display
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.schedule import Schedule
 from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
+
+
+FETCH_STAGES = {
+    "wait": "waiting for another process that is fetching",
+    "download": "downloading",
+    "check": "joining and checking",
+    "convert": "converting",
+}
 
 
 @dataclass(frozen=True)
@@ -130,7 +149,12 @@ class RunComponents(RunInputs):
 
 
 def load_inputs(
-    recipe: Recipe, *, task: Task | None = None, rewards: Sequence[Any] = (), say: Say = lambda text: None
+    recipe: Recipe,
+    *,
+    task: Task | None = None,
+    rewards: Sequence[Any] = (),
+    say: Say = lambda text: None,
+    display: Display | None = None,
 ) -> RunInputs:
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
@@ -138,7 +162,10 @@ def load_inputs(
     if task is None and not samples and not names_rows(recipe):
         find_task(recipe.task).read_options(recipe)  # a wrong option is an error even if the task's rows are not read
         task = Task("pairs", [])
-    task = task or load_task(recipe)
+    if task is None:
+        if display is not None:
+            display.stage("reading rows")
+        task = load_task(recipe)
     for note in task.notes:
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
@@ -167,11 +194,26 @@ def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
         check_embedder(recipe.grouping.embedder)
 
 
-def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = lambda text: None) -> RunComponents:
-    """Load the model and build the prompts of ``inputs``, by default the recipe's own."""
-    inputs = inputs or load_inputs(recipe, say=say)
+def load_components(
+    recipe: Recipe,
+    inputs: RunInputs | None = None,
+    say: Say = lambda text: None,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    display: Display | None = None,
+) -> RunComponents:
+    """Load the model and build the prompts of ``inputs``, by default the recipe's own.
+
+    ``model`` and ``tokenizer`` are loaded ones that replace the recipe's.
+    """
+    display = display or Display()
+    inputs = inputs or load_inputs(recipe, say=say, display=display)
     task = inputs.task
-    model, tokenizer = _load_model(recipe)
+    display.stage(f"loading the model {recipe.model.source}")
+    with report_fetches(_fetch_report(recipe.model.source, display)):
+        model, tokenizer = _load_model(recipe, model, tokenizer)
+    display.stage(f"building prompts from {len(task.train) + len(task.held_out):,} rows")
     builder = PromptBuilder(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
@@ -187,6 +229,7 @@ def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = 
             f"all {len(task.train):,} training rows are left out, because their prompts have more than "
             f"{recipe.data.max_prompt_length} tokens; raise data.max_prompt_length"
         )
+    display.stage("preparing the model")
     handle = prepare(model, compile=recipe.model.compile, notice=say)
     _check_window(recipe, handle, train, held_out)
     stop_strings = [*recipe.sampling.stop, *task.stop]
@@ -205,7 +248,18 @@ def load_components(recipe: Recipe, inputs: RunInputs | None = None, say: Say = 
     )
 
 
-def _load_model(recipe: Recipe) -> tuple[Any, Any]:
+def _fetch_report(source: str, display: Display) -> FetchProgress:
+    def report(stage: str, done: int, total: int | None) -> None:
+        text = f"{FETCH_STAGES.get(stage, stage)} {source}"
+        if total:
+            display.progress(text, done, total, BYTES)
+        else:
+            display.stage(text)
+
+    return report
+
+
+def _load_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Any, Any]:
     settings, lora = recipe.model, None
     if settings.lora is not None:
         targets = settings.lora.targets
@@ -217,15 +271,16 @@ def _load_model(recipe: Recipe) -> tuple[Any, Any]:
             settings.lora.rslora,
         )
     set_threads()
-    model, tokenizer = load_model_and_tokenizer(
-        settings.source,
-        dtype=settings.dtype,
-        device=settings.device,
-        lora=lora,
-        trust_remote_code=settings.trust_remote_code,
-        revision=settings.revision,
-        seed=recipe.train.seed,
-    )
+    options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "lora": lora}
+    options["seed"] = recipe.train.seed
+    hub: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
+    if model is not None:
+        model = adopt_model(model, **options)
+        tokenizer = load_tokenizer(settings.source, **hub) if tokenizer is None else tokenizer
+    elif tokenizer is not None:
+        model = load_model(settings.source, **options, **hub)
+    else:
+        model, tokenizer = load_model_and_tokenizer(settings.source, **options, **hub)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     return model, tokenizer

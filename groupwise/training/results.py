@@ -20,12 +20,21 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run: held-out metrics of the first and the last evaluation, and where the model is."""
+    """The end of a run: its metrics, and where the model is."""
 
-    step: int
-    first: dict[str, float] = field(default_factory=dict)
-    last: dict[str, float] = field(default_factory=dict)
+    steps: int
+    """The number of finished steps."""
+    train: dict[str, float] = field(default_factory=dict)
+    """The metrics of the last step."""
+    held_out: dict[str, float] = field(default_factory=dict)
+    """The metrics of the last evaluation; empty if nothing is held out."""
+    first_held_out: dict[str, float] = field(default_factory=dict)
+    """The metrics of the first evaluation, by default before the first step."""
     best_step: int | None = None
+    """The step whose policy is exported: the best evaluation's."""
     model: Path | None = None
+    """The exported model, a folder that transformers loads; None if the run was stopped."""
     folder: Path | None = None
-    exit_status: int = 0  # not 0 if a signal stopped the run
+    """The run's folder."""
+    exit_status: int = 0
+    """0, or that of the signal that stopped the run."""

@@ -25,9 +25,12 @@ from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
+from groupwise.rewards import weighted_total
 from groupwise.rundir import RunDir, read_metrics
+from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
-from groupwise.tasks.base import Task, TaskRow
+from groupwise.tasks.base import Task
+from groupwise.tasks.rows import task_of_tables
 from groupwise.training.components import (
     check_training_inputs,
     count_steps,
@@ -38,8 +41,11 @@ from groupwise.training.components import (
     names_rows,
 )
 from groupwise.training.display import Display, LineDisplay
+from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.curves import draw_curves
+from groupwise.training.display.samples import choose_samples
 from groupwise.training.evaluation import evaluate_policy
+from groupwise.training.extras import check_extras
 from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
@@ -56,7 +62,7 @@ from groupwise.training.state import Stateful, TrainState
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
-from groupwise.training.store.recorder import Recorder
+from groupwise.training.store.recorder import EVAL_PREFIX, Recorder
 from groupwise.training.store.run_folder import INPUTS, check_inputs, describe_inputs, open_run, write_recipe
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
@@ -65,6 +71,9 @@ from groupwise.training.update.optimizer import make_optimizer, set_learning_rat
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
+
+
+SFT_ACTIVITY = "supervised fine-tuning (SFT)"
 
 
 class Callback:
@@ -82,6 +91,7 @@ class Trainer:
     """A run of GRPO. ``run()`` does everything; with ``for report in trainer.steps()`` the loop is yours.
 
     task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
+    model, tokenizer: loaded ones, in place of the recipe's. The model itself is trained, not a copy.
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
     recipe_file: the name of the recipe's file, by which a run is found again. allow_changes: resume even if the rows,
     the rewards or the model are others than the run was started with.
@@ -93,6 +103,8 @@ class Trainer:
         *,
         task: Task | None = None,
         rewards: Sequence[Callable[..., Any]] = (),
+        model: Any = None,
+        tokenizer: Any = None,
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
         folder: str | Path | None = None,
@@ -104,7 +116,8 @@ class Trainer:
         self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
         self.display = display or LineDisplay(sys.stdout)
         self.say = self.display.say
-        inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say)
+        check_extras(recipe, loads_model=model is None, reads_rows=task is None)
+        inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say, display=self.display)
         check_training_inputs(recipe, inputs)
         self.run_dir: RunDir = open_run(
             recipe,
@@ -115,7 +128,9 @@ class Trainer:
             overwrite=overwrite,
         )
         try:
-            self.components = load_components(recipe, inputs, self.say)
+            self.components = load_components(
+                recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
+            )
             described = describe_inputs(self.components)
             if resume and not allow_changes:
                 check_inputs(self.run_dir, described)
@@ -186,20 +201,25 @@ class Trainer:
             overlong=recipe.scoring.overlong_buffer > 0,
             grouper=self.grouper,
             say=self.say,
+            display=self.display,
         )
+        if components.scorer is not None:
+            components.scorer.on_call = lambda names: self.display.stage(f"scoring: {names}")
         self.timer = StepTimer(handle.device)
         self.recorder: Recorder | None = None
         self.stopping = StopRequest()
         self._warned_of_mismatch = False
+        self._compiles = handle.compiled is not None  # until the first step is done
 
     @classmethod
     def from_rows(
         cls,
-        rows: Sequence[TaskRow],
+        rows: Any,
         rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
         *,
-        model: str | Mapping[str, Any] = "tiny",
-        held_out: Sequence[TaskRow] = (),
+        model: Any = "tiny",
+        tokenizer: Any = None,
+        held_out: Any = None,
         algorithm: str = "dapo",
         callbacks: Sequence[Callback] = (),
         display: Display | None = None,
@@ -210,15 +230,33 @@ class Trainer:
     ) -> Trainer:
         """A trainer without a recipe file: rows with a ``prompt``, one or more rewards, and any section as a keyword.
 
-        ``model`` is a model's source, or the settings of [model]:
+        rows, held_out: a list of dicts, a DataFrame, a `datasets.Dataset`, or what data.train takes: a file, a folder
+        or a hub dataset.
+        model: a source as in [model], the settings of [model], or a loaded model, whose tokenizer is looked up by the
+        model's ``name_or_path`` unless ``tokenizer`` is given:
         ``Trainer.from_rows(rows, reward, model={"source": "smollm2-135m", "lora": {"rank": 8}}, train={"steps": 50})``
         """
-        section = {"source": model} if isinstance(model, str) else dict(model)
-        table: dict[str, Any] = {**sections, "algorithm": algorithm, "model": section}
+        data, tables = dict(sections.get("data", {})), {"train": rows, "held_out": held_out}
+        for name, table in list(tables.items()):
+            if table is not None and data.get(name) is not None:
+                raise ConfigError(f"the {name} rows are given twice, as an argument and as data.{name}; leave one out")
+            if isinstance(table, (str, Path)):
+                data[name] = str(tables.pop(name))
+        section = dict(model) if isinstance(model, Mapping) else {"source": model}
+        source, loaded = section.get("source", "tiny"), None
+        if not isinstance(source, (str, Path)):
+            loaded, source = source, getattr(source, "name_or_path", "") or "loaded"
+            if source == "loaded" and tokenizer is None:
+                raise ConfigError("the tokenizer of a loaded model without name_or_path is not known: pass tokenizer=")
+        settings = {**sections, "algorithm": algorithm, "model": {**section, "source": str(source)}, "data": data}
+        recipe = make_recipe(settings, where="from_rows")
+        in_python = any(table is not None for table in tables.values())
         return cls(
-            make_recipe(table, where="from_rows"),
-            task=Task("rows", list(rows), list(held_out)),
+            recipe,
+            task=task_of_tables(recipe, tables.get("train"), tables.get("held_out")) if in_python else None,
             rewards=[rewards] if callable(rewards) else list(rewards),
+            model=loaded,
+            tokenizer=tokenizer,
             callbacks=callbacks,
             display=display,
             folder=folder,
@@ -233,7 +271,7 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and the result says so."""
-        with self.display, stop_on_signals(self.say) as self.stopping:
+        with self.display, stop_on_signals(self.display.interrupted) as self.stopping:
             try:
                 for _ in self.steps():
                     pass
@@ -263,10 +301,13 @@ class Trainer:
             model = export_policy(self.run_dir, self.components, self.state, self.masters)
         picture = None
         if self.recipe.run.plot:
+            self.display.stage("drawing the curves")
             picture = draw_curves(self.run_dir.path, metric=self.metric, goal=self.components.goal)
         state, best_step = self.state, None if self.state.best is None else self.state.exported_step
         folder, exit_status = self.run_dir.path, self.stopping.exit_status
-        result = RunResult(state.step, state.first, state.last, best_step, model, folder, exit_status)
+        result = RunResult(
+            state.step, self._last_metrics(), state.last, state.first, best_step, model, folder, exit_status
+        )
         if model is not None and self.recipe.run.push_to_hub is not None:
             self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
             push_to_hub(model, self.recipe.run.push_to_hub, self.say)
@@ -291,6 +332,13 @@ class Trainer:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    def _last_metrics(self) -> dict[str, float]:
+        """The metrics of the last step, also if it was taken before the run was resumed."""
+        path = self.run_dir.path / METRICS
+        rows = reversed(read_metrics(path) if path.exists() else [])
+        last = (row for row in rows if not any(name.startswith(EVAL_PREFIX) for name in row))
+        return {name: value for name, value in next(last, {}).items() if name != "step"}
+
     def _step(self) -> StepReport:
         state, step_recipe = self.state, self.step_recipe()
         if samples_completions(step_recipe):
@@ -303,6 +351,7 @@ class Trainer:
             self._call("on_rollout", batch, group_advantages)
         with self.timer("train"):
             minibatches, updates = self._update(batch, group_advantages, step_recipe)
+        self._compiles = False
         state.step += 1
         state.tokens += rollout.tokens
         refresh = step_recipe.reference
@@ -346,6 +395,8 @@ class Trainer:
         seed = derive_seed("mini-batches", self.recipe.train.seed, self.state.step)
         minibatches = split_minibatches(batch, group_advantages, step_recipe, self.pairs.take(step_recipe), seed)
         used_again = step_recipe.train.iterations * len(minibatches) > 1
+        compiling = " (the first step compiles the model)" if self._compiles else ""
+        self.display.stage(f"computing log-probs{compiling}")
         self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
         for minibatch in minibatches:
             self.updater.precompute_logps(minibatch, step_recipe, old=used_again)
@@ -353,8 +404,13 @@ class Trainer:
         set_learning_rate(self.optimizer, step_recipe, self.state.step, self.total_steps)
         every = self.recipe.train.log_term_gradients_every
         log_terms = bool(every) and self.state.step % every == 0
+        count = step_recipe.train.iterations * len(minibatches)
         for iteration in range(step_recipe.train.iterations):
-            for minibatch in minibatches:
+            for number, minibatch in enumerate(minibatches, start=1 + iteration * len(minibatches)):
+                activity = (
+                    f"updating{compiling}" if count == 1 else f"updating, mini-batch {number} of {count}{compiling}"
+                )
+                self._show_update(activity)
                 if minibatch.empty:
                     continue  # no learning signal in it: no update
                 self._seed_dropout(len(updates), iteration)
@@ -362,6 +418,13 @@ class Trainer:
                     self.updater.update(minibatch, step_recipe, check=not updates, log_term_gradients=log_terms)
                 )
         return minibatches, updates
+
+    def _show_update(self, activity: str) -> None:
+        def progress(done: int, total: int) -> None:
+            self.display.progress(activity, done, total, "completions", estimated=False)
+
+        self.display.stage(activity)
+        self.updater.progress = progress
 
     def _seed_dropout(self, update: int, iteration: int) -> None:
         if self.components.has_dropout:
@@ -387,6 +450,8 @@ class Trainer:
                 table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
                 recorder.rollouts(step, table)
         recorder.step(step, report.metrics)
+        if self.recipe.run.show_samples and len(report.batch):
+            self.display.samples(self._choose_samples(report.batch))
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
         self._call("on_step", report)
@@ -400,6 +465,11 @@ class Trainer:
             if save:
                 self.save()
         self.timer.take()  # what is not part of a step
+
+    def _choose_samples(self, batch: Batch) -> list[SampleCompletion]:
+        rewards = weighted_total(batch.scored, self.collector.weights).tolist()
+        prompts = [row[self.recipe.data.prompt] for row in batch.rows]
+        return choose_samples(prompts, batch.texts, rewards, self.recipe.run.show_samples)
 
     def _start(self) -> None:
         if self.recorder is not None:
@@ -419,7 +489,7 @@ class Trainer:
                 self.reference,
                 learns_from_pairs=self.components.learns_from_pairs,
                 dropout=self.components.has_dropout,
-                progress=lambda done, total: self.display.stage(f"reference: {done:,} of {total:,} pairs"),
+                progress=lambda done, total: self.display.progress("reference log-probs", done, total, "pairs"),
                 say=self.say,
             )
         write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
@@ -434,7 +504,7 @@ class Trainer:
         self.display.start(
             run_facts(self.components, self.run_dir.path, self.total_steps),
             first_step=self.state.step,
-            past=read_metrics(self.run_dir.path / "metrics.jsonl"),
+            past=read_metrics(self.run_dir.path / METRICS),
         )
         self._call("on_start")
         if folder is None and self.recipe.evaluate.before_training and not self.stopping:
@@ -453,11 +523,11 @@ class Trainer:
             return 0
 
         def progress(step: int, metrics: dict[str, float]) -> None:
-            self.display.stage(f"SFT {step} of {sft.steps}")
+            self.display.progress(SFT_ACTIVITY, step, sft.steps, "steps")
             if self.components.supervised and self.recorder is not None:
                 self.recorder.step(step, metrics)
 
-        self.display.stage("SFT")
+        self.display.progress(SFT_ACTIVITY, 0, sft.steps, "steps")
         done = sft.run(self.masters, self.updater.token_budget, progress, lambda: bool(self.stopping))
         if done < sft.steps:
             self.say(f"stopped after {done} of {sft.steps} steps of SFT; they are not saved, and start over")
@@ -468,7 +538,7 @@ class Trainer:
         """Write a checkpoint of the last finished step, unless it exists and nothing has changed since."""
         folder = self.run_dir.path / checkpoint_name(self.state.step)
         is_new = not folder.exists()
-        self.display.stage("saving")
+        self.display.stage("saving a checkpoint")
         self.checkpointer.save()
         if is_new:
             self._call("on_checkpoint", folder)
@@ -478,14 +548,17 @@ class Trainer:
         """Measure the policy on what is held out, and remember the best; None if nothing is held out."""
         if self.metric is None:
             return None
-        self.display.stage("evaluating")
+        if rows := len(self.components.held_out):
+            self.display.progress("evaluating", 0, rows, "rows")
+        else:
+            self.display.stage("evaluating pairs")
         evaluation = evaluate_policy(
             self.components,
             self.engine,
             self.pairs,
             self.reference,
             self.step_recipe(),
-            progress=lambda done, total: self.display.stage(f"evaluating: {done} of {total}"),
+            progress=lambda done, total: self.display.progress("evaluating", done, total, "rows"),
             trainer_state=self.trainer_state(),
         )
         metrics = evaluation.metrics

@@ -204,8 +204,8 @@ def test_best_and_patience(tmp_path):
         folder = tmp_path / f"b{stop}"
         run_steps(trainer(folder), stop)
         result = trainer(folder, resume=True).run()
-        assert (result.step, result.best_step) == (6, 3)
-        assert result.first == whole.first
+        assert (result.steps, result.best_step) == (6, 3)
+        assert result.first_held_out == whole.first_held_out
         check_same(tmp_path / "a", folder, 6)
         assert read_json(folder / "best.json") == read_json(tmp_path / "a" / "best.json")
 
@@ -264,7 +264,7 @@ def test_finished_run(tmp_path):
     trainer = small_trainer(folder, resume=True)
     result = trainer.run()
     assert trainer.display.steps == []
-    assert (result.step, result.exit_status, result.model) == (4, 0, folder / "model")
+    assert (result.steps, result.exit_status, result.model) == (4, 0, folder / "model")
     after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "model" not in path.parts}
     assert after == before
     assert not trainer.display.heard("resumed with another")
@@ -276,7 +276,7 @@ def test_more_steps(tmp_path):
     small_trainer(folder).run()
     trainer = small_trainer(folder, {"train": {"steps": 6}, "sampling": {"temperature": 0.8}}, resume=True)
     result = trainer.run()
-    assert (result.step, trainer.display.steps) == (6, [5, 6])
+    assert (result.steps, trainer.display.steps) == (6, [5, 6])
     assert trainer.display.said[:3] == [
         "resuming after step 4, from checkpoint-4",
         "resumed with another sampling.temperature: 1.0 before, 0.8 now",
@@ -350,7 +350,7 @@ def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
     with pytest.raises(error, match=sentence):
         small_trainer(folder, changes, resume=True).run()
     assert (folder / "metrics.jsonl").read_bytes() == before
-    assert small_trainer(folder, resume=True).run().step == 4  # nothing is lost, and nothing is locked
+    assert small_trainer(folder, resume=True).run().steps == 4  # nothing is lost, and nothing is locked
 
 
 def test_other_rows(tmp_path):

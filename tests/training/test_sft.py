@@ -40,8 +40,8 @@ def test_a_supervised_run(tmp_path):
     """Measured before as step 0 and after as its last step; what is exported is the warmed-up model."""
     trainer = small_trainer(tmp_path / "run", SUPERVISED, task=TASK)
     result = trainer.run()
-    assert (result.step, result.best_step, result.exit_status) == (30, 30, 0)  # 10 examples × 12 / 4
-    assert (result.first["right"], result.last["right"]) == (0.0, 1.0)
+    assert (result.steps, result.best_step, result.exit_status) == (30, 30, 0)  # 10 examples × 12 / 4
+    assert (result.first_held_out["right"], result.held_out["right"]) == (0.0, 1.0)
     rows = metrics_of(tmp_path / "run")
     assert [row["step"] for row in rows] == [0, *range(1, 31), 30]
     assert [row["step"] for row in rows if "eval/right" in row] == [0, 30]
@@ -59,7 +59,7 @@ def test_a_supervised_run_that_is_resumed_is_whole(tmp_path):
     small_trainer(tmp_path / "run", SUPERVISED, task=TASK).run()
     rows = metrics_of(tmp_path / "run")
     again = small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True)
-    assert again.run().step == 30
+    assert again.run().steps == 30
     assert metrics_of(tmp_path / "run") == rows
     more = small_trainer(tmp_path / "run", SUPERVISED, {"train": {"steps": 40}}, task=TASK, resume=True)
     with pytest.raises(
@@ -85,10 +85,10 @@ def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
         trainer.display.stage = stop_at
         assert list(trainer.steps()) == []
         result = trainer.finish()
-    assert (result.step, result.model, result.exit_status) == (0, None, 130)
+    assert (result.steps, result.model, result.exit_status) == (0, None, 130)
     assert trainer.display.heard("stopped after 7 of 30 steps of SFT")
     assert not list((tmp_path / "run").glob("checkpoint-*"))
-    assert small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True).run().step == 30
+    assert small_trainer(tmp_path / "run", SUPERVISED, task=TASK, resume=True).run().steps == 30
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ class Diary(Callback):
 
     def on_end(self, trainer, result):
         assert isinstance(result, RunResult)
-        self.events.append(("end", result.step))
+        self.events.append(("end", result.steps))
 
 
 def test_callbacks(tmp_path):
@@ -116,8 +116,8 @@ def test_metrics(tmp_path):
     lengths = read_rollouts(tmp_path / "run").to_pandas().groupby("step")["completion_tokens"].sum()
     assert [row["num_tokens"] for row in rows if "num_tokens" in row] == lengths.cumsum().tolist()
     assert {"reward", "rewards/even/mean", "entropy", "grad_norm", "learning_rate", "epoch"} <= rows[1].keys()
-    assert result.first["reward"] == rows[0]["eval/reward"]
-    assert result.last["reward"] == rows[-1]["eval/reward"]
+    assert result.first_held_out["reward"] == rows[0]["eval/reward"]
+    assert result.held_out["reward"] == rows[-1]["eval/reward"]
     table = read_rollouts(tmp_path / "run")
     assert table["step"].to_pylist() == [step for step in range(1, 6) for _ in range(8)]
     rewards = table.filter(table["step"].to_numpy() == 2)["reward"].to_pylist()
@@ -139,7 +139,7 @@ def test_nothing_held_out(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK, task=Task("try", ROWS))
     result = trainer.run()
     assert trainer.evaluate() is None
-    assert (result.best_step, result.first, trainer.metric) == (None, {}, None)
+    assert (result.best_step, result.first_held_out, trainer.metric) == (None, {}, None)
     assert not (tmp_path / "run" / "best.json").exists()
     assert not any("eval/reward" in row for row in metrics_of(tmp_path / "run"))
 
@@ -151,7 +151,7 @@ def test_the_best_is_the_first_of_equals(tmp_path):
     result = trainer.run()
     assert result.best_step == 2  # what was measured before the first step is nobody's doing
     assert read_json(tmp_path / "run" / "best.json")["metric"] == "right"
-    assert (result.first["right"], result.last["right"]) == (1.0, 0.5)
+    assert (result.first_held_out["right"], result.held_out["right"]) == (1.0, 0.5)
 
 
 def test_early_stop(tmp_path):
@@ -159,7 +159,7 @@ def test_early_stop(tmp_path):
     changes = {"train": {"steps": 8}, "evaluate": {"every": 1, "patience": 2}}
     trainer = graded_trainer(tmp_path / "run", [0, 1, 0, 3, 3, 2, 4, 4, 4], QUICK, changes)
     result = trainer.run()
-    assert (result.step, result.best_step, result.exit_status) == (5, 3, 0)
+    assert (result.steps, result.best_step, result.exit_status) == (5, 3, 0)
     assert trainer.display.said[-1] == "stopped early: 2 evaluations without a better right"
     assert result.model is not None
 
@@ -167,7 +167,7 @@ def test_early_stop(tmp_path):
 @pytest.mark.slow
 def test_patience_outlasts_the_run(tmp_path):
     trainer = graded_trainer(tmp_path / "run", [0, 3, 2, 1], QUICK, {"evaluate": {"every": 1, "patience": 2}})
-    assert trainer.run().step == 3
+    assert trainer.run().steps == 3
     assert not trainer.display.heard("stopped early")
 
 
@@ -218,7 +218,7 @@ def test_finish_after_a_break(tmp_path):
     with small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 0}}) as trainer:
         next(trainer.steps())
         result = trainer.finish()
-    assert (result.step, result.best_step) == (1, 1)
+    assert (result.steps, result.best_step) == (1, 1)
     assert (tmp_path / "run" / "checkpoint-1" / "manifest.json").exists()
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     resumed = small_trainer(tmp_path / "run", QUICK, resume=True)
@@ -308,7 +308,7 @@ def test_a_policy_that_cannot_be_resumed(tmp_path):
     assert metrics_of(tmp_path / "run") == rows
     # What the sentence advises works.
     source = {"model": {"source": str(tmp_path / "run" / "checkpoint-2" / "policy")}}
-    assert small_trainer(tmp_path / "new", QUICK, source).run().step == 3
+    assert small_trainer(tmp_path / "new", QUICK, source).run().steps == 3
 
 
 def test_no_rows_or_no_reward(tmp_path):
@@ -340,7 +340,7 @@ def test_a_failing_last_evaluation_loses_no_step(tmp_path):
         small_trainer(tmp_path / "run", QUICK, changes, rewards=[fails_in_evaluations]).run()
     assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").exists()
     result = small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True).run()
-    assert (result.step, result.best_step) == (3, 3)
+    assert (result.steps, result.best_step) == (3, 3)
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 3, 3]
     assert (result.model / "model.safetensors").exists()
 
@@ -349,7 +349,7 @@ def test_a_rule_cannot_end_a_run(tmp_path):
     rules = [{"when": "reward < 2", "over": 1, "then": "batch_size * 0.5"}]
     changes = {"train": {"steps": 4, "batch_size": 2}, "rules": rules, "evaluate": {"every": 0}}
     trainer = small_trainer(tmp_path / "run", changes)
-    assert trainer.run().step == 4
+    assert trainer.run().steps == 4
     assert trainer.display.heard("is left out, it stays at 1")
 
 

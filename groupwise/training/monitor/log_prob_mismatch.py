@@ -12,7 +12,7 @@ from groupwise.config import Recipe
 def mismatch_warning(metrics: Mapping[str, float], step_recipe: Recipe, dtype: torch.dtype) -> str | None:
     """A message if sampler and trainer compute different log-probs before the first update of a batch."""
     mismatch, limit = metrics.get("sampler/logp_difference_mean", 0.0), step_recipe.train.max_logp_mismatch
-    if mismatch <= limit:
+    if not mismatch > limit:  # also if it is NaN: not measured
         return None
     cause = "the weights changed in between, or the model has layers that behave differently in training"
     if step_recipe.model.has_dropout:

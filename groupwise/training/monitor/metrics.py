@@ -18,6 +18,7 @@ from groupwise.training.preference.group_pairs import REASONS
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import MiniBatch
+from groupwise.training.update.objective import NOT_MEASURED, reported_terms, samples_completions
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
 
@@ -31,7 +32,7 @@ def step_metrics(
     step_recipe: Recipe,
 ) -> dict[str, float]:
     """All metrics of a step but its timing and its settings. ``names`` are those of the reward functions."""
-    learned = {**_pair_metrics(group_advantages, minibatches, step_recipe), **_update_metrics(updates)}
+    learned = {**_pair_metrics(group_advantages, minibatches, step_recipe), **_update_metrics(updates, step_recipe)}
     if not len(rollout.batch):
         return learned
     return {
@@ -186,16 +187,16 @@ def _mask_metrics(
     return metrics
 
 
-def _update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over the updates that were not skipped."""
+def _update_metrics(updates: Sequence[UpdateResult], step_recipe: Recipe) -> dict[str, float]:
+    """Means over the updates that were not skipped. Without any, the same metrics are 0, or NaN if not measured."""
     done = [update for update in updates if not update.skipped]
+    number = max(1, len(done))
     metrics: dict[str, float] = {"updates": float(len(done)), "updates_not_finite": float(len(updates) - len(done))}
-    if not done:
-        return metrics
-    metrics["loss"] = sum(sum(update.values.values()) for update in done) / len(done)
-    for name in dict.fromkeys(name for update in done for name in update.values):
-        metrics[f"loss/{name}"] = sum(update.values.get(name, 0.0) for update in done) / len(done)
-    statistics = {}
+    metrics["loss"] = sum(sum(update.values.values()) for update in done) / number
+    terms = reported_terms(step_recipe)
+    for name in dict.fromkeys([*(term.name for term in terms), *(name for update in done for name in update.values)]):
+        metrics[f"loss/{name}"] = sum(update.values.get(name, 0.0) for update in done) / number
+    statistics = {name: value for term in terms for name, value in term.statistics.items()}
     for name in dict.fromkeys(name for update in done for name in update.statistics):
         values = [update.statistics[name] for update in done if name in update.statistics]
         statistics[name] = sum(values) / len(values)
@@ -203,11 +204,11 @@ def _update_metrics(updates: Sequence[UpdateResult]) -> dict[str, float]:
         low, high = statistics.pop("clip_fraction_low"), statistics.pop("clip_fraction_high")
         metrics |= {"clip_ratio/low_mean": low, "clip_ratio/high_mean": high, "clip_ratio/region_mean": low + high}
     metrics |= statistics
-    metrics["grad_norm"] = sum(update.grad_norm for update in done) / len(done)
-    mismatch = updates[0].mismatch
-    if mismatch is not None and mismatch.tokens:
-        metrics["sampler/logp_difference_mean"] = mismatch.mean
-        metrics["sampler/logp_difference_max"] = mismatch.largest
+    metrics["grad_norm"] = sum(update.grad_norm for update in done) / number
+    if samples_completions(step_recipe):
+        mismatch = updates[0].mismatch if updates else None
+        mean, largest = (mismatch.mean, mismatch.largest) if mismatch and mismatch.tokens else [NOT_MEASURED] * 2
+        metrics |= {"sampler/logp_difference_mean": mean, "sampler/logp_difference_max": largest}
     for update in updates:
         metrics |= update.term_gradients
     return metrics

@@ -121,6 +121,8 @@ class ObjectiveTerm:
     needs_all_samples: bool = False  # else samples without a learning signal are not computed
     is_regularizer: bool = False  # a run with nothing but regularizers learns nothing, and is refused
     from_pairs: bool = False  # a function of preference pairs, which may come from a data set without any sampling
+    statistics: Mapping[str, float] = field(default_factory=dict)  # values for a step that computes nothing
+    is_always_reported: bool = False  # also if its weight is 0
     tag: str | None = None  # in the model card
 
     def weight_in(self, recipe: Recipe) -> float:
@@ -130,6 +132,13 @@ class ObjectiveTerm:
 def active_terms(recipe: Recipe, driven: Collection[str] = ()) -> list[ObjectiveTerm]:
     """The terms with a weight: of a step, or with the ``driven`` settings of its schedule, of a run."""
     return [term for term in TERMS.values() if term.weight_in(recipe) or term.weight in driven]
+
+
+def reported_terms(recipe: Recipe) -> list[ObjectiveTerm]:
+    """The terms that a step reports, whether or not it has anything to compute."""
+    samples, active = samples_completions(recipe), active_terms(recipe)
+    shown = (term for term in TERMS.values() if term in active or term.is_always_reported)
+    return [term for term in shown if term.from_pairs or samples]
 
 
 def samples_completions(recipe: Recipe, driven: Collection[str] = ()) -> bool:
@@ -263,10 +272,25 @@ def pairs_loss(
     return value, {f"preference/{name}": number for name, number in statistics.items()}
 
 
+NOT_MEASURED = float("nan")
+_PAIR_STATISTICS = ["loss", "accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp"]
+
 TERMS: dict[str, ObjectiveTerm] = {
     term.name: term
     for term in (
-        ObjectiveTerm("policy", policy_term, "loss.policy_coef", needs_old_logps=True, tag="grpo"),
+        ObjectiveTerm(
+            "policy",
+            policy_term,
+            "loss.policy_coef",
+            needs_old_logps=True,
+            statistics={
+                "clip_fraction_low": 0.0,
+                "clip_fraction_high": 0.0,
+                "ratio": NOT_MEASURED,
+                "approx_kl": NOT_MEASURED,
+            },
+            tag="grpo",
+        ),
         ObjectiveTerm(
             "kl",
             kl_term,
@@ -275,10 +299,25 @@ TERMS: dict[str, ObjectiveTerm] = {
             needs_old_logps=True,
             needs_all_samples=True,
             is_regularizer=True,
+            statistics={"kl": NOT_MEASURED},
         ),
-        ObjectiveTerm("entropy", entropy_term, "loss.entropy_coef", needs_all_samples=True, is_regularizer=True),
         ObjectiveTerm(
-            "preference", preference_term, "preference.weight", needs_reference=True, from_pairs=True, tag="dpo"
+            "entropy",
+            entropy_term,
+            "loss.entropy_coef",
+            needs_all_samples=True,
+            is_regularizer=True,
+            statistics={"entropy": NOT_MEASURED},
+            is_always_reported=True,
+        ),
+        ObjectiveTerm(
+            "preference",
+            preference_term,
+            "preference.weight",
+            needs_reference=True,
+            from_pairs=True,
+            statistics={f"preference/{name}": NOT_MEASURED for name in _PAIR_STATISTICS},
+            tag="dpo",
         ),
     )
 }

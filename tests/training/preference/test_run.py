@@ -368,10 +368,10 @@ def test_dpo_on_pairs_alone(tmp_path, capsys):
     assert rows[0]["eval/preference_accuracy"] == 0.5
     assert rows[0]["eval/preference_margin"] == 0.0
     assert rows[0]["eval/preference_loss"] == pytest.approx(np.log(2))
-    assert result.last["preference_accuracy"] == 1.0
-    assert result.last["preference_loss"] < 0.5 * rows[0]["eval/preference_loss"]
-    assert result.last["preference_margin"] > 0
-    assert (result.step, result.exit_status) == (20, 0)
+    assert result.held_out["preference_accuracy"] == 1.0
+    assert result.held_out["preference_loss"] < 0.5 * rows[0]["eval/preference_loss"]
+    assert result.held_out["preference_margin"] > 0
+    assert (result.steps, result.exit_status) == (20, 0)
     # Nothing was sampled.
     assert not (tmp_path / "run" / "rollouts").exists()
     assert not any(name == "reward" or name.startswith(("reward/", "completions/")) for row in rows for name in row)
@@ -425,8 +425,8 @@ def test_held_out_pairs_beside_held_out_rows(tmp_path):
         trainer = small_trainer(tmp_path / wanted, QUICK, PG, pairs, changes, task=TASK)
         result = trainer.run()
         assert trainer.metric == wanted
-        assert {"reward", "preference_accuracy"} <= set(result.first)
-        assert result.first["preference_accuracy"] == 0.5
+        assert {"reward", "preference_accuracy"} <= set(result.first_held_out)
+        assert result.first_held_out["preference_accuracy"] == 0.5
         assert read_json(tmp_path / wanted / "best.json")["metric"] == wanted
     with pytest.raises(ConfigError, match="'accuracy' is not measured by this task"):
         small_trainer(tmp_path / "no", QUICK, PG, pairs, {"evaluate": {"metric": "accuracy"}}, task=TASK)
@@ -443,7 +443,7 @@ def test_group_pairs_in_training_and_a_data_set_held_out(tmp_path):
         {"evaluate": {"before_training": True}, "train": {"steps": 1}},
         task=NO_HELD_OUT,
     ).run()
-    assert result.first["preference_accuracy"] == 0.5
+    assert result.first_held_out["preference_accuracy"] == 0.5
     (row,) = steps_in(tmp_path / "run")
     assert row["preference/pairs"] + row["preference/refused/tie"] == 2
 

@@ -142,9 +142,9 @@ def test_the_best_is_exported(tmp_path, changes):
             if report.step == 2:
                 at_the_height.append(logits_of(trainer.components.model).clone())
         result = trainer.finish()
-    assert (result.step, result.best_step) == (4, 2)
-    assert result.first["right"] == 0
-    assert result.last["right"] == pytest.approx(1 / 3)
+    assert (result.steps, result.best_step) == (4, 2)
+    assert result.first_held_out["right"] == 0
+    assert result.held_out["right"] == pytest.approx(1 / 3)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-2"
@@ -200,7 +200,7 @@ def test_model_card(tmp_path):
 def test_model_card_without_held_out_rows(tmp_path):
     trainer = small_trainer(tmp_path / "run", QUICK, task=Task("plain", ROWS))
     result = trainer.run()
-    assert (result.first, result.last, result.best_step) == ({}, {}, None)
+    assert (result.first_held_out, result.held_out, result.best_step) == ({}, {}, None)
     card = (result.model / "README.md").read_text()
     assert "held out" not in card
     assert "# plain" in card
@@ -235,7 +235,7 @@ def test_a_run_on_pairs_alone(tmp_path, monkeypatch):
 def test_a_run_on_pairs_alone_that_holds_nothing_out(tmp_path):
     trainer = pairs_trainer(tmp_path / "run", OFFLINE, {"preference": {"held_out_from_train": 0}})
     result = trainer.run()
-    assert (result.first, result.last, result.best_step) == ({}, {}, None)
+    assert (result.first_held_out, result.held_out, result.best_step) == ({}, {}, None)
     assert trainer.display.summary == [f"model: {result.model}", f"run: {result.folder}"]
     card = (result.model / "README.md").read_text()
     assert "after 2 steps of `dpo` on 12 preference pairs" in card
