@@ -7,7 +7,10 @@ wrong, what is allowed and, if there is one, the remedy.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class GroupwiseError(Exception):
@@ -20,6 +23,27 @@ class InputError(GroupwiseError, ValueError):
 
 class ConfigError(GroupwiseError, ValueError):
     """A recipe or an override is invalid."""
+
+
+class RecipeErrors(ConfigError):
+    """Several errors of a recipe, each with its source: a file, or "on the command line"."""
+
+    def __init__(self, errors: Sequence[tuple[str, str]]) -> None:
+        super().__init__("; ".join(f"{source}: {sentence}" for source, sentence in errors))
+        self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple[type[RecipeErrors], tuple[tuple[tuple[str, str], ...]]]:
+        """Pickle by the constructor's arguments."""
+        return type(self), (self.errors,)
+
+    def lines(self) -> list[str]:
+        """A heading and one line per error, which names its source unless all have the same."""
+        sources = {source for source, _ in self.errors}
+        if len(sources) > 1:
+            return [f"{len(self.errors)} errors:", *(f"{source}: {sentence}" for source, sentence in self.errors)]
+        (source,) = sources
+        place = source if source.startswith("on ") else f"in {source}"
+        return [f"{len(self.errors)} errors {place}:", *(sentence for _, sentence in self.errors)]
 
 
 class DataError(GroupwiseError, ValueError):
@@ -43,20 +67,40 @@ class ControlError(GroupwiseError, RuntimeError):
 
 
 class MissingExtraError(GroupwiseError, ImportError):
-    """A feature needs an optional package that is not installed."""
+    """A feature needs an optional package that is not installed; ``more`` are further such features."""
 
-    def __init__(self, feature: str, package: str, extra: str) -> None:
-        super().__init__(f"{feature} needs the package {package!r}; install it with: pip install 'groupwise[{extra}]'")
-        self._arguments = (feature, package, extra)
+    def __init__(self, feature: str, package: str, extra: str, *more: tuple[str, str, str]) -> None:
+        missing = [(feature, package, extra), *more]
+        needs = "; ".join(f"{feature} needs the package {package!r}" for feature, package, _ in missing)
+        extras = ",".join(dict.fromkeys(extra for *_, extra in missing))
+        super().__init__(f"{needs}; install {'them' if more else 'it'} with: pip install 'groupwise[{extras}]'")
+        self._arguments = (feature, package, extra, *more)
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[Any, ...]]:
         """Pickle by the constructor's arguments, so that a worker process can raise it."""
         return type(self), self._arguments
 
 
-def did_you_mean(name: object, allowed: Iterable[str]) -> str:
-    """The end of a sentence that suggests the nearest allowed name; empty if none is near."""
-    nearest = difflib.get_close_matches(name, list(allowed), n=1) if isinstance(name, str) else []
+def check_installed(needs: Iterable[tuple[str, str, str]]) -> None:
+    """Raise an error that names every package that is missing; ``needs`` has (feature, package, extra). Loads none."""
+    missing: dict[tuple[str, str], tuple[str, str, str]] = {}  # one package of each feature and extra is enough
+    for feature, package, extra in needs:
+        if not is_installed(package):
+            missing.setdefault((feature, extra), (feature, package, extra))
+    if missing:
+        first, *others = missing.values()
+        raise MissingExtraError(*first, *others)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, without importing it."""
+    module = package.replace("-", "_")
+    return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+
+
+def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.6) -> str:
+    """The end of a sentence that suggests the nearest allowed name; empty if none is near (``cutoff`` of difflib)."""
+    nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff) if isinstance(name, str) else []
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 

@@ -1,4 +1,4 @@
-"""Learning curves with intervals, as image files. Needs matplotlib (the extra ``plot``), but no display."""
+"""Learning curves with intervals, as image files. Needs no display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from groupwise.errors import InputError, MissingExtraError
+from groupwise.errors import InputError
 from groupwise.rundir.files import write_bytes
 from groupwise.stats import bootstrap_interval
 
@@ -61,10 +61,8 @@ def plot_curves(
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> Any:
     """An empty figure, independent of pyplot's global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtraError("drawing a picture", "matplotlib", "plot") from error
+    from matplotlib.figure import Figure
+
     return Figure(figsize=(width, height), layout="constrained", dpi=150)
 
 

@@ -27,16 +27,35 @@ def test_also_a_standard_exception(error, standard):
 
 
 def test_a_missing_extra_names_the_command_that_installs_it():
-    assert str(errors.MissingExtraError("drawing", "matplotlib", "plot")) == (
-        "drawing needs the package 'matplotlib'; install it with: pip install 'groupwise[plot]'"
+    assert str(errors.MissingExtraError("LoRA", "peft", "lora")) == (
+        "LoRA needs the package 'peft'; install it with: pip install 'groupwise[lora]'"
     )
 
 
-def test_a_missing_extra_can_be_pickled():
-    error = errors.MissingExtraError("drawing", "matplotlib", "plot")
+def test_several_missing_extras_are_one_command():
+    error = errors.MissingExtraError("LoRA", "peft", "lora", ("a", "datasets", "hub"), ("b", "datasets", "hub"))
+    assert "LoRA needs the package 'peft'; a needs the package 'datasets'; b needs" in str(error)
+    assert str(error).endswith("install them with: pip install 'groupwise[lora,hub]'")
+
+
+@pytest.mark.parametrize("more", [(), (("the hub", "datasets", "hub"),)])
+def test_a_missing_extra_can_be_pickled(more):
+    error = errors.MissingExtraError("LoRA", "peft", "lora", *more)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is errors.MissingExtraError
     assert str(copy) == str(error)
+
+
+def test_installed_packages_are_not_asked_for():
+    errors.check_installed([("a", "pytest", "x"), ("b", "json", "y")])
+    with pytest.raises(errors.MissingExtraError) as error:
+        errors.check_installed(
+            [("a", "pytest", "x"), ("b", "no-such-one", "y"), ("b", "no-such-two", "y"), ("c", "no-such-one", "z")]
+        )
+    assert str(error.value) == (
+        "b needs the package 'no-such-one'; c needs the package 'no-such-one'; install them with: pip install "
+        "'groupwise[y,z]'"
+    )
 
 
 def test_choices():

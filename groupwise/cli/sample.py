@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, check_installed
 
 if TYPE_CHECKING:
     from groupwise.generate.types import Sampling
@@ -15,9 +15,14 @@ MODEL_HELP = "a folder, a .gguf file, a name of `groupwise models list`, or a hu
 
 
 def add_sample(commands: Commands) -> None:
-    sample = add(commands, "sample", _sample, "sample several completions of each prompt, with their mean log-probs")
+    examples = (
+        "groupwise sample smollm2-135m 'Why is the sky blue?' -n 4",
+        "groupwise sample runs/NAME/model 'What is 2 + 3?' --greedy -n 1",
+        "groupwise sample FOLDER 'Once upon a time' --raw --temperature 0.7",
+    )
+    sample = add(commands, "sample", _sample, "sample completions of prompts from a model", examples=examples)
     sample.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    sample.add_argument("prompts", nargs="+", metavar="PROMPT")
+    sample.add_argument("prompts", nargs="+", metavar="PROMPT", help="each is completed -n times")
     add_sampling_arguments(sample, samples=4, max_new_tokens=64)
     for flag in ("--option", "--form"):
         sample.add_argument(flag, help=argparse.SUPPRESS)
@@ -25,18 +30,23 @@ def add_sample(commands: Commands) -> None:
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, samples: int, max_new_tokens: int) -> None:
     """Add the options for sampling and for loading the model, with the defaults of two of them."""
-    parser.add_argument("-n", "--samples", type=int, default=samples, help=f"per prompt (default: {samples})")
-    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"default: {max_new_tokens}")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--min-p", type=float)
+    parser.add_argument(
+        "-n", "--samples", type=int, default=samples, metavar="N", help=f"completions per prompt (default: {samples})"
+    )
+    help_text = f"maximum length of a completion in tokens (default: {max_new_tokens})"
+    parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=help_text)
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="X", help="sampling temperature (default: 1)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens only")
+    help_text = "sample from the smallest set of tokens with this total probability (default: 1)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=help_text)
+    help_text = "sample from tokens with at least this share of the highest probability"
+    parser.add_argument("--min-p", type=float, metavar="P", help=help_text)
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end a completion with this text; repeatable")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--device", default="auto", help="such as cpu or cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, … (default: auto)")
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
 
 
@@ -50,7 +60,9 @@ def sampling_of(arguments: argparse.Namespace) -> Sampling:
 def load_model_of(arguments: argparse.Namespace) -> tuple[Any, Any]:
     """The model and the tokenizer."""
     from groupwise.model import load_model_and_tokenizer
+    from groupwise.training.extras import model_needs
 
+    check_installed(model_needs(arguments.model))
     options = {name: getattr(arguments, name) for name in ("device", "dtype", "seed", "trust_remote_code")}
     return load_model_and_tokenizer(arguments.model, **options)
 

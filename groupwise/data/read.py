@@ -63,7 +63,7 @@ def read_rows(
         iterator = _files(path, header) if path.is_dir() else _file(path, header)
     elif isinstance(source, os.PathLike) or name.startswith(("/", ".", "~")) or _ending(name):
         raise DataError(_missing(path))
-    elif _HUB_ID.fullmatch(name):
+    elif is_hub_id(name):
         iterator = _hub(name, subset, split or "train")
     else:
         raise DataError(f"{_missing(path)}. A hub dataset is written owner/name")
@@ -71,6 +71,12 @@ def read_rows(
     if not rows:
         raise DataError(f"{name} is empty: it has no rows")
     return rows
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is looked up on the hub: no local file has it, and it does not look like a path."""
+    is_path = name.startswith(("/", ".", "~")) or _ending(name) is not None or os.path.exists(os.path.expanduser(name))
+    return not is_path and _HUB_ID.fullmatch(name) is not None
 
 
 def _ending(name: str) -> str | None:

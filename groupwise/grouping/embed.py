@@ -122,12 +122,17 @@ def check_embedder(name: str) -> None:
     folder = _local_folder(name)
     if folder is not None:
         _check_folder(folder)
-    static = name == STATIC if folder is None else is_static(folder)
-    if not static and importlib.util.find_spec("sentence_transformers") is None:
+    if needs_sentence_transformers(name) and importlib.util.find_spec("sentence_transformers") is None:
         raise ConfigError(
             f"the embedder {name} needs sentence-transformers, which is missing. Install it with: "
             f"pip install 'groupwise[embed]'. Or set grouping.embedder to {STATIC!r}"
         )
+
+
+def needs_sentence_transformers(name: str) -> bool:
+    """Whether an embedder is a sentence-transformers model rather than a static table."""
+    folder = _local_folder(name)
+    return name != STATIC if folder is None else not is_static(folder)
 
 
 def embedder_folder(name: str) -> Path:

@@ -10,9 +10,12 @@ from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.generate import Engine, Sampling
+from groupwise.generate.engine import watched
 from groupwise.model.packing import default_token_budget
 from groupwise.text import Say
 from groupwise.training.components import RunComponents, load_components
+from groupwise.training.display.base import Display
+from groupwise.training.extras import check_extras
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSampler, logp_accuracy
 from groupwise.training.seeds import derive_seed
@@ -32,6 +35,21 @@ def evaluate_rows(
     trainer_state: Any = NO_STEPS,
 ) -> Evaluation:
     """Sample and grade completions of the held-out rows as [evaluate] says."""
+    finished, total, samples = 0, len(components.held_out), components.recipe.evaluate.samples
+
+    def chunk_finished(done: int, _: int) -> None:
+        nonlocal finished
+        finished = done
+        progress(done, total)
+
+    def sampled(done: int, _: int) -> None:
+        progress(min(total, finished + done // samples), total)
+
+    with watched(engine, sampled):
+        return _evaluate_rows(components, engine, chunk_finished, trainer_state)
+
+
+def _evaluate_rows(components: RunComponents, engine: Engine, progress: RowProgress, trainer_state: Any) -> Evaluation:
     settings, recipe = components.recipe.evaluate, components.recipe
     return evaluate(
         engine,
@@ -77,14 +95,20 @@ def evaluate_policy(
     return evaluation
 
 
-def evaluate_recipe(recipe: Recipe, say: Say = lambda text: None) -> tuple[Evaluation, str | None]:
+def evaluate_recipe(
+    recipe: Recipe, say: Say = lambda text: None, display: Display | None = None
+) -> tuple[Evaluation, str | None]:
     """Load a recipe's model and held-out rows, and evaluate; also the name of the main metric."""
-    components = load_components(recipe, say=say)
+    check_extras(recipe, training=False)
+    display = display or Display()
+    components = load_components(recipe, say=say, display=display)
     metric, evaluation = components.metric, Evaluation({})
     if metric is None:
         raise ConfigError("there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs")
     if len(components.held_out):
         engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
-        evaluation = evaluate_rows(components, engine)
+        evaluation = evaluate_rows(
+            components, engine, lambda done, total: display.progress("evaluating", done, total, "rows")
+        )
     evaluation.metrics.update(logp_accuracy(components.handle, components.pairs.held_out))
     return evaluation, LOGP_ACCURACY if metric == PREFERENCE_ACCURACY else metric

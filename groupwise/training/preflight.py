@@ -24,6 +24,7 @@ from groupwise.training.components import (
     load_inputs,
     make_schedule,
 )
+from groupwise.training.extras import check_extras
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.sft import SupervisedFineTuning
 
@@ -35,6 +36,7 @@ GIB, MIB = 2**30, 2**20
 def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     """Lines about a recipe: settings, data, memory, time. Nothing is trained and nothing is written."""
     notices: list[str] = []
+    check_extras(recipe)
     inputs = load_inputs(recipe, say=notices.append)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, notices.append)

@@ -13,6 +13,7 @@ from groupwise.tasks import TaskReport, find_task
 from groupwise.tasks.rows import listed
 from groupwise.text import Say
 from groupwise.training.components import load_components
+from groupwise.training.extras import check_extras
 from groupwise.training.seeds import derive_seed
 from groupwise.usmle.compare import ExamComparison, compare
 from groupwise.usmle.exam import ExamProgress, ModelUnderTest, run_exam
@@ -55,6 +56,7 @@ def exam_of_recipe(
     like: ExamReport | None = None,
 ) -> tuple[ExamReport, list[ModelAnswer]]:
     """Load a recipe's model and held-out questions, and run the exam."""
+    check_extras(recipe, training=False)
     components = load_components(recipe, say=say)
     engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
     model = ModelUnderTest(components.handle, engine, components.tokenizer, components.builder, components.stop)

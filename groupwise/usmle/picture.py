@@ -1,4 +1,4 @@
-"""A report as one figure: accuracy, categories, letters, calibration. Needs matplotlib (the extra ``plot``)."""
+"""A report as one figure: accuracy, categories, letters, calibration."""
 
 from __future__ import annotations
 

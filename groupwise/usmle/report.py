@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from groupwise.errors import CheckpointError, InputError, MissingExtraError
+from groupwise.errors import CheckpointError, InputError
 from groupwise.rundir import read_json, write_bytes, write_json
 from groupwise.text import error_reason, one_line
 from groupwise.usmle.compare import ExamComparison
@@ -26,7 +26,7 @@ def write_report(
 ) -> list[Path]:
     """Write the report into a folder, replacing an earlier one, and return the paths of its files.
 
-    ``facts`` about the evaluation (the model, the data, …) stand at the top. Without matplotlib there is no picture.
+    ``facts`` about the evaluation (the model, the data, …) stand at the top. If matplotlib cannot be loaded, there is no picture.
     """
     folder = Path(folder)
     if comparison is not None and comparison.fingerprint != report.fingerprint:
@@ -41,7 +41,7 @@ def write_report(
         draw_report(folder / PICTURE, report, title=title, comparison=comparison)
         picture = PICTURE
         written.append(folder / PICTURE)
-    except MissingExtraError:
+    except ImportError:
         picture = None
     page = markdown(report, title=title, facts=facts, comparison=comparison, picture=picture)
     write_bytes(folder / PAGE, page.encode())

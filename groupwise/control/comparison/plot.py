@@ -1,4 +1,4 @@
-"""The learning curves of an environment as one plot. Needs matplotlib (the extra ``plot``)."""
+"""The learning curves of an environment as one plot."""
 
 from __future__ import annotations
 

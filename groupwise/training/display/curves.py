@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.errors import MissingExtraError
 from groupwise.rundir import metric_column, read_metrics
 from groupwise.training.display.base import is_share
 from groupwise.training.preference import PREFERENCE_ACCURACY
@@ -32,7 +31,7 @@ SMOOTHING_SHARE = 0.05  # of a curve's points are averaged on each side
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
     """Draw reward, ``metric`` on held-out rows, pairs, entropy and KL, lengths, diversity, and gradients of the terms.
 
-    Metrics that were not recorded are left out. Returns the file; None without matplotlib or without anything to draw.
+    Metrics that were not recorded are left out. Returns the file; None if there is nothing to draw or matplotlib cannot be loaded.
     """
     from groupwise.plots import new_figure, save_figure
 
@@ -48,7 +47,7 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     columns, lines = min(2, len(cells)), math.ceil(len(cells) / 2)
     try:
         figure = new_figure(5.4 * columns, 3.3 * lines)
-    except MissingExtraError:
+    except ImportError:  # a broken matplotlib must not fail a run at its end
         return None
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     grid = figure.add_gridspec(2 * lines, columns)  # each cell has two halves, for two small panels

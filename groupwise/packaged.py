@@ -1,0 +1,73 @@
+"""The recipes that come with groupwise: where they are, and which of them a name means.
+
+An installed package has them in ``groupwise/recipes``, a source tree in ``recipes`` beside the package. Nothing is ever
+written there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from difflib import get_close_matches
+from pathlib import Path
+
+from groupwise.errors import ConfigError, did_you_mean
+
+SUFFIX = ".toml"
+
+
+def recipes_folder() -> Path:
+    """The folder of the packaged recipes."""
+    package = Path(__file__).resolve().parent
+    installed = package / "recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The files of the packaged recipes by their names, in alphabetical order."""
+    return {path.stem: path for path in sorted(recipes_folder().glob(f"*{SUFFIX}"))}
+
+
+def packaged_recipe(name: str) -> Path:
+    """The file of a packaged recipe."""
+    recipes = packaged_recipes()
+    if name in recipes:
+        return recipes[name]
+    if name.endswith(SUFFIX) and Path(name).stem in recipes:
+        raise ConfigError(f"a packaged recipe is named without {SUFFIX}: {Path(name).stem}")
+    raise ConfigError(f"there is no packaged recipe {name!r}{did_you_mean(name, recipes)} (there are: {_listed()})")
+
+
+def find_recipe(recipe: str | Path) -> Path:
+    """The file that ``recipe`` means: a file of that path, else the packaged recipe of that name."""
+    path = Path(recipe)
+    if path.is_file():
+        return path
+    recipes = packaged_recipes()
+    if str(recipe) in recipes:
+        return recipes[str(recipe)]
+    if path.is_dir():
+        inside = sorted(path.glob(f"*{SUFFIX}"))
+        hint = f"did you mean {inside[0]}?" if inside else "give a recipe's file"
+        raise ConfigError(f"{path} is a folder, not a recipe; {hint}")
+    if os.path.lexists(path):
+        return path  # a broken link or a device: reading it says what is wrong
+    raise ConfigError(f"there is no recipe {path}{_hint(path, recipes)}")
+
+
+def _hint(path: Path, recipes: Collection[str]) -> str:
+    """The end of the sentence about a recipe that does not exist: the nearest file, or the packaged recipes."""
+    folder = path.parent if path.parent.is_dir() else Path()
+    files = [file.name for file in folder.glob(f"*{SUFFIX}")]
+    if path.suffix in ("", SUFFIX) and (nearest := get_close_matches(path.with_suffix(SUFFIX).name, files, n=1)):
+        return f"; did you mean {folder / nearest[0]}?"
+    if path.stem in recipes:
+        return f"; the packaged recipe is named without a folder and without {SUFFIX}: {path.stem}"
+    if path.suffix not in ("", SUFFIX):
+        return f"; a recipe is a {SUFFIX} file or the name of a packaged one: {_listed()}"
+    is_bare = path.name == str(path) and not path.suffix
+    return f"{did_you_mean(path.stem, recipes)} (packaged recipes: {_listed()})" if is_bare else ""
+
+
+def _listed() -> str:
+    return ", ".join(packaged_recipes())
