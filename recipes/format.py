@@ -1,4 +1,4 @@
-"""The task of recipes/format.toml: answer in one short sentence. An example of a custom reward."""
+"""The task of format.toml: answer in one short sentence. An example of a custom reward."""
 
 from __future__ import annotations
 

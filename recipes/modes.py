@@ -9,8 +9,8 @@ The reward is the share of "fine" among the adjectives, whatever the scene, plus
 "fine" and keep all six scenes. The reward prefers no scene, so scenes are lost only by chance: a lucky scene is sampled
 more often, and gets more chances to be lucky.
 
-``groupwise train modes.toml`` runs it. With ``--task recipes/modes.py:task_with_worse`` the reward of one scene is
-lower by 0.5, and a policy should sample it less.
+``groupwise train modes`` runs it. With ``--task modes.py:task_with_worse`` the reward of one scene is lower by 0.5, and
+a policy should sample it less.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class Story:
 
 
 def by_scene(batch: Any) -> list[str]:
-    """The true clusters, for ``--advantages.grouping recipes/modes.py:by_scene``. Invalid lines form a cluster of their
-    own, so nothing discourages them."""
+    """The true clusters, for ``--advantages.grouping modes.py:by_scene``. Invalid lines form a cluster of their own, so
+    nothing discourages them."""
     return [f"{place // batch.samples}_{scene}" for place, scene in enumerate(batch.extra["scene"])]
 
 

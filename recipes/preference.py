@@ -3,9 +3,9 @@
 ``noisy_quiz`` is the quiz with a reward that is flipped for 40 % of the answers; grades stay correct. ``write_pairs``
 writes pairs about other questions of the same kind: the right letter is preferred to a wrong one.
 
-    python recipes/preference.py pairs.jsonl --pairs 256
-    groupwise train recipes/preference.toml --task recipes/preference.py:noisy_quiz --preference.pairs data \
-        --preference.train pairs.jsonl
+    groupwise recipes copy preference .
+    python preference.py pairs.jsonl --pairs 256
+    groupwise train preference --task preference.py:noisy_quiz --preference.pairs data --preference.train pairs.jsonl
 """
 
 from __future__ import annotations

@@ -396,6 +396,8 @@ class RunSection(Section):
     """number of checkpoints to keep, besides the best one"""
     resumable: bool = True
     """save master weights and optimizer state (16 bytes per weight); false saves only the policy: no --resume"""
+    kl_warning: Positive = 0.5
+    """warn if the KL to the reference is above this, as a mean over ten steps"""
     save_rollouts: bool = True
     """save prompts, completions and rewards, one Parquet file per step"""
     tensorboard: bool = True

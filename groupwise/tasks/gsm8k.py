@@ -7,11 +7,12 @@ lenient one takes the last number of an answer without it. A model that only lea
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from groupwise import data
 from groupwise.config import Recipe, with_settings
-from groupwise.errors import DataError
+from groupwise.errors import DataError, MissingExtraError
 from groupwise.rewards import RewardFunction
 from groupwise.rewards.maths import (
     correct_number,
@@ -34,9 +35,7 @@ HUB = "openai/gsm8k"
 
 def gsm8k_task(recipe: Recipe) -> Task:
     """GSM8K from files with the columns ``question`` and ``answer``, or from the hub (openai/gsm8k, subset main)."""
-    if HUB in (*listed(recipe.data.train), *listed(recipe.data.held_out)) and recipe.data.subset is None:
-        recipe = with_settings(recipe, {"data.subset": "main"})
-    train, held_out = read_both(recipe)
+    train, held_out = read_gsm8k(recipe)
     return Task(
         "gsm8k",
         [make_row(row) for row in train],
@@ -45,6 +44,24 @@ def gsm8k_task(recipe: Recipe) -> Task:
         grades={"accuracy": partial(grade, strict=True), "accuracy_lenient": partial(grade, strict=False)},
         metric="accuracy",
     )
+
+
+def read_gsm8k(recipe: Recipe) -> tuple[list[TaskRow], list[TaskRow]]:
+    """The rows. From the hub the defaults are its subset ``main``, and its splits ``train`` and ``test``."""
+    settings = recipe.data
+    if HUB not in (*listed(settings.train), *listed(settings.held_out)) or Path(HUB).exists():
+        return read_both(recipe)
+    defaults = {"data.subset": "main"}
+    if HUB in listed(settings.held_out):
+        defaults["data.held_out_split"] = "test"
+    missing = {name: value for name, value in defaults.items() if recipe.get(name) is None}
+    try:
+        return read_both(with_settings(recipe, missing) if missing else recipe)
+    except (DataError, MissingExtraError) as error:
+        raise DataError(
+            f"GSM8K needs the hub data set {HUB}, or --data.train FILE --data.held_out FILE with the columns question "
+            f"and answer (which ends in '#### N'); {error}"
+        ) from error
 
 
 def make_row(row: Any) -> TaskRow:

@@ -10,6 +10,7 @@ from groupwise.training.display.base import RunFacts
 from groupwise.training.monitor.question_log import QuestionLog, summarise
 from groupwise.training.results import RunResult
 from groupwise.training.state import TrainState
+from groupwise.training.store.checkpoint import POLICY, checkpoint_name
 from groupwise.training.store.model_card import held_out_rows
 
 SummaryLines = list[str | tuple[str, ...]]
@@ -53,11 +54,20 @@ def run_summary(
     if components.task.grades and components.samples and not components.supervised:
         lines.append(summarise(question_log.table()))
     if result.exit_status:
-        lines.append(f"stopped after step {state.step} of {total_steps}; go on with --resume")
+        lines.append(f"stopped after step {state.step} of {total_steps}; {_next(components, state, result)}")
     if result.best_step is not None and result.best_step != state.step:
         lines.append(f"the policy of step {result.best_step} is exported, the best of {state.evaluations} evaluations")
     places = {"model": result.model, "picture": picture, "run": result.folder}
     return [*lines, *(f"{name}: {_relative(path)}" for name, path in places.items() if path is not None)]
+
+
+def _next(components: RunComponents, state: TrainState, result: RunResult) -> str:
+    """What can be done with a run that was stopped."""
+    if components.recipe.run.resumable:
+        return "go on with --resume"
+    policy = result.folder / checkpoint_name(state.step) / POLICY
+    start = f"; its policy is a model: --model.source {_relative(policy)}" if policy.exists() else ""
+    return f"it cannot be resumed, because run.resumable is false{start}"
 
 
 def _held_out(components: RunComponents) -> str:

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.config import load_recipe, make_recipe
 from groupwise.data import read_rows
-from groupwise.errors import DataError
+from groupwise.errors import DataError, MissingExtraError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
 from groupwise.tasks import rows as rows_module
@@ -146,9 +146,33 @@ def test_from_the_hub(monkeypatch):
         ("openai/gsm8k", "main", "train"),
         ("openai/gsm8k", "main", "test"),
         (__file__, None, None),
-        ("openai/gsm8k", "main", None),
+        ("openai/gsm8k", "main", "test"),
         ("openai/gsm8k", "socratic", None),
     ]
+
+
+def test_a_local_folder_of_the_hubs_name(tmp_path, monkeypatch):
+    (tmp_path / "openai" / "gsm8k").mkdir(parents=True)
+    (tmp_path / "openai" / "gsm8k" / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    monkeypatch.chdir(tmp_path)
+    task = gsm8k_task(make_recipe({"task": "gsm8k", "data": {"train": "openai/gsm8k"}}))
+    assert [row["question"] for row in task.train] == [ROW["question"]]
+
+
+@pytest.mark.parametrize(
+    "error", [DataError("the hub cannot be reached"), MissingExtraError("reading the hub", "datasets", "hub")]
+)
+def test_without_the_hub_the_error_says_which_files_are_needed(monkeypatch, error):
+    def read(source, **options):
+        raise error
+
+    monkeypatch.setattr(rows_module, "read_rows", read)
+    with pytest.raises(DataError, match=r"openai/gsm8k.*--data.train FILE.*question and answer.*#### N") as raised:
+        gsm8k_task(make_recipe({"task": "gsm8k", "data": {"train": "openai/gsm8k", "held_out": "openai/gsm8k"}}))
+    assert str(raised.value).endswith(str(error))
+    with pytest.raises(type(error)) as raised:  # files of one's own have their own errors
+        gsm8k_task(make_recipe({"task": "gsm8k", "data": {"train": "my/rows"}}))
+    assert raised.value is error
 
 
 @real

@@ -18,7 +18,6 @@ from groupwise.training.monitor.timer import is_timing
 WINDOW = 10  # steps that means are taken over
 QUIET = 50  # steps before the same warning is given again
 
-HIGH_KL = 0.5
 LOW_KL, LOW_KL_STEPS = 1e-4, 50  # steps with the same reference after which the KL should have grown
 MIN_UNMASKED = 0.7  # share of samples left by all masks together
 MAX_NO_ANSWER = 0.1
@@ -108,10 +107,12 @@ def _with_value(setting: str, recipe: Recipe) -> str:
 
 def _kl_high(recent: RecentSteps) -> str | None:
     kl = recent.mean("kl")
-    if kl is None or kl <= HIGH_KL:
+    if kl is None or kl <= recent.recipe.run.kl_warning:
         return None
-    start = f"the KL to the reference is {kl:.3g} (it should stay below {HIGH_KL:g})"
-    return f"{start}; raise <loss.kl_coef>, or lower <optimizer.learning_rate>"
+    return (
+        f"the KL to the reference is {kl:.3g}; raise <loss.kl_coef>, or lower <optimizer.learning_rate>, or, where the "
+        "right answers have such a KL, raise <run.kl_warning>"
+    )
 
 
 def _kl_low(recent: RecentSteps) -> str | None:

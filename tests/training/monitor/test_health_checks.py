@@ -30,7 +30,9 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
     ("name", "metrics", "settings", "parts"),
     [
         ("kl_high", {"kl": 0.51}, KL,
-         ["the KL to the reference is 0.51", "raise loss.kl_coef, now 0.02", "optimizer.learning_rate, now 0.001"]),
+         ["the KL to the reference is 0.51", "raise loss.kl_coef, now 0.02", "optimizer.learning_rate, now 0.001",
+          "raise run.kl_warning, now 0.5"]),
+        ("kl_high", {"kl": 1.41}, {**KL, "run.kl_warning": 1.4}, ["is 1.41", "run.kl_warning, now 1.4"]),
         ("masked", {"mask_ratio": 0.69, "masks/off_policy": 0.3, "masks/too_short": 0.01},
          {"masks.off_policy": "reference_drift", "reference.refresh_every": 100},
          ["69%", "off_policy masks 30%", "lower reference.refresh_every, now 100"]),
@@ -100,6 +102,7 @@ def test_each_warning_says_what_to_change(name, metrics, settings, parts):
         ({}, KL),
         ({"kl": 0.5, "mask_ratio": 0.7, "accuracy_no_answer": 0.1, "signal/contributing": 0.01}, KL),
         ({"accuracy": 0.0, "chance": 0.25, "letters/A": 1.0}, {}),  # only a task of multiple choice checks these
+        ({"kl": 1.4}, {**KL, "run.kl_warning": 1.4}),
         ({"kl": math.nan, "mask_ratio": math.inf}, KL),
         ({"other_no_answer": 1.0}, {}),
         ({f"{SPLIT}1_groups": 2.0, f"{SPLIT}3_groups": 2.0, "diversity/mean_distance": 0.01}, {}),
