@@ -8,7 +8,7 @@ BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
 
-.PHONY: help setup train train-seeds test test-all lint format bench bench-control test-gpu test-verl clean
+.PHONY: help setup train train-seeds test test-all lint format docs build bench bench-control test-gpu test-verl clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,7 +30,7 @@ $(BOX2D): $(INSTALLED) # LunarLander's physics; where it must be compiled, swig 
 	@touch $@
 
 train: setup ## train the embedded default, a quiz: from a quarter right to over 90 %, in a few minutes on a CPU
-	$(BIN)/groupwise train recipes/quiz.toml
+	$(BIN)/groupwise train quiz
 
 train-seeds: setup ## the same with five seeds, and a table of what they reached
 	$(BIN)/python benchmarks/quiz_seeds.py
@@ -49,6 +49,15 @@ lint: setup ## check style, formatting and types
 format: setup ## put the code into the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup ## write the generated pages and build the documentation into site/; any warning is an error
+	$(BIN)/python tools/docs_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+build: setup ## build the source archive and the wheel into dist/, and check them
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
 
 bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minutes on two cores
 	$(BIN)/python benchmarks/selective_logps.py
@@ -74,5 +83,5 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	@touch $@
 
 clean: ## remove .venv, .venv-verl and all caches
-	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from groupwise.config import Recipe, load_recipe, make_recipe
     from groupwise.training import Callback, RunResult, StepReport, Trainer, read_rollouts
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _SUBMODULES = (
     "algorithms", "config", "control", "core", "data", "errors", "evaluate", "generate", "grouping",

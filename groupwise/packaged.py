@@ -14,6 +14,7 @@ from pathlib import Path
 from groupwise.errors import ConfigError, did_you_mean
 
 SUFFIX = ".toml"
+ROW_FILES = {".jsonl", ".parquet", ".csv"}  # which a user may take for a recipe
 
 
 def recipes_folder() -> Path:
@@ -25,7 +26,8 @@ def recipes_folder() -> Path:
 
 def packaged_recipes() -> dict[str, Path]:
     """The files of the packaged recipes by their names, in alphabetical order."""
-    return {path.stem: path for path in sorted(recipes_folder().glob(f"*{SUFFIX}"))}
+    paths = sorted(recipes_folder().glob(f"*{SUFFIX}"), key=lambda path: path.stem)
+    return {path.stem: path for path in paths}
 
 
 def packaged_recipe(name: str) -> Path:
@@ -41,6 +43,12 @@ def packaged_recipe(name: str) -> Path:
 def find_recipe(recipe: str | Path) -> Path:
     """The file that ``recipe`` means: a file of that path, else the packaged recipe of that name."""
     path = Path(recipe)
+    if path.suffix.lower() in ROW_FILES:
+        state = "holds rows" if path.exists() else "does not exist, and would hold rows"
+        raise ConfigError(
+            f"{path} {state}: a recipe is a TOML file. To train on rows, let `groupwise init FOLDER` write a recipe, "
+            f"or add --data.train {path} to a recipe that you have"
+        )
     if path.is_file():
         return path
     recipes = packaged_recipes()

@@ -26,7 +26,8 @@ def write_report(
 ) -> list[Path]:
     """Write the report into a folder, replacing an earlier one, and return the paths of its files.
 
-    ``facts`` about the evaluation (the model, the data, …) stand at the top. If matplotlib cannot be loaded, there is no picture.
+    ``facts`` about the evaluation (the model, the data, …) stand at the top. There is no picture if matplotlib
+    cannot be loaded.
     """
     folder = Path(folder)
     if comparison is not None and comparison.fingerprint != report.fingerprint:
