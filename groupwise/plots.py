@@ -38,7 +38,7 @@ def plot_curves(
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise InputError(f"a plot's name must end in .png, .svg or .pdf, got {path.name!r}")
     figure = new_figure()
-    axes = figure.add_subplot()
+    axes, bands = figure.add_subplot(), False
     for number, (name, (x, runs_values)) in enumerate(curves.items()):
         values = np.atleast_2d(np.asarray(runs_values, dtype=np.float64))
         if values.shape[1:] != np.shape(x):
@@ -50,13 +50,42 @@ def plot_curves(
         runs = f" ({len(values)} runs)" if len(values) > 1 else ""
         axes.plot(x, band.estimate, dash, color=colour, linewidth=2, label=f"{name}{runs}")
         if len(values) > 1:
+            bands = True
             axes.fill_between(x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
     if goal is not None:
         axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f"goal: {goal:g}")
+    if not bands:
+        widen_flat_axis(axes, [y for line in axes.lines for y in line.get_ydata()])
     axes.set(xlabel="step", ylabel=y_label)
     axes.set_title(title, loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     save_figure(figure, path)
+
+
+def axis_range(low: float, high: float, share: bool = False) -> tuple[float, float]:
+    """The range of an axis for values from ``low`` to ``high``: widened if they are equal but for rounding.
+
+    A ``share`` is between 0 and 1, and so is its axis.
+    """
+    size = max(abs(low), abs(high))
+    if high - low > max(1e-6 * size, 1e-9):
+        return low, high
+    middle, reach = (low + high) / 2, 0.2 * size if size > 1e-9 else 1.0
+    if share and 0 <= middle <= 1:
+        return max(middle - reach, 0.0), min(middle + reach, 1.0)
+    return middle - reach, middle + reach
+
+
+def widen_flat_axis(axes: Any, values: ArrayLike, share: bool = False) -> None:
+    """Give a readable y axis to ``values`` that are all equal; other axes stay as they are."""
+    finite = np.asarray(values, dtype=np.float64)
+    finite = finite[np.isfinite(finite)]
+    if not len(finite):
+        return
+    low, high = axis_range(finite.min(), finite.max(), share)
+    if (low, high) != (finite.min(), finite.max()):
+        edge = 0.04 * (high - low)  # a line at 0 % is not hidden by the axis
+        axes.set_ylim(low - edge, high + edge)
 
 
 def new_figure(width: float = 7.0, height: float = 4.2) -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,7 @@ class Engine:
         self.prefill_tokens = 1 if isolated else prefill_tokens or (16384 if gpu else 2048)
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
+        self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
         self._cache: SharedCache | None = None
         self._graphs: Any = None
 
@@ -104,6 +106,7 @@ class Engine:
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
+        finished = 0
         stats = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
         while not scheduler.done or in_flight:
             before = len(in_flight)
@@ -128,8 +131,12 @@ class Engine:
             idle = len(in_flight) == before  # nothing can be launched before an output is read
             while len(in_flight) > (before - 1 if idle else runner.lag):
                 batch, step = in_flight.popleft()
-                for sample in output.append(batch, runner.read(step)):
+                ended = output.append(batch, runner.read(step))
+                for sample in ended:
                     active.drop(sample)
+                finished += len(ended)
+                if self.progress is not None and ended:
+                    self.progress(finished, len(request.prompt_of))
         return output.rollout(stats, runner.kept_ids())
 
     def _runner(self, plan: CachePlan, request: Request) -> Runner:
@@ -149,6 +156,19 @@ class Engine:
                 self.handle, head, self._cache, None if self.isolated else max(request.prompt_lengths)
             )
         return GraphRunner(self._graphs, request, self.isolated)
+
+
+@contextmanager
+def watched(generator: Any, progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Within this block an engine calls ``progress`` with the completions done, and their number."""
+    if not isinstance(generator, Engine):  # another generator may not be able to tell
+        yield
+        return
+    before, generator.progress = generator.progress, progress
+    try:
+        yield
+    finally:
+        generator.progress = before
 
 
 def _can_capture(handle: ModelHandle) -> bool:

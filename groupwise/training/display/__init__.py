@@ -11,8 +11,11 @@ from groupwise.training.display.lines import LineDisplay
 __all__ = ["Display", "LineDisplay", "RunFacts", "make_display"]
 
 
-def make_display(stream: TextIO | None = None) -> Display:
-    """The display that suits ``stream`` (default: the standard output)."""
+def make_display(stream: TextIO | None = None, *, activities: bool = True) -> Display:
+    """The display that suits ``stream`` (default: the standard output).
+
+    ``activities``: False to leave out what the run is doing where it would need a line each.
+    """
     from rich.console import Console
 
     from groupwise.training.display.live import LiveDisplay
@@ -22,4 +25,4 @@ def make_display(stream: TextIO | None = None) -> Display:
     # FORCE_COLOR makes rich treat a pipe as a terminal, and would fill a log file with redrawn panels.
     if stream.isatty() and console.is_terminal and console.is_interactive and not console.options.ascii_only:
         return LiveDisplay(console)
-    return LineDisplay(stream)
+    return LineDisplay(stream, activities=activities)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from groupwise.training.store.recorder import EVAL_PREFIX
+from rich.cells import cell_len
+
+from groupwise.text import format_duration
+from groupwise.training.store import EVAL_PREFIX
 
 Clock = Callable[[], float]
 SummaryRows = Sequence[str | Sequence[str]]
@@ -23,6 +26,7 @@ SummaryRows = Sequence[str | Sequence[str]]
 
 RECENT = 20  # steps that the remaining time is estimated from
 SMOOTHING = 0.1  # weight of the newest value in a smoothed curve
+BYTES = "bytes"  # the unit of downloads, shown in MB
 MAX_DRAWN = 1e30  # larger values are not drawn
 MAX_POINTS = 4000  # kept per curve
 REWARD, MARGIN = "reward", "preference/margin"  # the curve of a run, and that of a run without rewards
@@ -31,7 +35,11 @@ OCCASIONAL = ("grad_cosine/grpo_preference",)  # measured in some steps only; th
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The description of a run. ``metric`` is the evaluations' metric and ``goal`` its target."""
+    """The description of a run. ``metric`` is the evaluations' metric and ``goal`` its target.
+
+    evaluate_every: steps between two evaluations; 0 if there is only one, after the last step.
+    show_samples: how many completions of a step are shown.
+    """
 
     name: str
     model: str
@@ -43,6 +51,51 @@ class RunFacts:
     folder: str
     goal: float | None = None
     log_every: int = 1
+    evaluate_every: int = 0
+    show_samples: int = 2
+
+
+class SampleCompletion(NamedTuple):
+    """A completion to show, with the end of its prompt and its reward."""
+
+    prompt: str
+    completion: str
+    reward: float
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a run is doing. ``done`` of ``total`` are counted in ``unit``; without a total there is no count.
+
+    began: the time when it began. estimated: whether the time left is proportional to what is left to do.
+    """
+
+    text: str = ""
+    began: float = 0.0
+    done: int = 0
+    total: int = 0
+    unit: str = ""
+    estimated: bool = True
+
+    @property
+    def count(self) -> str:
+        """``256 of 512 rows``."""
+        if not self.total:
+            return ""
+        if self.unit == BYTES:
+            return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+        return f"{self.done:,} of {self.total:,} {self.unit}".rstrip()
+
+    def times(self, now: float) -> str:
+        """``12 s elapsed · about 4 s left``; empty in the first two seconds."""
+        elapsed = now - self.began
+        if elapsed < 2:
+            return ""
+        left = elapsed / self.done * (self.total - self.done) if self.estimated and self.done and self.total else None
+        return format_times(elapsed, left)
+
+    def describe(self, now: float) -> str:
+        return " · ".join(filter(None, (self.text, self.count, self.times(now))))
 
 
 class EvaluationPoint(NamedTuple):
@@ -74,39 +127,59 @@ class Display:
         self._clock = clock
         self._lock = threading.RLock()
         self.facts = RunFacts("", "", 0, "", "", 0, None, "")
-        self._began = clock()
-        self._step, self._stage = 0, ""
+        self._began = self._mark = clock()  # of the run; and the end of its last step or evaluation
+        self._step, self._activity = 0, Activity()
         self._metrics: dict[str, float] = {}
         self._rewards, self._margins = SmoothedCurve(), SmoothedCurve()
         self._occasional: dict[str, float] = {}
         self._evaluations: list[EvaluationPoint] = []
-        self._finished = deque([(0, self._began)], maxlen=RECENT + 1)  # step, time
+        self._evaluated_at: int | None = None
+        self._samples: Sequence[SampleCompletion] = ()
+        self._step_times = deque[tuple[int, float]](maxlen=RECENT)  # number of steps, seconds
+        self._evaluation_times = deque[float](maxlen=RECENT)  # seconds
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start. A resumed run continues after ``first_step``; ``past`` are the rows of its metrics."""
         with self._lock:
-            self.facts, self._step, self._began = facts, first_step, self._clock()
-            self._finished = deque([(first_step, self._began)], maxlen=RECENT + 1)
+            self.facts, self._step, self._began, self._activity = facts, first_step, self._clock(), Activity()
+            self._mark = self._began
+            self._step_times.clear()
             for row in past:
                 self._add_points(int(row["step"]), as_numbers(row))
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is finished."""
         with self._lock:
-            self._step, self._stage, self._metrics = step, "", as_numbers(metrics)
+            count, self._step, self._activity, self._metrics = step - self._step, step, Activity(), as_numbers(metrics)
             if self._metrics.get("tokens_per_second") == 0:  # nothing was sampled
                 del self._metrics["tokens_per_second"]
-            self._finished.append((step, self._clock()))
+            seconds = self._since_mark()
+            if count > 0:
+                self._step_times.append((count, seconds))
             self._add_points(step, self._metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
         """An evaluation after ``step`` is finished."""
         with self._lock:
-            self._stage = ""
+            self._activity, self._evaluated_at = Activity(), step
+            self._evaluation_times.append(self._since_mark())
             self._add_points(step, {EVAL_PREFIX + name: number for name, number in as_numbers(metrics).items()})
+
+    def samples(self, samples: Sequence[SampleCompletion]) -> None:
+        """Some completions of the step that is about to be reported."""
+        with self._lock:
+            self._samples = tuple(samples)
 
     def stage(self, text: str) -> None:
         """The current activity, such as "evaluating"."""
+
+    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
+        """The current activity with a count, such as "evaluating", 256 of 512 "rows"; ``estimated``: show time left."""
+        self.stage(f"{text}: {Activity(text, 0.0, done, total, unit).count}")
+
+    def interrupted(self, text: str) -> None:
+        """A signal asked the run to stop. Called in a signal handler, so that it must not wait for anything."""
+        self.say(text)
 
     def say(self, text: str) -> None:
         """A notice that must stay visible."""
@@ -130,9 +203,46 @@ class Display:
         self.close()
 
     def seconds_left(self) -> float | None:
-        """The time for the remaining steps at the pace of the last ones."""
-        (first, began), (last, ended) = self._finished[0], self._finished[-1]
-        return (ended - began) / (last - first) * max(0, self.facts.steps - last) if last > first else None
+        """The time for the remaining steps at the pace of the last ones, and for the remaining evaluations."""
+        step = self._seconds_per_step()
+        if step is None:
+            return None
+        evaluation = sum(self._evaluation_times) / max(1, len(self._evaluation_times))
+        evaluations = self._evaluations_left()
+        total = max(0, self.facts.steps - self._step) * step + evaluations * evaluation
+        current = evaluation if evaluations and self._evaluation_is_due(self._step) else step
+        return max(0.0, total - min(self._clock() - self._mark, current))
+
+    def _seconds_per_step(self) -> float | None:
+        """The mean of the last steps, without evaluations; None before the first step."""
+        count = sum(count for count, _ in self._step_times)
+        return sum(seconds for _, seconds in self._step_times) / count if count else None
+
+    def _evaluations_left(self) -> int:
+        if self.facts.metric is None:
+            return 0
+        every, last = self.facts.evaluate_every, self.facts.steps
+        left = last // every - self._step // every + (last % every > 0) if every else int(self._step < last)
+        return left + self._evaluation_is_due(self._step)
+
+    def _evaluation_is_due(self, step: int) -> bool:
+        """Whether ``step`` is evaluated and has not been yet; step 0 is evaluated before a time can be told."""
+        every = self.facts.evaluate_every
+        at_end = step >= self.facts.steps
+        return step > 0 and self._evaluated_at != step and (at_end or bool(every and step % every == 0))
+
+    def _since_mark(self) -> float:
+        """The time since the last step or evaluation ended; the next one begins now."""
+        before, self._mark = self._mark, self._clock()
+        return self._mark - before
+
+    def _begin(self, text: str, done: int = 0, total: int = 0, unit: str = "", estimated: bool = True) -> bool:
+        """Set the current activity; whether it is another one than before."""
+        before, now = self._activity, self._clock()
+        is_new = text != before.text
+        # One assignment: another thread may be drawing it.
+        self._activity = Activity(text, now if is_new else before.began, done, total, unit, estimated)
+        return is_new
 
     def _add_points(self, step: int, numbers: Mapping[str, float]) -> None:
         """Add a row of metrics to the curves."""
@@ -177,6 +287,30 @@ def drawable(value: float | None) -> float | None:
 def is_share(metric: str) -> bool:
     """Whether a metric is a share by its name, and is shown in percent."""
     return bool(re.search(r"(^|[^a-z])(accuracy|share|rate|ratio|right|correct|pass)([^a-z]|$)", metric))
+
+
+def format_elapsed(seconds: float) -> str:
+    """``42 s``, ``1 min 20 s`` or ``3 h 05 min``."""
+    whole = max(0, int(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
+
+
+def format_times(elapsed: float, left: float | None) -> str:
+    """``1 min 20 s elapsed · about 3 min left``."""
+    text = f"{format_elapsed(elapsed)} elapsed"
+    return text if left is None else f"{text} · about {format_duration(left)} left"
+
+
+def shorten_start(text: str, width: int) -> str:
+    """The end of a text, in at most ``width`` columns."""
+    if cell_len(text) <= width:
+        return text
+    end = text[-width:]
+    while cell_len(end) >= max(1, width):
+        end = end[1:]
+    return f"…{end}"
 
 
 def format_count(number: int) -> str:

@@ -20,9 +20,10 @@ class Chart:
     """A chart of braille characters with two by four dots each, and axis labels."""
 
     def __init__(self, width: int, rows: int, steps: Array, span: Sequence[float], share: bool) -> None:
-        low, high = min(span), max(span)
-        extent = max(high - low, 1e-6 * max(abs(high), abs(low)), 1e-12)  # also for a flat curve
-        unit = 10.0 ** (math.floor(math.log10(extent)) - 1)
+        from groupwise.plots import axis_range  # not above: it is not needed for the first text on the screen
+
+        low, high = axis_range(min(span), max(span), share)
+        unit = 10.0 ** (math.floor(math.log10(high - low)) - 1)
         self.low, self.high = math.floor(low / unit - 0.5) * unit, math.ceil(high / unit + 0.5) * unit
         if share and low >= 0 and high <= 1 and low < high:
             self.low, self.high = max(self.low, 0.0), min(self.high, 1.0)  # shares are between 0 and 1

@@ -19,6 +19,7 @@ Points = tuple[list[int], list[float]]  # steps, values
 CURVES = "curves.png"
 TICK_STEPS = (1, 2, 5, 10)
 MAX_MARKED = 10  # points of a curve; longer curves have no markers
+MAX_EVALUATIONS_MARKED = 40
 LABELS = {  # of the metrics that share a panel
     "preference/chosen_reward": "better",
     "preference/rejected_reward": "worse",
@@ -31,9 +32,10 @@ SMOOTHING_SHARE = 0.05  # of a curve's points are averaged on each side
 def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = None) -> Path | None:
     """Draw reward, ``metric`` on held-out rows, pairs, entropy and KL, lengths, diversity, and gradients of the terms.
 
-    Metrics that were not recorded are left out. Returns the file; None if there is nothing to draw or matplotlib cannot be loaded.
+    Metrics that were not recorded are left out. Returns the file; None if there is nothing to draw, or if
+    matplotlib cannot be loaded.
     """
-    from groupwise.plots import new_figure, save_figure
+    from groupwise.plots import new_figure, save_figure, widen_flat_axis
 
     rows = read_metrics(run_folder / "metrics.jsonl")
     cells = _cells(metric)
@@ -50,6 +52,7 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
     except ImportError:  # a broken matplotlib must not fail a run at its end
         return None
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    drawn = {step for cell in cells for colours in cell.values() for name in colours for step in curves[name][0]}
     grid = figure.add_gridspec(2 * lines, columns)  # each cell has two halves, for two small panels
     for number, cell in enumerate(cells):
         alone = number == len(cells) - 1 and number % 2 == 0
@@ -66,6 +69,10 @@ def draw_curves(run_folder: Path, *, metric: str | None, goal: float | None = No
                     _draw_smoothed(axes, *curves[name], colour, LABELS.get(name))
             if len(colours) > 1:
                 axes.legend(frameon=False, fontsize=8)
+            bounds = [value for name in colours for end in ("_low", "_high") for value in _finite(rows, name + end)[1]]
+            lines_drawn = [y for line in axes.lines for y in line.get_ydata()]  # the goal too
+            widen_flat_axis(axes, [*lines_drawn, *bounds], share)
+            _share_steps(axes, min(drawn), max(drawn))
             _finish_axes(axes, title, share, last=position == len(cell) - 1)
     save_figure(figure, run_folder / CURVES)
     return run_folder / CURVES
@@ -132,12 +139,19 @@ def _draw_held_out(
     low, high = (dict(zip(*_finite(rows, name + end), strict=True)) for end in ("_low", "_high"))
     band = [step for step in steps if step in low and step in high]
     axes.fill_between(band, [low[s] for s in band], [high[s] for s in band], color=colour, alpha=0.16, linewidth=0)
-    axes.plot(steps, values, color=colour, linewidth=2, marker="o", markersize=4.5)
+    marker = "o" if len(steps) <= MAX_EVALUATIONS_MARKED else None
+    axes.plot(steps, values, color=colour, linewidth=2, marker=marker, markersize=4.5)
     if goal is not None:
         axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)))
         text = f"goal {_percent(goal)}" if share else f"goal {goal:g}"
         where = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
         axes.annotate(text, (0, goal), (4, 3), fontsize=8, color="0.4", **where)
+
+
+def _share_steps(axes: Any, first: int, last: int) -> None:
+    """All panels have the same steps."""
+    edge = 0.01 * (last - first) if last > first else 1.0
+    axes.set_xlim(first - edge, last + edge)
 
 
 def _percent(value: float) -> str:

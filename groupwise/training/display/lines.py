@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
-from groupwise.text import format_duration
+from groupwise.text import one_line
 from groupwise.training.display.base import (
     MARGIN,
     Clock,
@@ -17,11 +17,14 @@ from groupwise.training.display.base import (
     RunFacts,
     as_numbers,
     format_count,
+    format_times,
+    shorten_start,
 )
 from groupwise.training.preference import PREFERENCE_ACCURACY
 
 LINE_SECONDS = 1.0  # between the lines of quick steps
-STAGE_SECONDS = 20.0  # without a line before a stage is written
+STAGE_SECONDS = 20.0  # without a line before the current activity is written
+PROMPT_WIDTH, COMPLETION_WIDTH = 48, 72  # characters of a sample
 
 COLUMNS: dict[str, Callable[[float], str]] = {
     "frac_reward_zero_std": lambda value: f"equal groups {100 * value:3.0f} %",
@@ -32,18 +35,20 @@ COLUMNS: dict[str, Callable[[float], str]] = {
     MARGIN: lambda value: f"margin {value:6.3f}",
     "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
-    "step_time": lambda value: f"{value:5.1f} s",
+    "step_time": lambda value: f"{value:5.1f} s/step",
 }
 
 
 class LineDisplay(Display):
     """A line per step, at most about one per second; always for evaluations and the last step.
 
-    With ``log_every`` > 1 a line every so many steps, and also in between if these are slow.
+    With ``log_every`` > 1 a line every so many steps, and also in between if these are slow. What the run is doing is
+    written before the first step, in slow steps, and whenever there was no line for a while.
     """
 
-    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic) -> None:
+    def __init__(self, stream: TextIO | None = None, clock: Clock = time.monotonic, *, activities: bool = True) -> None:
         super().__init__(clock)
+        self._activities = activities
         self._stream = sys.stdout if stream is None else stream
         self._written = self._step_written = -math.inf
         self._pending = False
@@ -72,10 +77,18 @@ class LineDisplay(Display):
             numbers = [f"{name} {value:.4g}" for name, value in as_numbers(metrics).items()]
             text = ", ".join(numbers[:6]) or "nothing measured"
         self._print(f"{self._position(step)} · held out: {text}")
+        for sample in self._samples:
+            prompt = shorten_start(one_line(sample.prompt), PROMPT_WIDTH)
+            completion = one_line(sample.completion)
+            if len(completion) > COMPLETION_WIDTH:
+                completion = completion[: COMPLETION_WIDTH - 1] + "…"
+            self._print(f"  sample · reward {sample.reward:6.3f} · {prompt} → {completion or '(empty)'}")
 
     def stage(self, text: str) -> None:
-        if self._clock() - self._written >= STAGE_SECONDS:
-            self._print(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
+        self._show_activity(self._begin(text))
+
+    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
+        self._show_activity(self._begin(text, done, total, unit, estimated))
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -101,6 +114,15 @@ class LineDisplay(Display):
         total = str(self.facts.steps)
         return f"step {step:>{len(total)}}/{total}"
 
+    def _show_activity(self, is_new: bool) -> None:
+        if not self._activity.text or not self._activities:
+            return
+        waited, pace = self._clock() - self._written, self._seconds_per_step()
+        slow = pace is None or pace >= STAGE_SECONDS
+        if waited >= STAGE_SECONDS or (is_new and slow and waited >= LINE_SECONDS):
+            text = self._activity.describe(self._clock())
+            self._print(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
+
     def _write_step(self) -> None:
         self._pending, self._step_written = False, self._clock()
         values, cells = self._metrics, [self._position(self._step)]
@@ -111,9 +133,8 @@ class LineDisplay(Display):
             last = self._evaluations[-1]
             cells.append(f"{self.facts.metric} {self._format_metric(last.value):>6} (held out, step {last.step})")
         cells += [form(values[name]) for name, form in COLUMNS.items() if name in values]
-        left = self.seconds_left()
-        if left and self._step < self.facts.steps:
-            cells.append(f"left {format_duration(left)}")
+        left = self.seconds_left() if self._step < self.facts.steps else None
+        cells.append(format_times(self._clock() - self._began, left))
         self._print(" · ".join(cells))
 
     def _print(self, text: str) -> None:

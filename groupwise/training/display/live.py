@@ -11,15 +11,28 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.text import format_duration, one_line
-from groupwise.training.display.base import MARGIN, REWARD, Clock, Display, RunFacts, drawable, format_count
+from groupwise.text import one_line
+from groupwise.training.display.base import (
+    MARGIN,
+    REWARD,
+    Clock,
+    Display,
+    RunFacts,
+    SampleCompletion,
+    drawable,
+    format_count,
+    format_times,
+    shorten_start,
+)
 from groupwise.training.display.chart import Chart, empty_chart
 from groupwise.training.preference import PREFERENCE_ACCURACY
 
@@ -27,6 +40,22 @@ REFRESHES = 4  # per second
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 TWO_CHARTS = 70  # columns inside the panel that are needed for two charts side by side
 TILE = 13  # columns
+ONE_LINE = 60  # columns that are needed for a progress bar beside its times
+CHART_ROWS, TALL_CHART_ROWS, ROWS_WITH_SAMPLES = 8, 12, 6  # the usual and the largest; the smallest that samples leave
+TALL = 34  # rows of a terminal from which on the charts are taller
+BAR_SECONDS = 1.0  # a shorter activity gets no bar, which would flicker
+
+
+class ResizableLive(Live):
+    """rich's live display, which redraws the screen when its size changes: lines that were wrapped stay otherwise."""
+
+    _drawn_at: tuple[int, int] | None = None
+
+    def process_renderables(self, renderables: list[Any]) -> list[Any]:
+        before, self._drawn_at = self._drawn_at, tuple(self.console.size)
+        if before is not None and before != self._drawn_at:
+            renderables = [Control.clear(), Control.home(), *renderables]
+        return super().process_renderables(renderables)
 
 
 class LiveDisplay(Display):
@@ -38,6 +67,7 @@ class LiveDisplay(Display):
         self._live: Live | None = None
         self._closed = False
         self._notices: deque[str] = deque(maxlen=2)
+        self._interruption = ""
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         super().start(facts, first_step, past)
@@ -45,8 +75,15 @@ class LiveDisplay(Display):
         self._show()
 
     def stage(self, text: str) -> None:
-        self._stage = text
+        self._begin(text)
         self._show()
+
+    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
+        self._begin(text, done, total, unit, estimated)
+        self._show()
+
+    def interrupted(self, text: str) -> None:
+        self._interruption = one_line(text)  # printing in a signal handler could draw into a half-drawn panel
 
     def say(self, text: str) -> None:
         with self._lock:
@@ -60,35 +97,42 @@ class LiveDisplay(Display):
             self.console.print(Text(text), soft_wrap=True)
 
     def close(self) -> None:
-        live, self._live, self._stage, self._closed = self._live, None, "", True
+        live, self._live, self._closed = self._live, None, True
         atexit.unregister(self.close)
         if live is not None:
+            live.transient = not self.facts.steps  # before the start there is nothing to keep
             with suppress(OSError, ValueError):
                 live.stop()
 
     def _show(self) -> None:
-        """Start redrawing. Before `start` only the current stage is shown."""
+        """Start redrawing. Before `start` only the current activity is shown."""
         if self._live is None and not self._closed:
             atexit.register(self.close)  # restores the cursor if close is never called
-            self._live = Live(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
+            self._live = ResizableLive(console=self.console, get_renderable=lambda: self, refresh_per_second=REFRESHES)
             with suppress(OSError, ValueError):
                 self._live.start(refresh=True)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
-            content = self._panel(options.max_width, options.size.height) if self.facts.steps else self._activity()
+            width, height = options.max_width, options.size.height
+            content = self._panel(width, height) if self.facts.steps else Group(*self._status(width))
         yield content
 
     def _panel(self, width: int, height: int) -> Panel:
         facts, inside = self.facts, max(20, width - 4)
         title = [facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm]
-        tiles = self._tiles(inside)
+        progress, tiles, status = self._progress(inside), self._tiles(inside), self._status(inside)
         foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
-        if self._live is not None:
-            foot.insert(0, self._activity())
-        rows = min(8, max(3, height - 9 - tiles.row_count - len(foot)))
+        rows = height - 8 - len(progress) - tiles.row_count - len(status) - len(foot)
+        samples = self._sample_lines(inside)
+        if samples and rows - len(samples) >= ROWS_WITH_SAMPLES:
+            rows -= len(samples)
+        else:
+            samples = []
+        rows = max(3, min(rows, CHART_ROWS if height < TALL else TALL_CHART_ROWS))
+        charts = self._charts(inside, rows)
         return Panel(
-            Group(self._progress(), Text(), self._charts(inside, rows), Text(), tiles, *foot),
+            Group(*progress, Text(), charts, Text(), tiles, *samples, *status, *foot),
             title=Text(" · ".join(filter(None, title)), style="bold"),
             title_align="left",
             subtitle=Text(f"{facts.device} · {facts.folder}", style="dim"),
@@ -97,24 +141,63 @@ class LiveDisplay(Display):
             width=width,
         )
 
-    def _activity(self) -> Text:
-        spin = SPINNER[int(self._clock() * 8) % len(SPINNER)]
-        text = f"{spin} {self._stage or 'training'}" if self._live is not None else ""
-        return Text(text, style="dim", no_wrap=True, overflow="ellipsis")
+    def _status(self, width: int) -> list[RenderableType]:
+        """What the run is doing, and whether it was asked to stop; empty at the end."""
+        if self._live is None:
+            return []
+        now, activity = self._clock(), self._activity
+        head = f"{SPINNER[int(now * 8) % len(SPINNER)]} {activity.text or 'training'}"
+        lines: list[RenderableType] = []
+        if activity.total and width >= ONE_LINE and now - activity.began >= BAR_SECONDS:
+            bar = ProgressBar(total=activity.total, completed=activity.done, complete_style="cyan")
+            end = " · ".join(filter(None, (activity.count, activity.times(now))))
+            lines.append(_bar_row(Text(head, style="dim"), bar, Text(end, style="dim")))
+        else:
+            rest = filter(None, (activity.count, activity.times(now)))
+            lines.append(_cut(" · ".join((head, *rest)), "dim"))
+        if self._interruption:
+            lines.append(_cut(self._interruption, "bold yellow"))
+        return lines
 
-    def _progress(self) -> RenderableType:
+    def _progress(self, width: int) -> list[RenderableType]:
         total = max(self.facts.steps, self._step, 1)
-        left = self.seconds_left()
-        times = format_duration(self._clock() - self._began)
-        if left is not None and self._step < total:
-            times += f" · left {format_duration(left)}"
-        grid = Table.grid(padding=(0, 1), expand=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(ratio=1)
-        grid.add_column(no_wrap=True)
+        times = format_times(self._clock() - self._began, self.seconds_left() if self._step < total else None)
         bar = ProgressBar(total=total, completed=self._step, complete_style="cyan", finished_style="green")
-        grid.add_row(Text.assemble("step ", (f"{self._step:,}", "bold"), f" of {total:,}"), bar, Text(times))
-        return grid
+        head = Text.assemble("step ", (f"{self._step:,}", "bold"), f" of {total:,}")
+        if width >= ONE_LINE:
+            return [_bar_row(head, bar, Text(times))]
+        return [_bar_row(head, bar), _cut(times)]
+
+    def _sample_lines(self, width: int) -> list[RenderableType]:
+        """Completions of the last step below their heading and an empty line."""
+        if not self._samples:
+            return []
+        head = Text.assemble(
+            ("completions ", "bold magenta"), (f" step {self._step:,}, best and worst of a group", "dim")
+        )
+        if len(self._samples) != 2:
+            head = Text.assemble(("completions ", "bold magenta"), (f" step {self._step:,}", "dim"))
+        rewards = [_format_number(sample.reward) for sample in self._samples]
+        margin = max(map(len, rewards))
+        lines = [
+            self._sample_line(sample, reward.rjust(margin), width)
+            for sample, reward in zip(self._samples, rewards, strict=True)
+        ]
+        return [Text(), head, *lines]
+
+    def _sample_line(self, sample: SampleCompletion, reward: str, width: int) -> Text:
+        completion = one_line(sample.completion)
+        room = width - len(reward) - len("   → ")
+        prompt = shorten_start(one_line(sample.prompt), max(8, room * 2 // 5, room - max(7, cell_len(completion))))
+        parts = (
+            (reward, "bold"),
+            f"  {prompt}",
+            (" → ", "bold magenta"),
+            (completion or "(empty)", "" if completion else "dim"),
+        )
+        line = Text.assemble(*parts, no_wrap=True, overflow="ellipsis")
+        line.truncate(width, overflow="ellipsis")
+        return line
 
     def _charts(self, width: int, rows: int) -> RenderableType:
         grid = Table.grid(padding=(0, 3, 0, 0))
@@ -189,6 +272,19 @@ class LiveDisplay(Display):
             table.add_row(*(Text(label, style="dim") for label, _ in line))
             table.add_row(*(Text(value, style="bold") for _, value in line))
         return table
+
+
+def _bar_row(*cells: RenderableType) -> Table:
+    """A label, a bar that fills the rest, and its times."""
+    grid = Table.grid(padding=(0, 1), expand=True)
+    for number in range(len(cells)):
+        grid.add_column(ratio=1 if number == 1 else None, no_wrap=True)
+    grid.add_row(*cells)
+    return grid
+
+
+def _cut(text: str, style: str = "") -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
 
 
 TILES: dict[str, tuple[str, Callable[[float], str]]] = {

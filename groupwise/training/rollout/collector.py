@@ -17,12 +17,14 @@ from torch import Tensor
 from groupwise.config import Recipe
 from groupwise.data import DecodedCompletions, Order, Prompt, columns_of, completion_for_reward, decode_completions
 from groupwise.errors import ConfigError
+from groupwise.generate.engine import watched
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.rewards import RewardFunction, Scorer, Scores
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say
+from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.rollout.advantages import OVERLONG, add_overlong_penalty
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
@@ -65,11 +67,12 @@ class RolloutCollector:
         overlong: bool = False,
         grouper: SimilarityGrouper | None = None,
         say: Say = lambda text: None,
+        display: Display | None = None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
         self.rows, self.prompts, self.compute_advantages = rows, prompts, compute_advantages
         self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
-        self.grouper = grouper
+        self.grouper, self.display = grouper, display or Display()
 
     @property
     def names(self) -> list[str]:
@@ -127,11 +130,18 @@ class RolloutCollector:
             seed=derive_seed("sampling", self.seed, step, number),
             keep_sets=step_recipe.masks.keep_sampling_mask,
         )
-        with timer("generate"):
+        activity = "sampling" if not number else f"sampling other prompts, round {number}"
+        self.display.stage(activity)
+
+        def progress(done: int, total: int) -> None:
+            self.display.progress(activity, done, total, "completions", estimated=False)
+
+        with timer("generate"), watched(self.generator, progress):
             rollout = self._generate(prompts, samples, sampling)
             completions = decode_completions(self.tokenizer, rollout.ids, rollout.lengths)
         similarity, labels, skipped = None, {}, [False] * len(completions.ids)
         if self.grouper is not None:
+            self.display.stage("clustering similar completions")
             with timer("group"):
                 texts = completions.texts
                 similarity = self.grouper.group([texts[i : i + samples] for i in range(0, len(texts), samples)])
@@ -139,6 +149,7 @@ class RolloutCollector:
             labels = {LABELS: similarity_group_labels(uids, similarity.labels)}
             if step_recipe.grouping.skip_single_members and step_recipe.advantages.grouping == "similarity":
                 skipped = compute_single_member_mask(labels[LABELS]).tolist()
+        self.display.stage("scoring")
         with timer("reward"):
             scores = self._score(rows, completions, skipped, step_recipe, trainer_state)
         logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps

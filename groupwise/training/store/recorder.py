@@ -15,14 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.errors import MissingExtraError, RunDirError
+from groupwise.errors import MissingExtraError, RunDirError, is_installed
 from groupwise.rundir import RunDir, read_json
 from groupwise.text import Say, error_reason
+from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
 
 MetricValue = float | int | None
 
-EVAL_PREFIX = "eval/"
 TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 MAX_FLOAT32 = 3.4028234e38  # TensorBoard stores 32-bit floats
@@ -99,7 +99,8 @@ class Recorder:
 
     ``wandb`` is a project's name and ``settings`` its config. A resumed run calls `rewind` first and passes the step it
     resumes after as ``resumed_at``, so TensorBoard drops the later steps. W&B continues the same run; there repeated
-    steps keep their first values. ``say`` reports a sink that is missing or fails.
+    steps keep their first values. ``tensorboard`` None writes events if tensorboardX is installed. ``say`` reports a
+    sink that fails.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Recorder:
         run: RunDir,
         *,
         say: Say,
-        tensorboard: bool = True,
+        tensorboard: bool | None = None,
         wandb: str | None = None,
         settings: Mapping[str, Any] | None = None,
         resumed_at: int | None = None,
@@ -118,12 +119,9 @@ class Recorder:
         self._sinks: dict[str, TensorBoard | WeightsAndBiases] = {}
         if wandb:
             self._open("Weights & Biases", lambda: WeightsAndBiases(run, wandb, settings or {}))
-        if tensorboard:
+        if tensorboard or (tensorboard is None and is_installed("tensorboardX")):
             purge_step = None if resumed_at is None else resumed_at + 1
-            try:
-                self._open("TensorBoard", lambda: TensorBoard(run.path / TENSORBOARD, purge_step))
-            except MissingExtraError:
-                say("no TensorBoard events are written; for them, pip install 'groupwise[tensorboard]'")
+            self._open("TensorBoard", lambda: TensorBoard(run.path / TENSORBOARD, purge_step))
 
     def step(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Record the metrics of a training step."""

@@ -59,6 +59,7 @@ class Updater:
         self.handle, self.masters, self.optimizer, self.reference = handle, masters, optimizer, reference
         self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
         self.release, self.say = release, say
+        self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
         """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
@@ -184,7 +185,7 @@ class Updater:
         record: bool = True,
     ) -> None:
         """One pass over all packs, of all terms or of one. ``record``: also record statistics, once per update."""
-        with_dataset = record or (only is not None and only.from_pairs)
+        with_dataset, done = record or (only is not None and only.from_pairs), 0
         for micro_batch in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
             values, statistics = objective.terms(micro_batch)
             if only is not None:
@@ -198,6 +199,9 @@ class Updater:
                     sums[name] = sums.get(name, 0.0) + value.detach()
             if result.mismatch is not None and record and micro_batch.sampler_logps is not None:
                 result.mismatch.add(micro_batch.logps, micro_batch.sampler_logps, micro_batch.mask)
+            if self.progress is not None and micro_batch.advantages is not None:
+                done += len(micro_batch.advantages)
+                self.progress(done, len(minibatch))
 
     def _micro_batches(
         self,

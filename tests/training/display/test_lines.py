@@ -47,7 +47,7 @@ def test_a_line_has_the_numbers(lines, stream, clock):
         lines.step(step, METRICS)
     assert stream.getvalue().splitlines()[-1] == (
         "step  12/300 · reward  0.412 ±0.31 · accuracy 45.1 % (held out, step 10) · equal groups  12 % · "
-        "length 1205.3 ·   1,830 tokens/s ·   0.9 s · left 10 min"
+        "length 1205.3 ·   1,830 tokens/s ·   0.9 s/step · 24 s elapsed · about 10 min left"
     )
     assert len(stream.getvalue().splitlines()) == 13
 
@@ -65,8 +65,8 @@ def test_missing_metrics_are_left_out(lines, stream, clock):
     clock.time += 2.5
     lines.step(2, {"reward": math.nan, "reward_std": None, "kl": "x", "tokens_per_second": torch.ones(2)})
     assert stream.getvalue().splitlines() == [
-        "step   1/300",
-        "step   2/300 · reward    nan · left 6 min",
+        "step   1/300 · 0 s elapsed · about 0 s left",
+        "step   2/300 · reward    nan · 2 s elapsed · about 6 min left",
     ]
 
 
@@ -75,7 +75,7 @@ def test_a_step_with_pairs(lines, stream, clock):
     lines.step(1, {**METRICS, "preference/pairs": 64.0, "preference/margin": -0.5, "preference/accuracy": 1.0})
     assert stream.getvalue().splitlines()[-1] == (
         "step   1/300 · reward  0.412 ±0.31 · equal groups  12 % · length 1205.3 · pairs  64 · margin -0.500 · "
-        "preferred 100 % ·   1,830 tokens/s ·   0.9 s · left 10 min"
+        "preferred 100 % ·   1,830 tokens/s ·   0.9 s/step · 2 s elapsed · about 10 min left"
     )
 
 
@@ -89,9 +89,9 @@ def test_a_step_without_sampling_has_no_reward_and_no_speed(stream, clock):
     assert stream.getvalue().splitlines()[1:] == [
         "step  0/36 · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
         "step  1/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.000 · preferred  71 % · "
-        "  1.5 s · left 70 s",
+        "  1.5 s/step · 2 s elapsed · about 70 s left",
         "step  2/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.523 · preferred  71 % · "
-        "  1.5 s · left 68 s",
+        "  1.5 s/step · 4 s elapsed · about 68 s left",
     ]
 
 
@@ -110,7 +110,7 @@ def test_quick_steps_share_a_line(lines, stream, clock):
         lines.step(step, {"reward": 1.0})
     steps = [int(line.split("/")[0].split()[1]) for line in stream.getvalue().splitlines()]
     assert steps == [*range(1, 300, 8), 300]
-    assert "left" not in stream.getvalue().splitlines()[-1]
+    assert " left" not in stream.getvalue().splitlines()[-1]
 
 
 def test_log_every(stream, clock):
@@ -225,4 +225,4 @@ def test_time_left_is_estimated_from_recent_steps(lines, clock):
 def test_durations(lines, stream, clock, seconds, text):
     clock.time += seconds
     lines.step(150, {})
-    assert stream.getvalue().endswith(f" · left {text}\n")
+    assert stream.getvalue().endswith(f" · about {text} left\n")
