@@ -258,7 +258,7 @@ def _hub(name: str, subset: str | None, split: str) -> Iterator[Row]:
         raise DataError(f"{part}, split {split!r} cannot be loaded from the hub: {error_reason(error)}") from error
     except OSError as error:
         raise DataError(
-            f"there is no file or folder {name}, and the hub cannot be reached: {error_reason(error)}. Download it on "
+            f"there is no file or folder {name}, and the hub cannot be reached: {error_reason(error)}; download it on "
             f"another machine (hf download {name} --repo-type dataset --local-dir FOLDER) and name its files"
         ) from error
     for number, values in enumerate(data, start=1):

@@ -450,7 +450,7 @@ def test_a_hub_that_cannot_be_reached():
     """With the real package, offline."""
     with pytest.raises(
         DataError,
-        match=r"no file or folder owner/name, and the hub cannot be reached: Couldn't reach .*Download it on "
+        match=r"no file or folder owner/name, and the hub cannot be reached: Couldn't reach .*download it on "
         r"another machine \(hf download owner/name --repo-type dataset",
     ):
         read_rows("owner/name")
