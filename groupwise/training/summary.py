@@ -30,6 +30,8 @@ def run_facts(components: RunComponents, folder: Path, steps: int) -> RunFacts:
         folder=str(folder),
         goal=components.goal,
         log_every=recipe.run.log_every,
+        evaluate_every=recipe.evaluate.every,
+        show_samples=recipe.run.show_samples,
     )
 
 
