@@ -110,8 +110,8 @@ def _kl_high(recent: RecentSteps) -> str | None:
     if kl is None or kl <= recent.recipe.run.kl_warning:
         return None
     return (
-        f"the KL to the reference is {kl:.3g}; raise <loss.kl_coef>, or lower <optimizer.learning_rate>, or, where the "
-        "right answers have such a KL, raise <run.kl_warning>"
+        f"the KL to the reference is {kl:.3g}; raise <loss.kl_coef>, or lower <optimizer.learning_rate>, or, if the "
+        "task needs a KL as high as that, raise <run.kl_warning>"
     )
 
 
