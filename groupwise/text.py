@@ -1,4 +1,4 @@
-"""Text for reports, displays and error messages: Markdown cells and tables, durations, the reason of an error."""
+"""Text for reports, displays and messages: Markdown cells and tables, counts, durations, the reason of an error."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ _MARKDOWN = re.compile(r"([\\`*\[\]<>|~&$#]|(?<![^\W_])_|_(?![^\W_]))")
 def one_line(text: str) -> str:
     """The text on one line: runs of white space become one space, and non-printable characters are removed."""
     return " ".join("".join(letter for letter in text if letter.isprintable() or letter.isspace()).split())
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    """A count with its noun: ``1 step``, ``1,200 steps``; ``nouns`` is the plural if it is not noun + s."""
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
 
 
 def escape_markdown(text: str) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
+import pickle
 import re
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 import pytest
@@ -24,15 +30,16 @@ from groupwise.config import (
     with_settings,
 )
 from groupwise.config import names as names_module
-from groupwise.config.fields import choices_of, types_of
+from groupwise.config.fields import choices_of, section_of, types_of
 from groupwise.config.layers import nested, read_options
 from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
-from groupwise.config.sections import LoraSection
+from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
-from groupwise.errors import ConfigError
+from groupwise.core.preference import KINDS
+from groupwise.errors import ConfigError, RecipeErrors
 
 NAMES = dict(setting_names())
 
@@ -188,6 +195,21 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
         load_recipe(path)
 
 
+@pytest.mark.parametrize("name", ["nothere.jsonl", "rows.parquet", "rows.CSV"])
+@pytest.mark.parametrize("exists", [False, True])
+def test_rows_are_no_recipe(tmp_path, name, exists):
+    (tmp_path / "nothere.toml").write_text("")
+    if exists:
+        (tmp_path / name).write_text('{"prompt": "a"}')
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(tmp_path / name)
+    message = str(caught.value)
+    assert ("does not exist" in message) is not exists
+    for part in ("a recipe is a TOML file", "groupwise init", f"--data.train {tmp_path / name}"):
+        assert part in message
+    assert "did you mean" not in message
+
+
 # --- unknown names -----------------------------------------------------------------------------------------
 
 
@@ -221,20 +243,108 @@ def test_a_wrong_name_suggests_the_nearest(table, sentence):
     assert refused(table) == sentence
 
 
-def test_names_of_other_libraries_are_suggested():
-    for theirs, ours in OTHER_LIBRARIES.items():
-        assert ours in NAMES
-        # A setting of the same name is suggested first.
-        same = "".join(f"{name!r} or " for name in NAMES if name.endswith(f".{theirs}"))
-        for table in ({theirs: 1}, {"train": {theirs: 1}}):
-            assert refused(table).endswith(f"{theirs}'; did you mean {same}{ours!r}?")
-        with pytest.raises(ConfigError, match=re.escape(f"unknown setting --{theirs}; did you mean {same}{ours!r}?")):
-            parse_override(theirs, "1")
+def hint_of(name):
+    """The hint in the error of an unknown setting on the command line, after its name."""
+    with pytest.raises(ConfigError) as caught:
+        parse_override(name, "1")
+    message = str(caught.value)
+    start, end = f"unknown setting --{name}", " (`groupwise train --help all` lists all)"
+    assert message.startswith(start)
+    assert message.endswith(end)
+    return message.removeprefix(start).removesuffix(end)
 
 
-def test_trls_names_are_known():
-    for name in ("num_generations", "max_completion_length", "beta", "epsilon", "loss_type", "scale_rewards"):
-        assert name in OTHER_LIBRARIES
+def test_names_of_other_libraries_are_settings_with_valid_values():
+    for theirs, hint in OTHER_LIBRARIES.items():
+        assert hint.settings or hint.note, theirs
+        for name in hint.settings:
+            value = hint.value if hint.value is not None else "1"
+            parse_override(name, str(value).lower())  # it exists
+            if hint.value is not None and not name.startswith("rewards."):
+                assert make_recipe(nested({name: hint.value})).get(name) == hint.value
+            assert name in hint_of(theirs)
+        if "." not in theirs:
+            assert hint.note in hint_of(theirs)
+            assert refused({theirs: 1}).startswith(f"the recipe: unknown section or key '{theirs}'; ")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("lr", "; did you mean 'optimizer.learning_rate'?"),
+        ("use_unbiased_kl", "; did you mean '--loss.kl unbiased'?"),
+        ("embedding_lr", "; did you mean 'optimizer.embedding_learning_rate'?"),
+        ("loss_weights", "; did you mean 'preference.kind_weights'? (the terms' weights are loss.policy_coef, "
+                         "loss.kl_coef and preference.weight)"),
+        ("beta", "; did you mean 'preference.beta' or 'loss.kl_coef'?"),  # DPO's, GRPO's
+        ("loss.beta", "; did you mean 'loss.kl_coef'?"),
+        ("numGenerations", "; did you mean 'sampling.samples_per_prompt'?"),
+        ("use_vllm", "; groupwise samples with its own engine, so there is nothing to set"),
+        ("save_only_model", "; did you mean '--run.resumable false'?"),
+        ("steps", "; did you mean 'train.steps' or 'sft.steps'?"),  # the usual one first
+        ("report_to", "; did you mean 'run.tensorboard' or 'run.wandb'?"),
+        ("train.foo", ""),
+        ("data.zeal", ""),
+        ("local_rank", ""),
+        ("log_on_each_node", ""),
+    ],
+)  # fmt: skip
+def test_hints(name, hint):
+    assert hint_of(name) == hint
+
+
+def test_a_hint_with_a_value_in_a_recipe():
+    assert refused({"loss": {"use_unbiased_kl": True}}) == (
+        "the recipe: unknown key 'loss.use_unbiased_kl'; did you mean 'loss.kl = \"unbiased\"'?"
+    )
+    assert refused({"save_only_model": True}).endswith("did you mean 'run.resumable = false'?")
+
+
+# Settings of TRL that have no equivalent here, and no setting of a similar name that would be suggested.
+NO_EQUIVALENT = """
+    accelerator_config activation_offloading auto_find_batch_size average_tokens_across_devices batch_eval_metrics
+    bf16_full_eval cast_lm_head_to_fp32 dataset_num_proc debug deepspeed disable_dropout disable_tqdm do_predict
+    ds3_gather_for_generation enable_jit_checkpoint entropy_target eval_accumulation_steps eval_delay
+    eval_do_concat_batches eval_use_gather_object f_alpha_divergence_coef f_divergence_type fp16_full_eval fsdp
+    fsdp_config full_determinism greater_is_better hub_always_push hub_private_repo hub_strategy hub_token
+    ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names length_column_name
+    liger_kernel_config local_rank log_completions_hub_repo log_level_replica log_multimodal log_on_each_node
+    log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations neftune_noise_alpha
+    num_completions_to_print optim_args optim_target_modules pad_to_multiple_of pad_token padding_free
+    parallelism_config precompute_ref_batch_size prediction_loss_only remove_unused_columns
+    restore_callback_states_from_checkpoint router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos
+    save_on_each_node skip_memory_metrics tf32 torch_compile_backend torch_compile_mode torch_empty_cache_steps
+    train_sampling_strategy use_cache use_liger_kernel use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg
+    vespo_lambda_pos vllm_importance_sampling_clip_min vllm_structured_outputs_regex use_dora lora_modules_to_save
+    lora_target_parameters lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage
+    use_bnb_nested_quant
+"""
+# Their coefficient is changed by the entropy; ours is a setting.
+ADAPTIVE_ENTROPY = {"entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"}
+
+
+def trl_settings():
+    """The names in TRL's configuration classes, read from the files: importing TRL takes half a minute."""
+    root = Path(importlib.util.find_spec("trl").origin).parent / "trainer"
+    names = {}
+    for class_name in ("GRPOConfig", "DPOConfig", "ModelConfig"):
+        file = class_name.removesuffix("Config").lower() + "_config"
+        tree = ast.parse((root / f"{file}.py").read_text())
+        (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name]
+        names |= {node.target.id: class_name for node in body if isinstance(node, ast.AnnAssign)}
+    return names
+
+
+def test_every_setting_of_trl_has_a_hint_or_none():
+    names = trl_settings()
+    assert {"num_generations", "max_completion_length", "loss_weights", "lora_r"} <= set(names)
+    same = {key.rpartition(".")[2] for key in NAMES}
+    unknown = set(names) - {*OTHER_LIBRARIES, *same, *NO_EQUIVALENT.split(), *ADAPTIVE_ENTROPY, "_VALID_DICT_FIELDS"}
+    assert unknown == set()
+
+
+def test_names_without_an_equivalent_have_no_hint():
+    assert [(name, hint_of(name)) for name in NO_EQUIVALENT.split() if hint_of(name)] == []
 
 
 # --- wrong values -------------------------------------------------------------------------------------------
@@ -290,6 +400,96 @@ def test_entries_of_a_list_are_counted_from_one():
         "the recipe: [[rewards]] number 2, weight = '2' cannot be used; it should be a number: write 2 without quotes; "
         "the recipe: [[rewards]] number 3 has no 'function'"
     )
+
+
+def test_several_errors_have_a_line_each():
+    def lines(**options):
+        with pytest.raises(RecipeErrors) as caught:
+            make_recipe(**options)
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert str(error) == str(caught.value)
+        assert error.lines() == caught.value.lines()
+        return error.lines()
+
+    table = {"train": {"steps": 4.5, "stps": 1}}
+    assert lines(table=table, where="r.toml") == [
+        "2 errors in r.toml:",
+        "train.steps = 4.5 cannot be used; it should be an integer of at least 0",
+        "unknown key 'train.stps'; did you mean 'steps'?",
+    ]
+    assert lines(overrides={"train.steps": -1, "train.seed": -1})[0] == "2 errors on the command line:"
+    mixed = lines(table=table, where="r.toml", overrides={"train.seed": -1})
+    assert mixed[0] == "3 errors:"
+    assert [line.partition(": ")[0] for line in mixed[1:]] == ["r.toml", "on the command line", "r.toml"]
+    # Contradictions, too.
+    table = {"loss": {"name": "x"}, "masks": {"keep_sampling_mask": True}}
+    title, *sentences = lines(table=table)
+    assert title == "2 errors in the recipe:"
+    assert [sentence.split()[0] for sentence in sentences] == ["unknown", "masks.keep_sampling_mask"]
+
+
+# --- entries of lists of tables --------------------------------------------------------------------------------------
+
+
+LISTS = {
+    "rewards": [{"function": "a:b"}, {"function": "c:d", "weight": 2.0, "options": {"low": 1, "high": 2}}],
+    "phases": [{"name": "one", "steps": 3, "temperature": 0.7}],
+    "rules": [{"when": "accuracy < 0.1", "then": "learning_rate * 0.5", "over": 3}],
+}
+
+
+def test_an_entry_of_a_list_is_set_by_its_number():
+    overrides = {
+        name: parse_override(name, text)
+        for name, text in {
+            "rewards.1.weight": "1",
+            "rewards.0.function": "e:f",
+            "rewards.1.options.low": "5",
+            "phases.0.temperature": "0.5",
+            "phases.0.name": "first",
+            "rules.0.over": "7",
+        }.items()
+    }
+    recipe = make_recipe(LISTS, overrides=overrides)
+    first, second = recipe.rewards
+    assert (first.function, first.weight) == ("e:f", 1.0)
+    assert (second.function, second.weight, second.options) == ("c:d", 1.0, {"low": 5, "high": 2})
+    assert recipe.phases == [{"name": "first", "steps": 3, "temperature": 0.5}]
+    assert recipe.rules[0]["over"] == 7
+    assert LISTS["rewards"][0] == {"function": "a:b"}  # the table itself is not changed
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rewards.2.weight", 1.0, "no rewards.2: the recipe has 2 entries of [[rewards]], numbered from 0"),
+        ("phases.1.steps", 1, "no phases.1: the recipe has 1 entry of [[phases]], numbered from 0"),
+        ("rewards.0.weight", "x", "on the command line: rewards.0.weight = 'x' cannot be used; it should be a number"),
+    ],
+)
+def test_wrong_entries_of_a_list(name, value, message):
+    assert message in refused(LISTS, overrides={name: value})
+
+
+def test_an_entry_of_a_missing_list():
+    message = "there is no rewards.0: the recipe has no [[rewards]]"
+    assert refused({}, overrides={"rewards.0.weight": 1.0}).endswith(message)
+    assert "rewards is not a list" in refused({"rewards": {"a": 1}}, overrides={"rewards.0.weight": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("rewards.0.wieght", "unknown key 'wieght' in --rewards.0.wieght; did you mean 'weight'?"),
+        ("rewards.weight", "give the number of an entry, from 0, and a key, such as --rewards.0.weight"),
+        ("rewards.0", "such as --rewards.0.weight"),
+        ("rules.-1.over", "such as --rules.0.over"),
+        ("train.0.steps", "unknown setting --train.0.steps"),
+    ],
+)
+def test_wrong_names_of_entries(name, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        parse_override(name, "1")
 
 
 def test_all_errors_are_listed_once():
@@ -391,6 +591,27 @@ def test_other_literals_match_the_code_that_uses_them():
     assert set(choices_of(NAMES["scoring.on_error"])) == set(ON_ERROR)
 
 
+def test_names_of_losses_are_those_of_core():
+    """They are written out in the sections, so that help does not load torch."""
+    assert tuple(LOSSES) == LOSS_NAMES
+    assert tuple(KINDS) == PREFERENCE_KINDS
+
+
+def test_every_section_has_a_summary():
+    sections = {name: section_of(field) for name, field in Recipe.model_fields.items()}
+    for name, section in sections.items():
+        if section is not None:
+            assert section.__doc__, name
+            assert len(section.__doc__) < 80
+            assert "\n" not in section.__doc__
+
+
+def test_config_is_imported_without_torch():
+    code = "import sys, groupwise.config; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
 def test_every_setting_has_a_description():
     for name, field in NAMES.items():
         assert field.description, name
@@ -487,7 +708,7 @@ def test_any_text_can_be_a_name(text):
                         "'evaluate.temperature'?"),
         ("max_new_tokns", "unknown setting --max_new_tokns; did you mean 'sampling.max_new_tokens' or "
                           "'evaluate.max_new_tokens'?"),
-        ("zzz", "unknown setting --zzz (`groupwise train --help` lists all)"),
+        ("zzz", "unknown setting --zzz (`groupwise train --help all` lists all)"),
         ("reference", "--reference is a section and takes no value; its settings are "
                       "--reference.refresh_every, --reference.mix"),
     ],

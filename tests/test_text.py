@@ -8,11 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.text import error_reason, escape_markdown, format_duration, markdown_table, one_line
+from groupwise.text import error_reason, escape_markdown, format_duration, markdown_table, one_line, plural
 
 
 def test_one_line():
     assert one_line(" a\n\tb\u2028c\x00 ") == "a b c"
+
+
+def test_plural():
+    assert [plural(count, "step") for count in (0, 1, 2, 1200)] == ["0 steps", "1 step", "2 steps", "1,200 steps"]
+    assert [plural(count, "entry", "entries") for count in (1, 2)] == ["1 entry", "2 entries"]
 
 
 @given(text=st.text(st.sampled_from("ab|\\`*_[]<>&$#~ \n\t\u2028")))

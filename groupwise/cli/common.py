@@ -4,26 +4,48 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
+
+from groupwise.errors import RecipeErrors
+from groupwise.text import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from groupwise.training.display import Display
 
 Command = Callable[[argparse.Namespace], int]
 Commands = Any  # argparse's subparsers object, which has no public type
 
 
 def add(
-    commands: Commands, name: str, run: Command, help_text: str, *, add_help: bool = True
+    commands: Commands,
+    name: str,
+    run: Command,
+    help_text: str,
+    *,
+    add_help: bool = True,
+    examples: Sequence[str] = (),
 ) -> argparse.ArgumentParser:
-    """Add the parser of a command that ``run`` executes."""
+    """Add the parser of a command that ``run`` executes; its help ends with the examples."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        name, help=help_text, description=help_text, allow_abbrev=False, add_help=add_help
+        name,
+        help=help_text,
+        description=f"{help_text[0].upper()}{help_text[1:]}.",
+        epilog=format_examples(examples) if examples else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=add_help,
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def format_examples(examples: Sequence[str]) -> str:
+    """The end of a help text."""
+    return "\n".join(["examples:", *(f"  {example}" for example in examples)])
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -43,8 +65,19 @@ def make_table(*columns: str, left: Collection[str]) -> Table:
     return table
 
 
-def say_error(message: str) -> None:
-    """Print the message as one line on stderr, without markup: it may contain what a user typed."""
-    console(stderr=True).print(
-        f"groupwise: {' '.join(message.split())}", style="red", markup=False, highlight=False, soft_wrap=True
-    )
+def make_status() -> Display:
+    """Shows on stderr what a command is doing, if that is a terminal. Notices are printed in any case."""
+    from groupwise.training.display import make_display
+
+    return make_display(sys.stderr, activities=False)
+
+
+def say_error(error: str | BaseException) -> None:
+    """Print an error on stderr, without markup: it may contain what a user typed.
+
+    It is one line, or for several errors of a recipe a heading and one line for each.
+    """
+    lines = error.lines() if isinstance(error, RecipeErrors) else [str(error)]
+    first, *rest = map(one_line, lines)
+    text = "\n".join([f"groupwise: {first}", *(f"  {line}" for line in rest)])
+    console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

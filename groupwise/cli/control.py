@@ -11,27 +11,49 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, console, format_examples
 from groupwise.errors import ConfigError, check_integer
 
 RUNS = Path("runs")
+ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
 SETTINGS_HELP = "a preset, optionally with changed settings: grpo-fast:same_start=false:lr=0.01 (see below)"
+
+
+EXAMPLES = {
+    "train": (
+        "groupwise control train --env CartPole-v1 --out runs/cartpole --stop-when-solved",
+        "groupwise control train --env Acrobot-v1 --algo ppo:lr=0.001 --seed 3",
+        "groupwise control train --env my_envs:MyEnv-v0 --threshold 200",
+    ),
+    "compare": (
+        "groupwise control compare --envs CartPole-v1,Acrobot-v1 --algos ppo,grpo-fast --seeds 10",
+        "groupwise control compare --algos grpo-fast,grpo-fast:same_start=false --steps 50000",
+    ),
+    "play": ("groupwise control play runs/cartpole", "groupwise control play runs/a runs/b --out both.gif"),
+}
 
 
 class HelpWithPresets(argparse._HelpAction):
     """`--help` that also lists the presets and all settings, which are imported only then."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.epilog = _presets_help()
+        parser.epilog = f"{parser.epilog}\n\n{_presets_help()}"
         super().__call__(parser, *_)
 
 
 def add_control(commands: Commands) -> None:
-    control = commands.add_parser("control", help="GRPO and PPO on Gymnasium environments: train, compare, play")
+    summary = "GRPO and PPO on Gymnasium environments: train, compare, play"
+    control = commands.add_parser(
+        "control",
+        help=summary,
+        description=f"{summary}.",
+        epilog=format_examples([examples[0] for examples in EXAMPLES.values()]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     actions = control.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
-    action.add_argument("--env", default="CartPole-v1", metavar="ID", help="a Gymnasium id, or MODULE:ID")
+    action.add_argument("--env", default="CartPole-v1", metavar="ID", help=ENV_HELP)
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
     _add_integer(action, "--seed", 0, "seed of the weights, first states and sampling")
     action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
@@ -44,10 +66,11 @@ def add_control(commands: Commands) -> None:
 
     help_text = "train several algorithms on several seeds and compare them; continues a stopped comparison"
     action = _add(actions, "compare", _compare, help_text)
-    action.add_argument("--envs", default="CartPole-v1", metavar="ID,…", help="Gymnasium ids")
+    action.add_argument("--envs", default="CartPole-v1", metavar="ID,…", help=f"one or more: {ENV_HELP}")
     action.add_argument("--algos", default="ppo,grpo", metavar="PRESET,…", help=SETTINGS_HELP)
     _add_integer(action, "--seeds", 10, "number of seeds, 0 … N − 1")
-    action.add_argument("--out", type=Path, default=RUNS / "comparison", metavar="DIR", help="default: %(default)s")
+    help_text = "folder of the runs (default: %(default)s)"
+    action.add_argument("--out", type=Path, default=RUNS / "comparison", metavar="DIR", help=help_text)
     _add_integer(action, "--jobs", os.cpu_count() or 1, "parallel runs (default: number of cores)")
     _add_common(action)
     action.set_defaults(interrupted="interrupted; every run is saved, and the same command continues them")
@@ -60,8 +83,7 @@ def add_control(commands: Commands) -> None:
 
 
 def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
-    parser = add(actions, name, run, help_text, add_help=False)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = add(actions, name, run, help_text, add_help=False, examples=EXAMPLES[name])
     action = "help" if name == "play" else HelpWithPresets
     parser.add_argument("-h", "--help", action=action, help="show this help and exit")
     return parser
@@ -77,6 +99,8 @@ def _add_common(action: argparse.ArgumentParser) -> None:
 
 
 def _add_integer(action: argparse.ArgumentParser, name: str, default: int | None, help_text: str) -> None:
+    if default is not None and "default" not in help_text:
+        help_text += " (default: %(default)s)"
     action.add_argument(name, type=int, default=default, metavar="N", help=help_text)
 
 

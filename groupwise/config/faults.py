@@ -9,23 +9,25 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from groupwise.config.fields import choices_of, expected_of, field_at, remedy_for, section_of
-from groupwise.config.names import RENAMED_VALUES, new_name, suggest
+from groupwise.config.names import RENAMED_VALUES, SIMILAR, new_name, suggest
 from groupwise.config.sections import Recipe
 from groupwise.errors import did_you_mean
 
 
-def recipe_fault(fault: Any, table: Mapping[str, Any], where: str, overrides: Collection[str]) -> str:
-    """The sentence for one error of `Recipe.model_validate(table)`."""
+def recipe_fault(fault: Any, table: Mapping[str, Any], where: str, overrides: Collection[str]) -> tuple[str, str]:
+    """The source and the sentence for one error of `Recipe.model_validate(table)`."""
     place = [str(part) for part in fault["loc"]]
     if fault["type"] == "extra_forbidden":
-        return f"{source_of(place, where, overrides)}: {_unknown_key(place)}"
+        return source_of(place, where, overrides), _unknown_key(place)
     path, field = field_at(Recipe, place)
     source, name, value = source_of(path, where, overrides), _shown(path), _value_at(table, path)
+    if ".".join(path) in overrides:
+        name = ".".join(path)  # as it was typed, also in a list: rewards.0.weight
     if fault["type"] == "missing":
-        return f"{source}: {_shown(path[:-1])} has no {path[-1]!r}"
+        return source, f"{_shown(path[:-1])} has no {path[-1]!r}"
     if field is None:
-        return f"{source}: {name} = {value!r} cannot be used; it should be a section, written [{name}]"
-    return f"{source}: {wrong_value(name, value, path[-1], field, RENAMED_VALUES.get(name))}"
+        return source, f"{name} = {value!r} cannot be used; it should be a section, written [{name}]"
+    return source, wrong_value(name, value, path[-1], field, RENAMED_VALUES.get(name))
 
 
 def option_fault(fault: Any, table: Mapping[str, Any], model: type[BaseModel]) -> str:
@@ -62,12 +64,13 @@ def _unknown_key(place: Sequence[str]) -> str:
     if (renamed := new_name(name)) is not None:
         return f"{name} is now {renamed}" if "." in name else f"[{name}] is now [{renamed}]"
     *parents, key = place
+    in_list = len(place) > 1 and place[1].isdigit()
     model: Any = Recipe
     for part in parents:
         model = model if part.isdigit() else section_of(model.model_fields[part])
-    near = suggest(key) or did_you_mean(key, model.model_fields)
+    near = "" if in_list else suggest(name)
+    near = near or did_you_mean(key, model.model_fields, 0.6 if in_list else SIMILAR)
     known = "" if near else f" (there are: {', '.join(model.model_fields)})"
-    in_list = len(place) > 1 and place[1].isdigit()
     shown = f"{key!r} in {_shown(parents)}" if in_list else repr(name)
     return f"unknown {'key' if parents else 'section or key'} {shown}{near}{known}"
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config.checks import check_recipe
+from groupwise.config.checks import contradictions
 from groupwise.config.faults import option_fault, recipe_fault, source_of
 from groupwise.config.fields import choices_of, types_of
-from groupwise.config.names import RENAMED_VALUES, find_field, section_names
+from groupwise.config.names import LIST_KEYS, RENAMED_VALUES, find_field, section_names
 from groupwise.config.sections import Recipe
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RecipeErrors
+from groupwise.packaged import find_recipe
+from groupwise.text import plural
 
 Options = TypeVar("Options", bound=BaseModel)
 
@@ -30,17 +31,16 @@ REPLACED = {"chat_template_kwargs", "ramps"}
 
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
-    """The recipe in a TOML file, or in a run's ``recipe.json``, with dotted ``overrides`` on top.
+    """The recipe in a TOML file, in a run's ``recipe.json``, or the packaged one of a name, with ``overrides`` on top.
 
     Files that a TOML recipe names are looked for in its folder, then in the current one; overrides and a
-    ``recipe.json`` name them relative to the current folder. A ``recipe.json`` holds every setting, so no preset is
-    applied below it, and its algorithm cannot be overridden.
+    ``recipe.json`` name them relative to the current folder. Only a function's file in an override is also looked for
+    in the recipe's folder, which for a packaged recipe nobody knows: ``--task modes.py:task_with_worse``. A
+    ``recipe.json`` holds every setting, so no preset is applied below it, and its algorithm cannot be overridden.
     """
-    path, overrides = Path(path), dict(overrides or {})
+    path, overrides = find_recipe(path), dict(overrides or {})
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"there is no recipe {path}{_nearest_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the recipe {path} cannot be read: {error}") from error
     if path.suffix.lower() != ".json":
@@ -48,6 +48,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path} is not valid TOML: {error}") from error
+        overrides = _resolve_functions(overrides, path.parent)
         return make_recipe(_resolve_files(table, path.parent), where=str(path), overrides=overrides)
     try:
         table = json.loads(text)
@@ -102,6 +103,18 @@ def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return resolved
 
 
+def _resolve_functions(overrides: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The overrides with functions' files that exist in the recipe's folder, and not in the current one, replaced."""
+    names = {f"{section}.{key}".strip(".") for section, key in FUNCTION_FILES}
+
+    def function(name: str, value: Any) -> Any:
+        file, _, attribute = value.rpartition(":") if name in names and isinstance(value, str) else ("", "", "")
+        beside = bool(file) and not Path(file).exists() and (folder / file).is_file()
+        return f"{folder / file}:{attribute}" if beside else value
+
+    return {name: function(name, value) for name, value in overrides.items()}
+
+
 def make_recipe(
     table: Mapping[str, Any] | None = None,
     *,
@@ -111,16 +124,47 @@ def make_recipe(
 ) -> Recipe:
     """A recipe from nested tables, with dotted ``overrides`` on top and the preset (or ``base``) below."""
     overrides = overrides or {}
-    table = _merge(table or {}, nested(overrides))
+    table = _merge(table or {}, nested({name: value for name, value in overrides.items() if not _is_entry(name)}))
     preset = _preset(table.get("algorithm", Recipe.model_fields["algorithm"].default), where, overrides)
     merged = _merge(nested(preset) if base is None else base, table)
+    _set_entries(merged, {name: value for name, value in overrides.items() if _is_entry(name)})
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
         faults = dict.fromkeys(recipe_fault(fault, merged, where, overrides) for fault in error.errors())
-        raise ConfigError("; ".join(faults)) from error
-    check_recipe(recipe, where)
+        raise _error_of(list(faults)) from error
+    if problems := [(where, problem) for problem in contradictions(recipe)]:
+        raise _error_of(problems)
     return recipe
+
+
+def _error_of(faults: Sequence[tuple[str, str]]) -> ConfigError:
+    """One error, or a list of them; each fault is a source and a sentence."""
+    return ConfigError(": ".join(faults[0])) if len(faults) == 1 else RecipeErrors(faults)
+
+
+def _is_entry(name: str) -> bool:
+    """Whether a dotted name is in a list of tables, such as ``rewards.0.weight``."""
+    first, *rest = name.split(".")
+    return first in LIST_KEYS and bool(rest)
+
+
+def _set_entries(table: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set keys of entries of lists of tables, given as ``rewards.0.weight``; the lists are copied."""
+    for name, value in values.items():
+        first, number, *keys = name.split(".")
+        entries = table.get(first, [])
+        if not isinstance(entries, list) or not keys:
+            raise ConfigError(f"on the command line: {name} cannot be set, because {first} is not a list of tables")
+        if not number.isdecimal() or int(number) >= len(entries):
+            have = f"{plural(len(entries), 'entry', 'entries')} of [[{first}]], numbered from 0" if entries else ""
+            raise ConfigError(
+                f"on the command line: there is no {first}.{number}: the recipe has {have or f'no [[{first}]]'}"
+            )
+        entry = entries[int(number)]
+        if isinstance(entry, Mapping):
+            entry = _merge(entry, nested({".".join(keys): value}))
+        table[first] = [*entries[: int(number)], entry, *entries[int(number) + 1 :]]
 
 
 def read_options(model: type[Options], table: Mapping[str, Any], where: str) -> Options:
@@ -129,7 +173,7 @@ def read_options(model: type[Options], table: Mapping[str, Any], where: str) -> 
         return model.model_validate(dict(table))
     except ValidationError as error:
         faults = dict.fromkeys(option_fault(fault, table, model) for fault in error.errors())
-        raise ConfigError(f"{where}: {'; '.join(faults)}") from error
+        raise _error_of([(where, fault) for fault in faults]) from error
 
 
 def _preset(algorithm: Any, where: str, overrides: Collection[str]) -> Mapping[str, Any]:
@@ -157,6 +201,8 @@ def parse_override(name: str, text: str) -> Any:
         # Only the task knows the type, and it checks it. A date is a text.
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
     field = find_field(name)
+    if field is None:  # a key of the user's choice in a list of tables
+        return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
     types = types_of(field)
     if text in choices_of(field):
         return text  # "none" is a choice of advantages.scale
@@ -204,9 +250,3 @@ def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]
         if isinstance(below[key], Mapping) and isinstance(above[key], Mapping):
             merged[key] = _merge(below[key], above[key])
     return merged
-
-
-def _nearest_file(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else Path()
-    nearest = difflib.get_close_matches(path.name, [file.name for file in folder.glob("*.toml")], n=1)
-    return f"; did you mean {folder / nearest[0]}?" if nearest else ""

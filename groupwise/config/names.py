@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import functools
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from groupwise.config.fields import fields_of, types_of
+from groupwise.config.fields import fields_of, section_of, types_of
+from groupwise.config.other_libraries import OTHER_LIBRARIES, Hint
 from groupwise.config.sections import Recipe
 from groupwise.errors import ConfigError, did_you_mean
 
@@ -48,29 +51,19 @@ RENAMED_VALUES = {
     "masks.off_policy": {"document": "reference_drift"},
 }
 
-# Names in TRL, verl and other libraries, for the hint only.
-OTHER_LIBRARIES = {
-    "lr": "optimizer.learning_rate",
-    "num_generations": "sampling.samples_per_prompt",
-    "num_samples_per_prompt": "sampling.samples_per_prompt",
-    "max_completion_length": "sampling.max_new_tokens",
-    "beta": "loss.kl_coef",
-    "epsilon": "loss.clip_low",
-    "epsilon_high": "loss.clip_high",
-    "loss_type": "loss.name",
-    "importance_sampling_level": "loss.ratio",
-    "scale_rewards": "advantages.scale",
-    "num_iterations": "train.iterations",
-    "num_train_epochs": "train.epochs",
-    "max_steps": "train.steps",
-    "per_device_train_batch_size": "train.batch_size",
-    "gradient_accumulation_steps": "train.accumulation",
-    "lr_scheduler_type": "optimizer.lr_schedule",
-    "bf16": "model.dtype",
-    "output_dir": "run.folder",
-    "save_steps": "run.checkpoint_every",
-    "eval_steps": "evaluate.every",
-}
+# What most users set; the short help lists them, and a hint names them first.
+USUAL_SETTINGS = (
+    *("algorithm", "model.source", "model.lora.rank", "data.train", "data.held_out", "data.max_prompt_length"),
+    *("sampling.samples_per_prompt", "sampling.max_new_tokens", "sampling.temperature"),
+    *("loss.kl_coef", "loss.clip_low", "loss.clip_high", "optimizer.learning_rate"),
+    *("train.steps", "train.batch_size", "train.accumulation", "train.seed"),
+    *("evaluate.every", "run.folder", "run.checkpoint_every"),
+)
+# Lists of tables, whose entries are set by number: --rewards.0.weight.
+LIST_KEYS = {"rewards": "weight", "phases": "steps", "rules": "over"}  # with a key as an example
+# Below this similarity (of difflib) a name is not suggested: two names of settings can share many letters by chance.
+SIMILAR = 0.75
+VERY_SIMILAR = 0.85  # for names with their section
 
 # A schedule may change what is read anew in every step. The rest (model, data, run, …) is fixed for a run.
 SCHEDULED_SECTIONS = ("sampling", "advantages", "loss", "masks", "reference", "optimizer", "scoring")
@@ -86,7 +79,12 @@ NOT_SCHEDULED = {
 
 def setting_names() -> Iterator[tuple[str, FieldInfo]]:
     """Every dotted setting with its field, in the order of the sections."""
-    return fields_of(Recipe)
+    return iter(_settings())
+
+
+@functools.cache
+def _settings() -> tuple[tuple[str, FieldInfo], ...]:
+    return tuple(fields_of(Recipe))
 
 
 def section_names() -> set[str]:
@@ -117,10 +115,9 @@ def resolve_scheduled(recipe: Recipe, name: str) -> str:
     for old, new in RENAMED.items():
         if name in (old, _key(old)) and new in scheduled:
             raise ConfigError(f"{old} is now {new}")
-    other = OTHER_LIBRARIES.get(_key(name))
-    near = (
-        f"; did you mean {other!r}?" if other in scheduled else did_you_mean(name, [*scheduled, *map(_key, scheduled)])
-    )
+    others = [full for full in OTHER_LIBRARIES.get(_snake(_key(name)), Hint()).settings if full in scheduled]
+    allowed = [*scheduled, *map(_key, scheduled)]
+    near = f"; did you mean {others[0]!r}?" if others else did_you_mean(name, allowed, SIMILAR)
     raise ConfigError(f"unknown setting {name!r} in a schedule{near}")
 
 
@@ -131,30 +128,83 @@ def new_name(name: str) -> str | None:
     return RENAMED.get(name, in_section)
 
 
-def suggest(key: str) -> str:
-    """The settings with this key in any section, or the one that another library calls so, as the end of a sentence."""
-    names = [name for name, _ in setting_names() if _key(name) == key]
-    names += [OTHER_LIBRARIES[key]] if key in OTHER_LIBRARIES else []
-    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
+def suggest(name: str, *, command_line: bool = False) -> str:
+    """The settings with this key in any section, or what another library's name means, as the end of a sentence."""
+    if name in OTHER_LIBRARIES and "." in name:
+        return f"; did you mean {OTHER_LIBRARIES[name].settings[0]!r}?"
+    key = _snake(_key(name))
+    names = [full for full, _ in setting_names() if _key(full) == key]
+    names.sort(key=lambda full: full not in USUAL_SETTINGS)
+    misspelt = "." in name and name.rpartition(".")[0] not in section_names()
+    if misspelt and (nearest := difflib.get_close_matches(name, names, n=1, cutoff=SIMILAR)):
+        names = nearest
+    hint = OTHER_LIBRARIES.get(key, Hint())
+    shown = [repr(full) for full in names]
+    shown += [_with_value(full, hint.value, command_line) for full in hint.settings if full not in names]
+    note = f" ({hint.note})" if shown and hint.note else f"; {hint.note}" if hint.note else ""
+    return (f"; did you mean {' or '.join(shown)}?" if shown else "") + note
 
 
-def find_field(name: str) -> FieldInfo:
-    """The field of a setting on the command line; an error with the present name or the nearest one if unknown."""
+def _with_value(name: str, value: str | bool | None, command_line: bool) -> str:
+    """A setting in quotes, with its value as one would type it."""
+    if value is None:
+        return repr(name)
+    text = str(value).lower() if isinstance(value, bool) else value
+    if command_line:
+        return f"'--{name} {text}'"
+    return f"'{name} = {text}'" if isinstance(value, bool) else f"'{name} = \"{text}\"'"
+
+
+def find_field(name: str) -> FieldInfo | None:
+    """The field of a setting on the command line, None for a key of the user's choice; an error if it is unknown.
+
+    An entry of a list of tables has a number: ``rewards.0.weight``. The keys of [[phases]], [[rules]] and of a reward's
+    options are not known here.
+    """
     fields = dict(setting_names())
     if name in fields:
         return fields[name]
+    first, _, rest = name.partition(".")
+    if first in LIST_KEYS:
+        return _find_in_list(name, first, rest, fields[first])
     if name in section_names():
         settings = ", ".join(f"--{full}" for full in fields if full.startswith(f"{name}."))
         raise ConfigError(f"--{name} is a section and takes no value; its settings are {settings}")
     if (renamed := new_name(name)) is not None:
         raise ConfigError(f"--{name} is now --{renamed}")
-    key = _key(name)
-    near = did_you_mean(name, [full for full in fields if _key(full) == key]) if "." in name else ""
-    near = near or suggest(key) or (did_you_mean(name, fields) if "." in name else "")
-    if not near and (keys := difflib.get_close_matches(key, map(_key, fields), n=1)):
-        near = suggest(keys[0])
-    raise ConfigError(f"unknown setting --{name}{near} (`groupwise train --help` lists all)")
+    section, _, key = name.rpartition(".")
+    keys = [_key(full) for full in fields if full.rpartition(".")[0] == section]
+    near = suggest(name, command_line=True)
+    if not near and section and (nearest := difflib.get_close_matches(key, keys, n=1, cutoff=SIMILAR)):
+        near = f"; did you mean '{section}.{nearest[0]}'?"
+    if not near and (nearest := difflib.get_close_matches(_snake(key), map(_key, fields), n=1, cutoff=SIMILAR)):
+        near = suggest(nearest[0], command_line=True)
+    near = near or did_you_mean(name, [*fields, *sorted(section_names())], VERY_SIMILAR)
+    raise ConfigError(f"unknown setting --{name}{near} (`groupwise train --help all` lists all)")
+
+
+def _find_in_list(name: str, table: str, rest: str, field: FieldInfo) -> FieldInfo | None:
+    """The field of a setting of an entry, as in ``rewards.0.weight``."""
+    number, _, key = rest.partition(".")
+    if not number.isdecimal() or not key:
+        raise ConfigError(
+            f"--{name}: [[{table}]] is a list; give the number of an entry, from 0, and a key, such as "
+            f"--{table}.0.{LIST_KEYS[table]}"
+        )
+    section = section_of(field)
+    if section is None or key.startswith("options."):
+        return None
+    if key not in section.model_fields:
+        allowed = section.model_fields
+        near = did_you_mean(key, allowed) or f" (there are: {', '.join(allowed)})"
+        raise ConfigError(f"unknown key {key!r} in --{name}{near}")
+    return section.model_fields[key]
 
 
 def _key(name: str) -> str:
     return name.rpartition(".")[2]
+
+
+def _snake(name: str) -> str:
+    """``numGenerations`` as ``num_generations``, as names are written here."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()

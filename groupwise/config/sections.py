@@ -1,6 +1,9 @@
 """The sections of a recipe: every setting, its type, its default, and its line in ``--help`` (the docstring).
 
-The Literals repeat the choices of `core` and other packages, because mypy needs them written out; a test compares them.
+A section's own docstring is its line in the list of sections.
+
+The Literals repeat the choices of `core` and other packages, because mypy needs them written out; the names of losses
+are repeated because importing `core` loads torch, for which ``--help`` should not wait. A test compares them.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.algorithms import ALGORITHMS
-from groupwise.core.losses import LOSSES
-from groupwise.core.preference import KINDS
+
+LOSS_NAMES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "reinforce")
+PREFERENCE_KINDS = (
+    *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
+    *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
+)
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -27,6 +34,8 @@ class Section(BaseModel):
 
 
 class LoraSection(Section):
+    """a LoRA adapter instead of all weights"""
+
     rank: Count = 16
     """LoRA rank"""
     alpha: Positive = 32.0
@@ -40,6 +49,8 @@ class LoraSection(Section):
 
 
 class ModelSection(Section):
+    """the model: source, dtype, device, LoRA ([model.lora])"""
+
     source: str = "tiny"
     """a folder, a .gguf file, a name from `groupwise models list`, "tiny", or a hub id owner/name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
@@ -87,6 +98,8 @@ class SourcesSection(Section):
 
 
 class DataSection(SourcesSection):
+    """training and held-out rows, and how a row becomes a prompt"""
+
     prompt: str = "prompt"
     """the column with the prompt: a text or a list of chat messages"""
     system_prompt: str | None = None
@@ -104,6 +117,8 @@ class DataSection(SourcesSection):
 
 
 class RewardSection(Section):
+    """reward functions and their weights; any number of [[rewards]]"""
+
     function: str
     """module:function, file.py:function, or the name of a built-in reward"""
     weight: Finite = 1.0
@@ -115,6 +130,8 @@ class RewardSection(Section):
 
 
 class ScoringSection(Section):
+    """calling the rewards: time limit, errors, penalty on length"""
+
     timeout: Positive | None = 60.0
     """time limit of one call of a reward function, in seconds"""
     on_error: Literal["stop", "drop"] = "stop"
@@ -126,6 +143,8 @@ class ScoringSection(Section):
 
 
 class SamplingSection(Section):
+    """completions per prompt, their length, temperature, top-k, top-p"""
+
     samples_per_prompt: Count = 8
     """G: completions per prompt"""
     max_new_tokens: Count = 256
@@ -147,6 +166,8 @@ class SamplingSection(Section):
 
 
 class AdvantagesSection(Section):
+    """baseline, scale and groups of the advantages"""
+
     scale: Literal["group", "batch", "none"] = "group"
     """divide by the standard deviation of the group, of the batch, or not at all"""
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
@@ -168,6 +189,8 @@ class AdvantagesSection(Section):
 
 
 class GroupingSection(Section):
+    """clusters of similar completions (advantages.grouping similarity)"""
+
     embedder: str = "BAAI/bge-m3"
     """text embedding model: "minilm", "wordllama", a sentence-transformers folder, or a hub id owner/name"""
     device: str = "auto"
@@ -205,6 +228,8 @@ class GroupingSection(Section):
 
 
 class LossSection(Section):
+    """the policy loss: name, clipping, KL, entropy"""
+
     name: str = "dapo"
     """one of {names}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
@@ -231,6 +256,8 @@ class LossSection(Section):
 
 
 class PreferenceSection(SourcesSection):
+    """a preference loss (DPO and its relatives) on pairs"""
+
     weight: NotNegative = 0.0
     """w₂: weight of the preference loss on pairs (docs/preference.md); 0 is off"""
     beta: Positive = 0.1
@@ -274,6 +301,8 @@ class PreferenceSection(SourcesSection):
 
 
 class MasksSection(Section):
+    """completions and tokens that are left out of the policy loss"""
+
     truncated: bool = False
     """mask completions that were truncated by max_new_tokens"""
     off_policy: Literal["v3.2", "reference_drift"] | None = None
@@ -295,6 +324,8 @@ class MasksSection(Section):
 
 
 class ReferenceSection(Section):
+    """when the reference model is updated from the policy"""
+
     refresh_every: CountOrZero = 0
     """update the reference from the policy every N steps; 0 is never"""
     mix: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -302,6 +333,8 @@ class ReferenceSection(Section):
 
 
 class OptimizerSection(Section):
+    """AdamW: learning rates, schedule, gradient clipping"""
+
     learning_rate: NotNegative = 1e-6
     """of AdamW, on float32 master weights"""
     embedding_learning_rate: NotNegative | None = None
@@ -327,6 +360,8 @@ class OptimizerSection(Section):
 
 
 class SftSection(Section):
+    """supervised steps on a task's examples before GRPO"""
+
     steps: CountOrZero = 0
     """supervised steps on the task's examples before the first GRPO step, to learn the answer format"""
     epochs: Positive | None = None
@@ -338,6 +373,8 @@ class SftSection(Section):
 
 
 class TrainSection(Section):
+    """steps, batch size, accumulation, updates per rollout, seed"""
+
     steps: CountOrZero | None = None
     """number of steps; overrides epochs. 0 runs only [sft]"""
     epochs: Positive | None = 3.0
@@ -367,6 +404,8 @@ class TrainSection(Section):
 
 
 class EvaluateSection(Section):
+    """evaluation on the held-out rows, early stopping"""
+
     every: CountOrZero = 0
     """evaluate on the held-out rows every N steps; 0 is only at the end"""
     before_training: bool = True
@@ -384,12 +423,16 @@ class EvaluateSection(Section):
 
 
 class RunSection(Section):
+    """the run's folder, checkpoints, logs, hub"""
+
     folder: str | None = None
     """the run's folder; default: a new one below runs/"""
     name: str | None = None
     """part of the new folder's name; default: the recipe's"""
     log_every: Count = 1
     """steps between two lines if the output is not a terminal; metrics.jsonl has every step"""
+    show_samples: CountOrZero = 2
+    """completions of the last step to show, with their rewards: the best and the worst of one group first; 0: none"""
     checkpoint_every: CountOrZero = 50
     """steps between checkpoints; 0 is only at the end"""
     keep_checkpoints: Count = 2
@@ -400,8 +443,8 @@ class RunSection(Section):
     """warn if the KL to the reference is above this, as a mean over ten steps"""
     save_rollouts: bool = True
     """save prompts, completions and rewards, one Parquet file per step"""
-    tensorboard: bool = True
-    """write TensorBoard events, if the package is installed"""
+    tensorboard: bool | None = None
+    """write TensorBoard events; default: if tensorboardX is installed"""
     wandb: str | None = None
     """the Weights & Biases project to log to"""
     plot: bool = True
@@ -460,6 +503,6 @@ def _fill(model: type[Section], key: str, names: Iterable[str]) -> None:
     field.description = str(field.description).format(names=", ".join(names))
 
 
-_fill(LossSection, "name", LOSSES)
-_fill(PreferenceSection, "kind", KINDS)
+_fill(LossSection, "name", LOSS_NAMES)
+_fill(PreferenceSection, "kind", PREFERENCE_KINDS)
 _fill(Recipe, "algorithm", ALGORITHMS)

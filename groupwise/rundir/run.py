@@ -20,7 +20,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ def new_run_path(root: str | Path, name: str) -> Path:
 class RunDir:
     """An open run folder, locked until `close`. Open one with `create` or `resume`."""
 
-    def __init__(self, path: Path, *, new: bool) -> None:
+    def __init__(self, path: Path, *, new: bool, new_parents: Sequence[Path] = ()) -> None:
         self.path, self._lock = path, _acquire(path)
+        self._new_parents = new_parents  # created for this run, innermost first
         try:
             if new:
                 _write_marker(path)
@@ -75,6 +76,7 @@ class RunDir:
         if overwrite and (path / MARKER).exists():
             cls.resume(path).close()  # an error while another process has the lock
             shutil.rmtree(path)
+        new_parents = [parent for parent in path.parents if not parent.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
             names = {entry.name for entry in path.iterdir()}
@@ -87,7 +89,7 @@ class RunDir:
             )
         if names - {LOCK, HOLDER}:
             raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
-        return cls(path, new=True)
+        return cls(path, new=True, new_parents=new_parents)
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDir:
@@ -119,7 +121,7 @@ class RunDir:
         self.metrics = MetricsRecorder(self.path / METRICS)
 
     def discard(self) -> None:
-        """Close the folder, and delete it if nothing has been written to it yet."""
+        """Close the folder; delete it, and what was created for it above, if nothing has been written to it yet."""
         self.metrics.close()
         unused = (MARKER, LOCK, HOLDER, *([METRICS] if self.metrics.last_step is None else []))
         empty = all(entry.name in unused for entry in self.path.iterdir())
@@ -128,6 +130,9 @@ class RunDir:
         self.close()
         if empty:
             shutil.rmtree(self.path, ignore_errors=True)
+            with suppress(OSError):  # another run has begun in it
+                for parent in self._new_parents:
+                    parent.rmdir()
 
     def __enter__(self) -> RunDir:
         return self

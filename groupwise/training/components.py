@@ -14,7 +14,7 @@ import torch
 from groupwise.config import Recipe, resolve_scheduled, scheduled_names, with_settings
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import ConfigError, check_choice, did_you_mean
 from groupwise.evaluate import REWARD
 from groupwise.generate.stop import StopStrings
 from groupwise.generate.types import Stop
@@ -36,13 +36,13 @@ from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say
 from groupwise.training.display.base import BYTES, Display
+from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.schedule import Schedule
 from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
-
 
 FETCH_STAGES = {
     "wait": "waiting for another process that is fetching",
@@ -122,17 +122,13 @@ class RunComponents(RunInputs):
         if not measured:
             return None
         chosen = self.recipe.evaluate.metric or (self.task.metric if len(self.held_out) else None) or measured[0]
-        if chosen not in measured:
-            raise ConfigError(
-                f"evaluate.metric {chosen!r} is not measured by this task (there are: {', '.join(measured)})"
-            )
+        _check_metric(chosen, measured)
         return chosen
 
     @property
     def measured_metrics(self) -> list[str]:
         """The metrics of an evaluation that can select a checkpoint: grades or the reward, and the pairs' accuracy."""
-        names = (list(self.task.grades) or [REWARD]) if len(self.held_out) else []
-        return [*names, PREFERENCE_ACCURACY] if self.pairs.held_out else names
+        return _measured_metrics(self.task, rows=bool(len(self.held_out)), pairs=bool(self.pairs.held_out))
 
     @property
     def goal(self) -> float | None:
@@ -173,6 +169,9 @@ def load_inputs(
     _check_objective(recipe, driven, scorer)
     _check_batches(recipe, samples)
     _check_sft(recipe, task)
+    pairs = recipe.preference.held_out is not None or recipe.preference.held_out_from_train > 0
+    if (metric := recipe.evaluate.metric) is not None and (task.held_out or pairs):
+        _check_metric(metric, _measured_metrics(task, rows=bool(task.held_out), pairs=pairs))
     if scorer is not None and (task.train or task.held_out):
         scorer.check_arguments(dict.fromkeys(key for row in task.train or task.held_out for key in row))
     return RunInputs(
@@ -291,11 +290,6 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def groups_by_similarity(recipe: Recipe) -> bool:
-    """Whether a run clusters similar completions, for the advantages or only to log their diversity."""
-    return recipe.train.steps != 0 and (recipe.advantages.grouping == "similarity" or recipe.grouping.log_diversity)
-
-
 def count_steps(components: RunComponents) -> int:
     """The number of steps: train.steps, or as many as the epochs over the rows (or the pairs) take."""
     train = components.recipe.train
@@ -372,6 +366,20 @@ def _check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | N
     names = [] if scorer is None else [function.name for function in scorer.functions]
     if recipe.preference.reward is not None:
         check_choice("preference.reward:", recipe.preference.reward, names, ConfigError)
+
+
+def _measured_metrics(task: Task, *, rows: bool, pairs: bool) -> list[str]:
+    """The metrics of an evaluation of held-out rows and pairs: grades or the reward, and the pairs' accuracy."""
+    names = (list(task.grades) or [REWARD]) if rows else []
+    return [*names, PREFERENCE_ACCURACY] if pairs else names
+
+
+def _check_metric(name: str, measured: Sequence[str]) -> None:
+    if name not in measured:
+        near = did_you_mean(name, measured)
+        raise ConfigError(
+            f"evaluate.metric {name!r} is not measured by this task{near} (there are: {', '.join(measured)})"
+        )
 
 
 def _check_batches(recipe: Recipe, samples: bool) -> None:

@@ -34,7 +34,6 @@ from groupwise.tasks.rows import task_of_tables
 from groupwise.training.components import (
     check_training_inputs,
     count_steps,
-    groups_by_similarity,
     load_components,
     load_inputs,
     make_schedule,
@@ -45,7 +44,7 @@ from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.display.samples import choose_samples
 from groupwise.training.evaluation import evaluate_policy
-from groupwise.training.extras import check_extras
+from groupwise.training.extras import check_extras, groups_by_similarity
 from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
@@ -63,7 +62,14 @@ from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import EVAL_PREFIX, Recorder
-from groupwise.training.store.run_folder import INPUTS, check_inputs, describe_inputs, open_run, write_recipe
+from groupwise.training.store.run_folder import (
+    INPUTS,
+    check_inputs,
+    describe_inputs,
+    mark_finished,
+    open_run,
+    write_recipe,
+)
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
@@ -71,7 +77,6 @@ from groupwise.training.update.optimizer import make_optimizer, set_learning_rat
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
-
 
 SFT_ACTIVITY = "supervised fine-tuning (SFT)"
 
@@ -311,6 +316,10 @@ class Trainer:
         if model is not None and self.recipe.run.push_to_hub is not None:
             self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
             push_to_hub(model, self.recipe.run.push_to_hub, self.say)
+        patience = self.recipe.evaluate.patience
+        no_patience = patience is not None and state.evaluations_since_best >= patience
+        if model is not None and (state.step >= self.total_steps or no_patience):
+            mark_finished(self.run_dir, state.step, self.total_steps)
         self.display.finish(
             run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
         )

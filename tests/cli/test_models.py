@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -118,8 +120,67 @@ def test_an_error_is_one_line(capsys, monkeypatch):
     assert capsys.readouterr().err == f"groupwise: first [red]line[/red] second line {'x' * 200}\n"
 
 
+def test_an_error_has_no_control_characters(capsys, monkeypatch):
+    def fail(arguments):
+        raise GroupwiseError("a\x1b[31mb\x07\r\n\u2028c")
+
+    monkeypatch.setattr(models_command, "_models_list", fail)
+    assert main(["models", "list"]) == 2
+    assert capsys.readouterr().err == "groupwise: a[31mb c\n"
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main([])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    listed = re.findall(r"^    (\w+) ", out, re.MULTILINE)
+    assert {"train", "check", "eval", "sample", "models", "control"} <= set(listed)
+    assert listed.index("train") < listed.index("models") < listed.index("control")
+    for text in ("commands of plug-ins: usmle", "groupwise train quiz", "groupwise init", "COMMAND --help"):
+        assert text in out
+
+
+def test_every_help_ends_with_examples(capsys):
+    """Their words are options and settings that exist."""
+    groups = {"models": ["", "fetch"], "control": ["", "play"]}
+    for command in ("train", "check", "eval", "sample", *groups):
+        for action in groups.get(command, [""]):
+            with pytest.raises(SystemExit) as caught:
+                main([command, *action.split(), "--help"])
+            assert caught.value.code == 0
+            text = capsys.readouterr().out
+            examples = text.split("\nexamples:\n")[1].splitlines()
+            assert len(examples) >= 2
+            assert all(example.startswith("  groupwise ") for example in examples)
+            assert f"usage: groupwise {command}" in text
+
+
+def test_the_help_says_where_weights_are_stored(toy, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        main(["models", "--help"])
+    out = capsys.readouterr().out
+    assert f"Weights are stored in {tmp_path / 'cache'}" in out
+    assert "GROUPWISE_CACHE" in out
+
+
+def test_models_without_an_action_lists_them(toy, capsys):
+    assert main(["models", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert main(["models"]) == 0
+    assert capsys.readouterr().out == listed
+    assert "smollm2-135m" in listed
+
+
+def test_an_unknown_command(capsys):
+    assert main(["trian", "r.toml"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("groupwise: there is no command 'trian'; did you mean 'train'? (commands: ")
+    assert "usmle" in error
+
+
 def test_invalid_arguments(capsys):
-    for arguments in ([], ["models"], ["models", "fetch"], ["model", "list"], ["models", "list", "--cach", "x"]):
+    for arguments in (["models", "fetch"], ["models", "lst"], ["models", "list", "--cach", "x"], ["--versoin"]):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
         assert caught.value.code == 2
@@ -167,6 +228,20 @@ def test_interrupted(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
     assert not [path for path in (tmp_path / "cache/downloads").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(("words", "status"), [(["train", "--help", "all"], 0), ([], 0), (["train", "gone.toml"], 2)])
+def test_output_that_nobody_reads(words, status):
+    """As in `groupwise train --help | head -1`, and with closed streams: no traceback."""
+    command = [sys.executable, "-m", "groupwise", *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        error = process.stderr.read()
+    assert process.returncode == status
+    assert error.count("\n") == (status == 2)
+    closed = " ".join(["exec", *map(shlex.quote, command), ">&-"])
+    done = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (status, status == 2)
 
 
 def test_a_closed_pipe():

@@ -12,8 +12,9 @@ import tomllib
 import pytest
 
 from groupwise.cli import main
-from groupwise.cli.settings import parse_settings, settings_help, split_settings
-from groupwise.config import load_recipe, make_recipe, scheduled_names, setting_names
+from groupwise.cli.settings import USUAL, parse_settings, settings_help, split_settings
+from groupwise.config import Recipe, load_recipe, make_recipe, scheduled_names, setting_names
+from groupwise.config.names import USUAL_SETTINGS
 from groupwise.rundir import read_metrics
 
 RECIPE = """
@@ -124,7 +125,14 @@ def test_a_misspelt_key_in_the_recipe(complaint, here, command):
 WRONG = [
     (["--train.steps", "three"], ["on the command line: train.steps = 'three'", "an integer of at least 0"]),
     (["--train.steps=4.0"], ["on the command line: train.steps = 4.0", "an integer of at least 0: write 4"]),
-    (["--train.steps"], ["on the command line: train.steps = True", "an integer"]),
+    (["--train.steps"], ["--train.steps needs a value: an integer of at least 0"]),
+    (["--loss.kl", "--train.steps", "3"], ["--loss.kl needs a value: one of k1, k2, k3, unbiased"]),
+    (["--model.source", "--train.steps=3"], ["--model.source needs a value: a string"]),
+    (["--rewards.0.weight"], ["--rewards.0.weight needs a value: a number"]),
+    (["--rewards.1.weight", "2"], ["no rewards.1: the recipe has 1 entry of [[rewards]], numbered from 0"]),
+    (["--phases.0.steps", "2"], ["no phases.0: the recipe has no [[phases]]"]),
+    (["--rewards.weight", "2"], ["--rewards.0.weight"]),
+    (["--use_unbiased_kl"], ["did you mean '--loss.kl unbiased'?"]),
     (["--train.steps", "3", "--train.steps=4"], ["--train.steps is given twice"]),
     (["--algorithm", "grop"], ["on the command line: unknown algorithm 'grop'; did you mean 'grpo'?", "'dapo'"]),
     (["--task", "quizz"], ["unknown task 'quizz'; did you mean 'quiz'?", "'rows', 'quiz', 'gsm8k', 'usmle'"]),
@@ -158,7 +166,7 @@ def test_wrong_command_lines(complaint, here):
     for words, fragments in WRONG:
         message = complaint("train", "r.toml", *words)
         missing = [fragment for fragment in fragments if fragment.replace("{here}", str(here)) not in message]
-        if missing or run_folders(here):
+        if missing or (here / "runs").exists():
             failures.append((words, message, missing, run_folders(here)))
     assert not failures
 
@@ -227,11 +235,33 @@ def test_recipes_that_cannot_be_read(complaint, here):
     assert complaint("check", "bad.json") == "bad.json is not valid JSON: Expecting value (at line 1, column 11)"
 
 
-def test_several_errors_are_one_line(complaint):
-    assert complaint("check", "r.toml", "--train.steps", "-1", "--sampling.temperature", "hot") == (
-        "on the command line: sampling.temperature = 'hot' cannot be used; it should be a number above 0; on the "
-        "command line: train.steps = -1 cannot be used; it should be an integer of at least 0"
-    )
+def test_several_errors_have_a_line_each(capsys, here):
+    assert main(["check", "r.toml", "--train.steps", "-1", "--sampling.temperature", "hot\n\x1b[0m"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [
+        "groupwise: 2 errors on the command line:",
+        "  sampling.temperature = 'hot\\n\\x1b[0m' cannot be used; it should be a number above 0",
+        "  train.steps = -1 cannot be used; it should be an integer of at least 0",
+    ]
+    (here / "r.toml").write_text(RECIPE.replace("steps = 2\nbatch_size", "setps = 2\nbatchsize"))
+    assert main(["check", "r.toml"]) == 2
+    first, *errors = capsys.readouterr().err.splitlines()
+    assert first == "groupwise: 2 errors in r.toml:"
+    assert errors == [
+        "  unknown key 'train.setps'; did you mean 'steps'?",
+        "  unknown key 'train.batchsize'; did you mean 'batch_size'?",
+    ]
+
+
+def test_rows_instead_of_a_recipe(complaint, here):
+    (here / "nothere.toml").write_text(RECIPE)
+    for name in ("nothere.jsonl", "rows.jsonl"):
+        message = complaint("train", name)
+        assert "a recipe is a TOML file" in message
+        assert "groupwise init" in message
+        assert f"--data.train {name}" in message
+        assert "did you mean" not in message
 
 
 def test_a_reward_that_breaks_during_training(complaint):
@@ -313,25 +343,112 @@ def test_split_settings():
     words = ["--a.b", "1", "r.toml", "--quick", "--c.d=2", "-h", "--switch", "--answers", "file", "--e.f", "-3", "x"]
     command, settings = split_settings(words, {"--quick", "--answers", "-h"})
     assert command == ["r.toml", "--quick", "-h", "--answers", "file", "x"]
-    assert settings == [("a.b", "1"), ("c.d", "2"), ("switch", "true"), ("e.f", "-3")]
+    assert settings == [("a.b", "1"), ("c.d", "2"), ("switch", None), ("e.f", "-3")]
+
+
+def test_a_switch_needs_no_value():
+    switches = ["--data.shuffle", "--data.chat", "--model.compile", "--task_options.anything"]
+    command, settings = split_settings([*switches, "--train.steps", "3"], ())
+    assert command == []
+    assert parse_settings(settings) == {
+        "data.shuffle": True,
+        "data.chat": True,
+        "model.compile": True,
+        "task_options.anything": True,
+        "train.steps": 3,
+    }
+
+
+def test_an_entry_of_a_list_on_the_command_line(capsys):
+    words = ["--rewards.0.weight", "0.5", "--rewards.0.name=mine"]
+    assert main(["check", "r.toml", "--quick", *words]) == 0
+    assert "rewards: mine × 0.5" in capsys.readouterr().out.splitlines()
 
 
 # --- help ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def help_of(capsys, monkeypatch):
+    """What a help option prints."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*words):
+        with pytest.raises(SystemExit) as caught:
+            main(list(words))
+        assert caught.value.code == 0
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out
+
+    return run
+
+
 @pytest.mark.parametrize("command", ["train", "check", "eval"])
-def test_help_lists_every_setting(command, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
-    assert caught.value.code == 0
-    text = capsys.readouterr().out
+def test_help_has_the_usual_settings_and_the_sections(command, help_of):
+    text = help_of(command, "--help")
+    lines = text.splitlines()
+    assert lines[0].startswith(f"usage: groupwise {command} RECIPE")
+    assert len(lines) <= 75
+    assert [line for line in text.split("examples:")[0].splitlines() if len(line) > 80] == []
+    settings = re.findall(r"^  --(\w+\.?[\w.]*)  +\S", text, re.MULTILINE)
+    fields = dict(setting_names())
+    usual = [name for name in settings if name in fields]
+    assert usual == list(USUAL.get(command, USUAL_SETTINGS))
+    assert len(usual) == (20 if command != "eval" else 11)
+    for name in Recipe.model_fields:
+        if name not in ("task", "algorithm"):
+            assert re.search(rf"^  {name}  +\S", text, re.MULTILINE), name
+    assert f"`groupwise {command} --help SECTION`" in text
+    assert "--help all" in text
+    assert text.split("examples:\n")[1].startswith(f"  groupwise {command} ")
+
+
+def test_the_usual_settings_show_their_defaults(help_of):
+    text = help_of("train", "-h")
+    for name in USUAL_SETTINGS:
+        default = dict(setting_names())[name].get_default()
+        (line,) = [line for line in text.splitlines() if line.startswith(f"  --{name} ")]
+        if isinstance(default, (int, float)) and name != "model.lora.rank":
+            assert line.endswith(f"[{default:g}]"), line
+
+
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_help_all_lists_every_setting(command, help_of):
+    text = help_of(command, "--help", "all")
     flat = " ".join(text.split())
-    assert f"usage: groupwise {command} RECIPE" in flat
     for name, field in setting_names():
         if name not in ("rewards", "phases", "ramps", "rules"):
             assert f"\n  --{name}\n" in text
             assert " ".join(field.description.split()) in flat
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_of_a_section(help_of, complaint):
+    text = help_of("train", "--help", "model")
+    shown = re.findall(r"^  --(\S+)$", text, re.MULTILINE)
+    assert sorted(shown) == sorted(name for name, _ in setting_names() if name.startswith("model."))
+    assert shown[-1].startswith("model.lora.")
+    assert help_of("check", "r.toml", "--help=reference") == help_of("train", "--help", "[reference]")
+    assert "--rewards.0.weight" in help_of("train", "--help", "rewards")
+    assert 'function = "rewards.py:is_short"' in help_of("train", "--help", "rewards")
+    for table in ("phases", "ramps", "rules"):
+        text = help_of("train", "--help", table)
+        assert f"[{table}]" in text
+        assert "sampling.temperature" in text  # what can be scheduled
+    assert help_of("eval", "--help", "train.steps").startswith("  --train.steps\n")
+    message = complaint("train", "--help", "samplin")
+    assert message.startswith("there is no section 'samplin'; did you mean 'sampling'? (sections: model, ")
+
+
+@pytest.mark.parametrize("words", [["train", "--help"], ["eval", "--help", "all"], ["check", "r.toml", "-h", "loss"]])
+def test_help_does_not_load_torch(words):
+    code = f"import sys\nfrom groupwise.cli import main\ntry:\n    main({words})\nfinally:\n"
+    code += "    print(*{name.split('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(done.stdout.splitlines()[-1].split())
+    assert "pydantic" in loaded
+    assert not loaded & {"torch", "transformers", "numpy", "rich"}
 
 
 def test_defaults_and_choices_in_help():
@@ -509,6 +626,38 @@ def test_train_and_resume(here, capsys):
     assert [row["step"] for row in read_metrics(here / "two" / "metrics.jsonl")] == [1, 2, 3]
     one, other = (load_file(here / name / "checkpoint-3" / "masters.safetensors") for name in ("one", "two"))
     assert all(one[name].equal(other[name]) for name in one)
+
+
+def state_of(folder):
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_finished_run_has_nothing_to_resume(here, capsys, monkeypatch):
+    words = ["train", "r.toml", "--run.folder", "run", "--train.steps", "1"]
+    assert main(words) == 0
+    before = state_of(here)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr("groupwise.training.trainer.load_components", None)  # no model is loaded
+        assert main([*words, "--resume"]) == 0
+        out = capsys.readouterr().out
+        assert "the run in run has finished its 1 step; there is nothing to resume" in out
+        assert "--train.steps 2" in out
+        assert "leave out --resume" in out
+        assert main(["train", "run/recipe.json", "--resume"]) == 0
+        assert "the run in run has finished its 1 step" in capsys.readouterr().out
+    assert state_of(here) == before
+    assert main([*words[:-1], "2", "--resume"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing to resume" not in out
+    assert "step 2/2" in out
+    assert main([*words[:-1], "2", "--resume"]) == 0
+    assert "has finished its 2 steps; there is nothing to resume" in capsys.readouterr().out
+    # Fewer steps than it has, too; another setting is applied as before.
+    assert main([*words, "--resume"]) == 0
+    assert "has finished its 2 steps" in capsys.readouterr().out
+    assert main([*words[:-1], "2", "--resume", "--run.save_rollouts", "false"]) == 0
+    assert "nothing to resume" not in capsys.readouterr().out
 
 
 def test_a_run_is_not_overwritten_unless_asked(here, complaint, capsys):

@@ -118,7 +118,7 @@ def newest(run: RunDir) -> Path | None:
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
     would delete the run's records."""
     problems = []
-    for folder in reversed(_folders(run).values()):
+    for folder in reversed(_folders(run.path).values()):
         try:
             verify_manifest(folder)
             return folder
@@ -134,7 +134,7 @@ def newest(run: RunDir) -> Path | None:
 
 def rewind(run: RunDir, step: int) -> list[str]:
     """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names."""
-    later = [folder for number, folder in _folders(run).items() if number > step]
+    later = [folder for number, folder in _folders(run.path).items() if number > step]
     for folder in later:
         _delete(folder)
     return [folder.name for folder in later]
@@ -142,14 +142,19 @@ def rewind(run: RunDir, step: int) -> list[str]:
 
 def prune(run: RunDir, keep: int, best: str | None) -> None:
     """Delete all but the last ``keep`` checkpoints and the best one."""
-    for folder in list(_folders(run).values())[:-keep]:
+    for folder in list(_folders(run.path).values())[:-keep]:
         if folder.name != best:
             _delete(folder)
 
 
-def _folders(run: RunDir) -> dict[int, Path]:
-    """The run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in run.path.glob("checkpoint-*"))
+def newest_step(path: Path) -> int | None:
+    """The step of the newest checkpoint in a run's folder, intact or not."""
+    return max(_folders(path), default=None)
+
+
+def _folders(folder: Path) -> dict[int, Path]:
+    """A run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 

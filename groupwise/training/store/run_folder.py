@@ -13,11 +13,12 @@ from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json
 from groupwise.rundir.run import MARKER
-from groupwise.text import Say
+from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents
+from groupwise.training.store.checkpoint import newest_step
 
 RUNS = Path("runs")
-RECIPE, INPUTS, VERSIONS = "recipe.json", "inputs.json", "versions.json"
+RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
 
 
@@ -46,15 +47,47 @@ def open_run(
 
 def _latest(name: str, recipe_file: str | None) -> Path:
     stamped = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    recipe_files = () if recipe_file is None else (recipe_file, Path(recipe_file).name)  # 0.1.0 kept only the last part
     runs: list[tuple[str, int, Path]] = []
     for path in RUNS.glob("*-*"):
         match = re.fullmatch(r"(\d{8}-\d{6})-.*?(?:-(\d+))?" if recipe_file else stamped, path.name)
-        if match and (path / MARKER).exists() and (recipe_file is None or _recipe_file(path) == recipe_file):
+        if match and (path / MARKER).exists() and (recipe_file is None or _recipe_file(path) in recipe_files):
             runs.append((match[1], int(match[2] or 1), path))
     if not runs:
         what = f"of the recipe {recipe_file}" if recipe_file else f"called {name!r}"
         raise RunDirError(f"there is no run {what} below {RUNS}/ to resume; name its folder with --run.folder")
     return max(runs)[2]
+
+
+def mark_finished(run: RunDir, step: int, total_steps: int) -> None:
+    """Note that the run has come to its end, by its number of steps or by early stopping."""
+    run.write_json(FINISHED, {"step": step, "total_steps": total_steps})
+
+
+def nothing_to_resume(recipe: Recipe, folder: str | Path | None, recipe_file: str) -> str | None:
+    """A sentence if the run to be resumed is finished and the recipe asks for nothing new. Nothing is written."""
+    path = Path(folder or recipe.run.folder or _latest(recipe.run.name or "", recipe_file))
+    if not (path / MARKER).exists() or not (path / FINISHED).exists() or not (path / RECIPE).exists():
+        return None  # an error, or not finished
+    end = read_json(path / FINISHED)
+    step, total = int(end["step"]), int(end["total_steps"])
+    if newest_step(path) != step:
+        return None  # it was continued since, and stopped
+    changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.model_dump())}
+    steps = recipe.train.steps
+    if changed - {"train.steps"} or ("train.steps" in changed and (steps is None or steps > step)):
+        return None
+    if step < total:
+        state = f"stopped early after {plural(step, 'step')} of {total:,}"
+        more = f"raise evaluate.patience (--evaluate.patience {2 * (recipe.evaluate.patience or 1)})"
+    else:
+        state = f"has finished its {plural(step, 'step')}"
+        more = f"raise train.steps (--train.steps {2 * step})"
+        if steps is None:
+            more = f"raise train.epochs (--train.epochs {2 * (recipe.train.epochs or 1):g})"
+    # A supervised run has no more steps.
+    remedy = f"To continue, {more}; for a new run, leave out --resume" if steps != 0 else "For a new run, leave it out"
+    return f"the run in {path} {state}; there is nothing to resume. {remedy}"
 
 
 def _recipe_file(path: Path) -> str | None:

@@ -1,0 +1,225 @@
+"""What settings of TRL, PEFT, transformers and verl are called here, for the hint in an error message.
+
+A name that is the same here (`temperature`, `weight_decay`, …) is found without this table.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Hint(NamedTuple):
+    """The settings that a name of another library stands for, the value if the name implies one, and a remark."""
+
+    settings: tuple[str, ...] = ()
+    value: str | bool | None = None
+    note: str = ""
+
+
+def _hint(*settings: str, value: str | bool | None = None, note: str = "") -> Hint:
+    return Hint(settings, value, note)
+
+
+_PROMPTS = "it counts prompts, where TRL counts completions; a step has train.batch_size × train.accumulation prompts"
+_ENGINE = _hint(note="groupwise samples with its own engine, so there is nothing to set")
+_NONE = _hint(note="groupwise has no such setting")
+_BEST = "the best checkpoint by this metric is exported at the end"
+
+OTHER_LIBRARIES: dict[str, Hint] = {
+    # sampling
+    "num_generations": _hint("sampling.samples_per_prompt"),
+    "num_generations_eval": _hint("evaluate.samples"),
+    "num_samples_per_prompt": _hint("sampling.samples_per_prompt"),
+    "num_samples": _hint("sampling.samples_per_prompt"),
+    "num_return_sequences": _hint("sampling.samples_per_prompt"),
+    "group_size": _hint("sampling.samples_per_prompt"),
+    "n": _hint("sampling.samples_per_prompt"),
+    "max_completion_length": _hint("sampling.max_new_tokens"),
+    "max_response_length": _hint("sampling.max_new_tokens"),
+    "max_tokens": _hint("sampling.max_new_tokens"),
+    "stop_strings": _hint("sampling.stop"),
+    "generation_kwargs": _hint(note="each argument is a setting of [sampling]"),
+    "use_vllm": _ENGINE,
+    "vllm_mode": _ENGINE,
+    "vllm_model_impl": _ENGINE,
+    "vllm_enable_sleep_mode": _ENGINE,
+    "vllm_gpu_memory_utilization": _ENGINE,
+    "vllm_max_model_length": _ENGINE,
+    "vllm_tensor_parallel_size": _ENGINE,
+    "vllm_server_base_url": _ENGINE,
+    "vllm_server_host": _ENGINE,
+    "vllm_server_port": _ENGINE,
+    "vllm_server_timeout": _ENGINE,
+    "vllm_group_port": _ENGINE,
+    "use_transformers_continuous_batching": _ENGINE,
+    "transformers_continuous_batching_config": _ENGINE,
+    "use_transformers_paged": _ENGINE,
+    "cache_implementation": _ENGINE,
+    "vllm_importance_sampling_correction": _hint("loss.importance_cap"),
+    "vllm_importance_sampling_cap": _hint("loss.importance_cap"),
+    "vllm_importance_sampling_clip_max": _hint("loss.importance_cap"),
+    "vllm_importance_sampling_mode": _hint("loss.importance_cap", note="tokens are weighted by at most this"),
+    "tis_imp_ratio_cap": _hint("loss.importance_cap"),
+    # loss
+    "beta": _hint("loss.kl_coef"),
+    "kl_beta": _hint("loss.kl_coef"),
+    "kl_loss_coef": _hint("loss.kl_coef"),
+    "kl_loss_type": _hint("loss.kl"),
+    "use_bias_correction_kl": _hint("loss.kl", value="unbiased"),
+    "use_unbiased_kl": _hint("loss.kl", value="unbiased"),
+    "epsilon": _hint("loss.clip_low"),
+    "clip_epsilon": _hint("loss.clip_low"),
+    "clip_range": _hint("loss.clip_low"),
+    "clip_ratio": _hint("loss.clip_low"),
+    "clip_ratio_low": _hint("loss.clip_low"),
+    "epsilon_high": _hint("loss.clip_high"),
+    "clip_ratio_high": _hint("loss.clip_high"),
+    "delta": _hint("loss.dual_clip"),
+    "clip_ratio_c": _hint("loss.dual_clip"),
+    "loss_type": _hint("loss.name", "preference.kind"),
+    "loss_agg_mode": _hint("loss.name"),
+    "importance_sampling_level": _hint("loss.ratio"),
+    "entropy_coeff": _hint("loss.entropy_coef"),
+    "use_adaptive_entropy": _hint("loss.entropy_coef", note="constant, or changed by [[phases]] and [[rules]]"),
+    "loss_weights": _hint(
+        "preference.kind_weights", note="the terms' weights are loss.policy_coef, loss.kl_coef and preference.weight"
+    ),
+    # masks
+    "mask_truncated_completions": _hint("masks.truncated"),
+    "top_entropy_quantile": _hint("masks.high_entropy", note="the same share: 0.2 keeps a fifth of the tokens"),
+    "off_policy_mask_threshold": _hint("masks.off_policy_threshold", note="together with --masks.off_policy v3.2"),
+    "use_off_policy_masking": _hint("masks.off_policy", value="v3.2"),
+    # advantages and rewards
+    "scale_rewards": _hint("advantages.scale"),
+    "normalize_advantages": _hint("advantages.scale", note="group divides by the group's deviation, none does not"),
+    "norm_adv_by_std_in_grpo": _hint("advantages.scale", note="group divides by the group's deviation, none does not"),
+    "use_baseline": _hint("advantages.baseline"),
+    "multi_objective_aggregation": _hint("advantages.combine"),
+    "adv_estimator": _hint("algorithm"),
+    "reward_weights": _hint("rewards.0.weight", note="one for each [[rewards]], numbered from 0"),
+    "reward_funcs": _hint("rewards.0.function", note="one for each [[rewards]], numbered from 0"),
+    "reward_model": _hint("rewards.0.function", value="reward_model"),
+    "reward_model_name_or_path": _hint("rewards.0.function", value="reward_model"),
+    # reference
+    "sync_ref_model": _hint("reference.refresh_every"),
+    "ref_model_sync_steps": _hint("reference.refresh_every"),
+    "update_reference_every": _hint("reference.refresh_every"),
+    "ref_model_mixup_alpha": _hint("reference.mix"),
+    # preference
+    "precompute_ref_log_probs": _hint("preference.cache_ref_logps"),
+    "truncation_mode": _hint("preference.on_too_long"),
+    # batches and steps
+    "num_iterations": _hint("train.iterations"),
+    "ppo_epochs": _hint("train.iterations"),
+    "num_train_epochs": _hint("train.epochs"),
+    "num_epochs": _hint("train.epochs"),
+    "total_epochs": _hint("train.epochs"),
+    "max_steps": _hint("train.steps"),
+    "num_steps": _hint("train.steps"),
+    "total_training_steps": _hint("train.steps"),
+    "per_device_train_batch_size": _hint("train.batch_size", note=_PROMPTS),
+    "train_batch_size": _hint("train.batch_size"),
+    "generation_batch_size": _hint("train.batch_size", note=_PROMPTS),
+    "prompts_per_step": _hint("train.batch_size", note="a step has train.batch_size × train.accumulation prompts"),
+    "gradient_accumulation_steps": _hint("train.accumulation"),
+    "steps_per_generation": _hint("train.mini_batches", note="the updates of one rollout"),
+    "ppo_mini_batch_size": _hint("train.mini_batches", note="their number, not their size"),
+    "data_seed": _hint("train.seed"),
+    "per_device_eval_batch_size": _hint("sampling.max_num_seqs", note="completions at once, in evaluation too"),
+    # optimizer
+    "lr": _hint("optimizer.learning_rate"),
+    "embedding_lr": _hint("optimizer.embedding_learning_rate"),
+    "adam_beta1": _hint("optimizer.beta1"),
+    "adam_beta2": _hint("optimizer.beta2"),
+    "adam_epsilon": _hint("optimizer.eps"),
+    "optim": _hint(note="the optimizer is AdamW; its settings are in [optimizer]"),
+    "grad_clip": _hint("optimizer.max_grad_norm"),
+    "lr_scheduler_type": _hint("optimizer.lr_schedule"),
+    "lr_scheduler": _hint("optimizer.lr_schedule"),
+    "lr_scheduler_kwargs": _hint("optimizer.final_lr_ratio"),
+    "warmup_ratio": _hint("optimizer.warmup_steps", note="a number of steps"),
+    "lr_warmup_steps": _hint("optimizer.warmup_steps"),
+    # model
+    "model_name": _hint("model.source"),
+    "model_id": _hint("model.source"),
+    "model_path": _hint("model.source"),
+    "model_name_or_path": _hint("model.source"),
+    "base_model_name_or_path": _hint("model.source"),
+    "attn_implementation": _hint(note="the attention function is chosen for the device; there is nothing to set"),
+    "model_init_kwargs": _hint(note="each argument is a setting of [model]"),
+    "model_revision": _hint("model.revision"),
+    "bf16": _hint("model.dtype", value="bfloat16"),
+    "fp16": _hint("model.dtype", value="float16"),
+    "torch_dtype": _hint("model.dtype"),
+    "use_cpu": _hint("model.device", value="cpu"),
+    "no_cuda": _hint("model.device", value="cpu"),
+    "torch_compile": _hint("model.compile"),
+    "use_peft": _hint("model.lora.rank"),
+    "lora": _hint("model.lora.rank"),
+    "lora_r": _hint("model.lora.rank"),
+    "lora_rank": _hint("model.lora.rank"),
+    "r": _hint("model.lora.rank"),
+    "lora_alpha": _hint("model.lora.alpha"),
+    "lora_dropout": _hint("model.lora.dropout"),
+    "lora_target_modules": _hint("model.lora.targets"),
+    "target_modules": _hint("model.lora.targets"),
+    "use_rslora": _hint("model.lora.rslora"),
+    # data
+    "dataset": _hint("data.train"),
+    "dataset_name": _hint("data.train"),
+    "train_file": _hint("data.train"),
+    "train_files": _hint("data.train"),
+    "train_dataset": _hint("data.train"),
+    "eval_dataset": _hint("data.held_out"),
+    "val_files": _hint("data.held_out"),
+    "dataset_config": _hint("data.subset"),
+    "dataset_train_split": _hint("data.train_split"),
+    "dataset_test_split": _hint("data.held_out_split"),
+    "prompt_key": _hint("data.prompt"),
+    "shuffle_dataset": _hint("data.shuffle"),
+    "truncation": _hint("data.on_too_long"),
+    # evaluation
+    "eval_steps": _hint("evaluate.every"),
+    "eval_strategy": _hint("evaluate.every"),
+    "test_freq": _hint("evaluate.every"),
+    "eval_on_start": _hint("evaluate.before_training"),
+    "val_before_train": _hint("evaluate.before_training"),
+    "metric_for_best_model": _hint("evaluate.metric"),
+    "load_best_model_at_end": _hint("evaluate.metric", note=_BEST),
+    "early_stopping_patience": _hint("evaluate.patience"),
+    # the run
+    "output_dir": _hint("run.folder"),
+    "default_local_dir": _hint("run.folder"),
+    "overwrite_output_dir": _hint(note="use the option --overwrite"),
+    "resume_from_checkpoint": _hint(note="use the option --resume"),
+    "resume_mode": _hint(note="use the option --resume"),
+    "run_name": _hint("run.name"),
+    "experiment_name": _hint("run.name"),
+    "save_steps": _hint("run.checkpoint_every"),
+    "save_strategy": _hint("run.checkpoint_every"),
+    "save_freq": _hint("run.checkpoint_every"),
+    "save_total_limit": _hint("run.keep_checkpoints"),
+    "save_only_model": _hint("run.resumable", value=False),
+    "logging_steps": _hint("run.log_every"),
+    "logging_strategy": _hint("run.log_every"),
+    "log_completions": _hint("run.save_rollouts"),
+    "report_to": _hint("run.tensorboard", "run.wandb"),
+    "project": _hint("run.wandb"),
+    "project_name": _hint("run.wandb"),
+    "wandb_project": _hint("run.wandb"),
+    "hub_model_id": _hint("run.push_to_hub"),
+    # similar to a setting by letters only, or without an equivalent
+    **dict.fromkeys(("label_smoothing_factor", "ld_alpha", "log_level", "hub_revision", "ddp_timeout"), _NONE),
+    "do_train": _hint(note="`groupwise train` trains; there is nothing to set"),
+    "do_eval": _hint("evaluate.every"),
+    # with a section
+    "loss.beta": _hint("loss.kl_coef"),
+    "loss.type": _hint("loss.name"),
+    "evaluate.steps": _hint("evaluate.every"),
+    "data.file": _hint("data.train"),
+    "data.path": _hint("data.train"),
+    "run.dir": _hint("run.folder"),
+    "run.output_dir": _hint("run.folder"),
+    "gradient_checkpointing_kwargs": _hint("model.gradient_checkpointing"),
+    "repetition_penalty": _hint(note="groupwise has no such setting; the reward 'repetition' penalizes repetitions"),
+}
