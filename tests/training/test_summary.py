@@ -1,0 +1,38 @@
+"""What a run that was stopped says about going on."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from groupwise.training.trainer import Callback
+from tests.training.runs import RecordingDisplay, small_trainer
+
+QUICK = {"train": {"steps": 3, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
+
+
+class Stop(Callback):
+    """Ctrl-C in the second step."""
+
+    def on_step(self, trainer, report):
+        if report.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+def test_a_stopped_run_recommends_what_works(tmp_path, monkeypatch, resumable):
+    monkeypatch.chdir(tmp_path)
+    display = RecordingDisplay()
+    changes = {"run": {"resumable": resumable}}
+    result = small_trainer(tmp_path / "run", QUICK, changes, callbacks=[Stop()], display=display).run()
+    assert result.exit_status == 130
+    (line,) = [
+        line for line in display.summary if isinstance(line, str) and line.startswith("stopped after step 2 of 3")
+    ]
+    assert ("--resume" in line) == resumable
+    if not resumable:
+        source = line.rpartition("--model.source ")[2]
+        assert source == os.path.join("run", "checkpoint-2", "policy")
+        assert small_trainer(tmp_path / "new", QUICK, {"model": {"source": source}}).run().steps == 3
