@@ -63,11 +63,11 @@ from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.recorder import EVAL_PREFIX, Recorder
 from groupwise.training.store.run_folder import (
-    INPUTS,
     check_inputs,
     describe_inputs,
     mark_finished,
     open_run,
+    write_inputs,
     write_recipe,
 )
 from groupwise.training.summary import run_facts, run_summary
@@ -136,13 +136,14 @@ class Trainer:
             self.components = load_components(
                 recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
             )
-            described = describe_inputs(self.components)
+            self._inputs = describe_inputs(self.components)
             if resume and not allow_changes:
-                check_inputs(self.run_dir, described)
+                check_inputs(self.run_dir, self._inputs)
             self._build()
             if overwrite and not resume:
                 self.run_dir.clear()
-            self.run_dir.write_json(INPUTS, {"recipe": recipe_file, **described})
+            if not resume:
+                write_inputs(self.run_dir, self._inputs, recipe_file)
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise
@@ -501,6 +502,8 @@ class Trainer:
                 progress=lambda done, total: self.display.progress("reference log-probs", done, total, "pairs"),
                 say=self.say,
             )
+        if self.resuming:
+            write_inputs(self.run_dir, self._inputs, None)  # once it is certain that the run can be resumed with them
         write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
         self.recorder = Recorder(
             self.run_dir,

@@ -358,3 +358,11 @@ def test_other_rows(tmp_path):
     fewer = Task("try", TASK.train[:9], TASK.held_out)
     with pytest.raises(DataError, match=r"10 rows.*9"):
         small_trainer(tmp_path / "run", resume=True, allow_changes=True, task=fewer).run()
+    assert small_trainer(tmp_path / "run", resume=True).run().steps == 4  # what it was started with is still known
+
+
+def test_resumed_by_its_own_recipe(tmp_path):
+    """A run that was resumed by runs/…/recipe.json is still found by the recipe that started it."""
+    run_steps(small_trainer(tmp_path / "run", recipe_file="mine.toml"), 1)
+    small_trainer(tmp_path / "run", resume=True, recipe_file="recipe.json").run()
+    assert read_json(tmp_path / "run" / "inputs.json")["recipe"] == "mine.toml"

@@ -111,6 +111,12 @@ def check_inputs(run: RunDir, inputs: Mapping[str, Any]) -> None:
         )
 
 
+def write_inputs(run: RunDir, inputs: Mapping[str, Any], recipe_file: str | None) -> None:
+    """Keep the inputs, and the recipe's file: that of the start, as a run may be resumed by its own recipe.json."""
+    started_by = read_json(run.path / INPUTS).get("recipe") if (run.path / INPUTS).exists() else recipe_file
+    run.write_json(INPUTS, {"recipe": started_by, **inputs})
+
+
 def describe_inputs(components: RunComponents) -> dict[str, Any]:
     """The model, the task, the rewards, and hashes of rows and pairs."""
     recipe, pairs = components.recipe, components.pairs
