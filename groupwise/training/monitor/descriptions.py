@@ -48,7 +48,7 @@ _LOSS = {
     "updates": "optimizer updates in this step",
     "updates_not_finite": "updates that were skipped because of NaN or inf (`train.on_non_finite`)",
     "kl": "KL to the reference per token, without its weight; with `loss.kl_coef`",
-    "entropy": "entropy of the policy per token; with `loss.entropy_coef`",
+    "entropy": "entropy of the policy per token",
     "ratio": "mean importance ratio π_θ/π_old, per token or sequence",
     "approx_kl": "k3 estimate of KL(π_old ‖ π_θ): how far the updates of this step moved the policy",
     "clip_ratio/low_mean": "share of tokens (or sequences) whose ratio was clipped at the lower bound",
@@ -78,7 +78,7 @@ _MASKS = {
 }
 _SIMILARITY = {
     "similarity_groups/avg_groups_per_prompt": "mean number of clusters of a prompt's completions",
-    "similarity_groups/n_prompts_split_into_{number}_groups": "prompts with that many clusters; 1 to 8 are always there",
+    "similarity_groups/n_prompts_split_into_{number}_groups": "prompts with that many clusters; 1 to 8 always appear",
     "similarity_groups/n_single_member_groups": "completions that are alone in their cluster",
     "similarity_groups/avg_silhouette_score": "mean silhouette of the prompts' clusters, from -1 to 1",
     "similarity_groups/good_diversity": "1 if most prompts have 3 to 5 clear clusters, else 0",
@@ -139,7 +139,7 @@ _EVALUATION = {
     "eval/preference_accuracy": "share of held-out pairs in which the chosen completion has the higher DPO reward",
     "eval/preference_accuracy_low": "lower end of its 95 % confidence interval",
     "eval/preference_accuracy_high": "upper end of its 95 % confidence interval",
-    "eval/preference_logp_accuracy": "share of held-out pairs whose chosen completion has the higher log-prob per token",
+    "eval/preference_logp_accuracy": "share of held-out pairs whose chosen one has the higher log-prob per token",
     "eval/preference_logp_accuracy_low": "lower end of its 95 % confidence interval",
     "eval/preference_logp_accuracy_high": "upper end of its 95 % confidence interval",
     "eval/preference_loss": "preference loss of the held-out pairs",
