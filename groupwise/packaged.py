@@ -14,6 +14,7 @@ from pathlib import Path
 from groupwise.errors import ConfigError, did_you_mean
 
 SUFFIX = ".toml"
+SIMILAR = 0.75  # of difflib: two file names share at least their suffix
 ROW_FILES = {".jsonl", ".parquet", ".csv"}  # which a user may take for a recipe
 
 
@@ -67,10 +68,11 @@ def _hint(path: Path, recipes: Collection[str]) -> str:
     """The end of the sentence about a recipe that does not exist: the nearest file, or the packaged recipes."""
     folder = path.parent if path.parent.is_dir() else Path()
     files = [file.name for file in folder.glob(f"*{SUFFIX}")]
-    if path.suffix in ("", SUFFIX) and (nearest := get_close_matches(path.with_suffix(SUFFIX).name, files, n=1)):
-        return f"; did you mean {folder / nearest[0]}?"
     if path.stem in recipes:
         return f"; the packaged recipe is named without a folder and without {SUFFIX}: {path.stem}"
+    name = path.with_suffix(SUFFIX).name
+    if path.suffix in ("", SUFFIX) and (nearest := get_close_matches(name, files, n=1, cutoff=SIMILAR)):
+        return f"; did you mean {folder / nearest[0]}?"
     if path.suffix not in ("", SUFFIX):
         return f"; a recipe is a {SUFFIX} file or the name of a packaged one: {_listed()}"
     is_bare = path.name == str(path) and not path.suffix
