@@ -176,9 +176,11 @@ def test_stale_pages_are_found(tmp_path):
 
 
 def test_docstrings_as_markdown():
-    text = "A loss.\n\nlogps, mask: ``(B, T)``, and\n    more.\nloss: a name.\n\nThe end: see :func:`core.loss`."
+    parameters = "logps, mask: ``(B, T)``, and\n    more.\nloss: a name. mask: more."
+    text = f"A loss.\n\n{parameters}\n\nThe end: see :func:`core.loss`."
     lines = as_markdown(text, {"logps", "mask", "loss"}).splitlines()
-    assert lines[2:5] == ["- **`logps`**, **`mask`**: ``(B, T)``, and", "  more.", "- **`loss`**: a name."]
+    assert lines[2:4] == ["- **`logps`**, **`mask`**: ``(B, T)``, and", "  more."]
+    assert lines[4:6] == ["- **`loss`**: a name.", "- **`mask`**: more."]
     assert lines[-1] == "The end: see `core.loss`."
 
 

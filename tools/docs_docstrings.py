@@ -19,7 +19,10 @@ def as_markdown(text: str, parameters: set[str]) -> str:
     """The docstring with a list of the parameters it describes, and without Sphinx's roles."""
     lines: list[str] = []
     in_list = False
-    for line in re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).splitlines():
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text)
+    for line in re.sub(
+        rf"(?<=\.) (?={NAMES.pattern})", lambda space: _line_break(space, parameters), text
+    ).splitlines():
         match = NAMES.match(line)
         names = re.findall(r"\w+", match[1].replace(" and ", " ")) if match else []
         if match and set(names) <= parameters:
@@ -31,6 +34,13 @@ def as_markdown(text: str, parameters: set[str]) -> str:
             in_list = in_list and bool(line.strip())
             lines.append(f"  {line.strip()}" if in_list else line)
     return "\n".join(lines)
+
+
+def _line_break(space: re.Match[str], parameters: set[str]) -> str:
+    """A new line where a sentence ends and the next parameter is described."""
+    match = NAMES.match(space.string, space.end())
+    names = set(re.findall(r"\w+", match[1].replace(" and ", " "))) if match else set()
+    return "\n" if names and names <= parameters else " "
 
 
 class MarkdownDocstrings(Extension):
