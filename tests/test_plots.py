@@ -47,6 +47,16 @@ def test_draws_the_mean_and_its_interval(tmp_path, monkeypatch):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("step", "reward")
 
 
+@pytest.mark.parametrize(("values", "limits"), [([0.25, 0.25], (0.196, 0.304)), ([0.0, 0.0], (-1.08, 1.08))])
+def test_a_constant_curve_has_a_readable_axis(tmp_path, monkeypatch, values, limits):
+    from groupwise import plots
+
+    drawn = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: drawn.append(figure))
+    plot_curves(tmp_path / "x.png", {"one run": ([0, 1], [values])})
+    assert drawn[0].axes[0].get_ylim() == pytest.approx(limits)
+
+
 @pytest.mark.parametrize(
     ("name", "drawn", "message"),
     [

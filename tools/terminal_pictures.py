@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from PIL import Image
 from rich.ansi import AnsiDecoder
 from rich.cells import cell_len
 from rich.console import Console
@@ -57,9 +58,9 @@ RUNS = {
         Picture("display-80x24", 80, 24, MIDDLE),
         Picture("display-after-ctrl-c", 80, 24, r"run: \S+\s+\$", keys="C-c"),
     ),
-    "groupwise train quiz --evaluate.every 10 --data.held_out_rows 4096": (
+    "groupwise train quiz --evaluate.every 20 --data.held_out_rows 4096": (
         Picture(
-            "display-evaluating", 100, 30, r"step [1-9]\d of [^·]*elapsed[\s\S]*evaluating .* of 4,096 rows .* left"
+            "display-evaluating", 100, 30, r"step [4-9]\d of [^·]*elapsed[\s\S]*evaluating .* of 4,096 rows .* left"
         ),
     ),
 }
@@ -152,7 +153,8 @@ def write_png(screen: str, width: int, title: str, path: Path) -> None:
             ],
             check=True, capture_output=True,
         )  # fmt: skip
-        path.write_bytes((folder / "picture.png").read_bytes())
+        with Image.open(folder / "picture.png") as image:
+            image.quantize(64, method=Image.Quantize.FASTOCTREE).save(path, optimize=True)
 
 
 if __name__ == "__main__":

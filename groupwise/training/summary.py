@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from groupwise.text import plural
 from groupwise.training.components import RunComponents
 from groupwise.training.display.base import RunFacts
 from groupwise.training.monitor.question_log import QuestionLog, summarise
@@ -57,7 +58,7 @@ def run_summary(
         lines.append(summarise(question_log.table()))
     if result.exit_status:
         lines.append(f"stopped after step {state.step} of {total_steps}; {_next(components, state, result)}")
-    if result.best_step is not None and result.best_step != state.step:
+    if result.model is not None and result.best_step is not None and result.best_step != state.step:
         lines.append(f"the policy of step {result.best_step} is exported, the best of {state.evaluations} evaluations")
     places = {"model": result.model, "picture": picture, "run": result.folder}
     return [*lines, *(f"{name}: {_relative(path)}" for name, path in places.items() if path is not None)]
@@ -75,8 +76,8 @@ def _next(components: RunComponents, state: TrainState, result: RunResult) -> st
 def _held_out(components: RunComponents) -> str:
     rows, pairs = len(components.held_out), len(components.pairs.held_out)
     if not rows:
-        return f"{pairs:,} held-out pairs"
-    return f"{rows:,} held-out rows" + (f", {pairs:,} pairs" if pairs else "")
+        return plural(pairs, "held-out pair")
+    return plural(rows, "held-out row") + (f", {plural(pairs, 'pair')}" if pairs else "")
 
 
 def _relative(path: Path) -> str:

@@ -31,6 +31,7 @@ from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task
 from groupwise.tasks.rows import task_of_tables
+from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
     count_steps,
@@ -77,8 +78,6 @@ from groupwise.training.update.optimizer import make_optimizer, set_learning_rat
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
-
-SFT_ACTIVITY = "supervised fine-tuning (SFT)"
 
 
 class Callback:
@@ -443,7 +442,7 @@ class Trainer:
     def _warn(self, metrics: dict[str, float], step_recipe: Recipe, rollout: RolloutResult) -> None:
         step = self.state.step
         if rollout.failures:
-            self.say(f"step {step}: {len(rollout.failures)} rewards failed; the first: {rollout.failures[0]}")
+            self.say(f"step {step}: {plural(len(rollout.failures), 'reward')} failed; the first: {rollout.failures[0]}")
         warning = mismatch_warning(metrics, step_recipe, self.components.handle.dtype)
         if warning is not None and not self._warned_of_mismatch:
             self._warned_of_mismatch = True
@@ -535,11 +534,11 @@ class Trainer:
             return 0
 
         def progress(step: int, metrics: dict[str, float]) -> None:
-            self.display.progress(SFT_ACTIVITY, step, sft.steps, "steps")
+            self.display.progress("SFT", step, sft.steps, "supervised steps")
             if self.components.supervised and self.recorder is not None:
                 self.recorder.step(step, metrics)
 
-        self.display.progress(SFT_ACTIVITY, 0, sft.steps, "steps")
+        self.display.progress("SFT", 0, sft.steps, "supervised steps")
         done = sft.run(self.masters, self.updater.token_budget, progress, lambda: bool(self.stopping))
         if done < sft.steps:
             self.say(f"stopped after {done} of {sft.steps} steps of SFT; they are not saved, and start over")
@@ -593,7 +592,7 @@ class Trainer:
         patience, count = self.recipe.evaluate.patience, self.state.evaluations_since_best
         if patience is None or count < patience or self.state.step >= self.total_steps:
             return False
-        self.say(f"stopped early: {count} evaluations without a better {self.metric}")
+        self.say(f"stopped early: {plural(count, 'evaluation')} without a better {self.metric}")
         return True
 
     def trainer_state(self) -> SimpleNamespace:

@@ -79,7 +79,7 @@ def test_a_supervised_run_that_is_stopped_is_not_saved_by_halves(tmp_path):
 
         def stop_at(text):
             stage(text)
-            if text == "SFT 7 of 30":
+            if text == "SFT: 7 of 30 supervised steps":
                 trainer.stopping.signal = signal.SIGINT
 
         trainer.display.stage = stop_at

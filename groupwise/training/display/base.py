@@ -221,8 +221,9 @@ class Display:
     def _evaluations_left(self) -> int:
         if self.facts.metric is None:
             return 0
-        every, last = self.facts.evaluate_every, self.facts.steps
-        left = last // every - self._step // every + (last % every > 0) if every else int(self._step < last)
+        every, last, step = self.facts.evaluate_every, self.facts.steps, self._step
+        left = int(step < last and (not every or last % every > 0))  # after the last step
+        left += max(0, last // every - step // every) if every else 0
         return left + self._evaluation_is_due(self._step)
 
     def _evaluation_is_due(self, step: int) -> bool:

@@ -75,7 +75,8 @@ class Chart:
             codes, owners = np.where(layer, layer, codes), np.where(layer, number, owners)
         lines = [head]
         for row in range(self.rows):
-            line = Text(f"{self.labels.get(row, ''):>{self.margin}} {'┤' if row in self.labels else '│'}", style="dim")
+            label = f"{self.labels.get(row, ''):>{self.margin}} {'┤' if row in self.labels else '│'}"
+            line = Text.assemble((label, "dim"))
             cells = zip(codes[row].tolist(), owners[row].tolist(), strict=True)
             for owner, run in groupby(cells, key=lambda cell: cell[1]):
                 line.append("".join(chr(code) for code, _ in run), self.layers[owner][1])

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
-from groupwise.text import one_line
+from groupwise.text import one_line, plural
 from groupwise.training.display.base import (
     MARGIN,
     Clock,
@@ -56,7 +56,7 @@ class LineDisplay(Display):
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         super().start(facts, first_step, past)
         model = f"{facts.model} ({format_count(facts.parameters)} weights) on {facts.device}"
-        self._print(" · ".join([facts.name, model, facts.algorithm, f"{facts.steps:,} steps", facts.folder]))
+        self._print(" · ".join([facts.name, model, facts.algorithm, plural(facts.steps, "step"), facts.folder]))
         if first_step:
             self._print(f"resuming after step {first_step}")
 

@@ -87,7 +87,8 @@ class LiveDisplay(Display):
 
     def say(self, text: str) -> None:
         with self._lock:
-            self._notices.append(f"step {self._step}: {one_line(text)}")
+            text_line = one_line(text)
+            self._notices.append(text_line if text_line.startswith("step ") else f"step {self._step}: {text_line}")
         # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
         with suppress(OSError, ValueError):
             self.console.print(Text(text, style="yellow"))
@@ -100,7 +101,7 @@ class LiveDisplay(Display):
         live, self._live, self._closed = self._live, None, True
         atexit.unregister(self.close)
         if live is not None:
-            live.transient = not self.facts.steps  # before the start there is nothing to keep
+            live.transient = not (self._metrics or self._evaluations)  # there is nothing to keep
             with suppress(OSError, ValueError):
                 live.stop()
 
@@ -117,12 +118,16 @@ class LiveDisplay(Display):
             width, height = options.max_width, options.size.height
             content = self._panel(width, height) if self.facts.steps else Group(*self._status(width))
         yield content
+        if self._live is not None:
+            # The cursor waits on an empty line: a terminal echoes ^C there, and the next drawing erases it. At the end
+            # of a full line the echo would go to the next one, and the first line would be drawn twice.
+            yield Text()
 
     def _panel(self, width: int, height: int) -> Panel:
         facts, inside = self.facts, max(20, width - 4)
         title = [facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm]
         progress, tiles, status = self._progress(inside), self._tiles(inside), self._status(inside)
-        foot = [Text(notice, style="yellow", no_wrap=True, overflow="ellipsis") for notice in self._notices]
+        foot = [_cut(notice, "yellow") for notice in self._notices if self._live is not None]  # printed above as well
         rows = height - 8 - len(progress) - tiles.row_count - len(status) - len(foot)
         samples = self._sample_lines(inside)
         if samples and rows - len(samples) >= ROWS_WITH_SAMPLES:

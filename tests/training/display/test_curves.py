@@ -110,6 +110,47 @@ def test_a_single_last_panel_is_as_wide_as_two(run, drawn):
     assert [(span.rowspan.start, span.rowspan.stop) for span in spans] == [(0, 2), (0, 2), (2, 4)]
 
 
+def test_constant_metrics_have_readable_axes(run, drawn):
+    values = {"reward": 0.25, "entropy": 1.0, "kl": 0.0, "completions/clipped_ratio": 0.0}
+    record(run, [(step, {**values, "reward": 0.25 + 1e-17 * step}) for step in range(1, 9)])
+    record(run, [(8, {"eval/accuracy": 1.0})])
+    draw_curves(run.path, metric="accuracy")
+    limits = {title(axes): axes.get_ylim() for axes in drawn[0].axes}
+    assert limits["reward while training"] == pytest.approx((0.196, 0.304))
+    assert limits["KL to the reference"] == pytest.approx((-1.08, 1.08))
+    assert limits["answers cut off"] == pytest.approx((-0.04, 1.04))
+    assert limits["right on held-out questions"] == pytest.approx((0.792, 1.008))
+
+
+def test_an_interval_keeps_the_axis_of_a_constant_metric(run, drawn):
+    row = {"eval/accuracy": 0.25, "eval/accuracy_low": 0.2, "eval/accuracy_high": 0.3}
+    record(run, [(0, row), (9, row)])
+    draw_curves(run.path, metric="accuracy")
+    low, high = drawn[0].axes[0].get_ylim()
+    assert (low, high) == pytest.approx((0.2, 0.3), abs=0.02)
+
+
+def test_all_panels_have_the_same_steps(run, drawn):
+    record(run, [(0, {"eval/accuracy": 0.25}), (5, {"reward": 1.0}), (100, {"reward": 2.0, **OTHERS})])
+    draw_curves(run.path, metric="accuracy")
+    assert {axes.get_xlim() for axes in drawn[0].axes} == {(-1.0, 101.0)}
+
+
+def test_one_step(run, drawn):
+    record(run, [(7, {"reward": 1.0, **OTHERS})])
+    draw_curves(run.path, metric="accuracy")
+    (point,) = drawn[0].axes[0].lines
+    assert point.get_marker() == "o"  # a line of one point would be invisible
+    assert drawn[0].axes[0].get_xlim() == (6.0, 8.0)
+
+
+@pytest.mark.parametrize(("evaluations", "marker"), [(1, "o"), (40, "o"), (41, "None")])
+def test_many_evaluations_have_no_markers(run, drawn, evaluations, marker):
+    record(run, [(step, {"eval/accuracy": 1 / step}) for step in range(1, evaluations + 1)])
+    draw_curves(run.path, metric="accuracy")
+    assert drawn[0].axes[0].lines[0].get_marker() == marker
+
+
 def test_the_file_is_a_complete_png(run):
     record(run, [(step, {"reward": 1.0 / step, "eval/accuracy": 1.0, **OTHERS}) for step in range(1, 30)])
     path = draw_curves(run.path, metric="accuracy", goal=0.5)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from groupwise.training.display import Display, LineDisplay, RunFacts
+from groupwise.training.display.base import SampleCompletion
 from tests.training.display.samples import DPO, FACTS, METRICS, OFFLINE, ManualClock, evaluation
 
 
@@ -190,6 +191,58 @@ def test_notices_stages_and_the_end(stream, clock):
         "before      1 %",
         "afterwards  20 %  good",
     ]
+
+
+def test_the_activities_of_a_start_and_of_slow_steps_get_a_line(stream, clock):
+    display = LineDisplay(stream, clock)
+    for text in ("loading PyTorch", "loading transformers", "reading rows"):
+        display.stage(text)
+        clock.time += 3
+    display.stage("reading rows")
+    display.start(FACTS)
+    clock.time += 1
+    for seconds in (60, 0.2, 0.2):
+        display.stage("sampling")
+        clock.time += seconds
+        display.stage("scoring: judge")
+        clock.time += seconds
+        display.step(display._step + 1, {})
+    texts = [line.split(" · ")[-1] for line in stream.getvalue().splitlines()]
+    assert texts[:3] == ["loading PyTorch", "loading transformers", "reading rows"]
+    assert texts[4:6] == ["sampling", "scoring: judge"]
+    assert len(texts) == 7  # the quick steps that follow within a second have none
+
+
+def test_a_long_activity_tells_its_progress(lines, stream, clock):
+    lines.step(1, {})
+    clock.time += 1
+    for done in range(0, 100, 10):
+        lines.progress("evaluating", done, 100, "rows")
+        clock.time += 5
+    assert stream.getvalue().splitlines()[1:] == [
+        "step   1/300 · evaluating · 40 of 100 rows · 20 s elapsed · about 30 s left",
+        "step   1/300 · evaluating · 80 of 100 rows · 40 s elapsed · about 10 s left",
+    ]
+
+
+def test_activities_may_be_left_out(stream, clock):
+    display = LineDisplay(stream, clock, activities=False)
+    display.stage("loading PyTorch")
+    display.progress("evaluating", 1, 2)
+    display.say("a notice")
+    assert stream.getvalue() == "a notice\n"
+
+
+def test_completions_are_printed_with_evaluations(lines, stream):
+    lines.evaluation(0, evaluation(0.25))
+    lines.samples([SampleCompletion("x" * 99, "y\n\x1b" * 99, 1.0), SampleCompletion("Which?", "", -0.5)])
+    lines.step(1, METRICS)
+    lines.evaluation(1, evaluation(0.5))
+    shown = stream.getvalue().splitlines()
+    assert len(shown) == 5
+    assert shown[-2].startswith("  sample · reward  1.000 · …xxx")
+    assert shown[-2].endswith("x → " + "y " * 35 + "y…")
+    assert shown[-1] == "  sample · reward -0.500 · Which? → (empty)"
 
 
 def test_an_ascii_stream_and_a_closed_stream_do_not_stop_a_run(clock):

@@ -21,6 +21,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from groupwise.training.display import LineDisplay, RunFacts, make_display
+from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.live import LiveDisplay
 from tests.training.display.samples import DPO, FACTS, METRICS, OFFLINE, ManualClock, evaluation
 
@@ -64,9 +65,10 @@ def test_the_panel_fits_and_holds_the_numbers(panel, clock, width, height):
     panel.stage("saving")
     panel.say("a warning that is very long " * 10)
     shown = picture(panel, width, height, color_system=None)
-    lines = shown.splitlines()
+    *lines, last = shown.splitlines()
+    assert last == ""
     assert {cell_len(line) for line in lines} == {width}
-    assert len(lines) < height
+    assert len(lines) + 1 < height
     expected = ["quiz [bold]x[/]", "step 120 of 300", "reward  0.412 ±0.310", "entropy", "1.234", "0.0004", "1.2 %"]
     expected += ["12 %", "1,205.3", "7.1 %", "0.770", "1.0e-06", "1,830", "61.2 GiB", "saving", "step 120: a warning"]
     expected += ["1 min 48 s elapsed · about 3 min left" if width >= 64 else "1 min 48 s elapsed", "45.0 %"]
@@ -143,9 +145,10 @@ def test_a_run_on_pairs_alone_shows_their_margin_instead_of_a_reward(clock, widt
         if step % 10 == 0:
             display.evaluation(step, {"preference_accuracy": step / 40})
     shown = picture(display, width, height, color_system=None)
-    lines = shown.splitlines()
+    *lines, last = shown.splitlines()
+    assert last == ""
     assert {cell_len(line) for line in lines} == {width}
-    assert len(lines) < height
+    assert len(lines) + 1 < height
     for text in ("margin of pairs  0.523", "└ 1 ─", "pairs", "16", "preferred", "71 %", "6.200", "1.0e-06", "75.0 %"):
         assert text in shown, text
     assert re.search("[\u2801-\u28ff]", shown)  # a curve
@@ -250,6 +253,124 @@ def test_huge_numbers_are_shown_but_not_drawn(panel):
     assert "1.7e+308" in shown
     assert "accuracy, held out  75.0 % +50.0" in shown
     assert [step for step, _, _ in panel._rewards] == [1, 5]
+
+
+# --- what is happening ---
+
+
+SAMPLES = [
+    SampleCompletion("Which drug treats a cough?\nAnswer: ", "B\x1b[31m because\nit does", 1.0),
+    SampleCompletion("a prompt that is much too long for its part of a line " * 4, "日本語 " * 60, -0.25),
+]
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "seen"), [(120, 40, True), (80, 24, True), (40, 60, True), (80, 22, False)]
+)
+def test_completions_are_shown_if_there_is_room(panel, clock, width, height, seen):
+    run_of(panel, clock, steps=20)
+    panel.samples(SAMPLES)
+    panel.step(21, METRICS)
+    *lines, _ = picture(panel, width, height, color_system=None).splitlines()
+    assert {cell_len(line) for line in lines} == {width}
+    assert len(lines) + 1 < height
+    shown = "\n".join(lines)
+    assert ("completions  step 21" in shown) == seen
+    assert ("treats a cough? Answer: → B[31m because it does" in shown) == (seen and width > 40)
+    assert ("-0.250  …" in shown) == seen
+    panel.samples([])
+    assert "completions " not in picture(panel, width, height, color_system=None)
+
+
+def test_an_activity_with_a_count_has_a_bar_and_its_times(panel, clock):
+    panel.progress("evaluating", 128, 512, "rows")
+    assert "evaluating · 128 of 512 rows" in picture(panel, 80, color_system=None)
+    clock.time += 12
+    panel.progress("evaluating", 256, 512, "rows")
+    for width in (80, 50):
+        shown = picture(panel, width, color_system=None)
+        assert "256 of 512 rows · 12 s elapsed" in shown
+        assert bool(re.search("evaluating ━+.* · about 12 s left", shown)) == (width == 80)
+    panel.stage("saving")
+    assert re.search("saving +│", picture(panel, 80, color_system=None))  # its time starts anew
+    panel.step(1, METRICS)
+    assert "training" in picture(panel, 80, color_system=None)
+
+
+def test_before_the_start_there_is_only_the_activity(clock):
+    display = live(clock=clock)
+    display.stage("loading PyTorch")
+    clock.time += 3
+    assert picture(display, 80, color_system=None).split("\n")[1:] == ["", ""]
+    assert "loading PyTorch · 3 s elapsed" in picture(display, 80, color_system=None)
+    display.progress("SFT", 15, 60, "supervised steps")
+    clock.time += 10
+    shown = picture(display, 80, color_system=None)
+    assert re.search("SFT ━+.* 15 of 60 supervised steps · 10 s elapsed · about 30 s left", shown)
+    display.close()
+    assert picture(display, 80, color_system=None) == ""
+
+
+def test_a_signal_is_shown_in_the_panel_and_not_printed(panel, clock):
+    run_of(panel, clock, steps=4)
+    before = panel.console.file.getvalue()
+    panel.interrupted("SIGINT: finishing this step")
+    assert panel.console.file.getvalue() == before  # a signal handler must not draw
+    assert "SIGINT: finishing this step" in picture(panel, 80, color_system=None)
+    panel.close()
+    assert "SIGINT" not in picture(panel, 80, color_system=None)
+
+
+def test_the_last_panel_has_neither_activity_nor_notices(panel, clock):
+    """The notices were printed above it."""
+    run_of(panel, clock, steps=4)
+    panel.say("a notice")
+    panel.say("step 4: another one")
+    panel.stage("saving")
+    shown = picture(panel, 80, color_system=None)
+    assert "step 4: a notice" in shown
+    assert "│ step 4: another one" in shown
+    panel.close()
+    last = picture(panel, 80, color_system=None)
+    for text in ("notice", "another one", "saving"):
+        assert text not in last
+    assert last.endswith("╯\n")
+
+
+@pytest.mark.parametrize("measured", [True, False])
+def test_a_run_that_ends_before_its_first_step_leaves_no_panel(clock, measured):
+    display = live(clock=clock)
+    display.start(FACTS)
+    if measured:
+        display.evaluation(0, evaluation(0.5))
+    display.close()
+    erased = re.search(r"(\x1b\[1A\x1b\[2K)+\s*$", display.console.file.getvalue().replace("\x1b[?25h", ""))
+    assert bool(erased) == (not measured)
+
+
+def test_a_terminal_of_another_size_is_drawn_anew(panel):
+    panel.stage("sampling")
+    panel._live.refresh()
+    assert "\x1b[2J" not in panel.console.file.getvalue()
+    panel.console.width = 60
+    panel._live.refresh()
+    cleared = panel.console.file.getvalue().split("\x1b[2J\x1b[H")
+    assert len(cleared) == 2
+    assert "╭" in cleared[1]
+    panel._live.refresh()
+    assert panel.console.file.getvalue().count("\x1b[2J") == 1
+
+
+def test_a_constant_metric_has_a_readable_axis(panel):
+    for step in range(1, 30):
+        panel.step(step, {"reward": 0.25 + 1e-17 * step})
+        panel.evaluation(step, {"accuracy": 0.0})
+    shown = picture(panel, 80, color_system=None)
+    assert "0.31 ┤" in shown
+    assert re.search("0.25 ┤[\u2801-\u28ff]", shown)
+    assert "0.19 ┤" in shown
+    assert "100 % ┤" not in shown  # the goal is at 80 %
+    assert "0 % ┤" in shown
 
 
 # --- on a terminal ---

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from groupwise.config import make_recipe
 from groupwise.errors import MissingExtraError, RunDirError
 from groupwise.rundir import RunDir, read_metrics
+from groupwise.training.extras import check_extras
 from groupwise.training.store.recorder import Recorder, rewind
 
 
@@ -115,12 +117,22 @@ def test_without_tensorboard(run, monkeypatch):
         recorder.step(1, {"reward": 1.0})
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
     said = []
-    with closing(Recorder(run, say=said.append)) as recorder:
+    with closing(Recorder(run, say=said.append)) as recorder:  # the default: only if the package is there
         recorder.step(2, {"reward": 1.0})
-    (message,) = said
-    assert "pip install 'groupwise[tensorboard]'" in message
+    assert said == []
+    with pytest.raises(MissingExtraError, match=r"pip install 'groupwise\[tensorboard\]'"):
+        Recorder(run, tensorboard=True, say=quiet)
     assert not (run.path / "tensorboard").exists()
     assert len(read_metrics(run.path / "metrics.jsonl")) == 2
+
+
+def test_a_recipe_that_asks_for_tensorboard_is_refused_before_anything_is_loaded(monkeypatch):
+    recipe = make_recipe({"run": {"tensorboard": True}})
+    check_extras(recipe)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(MissingExtraError, match=r"run\.tensorboard.*pip install 'groupwise\[tensorboard\]'"):
+        check_extras(recipe)
+    check_extras(make_recipe({}))
 
 
 def test_a_full_disk_switches_tensorboard_off_and_is_reported_once(run, monkeypatch):
