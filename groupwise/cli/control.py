@@ -113,7 +113,8 @@ def _train(arguments: argparse.Namespace) -> int:
     config = config_of(environment=arguments.env, algorithm=arguments.algo, **values)
     if arguments.resume and not arguments.out:
         raise ConfigError("--resume needs --out, the folder of the run to continue")
-    folder = arguments.out or new_run_path(RUNS, re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}"))
+    name = re.sub(r"[^\w.-]+", "_", f"{config.environment}-{config.algorithm}").lstrip("._-")
+    folder = arguments.out or new_run_path(RUNS, name)
 
     def report(row: dict[str, float]) -> None:
         _say(format_row(row))

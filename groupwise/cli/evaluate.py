@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.cli.common import Commands, console, make_status, make_table
 from groupwise.cli.train import add_with_settings, load_libraries
 from groupwise.errors import ConfigError
+from groupwise.text import plural
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -100,7 +101,7 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
     out.print(table)
     if evaluation.answers:
         length, cut_off = f"{metrics['mean_length']:.1f} tokens on average", f"{metrics['truncated']:.1%} cut off"
-        summary = f"{len(evaluation.answers):,} answers by {model}: {length}, {cut_off}"
+        summary = f"{plural(len(evaluation.answers), 'answer')} by {model}: {length}, {cut_off}"
         out.print(summary, markup=False, highlight=False)
 
 

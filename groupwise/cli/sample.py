@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
 from groupwise.errors import ConfigError, check_installed
+from groupwise.text import plural
 
 if TYPE_CHECKING:
     from groupwise.generate.types import Sampling
@@ -88,7 +89,7 @@ def _sample(arguments: argparse.Namespace) -> int:
             prompt = arguments.prompts[row // arguments.samples]
             out.rule(Text(prompt.splitlines()[0] if prompt else "(empty prompt)"), align="left", style="dim")
         mean_logp = float(rollout.logps[row, :length].mean())
-        facts = f"[{rollout.stop_reasons[row]}, {length} tokens, mean log-prob {mean_logp:.2f}]"
+        facts = f"[{rollout.stop_reasons[row]}, {plural(int(length), 'token')}, mean log-prob {mean_logp:.2f}]"
         out.print(f"{completion.strip()}\n", facts, sep="", markup=False, highlight=False, soft_wrap=True)
     return 0
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.cli.common import Commands, add, console, format_examples, make_table
 from groupwise.cli.sample import MODEL_HELP, add_sampling_arguments, load_model_of, sampling_of
 from groupwise.errors import InputError
+from groupwise.text import plural
 
 if TYPE_CHECKING:
     from groupwise.usmle.records import ModelAnswer
@@ -70,7 +71,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     out = console()
     for answer in answers:
         out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
-        out.print(f"[{answer.stop_reason}, {answer.tokens} tokens]\n", markup=False, highlight=False)
+        out.print(f"[{answer.stop_reason}, {plural(answer.tokens, 'token')}]\n", markup=False, highlight=False)
     out.print(_table(options, answers, probabilities))
     for line in _conclusions(answers):
         out.print(line, markup=False, highlight=False)

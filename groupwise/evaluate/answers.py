@@ -19,6 +19,7 @@ from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
 from groupwise.stats import Interval, bootstrap_interval, mean_interval
 from groupwise.tasks.base import Grade, TaskRow
+from groupwise.text import plural
 
 REWARD = "reward"
 CHUNK = 512  # rows sampled at a time, between two calls of `progress`
@@ -124,7 +125,9 @@ def _rewards(
         failures += [failure.reason for failure in scores.failures]
     if all(map(math.isnan, total)):
         reason = f" ({failures[0]})" if failures else ": they returned None for every one"
-        raise RewardError(f"the rewards scored none of the {len(total)} completions of the held-out rows{reason}")
+        raise RewardError(
+            f"the rewards scored none of the {plural(len(total), 'completion')} of the held-out rows{reason}"
+        )
     return total
 
 

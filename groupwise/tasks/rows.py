@@ -13,6 +13,7 @@ from groupwise.data import read_rows
 from groupwise.data.tables import as_rows
 from groupwise.errors import ConfigError
 from groupwise.tasks.base import Task, TaskRow
+from groupwise.text import plural
 
 ReadRows = Callable[..., list[dict[str, Any]]]
 """A function with the arguments of `groupwise.data.read_rows`."""
@@ -90,7 +91,8 @@ def hold_out(
 ) -> tuple[list[TaskRow], list[TaskRow]]:
     """Split off ``number`` rows, drawn by the seed: the rows to train on and those to evaluate on, in order."""
     if number >= len(rows):
-        limit = f"{section}.held_out_from_train is {number}, but there are {len(rows)} rows"
+        there = f"there {'is' if len(rows) == 1 else 'are'} {plural(len(rows), 'row')}"
+        limit = f"{section}.held_out_from_train is {number}, but {there}"
         raise ConfigError(f"{limit}, and some must remain to train on")
     chosen = set(random.Random(f"held out {seed}").sample(range(len(rows)), number))
     left = [row for place, row in enumerate(rows) if place not in chosen]

@@ -34,7 +34,7 @@ from groupwise.model.weights import FetchProgress
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
-from groupwise.text import Say
+from groupwise.text import Say, plural
 from groupwise.training.display.base import BYTES, Display
 from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
@@ -212,7 +212,7 @@ def load_components(
     display.stage(f"loading the model {recipe.model.source}")
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer)
-    display.stage(f"building prompts from {len(task.train) + len(task.held_out):,} rows")
+    display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out), 'row')}")
     builder = PromptBuilder(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
@@ -385,13 +385,14 @@ def _check_metric(name: str, measured: Sequence[str]) -> None:
 def _check_batches(recipe: Recipe, samples: bool) -> None:
     """Raise an error if there are more mini-batches than prompts or pairs in a step."""
     if samples:
-        count, what = recipe.train.batch_size * recipe.train.accumulation, "prompts"
+        count, what = recipe.train.batch_size * recipe.train.accumulation, "prompt"
         settings = "train.batch_size × train.accumulation"
     else:
-        count, what, settings = recipe.preference.batch_size, "pairs", "preference.batch_size"
+        count, what, settings = recipe.preference.batch_size, "pair", "preference.batch_size"
     if recipe.train.mini_batches > count:
         raise ConfigError(
-            f"train.mini_batches {recipe.train.mini_batches} is more than the {count} {what} of a step ({settings})"
+            f"train.mini_batches {recipe.train.mini_batches} is more than the {plural(count, what)} of a step "
+            f"({settings})"
         )
 
 

@@ -15,7 +15,7 @@ from groupwise.model.device import free_memory
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.packing import activation_bytes, default_token_budget
 from groupwise.tasks import find_task
-from groupwise.text import format_duration
+from groupwise.text import format_duration, plural
 from groupwise.training.components import (
     RunComponents,
     check_training_inputs,
@@ -56,9 +56,9 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     sizes, pairs = [], components.pairs.train if components.learns_from_pairs else []
     if components.samples:
         count = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
-        sizes.append(f"{count:,} completions of up to {recipe.sampling.max_new_tokens} tokens")
+        sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
     if pairs:
-        sizes.append(f"{recipe.preference.batch_size:,} pairs" + (" of the data set" if components.samples else ""))
+        sizes.append(plural(recipe.preference.batch_size, "pair") + (" of the data set" if components.samples else ""))
     yield f"steps: {steps:,}, each with {' and '.join(sizes)}"
     phase = schedule.phase(0, 0)
     if phase is not None:
@@ -90,7 +90,7 @@ def _data(components: RunComponents) -> Iterator[str]:
         return
     lengths = [len(prompt.ids) for prompt in prompts]
     yield (
-        f"data: {len(components.train):,} rows to train on, {len(components.held_out):,} held out; prompts of "
+        f"data: {plural(len(components.train), 'row')} to train on, {len(components.held_out):,} held out; prompts of "
         f"{mean(lengths):.0f} tokens on average, {max(lengths)} at most"
     )
     if components.scorer is not None:
@@ -180,7 +180,7 @@ def _time(components: RunComponents, steps: int, pairs: Sequence[TokenPair]) -> 
         pair_seconds, count = _seconds_per_pair(components, pairs)
         passes = components.recipe.train.iterations + (0 if components.has_fixed_reference else FORWARD)
         seconds += pair_seconds * passes * components.recipe.preference.batch_size
-        probes.append(f"{count} pairs")
+        probes.append(plural(count, "pair"))
     yield (
         f"time: about {seconds:.1f} s a step{condition}, {format_duration(seconds * steps)} in all, without evaluation "
         f"(from {' and '.join(probes)}; within a factor of two)"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from groupwise.errors import CheckpointError
+from groupwise.text import plural
 
 
 class Stateful(Protocol):
@@ -58,13 +59,14 @@ class TrainState:
     @property
     def first_label(self) -> str:
         """What the first evaluation measured."""
-        return "before training" if self.first_evaluated_at == 0 else f"after {self.first_evaluated_at} steps (first)"
+        step = self.first_evaluated_at
+        return "before training" if step == 0 else f"after {plural(step, 'step')} (first)"
 
     @property
     def measured_label(self) -> str:
         """What `measured` is. The best of several evaluations on the same rows is an optimistic figure."""
         step = self.evaluated_at if self.best is None else self.best["step"]
-        return f"after {step} steps" + (f" (best of {self.evaluations})" if self.evaluations > 1 else "")
+        return f"after {plural(int(step), 'step')}" + (f" (best of {self.evaluations})" if self.evaluations > 1 else "")
 
     def load_json(self, values: Mapping[str, Any]) -> None:
         """Take all values from a saved state, which `asdict` gave."""

@@ -11,7 +11,7 @@ from groupwise.generate import Engine
 from groupwise.rundir import package_versions
 from groupwise.tasks import TaskReport, find_task
 from groupwise.tasks.rows import listed
-from groupwise.text import Say
+from groupwise.text import Say, plural
 from groupwise.training.components import load_components
 from groupwise.training.extras import check_extras
 from groupwise.training.seeds import derive_seed
@@ -80,7 +80,7 @@ def facts_of(recipe: Recipe) -> dict[str, str]:
         "model": recipe.model.source,
         "questions": _source(recipe),
         "prompt": _prompt_form(recipe),
-        "longest answer": f"{settings.max_new_tokens or recipe.sampling.max_new_tokens} tokens",
+        "longest answer": plural(settings.max_new_tokens or recipe.sampling.max_new_tokens, "token"),
     }
     if settings.samples > 1:
         temperature = settings.temperature or recipe.sampling.temperature
@@ -120,7 +120,7 @@ def _summary(report: ExamReport, comparison: ExamComparison | None) -> list[Any]
         table.add_row(name, f"{share.value:.1%}", f"{share.low:.1%} – {share.high:.1%}", *earlier)
     unread = f"{report.unread_strict / report.n:.1%} strictly, {report.unread_lenient / report.n:.1%} leniently"
     lines = [
-        f"{report.n:,} questions; without an answer: {unread}; {report.mean_tokens:.1f} tokens per answer, "
+        f"{plural(report.n, 'question')}; without an answer: {unread}; {report.mean_tokens:.1f} tokens per answer, "
         f"{report.cut_off:.1%} cut off"
     ]
     for measure in comparison.measures if comparison is not None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 
-from groupwise.text import escape_markdown, markdown_table
+from groupwise.text import escape_markdown, markdown_table, plural
 from groupwise.usmle import tables
 from groupwise.usmle.compare import LEVEL, CategoryChange, ChangedAnswer, ExamComparison
 from groupwise.usmle.tables import Difference, ExamReport, Proportion
@@ -83,8 +83,8 @@ def _headline(report: ExamReport) -> list[str]:
         ("strict: the requested form", interval(report.strict), strict),
     ]
     summary = (
-        f"{report.n:,} questions, one greedy answer each. An answer without a letter counts as wrong. Guessing gives "
-        f"{percent(report.chance)}. In brackets: 95 % intervals."
+        f"{plural(report.n, 'question')}, one greedy answer each. An answer without a letter counts as wrong. "
+        f"Guessing gives {percent(report.chance)}. In brackets: 95 % intervals."
     )
     length = f"An answer has {report.mean_tokens:.0f} tokens on average; {percent(report.cut_off)} were cut off."
     return [summary, markdown_table(["read as", "accuracy", "no answer"], rows), length]
@@ -140,8 +140,8 @@ def _sampled(sampled: tables.SampledAccuracy) -> list[str]:
     rows = [("mean of the samples", interval(sampled.accuracy)), ("majority vote", interval(sampled.majority))]
     rows += [(f"pass@{entry.k}", interval(entry.share)) for entry in sampled.pass_at]
     explanation = (
-        f"{sampled.samples} answers to each question. The majority vote takes the most frequent letter; pass@k is the "
-        "probability that at least one of k answers is right."
+        f"{plural(sampled.samples, 'answer')} to each question. The majority vote takes the most frequent letter; "
+        "pass@k is the probability that at least one of k answers is right."
     )
     return ["## Sampled answers", explanation, markdown_table(["", "accuracy"], rows)]
 

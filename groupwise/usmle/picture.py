@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.text import plural
 from groupwise.usmle.compare import ExamComparison
 from groupwise.usmle.tables import ExamReport, Proportion, SampledAccuracy, start_of
 
@@ -88,7 +89,7 @@ def _accuracies(axes: Any, report: ExamReport, comparison: ExamComparison | None
     highest = max(share.high for share in (*shares, *before.values()))
     axes.set(xlim=(-0.6, len(names) - 0.4), ylim=(0, min(118, 100 * highest * 1.3 + 4)), ylabel="accuracy, %")
     axes.legend(frameon=False, fontsize=10, ncols=3, loc="upper right")
-    _heading(axes, f"Accuracy on {report.n:,} questions, 95 % intervals")
+    _heading(axes, f"Accuracy on {plural(report.n, 'question')}, 95 % intervals")
 
 
 def _groups(axes: Any, report: ExamReport, comparison: ExamComparison | None) -> None:
@@ -146,7 +147,7 @@ def _samples(axes: Any, report: ExamReport, _: ExamComparison | None, sampled: S
     axes.minorticks_off()
     axes.set(xlim=(numbers[0] * 0.9, numbers[-1] * 1.1), ylim=(0, 102), xlabel="answers, k", ylabel="%")
     axes.legend(frameon=False, fontsize=10, loc="best")
-    _heading(axes, f"{sampled.samples} answers to each question")
+    _heading(axes, f"{plural(sampled.samples, 'answer')} to each question")
 
 
 def _calibration(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:

@@ -186,6 +186,17 @@ def test_check_and_train_have_the_same_errors(complaint, words):
     assert complaint("check", "r.toml", "--quick", *words) == complaint("train", "r.toml", *words)
 
 
+@pytest.mark.parametrize("command", ["train", "check", "eval"])
+def test_a_metric_is_checked_before_the_model_is_loaded(complaint, monkeypatch, command):
+    monkeypatch.setattr("groupwise.training.components.load_model_and_tokenizer", None)
+    words = ["--data.held_out", "rows.jsonl", "--evaluate.metric"]
+    message = complaint(command, "r.toml", *words, "rewrad")
+    assert "evaluate.metric 'rewrad'" in message
+    assert "did you mean 'reward'?" in message
+    message = complaint(command, "r.toml", *words, "x", "--preference.held_out", "pairs.jsonl")
+    assert "(there are: reward, preference_accuracy)" in message
+
+
 def test_a_reward_that_needs_a_missing_column(complaint):
     message = complaint("check", "r.toml", "--rewards", '[{function = "scores.py:needs_gold"}]')
     assert "'needs_gold' needs" in message

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from typing import ClassVar
 
@@ -169,6 +170,45 @@ def test_an_interrupted_run_can_be_resumed(capsys, tmp_path, monkeypatch):
         gymnasium.registry.pop(INTERRUPTED)
 
 
+OWN = """
+import gymnasium
+from gymnasium.envs.classic_control import CartPoleEnv
+
+class {name}(CartPoleEnv):
+    pass
+"""
+
+
+def test_an_environment_of_a_module_in_the_current_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry not in ("", str(tmp_path))])
+    monkeypatch.setattr(LivePlotter, "draw", lambda plotter: None)
+    register = "gymnasium.register('OwnPole-v0', entry_point='own_poles:OwnPole', max_episode_steps=20)\n"
+    (tmp_path / "own_poles.py").write_text(OWN.format(name="OwnPole") + register)
+    (tmp_path / "only_a_class.py").write_text(OWN.format(name="Pole"))
+    (tmp_path / "broken.py").write_text("import gone_for_good\n")
+    error = refused(capsys, "train", "--env", "only_a_class:Pole")
+    assert "gymnasium.register(id='Pole-v0', entry_point='only_a_class:Pole')" in error
+    assert "No module named 'gone_for_good'" in refused(capsys, "train", "--env", "broken:Pole-v0")
+    try:
+        assert main(["control", "train", "--env", "own_poles:OwnPole-v0", "--out", "run", *SMALL]) == 0
+        assert max(row["greedy_return"] for row in read_progress(tmp_path / "run/progress.csv")) <= 20
+    finally:
+        gymnasium.registry.pop("OwnPole-v0")
+
+
+@pytest.mark.slow
+def test_an_own_environment_as_a_process(tmp_path):
+    """Without the current folder on Python's path, as in the installed command; also in the processes of compare."""
+    register = "gymnasium.register('OwnPole-v0', entry_point='own_poles:OwnPole', max_episode_steps=20)\n"
+    (tmp_path / "own_poles.py").write_text(OWN.format(name="OwnPole") + register)
+    program = "import sys; sys.path = [p for p in sys.path if p]; from groupwise.cli import main; sys.exit(main())"
+    words = ["compare", "--envs", "own_poles:OwnPole-v0", "--algos", "grpo-fast", "--seeds", "2", "--jobs", "2", *SMALL]
+    done = subprocess.run(
+        [sys.executable, "-c", program, "control", *words], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # --- play ------------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +277,9 @@ def test_runs_that_cannot_play_together_are_refused(capsys, runs):
 REFUSED = [
     ("train --env CartPole-v9", "the environment 'CartPole-v9' cannot be created"),
     ("train --env nowhere:Cart-v0", "the environment 'nowhere:Cart-v0' cannot be created"),
+    ("train --env nowhere:Cart-v0", "the module is looked for in {here} and on Python's path"),
+    ("train --env own.py:MyEnv", "names a file; give the module and an id that it registers, as in own:MyEnv-v0"),
+    ("train --env ./own.py:MyEnv", "as in own:MyEnv-v0"),
     ("train --env Pendulum-v1", "only discrete actions"),
     ("train --env-option gravity", "--env-option needs KEY=VALUE, got 'gravity'"),
     ("train --env-option =3", "--env-option needs KEY=VALUE, got '=3'"),
@@ -267,7 +310,7 @@ REFUSED = [
 
 
 def test_invalid_input_is_one_line(capsys, tmp_path):
-    errors = {words: refused(capsys, *words.split()) for words, _ in REFUSED}
+    errors = {words: refused(capsys, *words.split()).replace(str(tmp_path), "{here}") for words, _ in REFUSED}
     assert [(words, errors[words]) for words, message in REFUSED if message not in errors[words]] == []
     assert not list(tmp_path.iterdir())
 

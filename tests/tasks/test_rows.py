@@ -211,7 +211,7 @@ def test_rows_are_held_out_from_the_first_source(tmp_path):
 
 def test_a_split_beside_a_file_that_rows_are_held_out_from(asked, tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
-    with pytest.raises(ConfigError, match=r"there are 1 rows"):
+    with pytest.raises(ConfigError, match=r"there is 1 row,"):
         read_both(recipe_of(train=[path, "a/b"], train_split="train", held_out_from_train=1))
     assert [(source, options["split"]) for source, options in asked] == [(path, None), ("a/b", "train")]
 

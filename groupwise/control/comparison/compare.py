@@ -25,7 +25,7 @@ from groupwise.control.models import STATE_FILE
 from groupwise.control.settings import Config
 from groupwise.errors import ConfigError, ControlError, GroupwiseError
 from groupwise.rundir import end_with_parent, interrupts_ignored, read_json
-from groupwise.text import Say
+from groupwise.text import Say, plural
 
 
 def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: Say) -> str:
@@ -37,7 +37,7 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
         Training(config).close()  # refuse what cannot be trained before any work is done
     runs = [(config, _run_folder(folder, config)) for config in configs]
     unfinished = [(config, path) for config, path in runs if not _is_finished(config, path)]
-    report(f"{len(configs)} runs, {len(configs) - len(unfinished)} of them finished already")
+    report(f"{plural(len(configs), 'run')}, {len(configs) - len(unfinished)} of them finished already")
     failed: list[str] = []
     with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
         with interrupts_ignored():  # the workers are terminated below
@@ -89,7 +89,9 @@ def _is_finished(config: Config, folder: Path) -> bool:
     saved = read_json(folder / CONFIG_FILE)
     check_same_config(saved, config.model_dump(mode="json"), folder)
     if saved["steps"] > config.steps:
-        raise ConfigError(f"{folder} was trained for {saved['steps']} steps, not {config.steps}; choose another folder")
+        raise ConfigError(
+            f"{folder} was trained for {plural(int(saved['steps']), 'step')}, not {config.steps}; choose another folder"
+        )
     return saved["steps"] == config.steps and (folder / RESULT_FILE).exists()
 
 

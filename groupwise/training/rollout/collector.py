@@ -23,7 +23,7 @@ from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.rewards import RewardFunction, Scorer, Scores
 from groupwise.tasks.base import TaskRow
-from groupwise.text import Say
+from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.rollout.advantages import OVERLONG, add_overlong_penalty
@@ -186,7 +186,9 @@ class RolloutCollector:
             generator.max_num_seqs //= 2
             generator.release()
             torch.cuda.empty_cache()
-            self.say(f"memory ran out while sampling: repeated with {generator.max_num_seqs} completions at once")
+            self.say(
+                f"memory ran out while sampling: repeated with {plural(generator.max_num_seqs, 'completion')} at once"
+            )
 
         return retry_with_less_memory(
             lambda: self.generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop),

@@ -13,7 +13,7 @@ import torch
 from groupwise.errors import ConfigError
 from groupwise.generate import Engine
 from groupwise.rundir import RunDir
-from groupwise.text import Say
+from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.state import Stateful, TrainState
@@ -77,8 +77,8 @@ class Checkpointer:
             )
         if supervised and int(saved["step"]) < total_steps:
             raise ConfigError(
-                f"this supervised run is finished, and {total_steps} steps of SFT are more than it had; restore [sft], "
-                "or start a new run"
+                f"this supervised run is finished, and {plural(total_steps, 'step')} of SFT are more than it had; "
+                "restore [sft], or start a new run"
             )
         checkpoint.load_checkpoint(folder, self.updater)
         self.state.load_json(saved["train"])
@@ -86,9 +86,12 @@ class Checkpointer:
             part.load_state(saved[name])
         self.updater.token_budget = recipe.train.token_budget or int(saved["token_budget"])
         self.engine.max_num_seqs = recipe.sampling.max_num_seqs or int(saved["max_num_seqs"])
-        if torch.get_num_threads() != saved["threads"]:
-            self.say(f"the run was started with {saved['threads']} threads; it goes on with as many, for the same bits")
-            torch.set_num_threads(int(saved["threads"]))
+        threads = int(saved["threads"])
+        if torch.get_num_threads() != threads:
+            self.say(
+                f"the run was started with {plural(threads, 'thread')}; it goes on with as many, for the same bits"
+            )
+            torch.set_num_threads(threads)
         self.question_log.write(self.run_dir.path)
         rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step)
         self._write_best()

@@ -10,7 +10,7 @@ from groupwise import __version__
 from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
 from groupwise.rundir import package_versions
-from groupwise.text import markdown_table
+from groupwise.text import markdown_table, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.preference import LOGP_ACCURACY
 from groupwise.training.state import TrainState
@@ -67,5 +67,5 @@ def _training_data(components: RunComponents) -> str:
     if components.samples or components.supervised:
         sources.append(f"the task `{components.task.name}`")
     if components.pairs.train and not components.supervised and components.learns_from_pairs:
-        sources.append(f"{len(components.pairs.train):,} preference pairs")
+        sources.append(plural(len(components.pairs.train), "preference pair"))
     return " and ".join(sources)

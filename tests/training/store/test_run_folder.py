@@ -14,7 +14,14 @@ from groupwise.errors import ConfigError, InputError, RunDirError
 from groupwise.rundir import RunDir, files, package_versions, read_json
 from groupwise.tasks import Task
 from groupwise.training.store import run_folder
-from groupwise.training.store.run_folder import PACKAGES, differences, open_run
+from groupwise.training.store.run_folder import (
+    PACKAGES,
+    differences,
+    mark_finished,
+    nothing_to_resume,
+    open_run,
+    write_recipe,
+)
 from tests.training.runs import ROWS, metrics_of, run_steps, small_trainer, vowels
 
 QUICK = {"train": {"steps": 2, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
@@ -65,6 +72,50 @@ def test_nothing_to_resume(tmp_path, monkeypatch):
     with pytest.raises(RunDirError, match=sentence):
         open_run(make_recipe(), None, name="quiz", resume=True, overwrite=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    open_run(make_recipe(), None, name="rows").discard()
+    open_run(make_recipe(), "a/b/c", name="rows").discard()
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "mine").mkdir()
+    open_run(make_recipe(), "mine/run", name="rows").discard()
+    assert (tmp_path / "mine").is_dir()  # it was there before
+    one = open_run(make_recipe(), "runs/one", name="rows")
+    with open_run(make_recipe(), "runs/two", name="rows"):
+        one.discard()
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["two"]
+
+
+def test_a_finished_run_is_not_resumed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def sentence(**train):
+        evaluate = {"patience": train.pop("patience", 3)}
+        recipe = make_recipe({"train": {"epochs": 2.0, **train}, "evaluate": evaluate, "run": {"folder": "run"}})
+        return recipe, nothing_to_resume(recipe, None, "r.toml")
+
+    recipe, said = sentence()
+    assert said is None  # there is no run: opening it raises the error
+    with RunDir.create("run") as run:
+        write_recipe(run, recipe, lambda text: None, resuming=False)
+        assert sentence()[1] is None  # not finished
+        mark_finished(run, 7, 7)
+        assert sentence()[1] is None  # without its checkpoint
+        (run.path / "checkpoint-7").mkdir()
+        said = sentence()[1]
+        assert said.startswith("the run in run has finished its 7 steps; there is nothing to resume. To continue, ")
+        assert "--train.epochs 4" in said
+        for train in ({"epochs": 3.0}, {"steps": 8}, {"batch_size": 1}, {"seed": 5}, {"patience": 4}):
+            assert sentence(**train)[1] is None, train
+        assert "--train.steps 14" in sentence(steps=7)[1]
+        mark_finished(run, 7, 20)
+        said = sentence()[1]
+        assert "stopped early after 7 steps of 20; there is nothing to resume" in said
+        assert "--evaluate.patience 6" in said
+        (run.path / "checkpoint-9").mkdir()
+        assert sentence()[1] is None  # it was continued and stopped
 
 
 def test_in_use(tmp_path):
