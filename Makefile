@@ -52,7 +52,7 @@ format: setup ## put the code into the house format
 
 docs: setup ## write the generated pages and build the documentation into site/; any warning is an error
 	$(BIN)/python tools/docs_reference.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: setup ## build the source archive and the wheel into dist/, and check them
 	rm -rf dist
