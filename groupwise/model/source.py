@@ -145,7 +145,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
 
 def _reporting_bar(progress: weights.FetchProgress) -> type[Any]:
     """A progress bar for the hub's downloads that draws nothing and reports the bytes instead."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     class ReportingBar(tqdm):  # type: ignore[misc, type-arg, unused-ignore]
         def __init__(self, *arguments: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleDimensions, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
 from rich.panel import Panel
@@ -49,10 +49,10 @@ BAR_SECONDS = 1.0  # a shorter activity gets no bar, which would flicker
 class ResizableLive(Live):
     """rich's live display, which redraws the screen when its size changes: lines that were wrapped stay otherwise."""
 
-    _drawn_at: tuple[int, int] | None = None
+    _drawn_at: ConsoleDimensions | None = None
 
     def process_renderables(self, renderables: list[Any]) -> list[Any]:
-        before, self._drawn_at = self._drawn_at, tuple(self.console.size)
+        before, self._drawn_at = self._drawn_at, self.console.size
         if before is not None and before != self._drawn_at:
             renderables = [Control.clear(), Control.home(), *renderables]
         return super().process_renderables(renderables)
