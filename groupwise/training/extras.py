@@ -74,10 +74,13 @@ def _inputs(recipe: Recipe, reads_rows: bool) -> Iterator[Need]:
     names = ["preference.train", "preference.held_out"]
     if reads_rows and ":" not in recipe.task:  # a task in Python may read data.train in its own way
         names += ["data.train", "data.held_out"]
+    named_by: dict[str, str] = {}  # the setting that names a data set first
     for name in names:
         sources = recipe.get(name) or []
         for source in filter(is_hub_id, [sources] if isinstance(sources, str) else sources):
-            yield Need(f"there is no file or folder {source} ({name}); reading it from the hub", "datasets", "hub")
+            named_by.setdefault(source, name)
+    for source, name in named_by.items():
+        yield Need(f"there is no file or folder {source} ({name}); reading it from the hub", "datasets", "hub")
     for entry in recipe.rewards:
         if entry.function in REWARDS:
             yield Need(f"the reward {entry.function}", *REWARDS[entry.function])

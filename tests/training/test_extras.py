@@ -95,7 +95,11 @@ def test_every_extra_of_the_list_is_tested():
 
 @pytest.mark.usefixtures("base_only")
 def test_all_missing_extras_are_one_command():
-    table = {"model": {"source": "smollm2-135m", "lora": {}}, "data": {"train": "a/b"}, "run": {"wandb": "p"}}
+    table = {
+        "model": {"source": "smollm2-135m", "lora": {}},
+        "data": {"train": "a/b", "held_out": "a/b"},
+        "run": {"wandb": "p"},
+    }
     with pytest.raises(MissingExtraError) as error:
         check_extras(make_recipe(table))
     message = str(error.value)
