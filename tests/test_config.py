@@ -310,7 +310,7 @@ NO_EQUIVALENT = """
     ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names length_column_name
     liger_kernel_config local_rank log_completions_hub_repo log_level_replica log_multimodal log_on_each_node
     log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations neftune_noise_alpha
-    num_completions_to_print optim_args optim_target_modules pad_to_multiple_of pad_token padding_free
+    optim_args optim_target_modules pad_to_multiple_of pad_token padding_free
     parallelism_config precompute_ref_batch_size prediction_loss_only remove_unused_columns
     restore_callback_states_from_checkpoint router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos
     save_on_each_node skip_memory_metrics tf32 torch_compile_backend torch_compile_mode torch_empty_cache_steps

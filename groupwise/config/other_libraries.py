@@ -203,6 +203,7 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "logging_steps": _hint("run.log_every"),
     "logging_strategy": _hint("run.log_every"),
     "log_completions": _hint("run.save_rollouts"),
+    "num_completions_to_print": _hint("run.show_samples"),
     "report_to": _hint("run.tensorboard", "run.wandb"),
     "project": _hint("run.wandb"),
     "project_name": _hint("run.wandb"),
