@@ -68,7 +68,7 @@ def _next(components: RunComponents, state: TrainState, result: RunResult) -> st
     """What can be done with a run that was stopped."""
     if components.recipe.run.resumable:
         return "go on with --resume"
-    policy = result.folder / checkpoint_name(state.step) / POLICY
+    policy = (result.folder or Path()) / checkpoint_name(state.step) / POLICY
     start = f"; its policy is a model: --model.source {_relative(policy)}" if policy.exists() else ""
     return f"it cannot be resumed, because run.resumable is false{start}"
 
