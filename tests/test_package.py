@@ -141,9 +141,9 @@ def installed(built, tmp_path_factory) -> Path:
 @pytest.fixture
 def groupwise_in(installed, tmp_path):
     """Run the installed command in an empty folder, without the source tree and without any fetched model."""
-    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "GROUPWISE_CACHE", "COLUMNS")
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    environment |= {"GROUPWISE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    environment |= {"GROUPWISE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     work = tmp_path / "work"
     work.mkdir()
 
@@ -166,11 +166,13 @@ def test_the_first_commands_of_a_user(groupwise_in):
     assert re.search(r"^quiz .*\n +needs nothing else", groupwise_in("recipes").stdout, re.MULTILINE)
 
     before = files_in(package / "recipes")
-    groupwise_in("train", "quiz", *FEW_STEPS, "--sft.steps=2", "--data.held_out_rows=16")
+    small = ["--sft.steps=2", "--data.held_out_rows=16"]
+    groupwise_in("train", "quiz", *FEW_STEPS, *small)
     (quiz,) = (folder / "runs").glob("*-quiz")
     assert (quiz / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (quiz / "model" / "model.safetensors").exists()
-    groupwise_in("train", "quiz", *FEW_STEPS, "--sft.steps=2", "--data.held_out_rows=16", "--resume", "--train.steps=4")
+    more = ["--train.steps=4", *FEW_STEPS[1:]]
+    assert "step 4/4" in groupwise_in("train", "quiz", *more, *small, "--resume").stdout
     assert files_in(package / "recipes") == before
 
 

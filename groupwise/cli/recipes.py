@@ -52,7 +52,7 @@ def _list(arguments: argparse.Namespace) -> int:
             for number, line in enumerate(lines):
                 start = (first if number == 0 else "").ljust(indent)
                 out.print(start + line, markup=False, highlight=False, soft_wrap=True, style=None if first else "dim")
-    out.print("\ngroupwise train NAME trains one; groupwise recipes copy NAME copies it, to change it", highlight=False)
+    out.print("\ngroupwise train NAME trains one, groupwise recipes copy NAME copies it", highlight=False)
     return 0
 
 
