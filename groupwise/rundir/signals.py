@@ -39,7 +39,7 @@ def stop_on_signals(say: Say) -> Iterator[StopRequest]:
             raise KeyboardInterrupt
         request.signal = signal.Signals(number)
         with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
-            say(f"{request.signal.name}: finishing this step and saving; Ctrl-C again stops at once, without saving")
+            say(f"{request.signal.name}: finishing this step and saving; Ctrl-C again stops without saving")
 
     with _handled_by(handle, signal.SIGINT, signal.SIGTERM):
         yield request
