@@ -309,7 +309,7 @@ def _smaller(recipe: Any) -> dict[str, Any]:
 
 def commands_of(text: str, variables: dict[str, str]) -> Iterator[list[str]]:
     """The words of each command of a block, with its variables filled in; assignments are remembered."""
-    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+    for line in text.replace("\\\n", "").splitlines():
         line = line.strip().removeprefix("$ ")
         for name, value in variables.items():
             line = re.sub(rf"\$\{{?{name}\b\}}?", value, line)

@@ -42,8 +42,6 @@ def pages_with_blocks() -> Iterator[Any]:
 
 @pytest.mark.parametrize("page", pages_with_blocks())
 def test_the_commands_and_code_of_a_page_run(page, tmp_path, monkeypatch):
-    if name_of(page) == "docs/control.md":
-        monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     runner = PageRunner(tmp_path, monkeypatch)
     for block in read_blocks(page):
         runner.run(block)
@@ -131,6 +129,31 @@ def anchors_of(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+?) *(?:\{#.*\})?$", outside, re.MULTILINE)
     slugs = {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
     return slugs | set(re.findall(r'id="([^"]+)"', text)) | set(re.findall(r"\{#([\w.-]+)\}", text))
+
+
+def test_the_public_names_are_in_the_api_reference():
+    import groupwise
+    from groupwise import core, generate, model, tasks
+
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (DOCS / "api.md", *(DOCS / "api").glob("*.md")))
+    described = set(re.findall(r"^::: [\w.]*\.(\w+)$|^ +- (\w+)$|`(\w+)`", text, re.MULTILINE))
+    names = {name for match in described for name in match if name}
+    modules = {
+        "Callback",
+        "Recipe",
+        "RunResult",
+        "StepReport",
+        "Trainer",
+        "load_recipe",
+        "make_recipe",
+        "read_rollouts",
+    }
+    assert modules <= set(groupwise.__all__)
+    assert modules - names == set()
+    assert set(core.__all__) - names == set()
+    assert {"Engine", "PlainGenerator", "Rollout", "Sampling", "StopStrings"} <= names & set(generate.__all__)
+    assert {"load_model_and_tokenizer", "MasterWeights", "prepare"} <= names & set(model.__all__)
+    assert {"Task", "TaskDefinition"} <= names & set(tasks.__all__)
 
 
 def test_the_navigation_lists_every_page():
