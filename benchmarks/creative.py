@@ -52,7 +52,12 @@ def main() -> None:
     root = args.draw or args.keep
     runs = [(grouping, seed) for seed in range(args.seeds) for grouping in GROUPINGS]
     if args.draw is None:
-        common = {**QUIET, "data.train": args.data.resolve(), "data.held_out_from_train": 40, "model.source": args.model}
+        common = {
+            **QUIET,
+            "data.train": args.data.resolve(),
+            "data.held_out_from_train": 40,
+            "model.source": args.model,
+        }
         settings = {
             (grouping, seed): {**common, "advantages.grouping": GROUPINGS[grouping], "train.seed": seed}
             for grouping, seed in runs
