@@ -81,7 +81,7 @@ def _train(arguments: argparse.Namespace) -> int:
         in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
         folder = arguments.recipe.parent if in_run and arguments.resume and not recipe.run.folder else None
         if arguments.resume and not arguments.allow_changes:
-            finished = nothing_to_resume(recipe, folder, arguments.recipe.name)
+            finished = nothing_to_resume(recipe, folder, recipe_file_name(arguments.recipe))
             if finished is not None:
                 display.say(finished)
                 return 0
