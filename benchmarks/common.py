@@ -21,6 +21,10 @@ SHAPES = {
         "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
         "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
     },
+    "qwen2.5-1.5b-shape": {
+        "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
+        "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 
 WORK = {"cpu": (4, 240, 8, 48), "cuda": (16, 250, 16, 512)}  # prompts, prompt tokens, samples, new tokens

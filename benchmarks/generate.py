@@ -1,20 +1,26 @@
-"""Generation: groupwise's engine against transformers' `generate`, and its continuous batching.
+"""Generation: groupwise's engine against transformers' `generate` and its continuous batching, and against vLLM.
 
 Usage::
 
     python benchmarks/generate.py                                  # on the GPU if there is one, else on the CPU
     python benchmarks/generate.py --device cuda --continuous 120   # also transformers' continuous batching, 120 s each
+    python benchmarks/generate.py --no-peer --vllm                 # vLLM, in a process of its own; it must be installed
 
 Every sample has its full length. Times are medians of runs taken in turn in one process, after a warm-up round;
 compare the ratios. The memory floor is the time to read what decode steps must read (weights, and caches with the
 prompt once per group) at the measured speed of a large copy.
+
+vLLM gets the same weights and prompts, CUDA graphs for as many sequences as there are samples, and prefix caching, so
+that it computes a prompt once per group; its cache is emptied before each call, as after an update of the weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
+import tempfile
 
 import torch
 from common import (
@@ -31,7 +37,7 @@ from common import (
     product_rate,
     profile,
 )
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from groupwise.generate.engine import Engine
 from groupwise.generate.types import Sampling
@@ -61,6 +67,42 @@ def generate_continuously(model: PreTrainedModel, prompts: list[torch.Tensor], a
     model.generate_batch(inputs=inputs, generation_config=settings(args), progress_bar=False)
 
 
+def time_vllm(folder: str, prompts: list[torch.Tensor], args: argparse.Namespace) -> float:
+    """The median time of vLLM's offline engine, in this process."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if not args.flashinfer:
+        os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
+    from vllm import LLM, SamplingParams
+
+    sequences = len(prompts) * args.samples
+    engine = LLM(
+        folder,
+        skip_tokenizer_init=True,
+        dtype="auto",
+        gpu_memory_utilization=0.6,
+        max_model_len=max(map(len, prompts)) + args.new_tokens + 8,
+        max_num_seqs=sequences,
+        enable_prefix_caching=True,
+        compilation_config={"max_cudagraph_capture_size": max(512, sequences)},
+        generation_config="vllm",
+        disable_log_stats=True,
+    )
+    sampling = SamplingParams(
+        n=args.samples, temperature=1.0, top_k=args.top_k or 0, top_p=args.top_p, max_tokens=args.new_tokens,
+        ignore_eos=True, detokenize=False,
+    )  # fmt: skip
+    inputs = [{"prompt_token_ids": ids.tolist()} for ids in prompts]
+
+    def generate() -> None:
+        engine.reset_prefix_cache()
+        outputs = engine.generate(inputs, sampling, use_tqdm=False)
+        if any(len(sample.token_ids) != args.new_tokens for output in outputs for sample in output.outputs):
+            raise SystemExit("vLLM stopped early; the comparison would not be fair")
+
+    return median(in_turn(args.device, args.repeat, {"vLLM": generate})["vLLM"])
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--top-k", type=int, default=40)
@@ -70,15 +112,24 @@ def main() -> None:
         "--continuous", type=int, default=0, help="seconds to give to continuous batching; 0: leave it out"
     )
     parser.add_argument("--only-continuous", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--no-peer", action="store_true", help="the engine alone")
+    parser.add_argument("--vllm", action="store_true", help="also vLLM")
+    parser.add_argument(
+        "--flashinfer", action="store_true", help="vLLM samples with FlashInfer, which must be installed"
+    )
+    parser.add_argument("--only-vllm", metavar="FOLDER", help=argparse.SUPPRESS)
+    parser.add_argument("--no-peer", action="store_true", help="without transformers' generate")
     parser.add_argument("--profile", action="store_true", help="print the operations that take the most time")
     args = parser.parse_args()
     fill(args)
+    if args.only_vllm:
+        vocabulary = AutoConfig.from_pretrained(args.only_vllm).vocab_size
+        print(f"PEER {time_vllm(args.only_vllm, make_prompts(args, vocabulary), args):.3f}")
+        return
     model = load(args)
     prompts = make_prompts(args, model.config.vocab_size)
     if args.only_continuous:
         seconds = in_turn(args.device, 1, {"continuous": lambda: generate_continuously(model, prompts, args)})
-        print(f"CONTINUOUS {median(seconds['continuous']):.3f}")
+        print(f"PEER {median(seconds['continuous']):.3f}")
         return
     print(describe(args, model, prompts), flush=True)
     sampling = Sampling(
@@ -134,21 +185,29 @@ def main() -> None:
     print(f"a product of {rows} rows, as the MLP of a decode step has, reaches {few / 1e12:.3f} TFLOP/s")
     print(f"the engine prefilled {facts['prefilled_tokens']:,} tokens and took {facts['decode_steps']} decode steps")
     if args.continuous:
-        print(continuous_batching(args.continuous, ours))
+        print(in_own_process("continuous batching", ["--only-continuous"], args.continuous, ours))
+    if args.vllm:
+        with tempfile.TemporaryDirectory() as folder:
+            model.config.architectures = [type(model).__name__]
+            model.save_pretrained(folder)
+            engine.release()
+            del model, engine, work
+            torch.cuda.empty_cache()
+            print(in_own_process("vLLM", ["--only-vllm", folder], 500, ours))
 
 
-def continuous_batching(limit: int, ours: float) -> str:
-    """In a separate process, with a time limit."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--only-continuous"]
+def in_own_process(name: str, options: list[str], limit: int, ours: float) -> str:
+    """The time of a peer, in a separate process with a time limit."""
+    command = [sys.executable, __file__, *sys.argv[1:], *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return f"continuous batching: two runs were not done in {limit} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith("CONTINUOUS")]
+        return f"{name}: not done in {limit} s"
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PEER")]
     if not lines:
-        return f"continuous batching failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
+        return f"{name} failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}"
     took = float(lines[0].split()[1])
-    return f"continuous batching: {took:.2f} s, {took / ours:.2f} times groupwise's"
+    return f"{name}: {took:.2f} s, {took / ours:.2f} times groupwise's"
 
 
 if __name__ == "__main__":
