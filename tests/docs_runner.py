@@ -3,7 +3,8 @@
 Conventions, also in CONTRIBUTING.md: ``bash`` blocks are commands; a block with ``title="name"`` is a file that later
 blocks use; ``python`` blocks without a title share one namespace per page; ``toml`` blocks without a title are parts of
 a recipe and are parsed; ``text`` is output. In the line before a block, ``<!-- not run: REASON -->`` excludes it (it is
-still parsed), and ``<!-- run with: … -->`` adds settings. A block without such settings gets those of `SMALL`.
+still parsed), and ``<!-- run with: … -->`` adds settings. What neither they nor a command set is at
+most as large as in `SMALL`.
 
 Real models are replaced by the embedded tiny one, data sets of the hub by a few rows, embedders by a small local one.
 """
@@ -19,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ REASONS = (
 SIMPLE_COMMANDS = ("ls", "cat", "head", "tail", "mkdir", "wc", "cp", "echo", "export", "rm", "find")
 WITH_SETTINGS = ("train", "check", "eval")
 
-# The largest values of a block without settings of its own.
+# The largest values of settings that neither the command nor its marker sets.
 SMALL = {
     "train.steps": 2,
     "train.batch_size": 2,
@@ -143,7 +144,7 @@ class PageRunner:
         self.names: dict[str, Any] = {"__name__": "__main__"}
         self.variables: dict[str, str] = {}
         self.overrides: dict[str, Any] = {}
-        self.is_small = True
+        self.given: set[str] = set()  # settings that stay as they are
         self.output = ""
         monkeypatch.chdir(folder)
         monkeypatch.syspath_prepend(str(folder))
@@ -176,12 +177,11 @@ class PageRunner:
             if path.suffix == ".py":
                 self.monkeypatch.delitem(sys.modules, path.stem, raising=False)
         elif block.language == "bash":
-            self.is_small = not block.run_with
             for words in commands_of(block.text, self.variables):
                 self._command(words, shlex.split(block.run_with))
         elif block.language == "python":
-            self.is_small = not block.run_with
             self.overrides = _parse_overrides(block.run_with.split())
+            self.given = set(self.overrides)
             exec(compile("\n" * block.line + block.text, block.page, "exec"), self.names)
         elif block.language == "toml":
             parse_recipe_part(block.text)
@@ -203,6 +203,7 @@ class PageRunner:
             self._groupwise(words[1:], extra)
         elif words[0] in ("python", "python3") and words[1].endswith(".py") and Path(words[1]).exists():
             self.overrides = _parse_overrides(extra)
+            self.given = set(self.overrides)
             self.monkeypatch.setattr(sys, "argv", words[1:])
             runpy.run_path(words[1], run_name="__main__")
         elif words[0] in ("python", "python3") and words[1] == "-c":
@@ -220,6 +221,7 @@ class PageRunner:
         is_control = words[0] == "control" and words[1] in ("train", "compare")
         if extra and (words[0] in WITH_SETTINGS or is_control):
             words = with_options(words, extra)
+        self.given = {word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")}
         try:
             status = main(words)
         except SystemExit as error:  # of --help
@@ -287,7 +289,7 @@ class PageRunner:
             if base:
                 return original(table, base=base, **options)  # of `with_settings`
             recipe = original(table, base=base, **options)
-            changes = {**(_smaller(recipe) if self.is_small else {}), **self.overrides}
+            changes = {**_smaller(recipe, self.given), **self.overrides}
             if recipe.data.max_prompt_length is not None and recipe.model.source != "tiny":
                 changes.setdefault("data.max_prompt_length", max(2000, recipe.data.max_prompt_length))
             if recipe.advantages.grouping == "similarity" or recipe.grouping.log_diversity:
@@ -301,10 +303,14 @@ class PageRunner:
             self.monkeypatch.setattr(module, "make_recipe", make_recipe)
 
 
-def _smaller(recipe: Any) -> dict[str, Any]:
-    """The settings of `SMALL` that are larger in a recipe."""
-    values = {name: recipe.get(name) for name in SMALL}
-    return {name: limit for name, limit in SMALL.items() if values[name] is None or values[name] > limit}
+def _smaller(recipe: Any, given: Collection[str]) -> dict[str, Any]:
+    """The settings of `SMALL` that are larger in a recipe, except those that were given."""
+    values = {name: recipe.get(name) for name in SMALL if name not in given}
+    return {
+        name: limit
+        for name, limit in SMALL.items()
+        if name in values and (values[name] is None or values[name] > limit)
+    }
 
 
 def commands_of(text: str, variables: dict[str, str]) -> Iterator[list[str]]:
