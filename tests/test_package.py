@@ -138,14 +138,13 @@ def installed(built, tmp_path_factory) -> Path:
     return binaries
 
 
-@pytest.fixture
-def groupwise_in(installed, tmp_path):
-    """Run the installed command in an empty folder, without the source tree and without any fetched model."""
+def make_user(installed, tmp_path):
+    """A function that runs the installed command in an empty folder, without the source tree or a fetched model."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     environment |= {"GROUPWISE_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
     work = tmp_path / "work"
-    work.mkdir()
+    work.mkdir(parents=True)
 
     def groupwise_in(*words, status=0):
         done = run(installed / "groupwise", *words, status=status, cwd=work, env=environment)
@@ -157,8 +156,7 @@ def groupwise_in(installed, tmp_path):
     return groupwise_in
 
 
-@pytest.mark.slow
-def test_the_first_commands_of_a_user(groupwise_in):
+def first_commands(groupwise_in):
     folder = groupwise_in.folder
     package = Path(groupwise_in.python("import groupwise; print(groupwise.__file__)")).parent
     assert ROOT not in package.parents
@@ -176,8 +174,7 @@ def test_the_first_commands_of_a_user(groupwise_in):
     assert files_in(package / "recipes") == before
 
 
-@pytest.mark.slow
-def test_the_starter_of_a_user(groupwise_in):
+def starter(groupwise_in):
     folder = groupwise_in.folder
     groupwise_in("init", "x")
     assert "steps: 3" in groupwise_in("check", "x/recipe.toml", "--quick", *FEW_STEPS).stdout
@@ -190,8 +187,7 @@ def test_the_starter_of_a_user(groupwise_in):
     groupwise_in("sample", run_folder / "model", "Use only digits: ", "-n", "1", "--max-new-tokens", "4")
 
 
-@pytest.mark.slow
-def test_what_a_user_without_extras_is_told(groupwise_in):
+def missing_extras(groupwise_in):
     for words, extras in (
         (["train", "quiz", "--model.lora.rank", "4"], "lora"),
         (["train", "gsm8k", "--model.lora.rank", "4"], "gguf,lora,hub"),
@@ -204,11 +200,17 @@ def test_what_a_user_without_extras_is_told(groupwise_in):
     assert not (groupwise_in.folder / "runs").exists()
 
 
-@pytest.mark.slow
-def test_a_copied_recipe_of_a_user(groupwise_in):
+def copied_recipe(groupwise_in):
     groupwise_in("recipes", "copy", "preference", "mine")
     groupwise_in(
         "train", "mine/preference.toml", *FEW_STEPS, "--sft.steps=2", "--data.held_out_rows=8", "--run.plot=false"
     )
     error = groupwise_in("recipes", "copy", "preference", "mine", status=2).stderr
     assert "exist already" in error
+
+
+@pytest.mark.slow
+def test_a_user_with_only_the_wheel(installed, tmp_path):
+    """One test, so that parallel workers do not each install an environment of more than a gigabyte."""
+    for part in (first_commands, starter, missing_extras, copied_recipe):
+        part(make_user(installed, tmp_path / part.__name__))
