@@ -119,8 +119,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def load_libraries(arguments: argparse.Namespace, display: Display) -> Recipe:
     """Read the recipe, and load PyTorch and transformers, which takes seconds and is shown; returns the recipe."""
-    display.stage("loading PyTorch")
     recipe = recipe_of(arguments)
+    display.stage("loading PyTorch")
     import torch  # noqa: F401
 
     display.stage("loading transformers")

@@ -151,7 +151,7 @@ def _json_lines(file: Iterable[bytes], name: str) -> Iterator[Row]:
     for number, line in enumerate(_lines(file, name), start=1):
         if line.strip():
             where = f"{name}, line {number}"
-            yield _object(_parse(line, name, number), where, escapes=_SURROGATE.search(line) is not None)
+            yield _object(_parse(line.rstrip("\r\n"), name, number), where, escapes=_SURROGATE.search(line) is not None)
 
 
 def _json(file: Any, name: str) -> Iterator[Row]:

@@ -205,7 +205,7 @@ def test_a_reward_that_needs_a_missing_column(complaint):
 
 BAD_ROWS = [
     ('{"prompt": "a"}\n{"prompt": 5}\n', "bad.jsonl, line 2: the prompt is of type int"),
-    ('{"prompt": "a"}\n{"prompt": "b"\n', "bad.jsonl, line 3, column 1: this is not JSON"),
+    ('{"prompt": "a"}\n{"prompt": "b"\n', "bad.jsonl, line 2, column 15: this is not JSON"),
     ('{"prompt": "a"}\n\n{"prompt": " "}\n', "bad.jsonl, line 3: the prompt is empty"),
     ('{"prompt": "a"}\n{"promt": "b"}\n', "bad.jsonl, line 2 has no column 'prompt'; did you mean 'promt'?"),
     ("", "bad.jsonl is empty"),
