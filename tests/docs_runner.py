@@ -53,6 +53,8 @@ SMALL = {
     "evaluate.max_new_tokens": 8,
     "data.train_rows": 8,
     "data.held_out_rows": 4,
+    "data.held_out_from_train": 2,
+    "preference.held_out_from_train": 2,
     "sft.steps": 2,
     "sft.batch_size": 2,
     "preference.batch_size": 2,
