@@ -217,7 +217,7 @@ def test_a_medical_report_asks_too():
 @pytest.mark.slow
 def test_the_quiz_loads_no_optional_package(tmp_path):
     """With everything optional made unimportable, a short run of the quiz ends with its model and its picture."""
-    hidden = [*EXTRAS, "tensorboardX", "gymnasium", "imageio", "sklearn", "scipy", "trl", "pandas", "stable_baselines3"]
+    hidden = [*EXTRAS, "tensorboardX", "gymnasium", "imageio", "sklearn", "scipy", "trl", "stable_baselines3"]
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({hidden!r}))
