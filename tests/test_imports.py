@@ -269,6 +269,15 @@ def test_importing_groupwise_loads_nothing_heavy():
     assert not loaded & (HEAVY | {"torch", "numpy"})
 
 
+def test_a_recipe_is_read_and_a_display_is_made_without_torch():
+    """So that a command shows what it does, and a wrong setting, before torch is loaded."""
+    read = "import groupwise.packaged as p, groupwise.config as c, groupwise.algorithms as a\n"
+    read += "for path in p.packaged_recipes().values(): c.load_recipe(path)\n"
+    read += "for name in a.ALGORITHMS: c.make_recipe({'algorithm': name})\n"
+    read += "from groupwise.training.display import make_display; make_display()"
+    assert not loaded_by(read) & (HEAVY | {"torch"})
+
+
 def test_importing_the_core_loads_torch_alone():
     loaded = loaded_by("import groupwise; groupwise.core.gae")
     assert "torch" in loaded

@@ -1,10 +1,14 @@
-"""Settings that contradict each other, found when a recipe is made."""
+"""Settings that contradict each other, found when a recipe is made.
+
+`core` is imported only for a recipe that needs it, because it loads torch: most recipes are read without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from groupwise.config.sections import Recipe
+from groupwise.algorithms import find_algorithm
+from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, PreferenceSection, Recipe
 from groupwise.errors import InputError, did_you_mean
 
 
@@ -15,9 +19,12 @@ def contradictions(recipe: Recipe) -> Iterator[str]:
 
 
 def _loss(recipe: Recipe) -> Iterator[str]:
-    from groupwise.core.losses import LOSSES  # here, because it loads torch: other errors are said before that
-
     name, ratio = recipe.loss.name, recipe.loss.ratio
+    preset = find_algorithm(recipe.algorithm).settings
+    if name in LOSS_NAMES and (ratio is None or (name, ratio) == (preset.get("loss.name"), preset.get("loss.ratio"))):
+        return
+    from groupwise.core.losses import LOSSES
+
     if name not in LOSSES and ":" not in name:
         yield f"unknown loss {name!r}{did_you_mean(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
     if name in LOSSES and ratio is not None and ratio not in LOSSES[name].ratios:
@@ -57,9 +64,22 @@ def _shrinkage(recipe: Recipe) -> Iterator[str]:
 
 
 def _preference(recipe: Recipe) -> Iterator[str]:
+    preference = recipe.preference
+    if preference.kind not in PREFERENCE_KINDS or preference.kind_weights is not None or preference.label_smoothing:
+        yield from _kinds(preference)
+    if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
+        key = "train" if preference.train is not None else "held_out_from_train"
+        yield (
+            f"preference.{key} is set, but preference.pairs is 'group', which takes pairs from sampled completions "
+            f"only; set preference.pairs to 'data' or 'both', or leave preference.{key} out"
+        )
+    if preference.pairs == "group" and preference.weight and recipe.sampling.samples_per_prompt == 1:
+        yield "sampling.samples_per_prompt is 1, so no group has two completions for a pair; use at least 2"
+
+
+def _kinds(preference: PreferenceSection) -> Iterator[str]:
     from groupwise.core.preference import SMOOTHED_KINDS, check_kinds
 
-    preference = recipe.preference
     try:
         check_kinds(
             preference.kind,
@@ -73,11 +93,3 @@ def _preference(recipe: Recipe) -> Iterator[str]:
     if preference.label_smoothing and not SMOOTHED_KINDS.intersection(preference.kinds):
         kinds = ", ".join(preference.kinds)
         yield f"preference.label_smoothing has no effect on the kind {kinds}; for noisy labels use 'robust'"
-    if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
-        key = "train" if preference.train is not None else "held_out_from_train"
-        yield (
-            f"preference.{key} is set, but preference.pairs is 'group', which takes pairs from sampled completions "
-            f"only; set preference.pairs to 'data' or 'both', or leave preference.{key} out"
-        )
-    if preference.pairs == "group" and preference.weight and recipe.sampling.samples_per_prompt == 1:
-        yield "sampling.samples_per_prompt is 1, so no group has two completions for a pair; use at least 2"
