@@ -19,7 +19,7 @@ $(INSTALLED): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "groupwise needs Python 3.11 or newer; name one with: make setup PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling hatch-fancy-pypi-readme editables
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --editable '.[dev]'
 	@touch $@
 
@@ -78,7 +78,7 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "groupwise needs Python 3.11 or newer; name one with: make test-verl PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt hatchling editables hypothesis pytest
+	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt hatchling hatch-fancy-pypi-readme editables hypothesis pytest
 	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
 	@touch $@
 

@@ -49,7 +49,7 @@ def test_every_dependency_is_pinned():
 def test_python_versions():
     assert PROJECT["requires-python"] == ">=3.11"
     versions = [name.split(" :: ")[-1] for name in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", name)]
-    assert versions == ["3.11", "3.12", "3.13"]
+    assert versions == ["3.11", "3.12"]
 
 
 def test_messages_name_only_extras_that_exist():
@@ -114,6 +114,10 @@ def test_the_built_files(built):
         "Issues",
     }
     assert "Typing :: Typed" in facts.get_all("Classifier")
+    readme = facts.get_payload()
+    targets = re.findall(r"\]\(([^)]+)\)|src=\"([^\"]+)\"", readme)
+    assert len(targets) > 20
+    assert all("".join(target).startswith(("https://", "#")) for target in targets)  # a package index has no files
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {
