@@ -252,7 +252,8 @@ def _toml(value: Any) -> str:
 
 
 def _one_line(field: FieldInfo) -> str:
-    return " ".join(str(field.description).split())
+    # Braces at the end of a cell would be read as attributes of the cell.
+    return " ".join(str(field.description).split()).replace("{", "&#123;").replace("}", "&#125;")
 
 
 PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}

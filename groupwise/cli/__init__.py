@@ -136,7 +136,8 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if rest and arguments.takes_settings:
         raise ConfigError(f"{rest[0]!r} is not understood; settings are given as --section.key VALUE")
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        hint = "; an algorithm's settings follow its name, as in --algo grpo-fast:lr=0.01" if name == "control" else ""
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     arguments.settings = settings
     return arguments
 

@@ -39,7 +39,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.against is not None and arguments.report is None:
         raise ConfigError("--against compares two reports; also give --report FOLDER for the new one")
     with make_status() as display:
-        recipe = load_libraries(arguments, display)
+        recipe = load_libraries(arguments, display, training=False)
         if arguments.report is None:
             from groupwise.training.evaluation import evaluate_recipe
 
@@ -49,6 +49,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         return _print_report(report, arguments)
     _print_metrics(evaluation, metric, recipe.model.source)
+    if recipe.model.source == "tiny":
+        console().print("tiny has random weights; a trained model: --model.source RUN/model", highlight=False)
     if arguments.answers is not None:
         _write_lines(arguments.answers, evaluation.answers)
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, console, make_status
 from groupwise.errors import ConfigError, check_installed
 from groupwise.text import plural
 
@@ -25,6 +25,7 @@ def add_sample(commands: Commands) -> None:
     sample.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     sample.add_argument("prompts", nargs="+", metavar="PROMPT", help="each is completed -n times")
     add_sampling_arguments(sample, samples=4, max_new_tokens=64)
+    sample.add_argument("--system", metavar="TEXT", help="a system message before each prompt, as data.system_prompt")
     for flag in ("--option", "--form"):
         sample.add_argument(flag, help=argparse.SUPPRESS)
 
@@ -73,14 +74,21 @@ def _sample(arguments: argparse.Namespace) -> int:
         raise ConfigError("--option and --form now belong to `groupwise usmle ask MODEL QUESTION`")
     from rich.text import Text
 
-    sampling = sampling_of(arguments)
-    model, tokenizer = load_model_of(arguments)
+    with make_status() as status:
+        status.stage("loading PyTorch and transformers")
+        sampling = sampling_of(arguments)
+        import groupwise.model.handle  # noqa: F401
+
+        status.stage(f"loading the model {arguments.model}")
+        model, tokenizer = load_model_of(arguments)
     from groupwise.data import decode_completions
     from groupwise.generate import Engine, StopStrings
 
     stop = StopStrings(tokenizer, arguments.stop) if arguments.stop else None
     chat = tokenizer.chat_template is not None and not arguments.raw
-    prompts = [_prompt_ids(tokenizer, text, chat) for text in arguments.prompts]
+    if arguments.system is not None and not chat:
+        raise ConfigError("--system needs a chat template: the model has none, or --raw is set; put it into the prompt")
+    prompts = [_prompt_ids(tokenizer, text, chat, arguments.system) for text in arguments.prompts]
     rollout = Engine(model).generate(prompts, arguments.samples, sampling, stop=stop)
     _, completions, lengths = decode_completions(tokenizer, rollout.ids, rollout.lengths)
     out = console()
@@ -94,8 +102,9 @@ def _sample(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt_ids(tokenizer: Any, text: str, chat: bool) -> list[int]:
+def _prompt_ids(tokenizer: Any, text: str, chat: bool, system: str | None) -> list[int]:
     if chat:
-        messages = [{"role": "user", "content": text}]
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": text})
         return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
     return list(tokenizer(text)["input_ids"])

@@ -49,6 +49,7 @@ def add_train(commands: Commands) -> None:
         ("--overwrite", "delete an existing run in run.folder"),
     ):
         train.add_argument(option, action="store_true", help=help_text)
+    train.set_defaults(interrupted="stopped at once; the last checkpoint, if there is one, goes on with --resume")
 
 
 def add_check(commands: Commands) -> None:
@@ -108,18 +109,18 @@ def _check(arguments: argparse.Namespace) -> int:
         recipe = load_libraries(arguments, display)
         from groupwise.training.preflight import describe_run
 
-        display.stage(
-            "loading data and model" if arguments.quick else "loading data and model, and timing a small batch"
-        )
-        lines = list(describe_run(recipe, timed=not arguments.quick))
+        lines = list(describe_run(recipe, timed=not arguments.quick, display=display))
     for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def load_libraries(arguments: argparse.Namespace, display: Display) -> Recipe:
-    """Read the recipe, and load PyTorch and transformers, which takes seconds and is shown; returns the recipe."""
+def load_libraries(arguments: argparse.Namespace, display: Display, *, training: bool = True) -> Recipe:
+    """Read the recipe and ask for its extras, then load PyTorch and transformers, which takes seconds and is shown."""
     recipe = recipe_of(arguments)
+    from groupwise.training.extras import check_extras
+
+    check_extras(recipe, training=training)
     display.stage("loading PyTorch")
     import torch  # noqa: F401
 

@@ -181,6 +181,8 @@ def _preset(algorithm: Any, where: str, overrides: Collection[str]) -> Mapping[s
     renamed = RENAMED_VALUES["algorithm"].get(algorithm) if isinstance(algorithm, str) else None
     if renamed is not None:
         raise ConfigError(f"{source}: algorithm {algorithm!r} is now {renamed!r}")
+    if algorithm == "ppo":
+        raise ConfigError(f"{source}: language models are not trained with PPO here; for control: groupwise control")
     try:
         return find_algorithm(algorithm).settings
     except ConfigError as error:

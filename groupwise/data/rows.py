@@ -34,7 +34,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
         raise DataError("there are no rows")
     for number, row in enumerate(rows):
         where = where_of(row, number)
-        check_column(row, column, where)
+        check_column(row, column, where, "; data.prompt names the column of the prompt")
         value = row[column]
         check_prompt(value, where, column)
         if isinstance(value, str) != isinstance(rows[0][column], str):
@@ -43,10 +43,11 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
             raise DataError(f"{where}: the {column} is {kinds}; all rows must have the same kind")
 
 
-def check_column(row: Mapping[str, Any], column: str, where: str) -> None:
+def check_column(row: Mapping[str, Any], column: str, where: str, remedy: str = "") -> None:
     if column not in row:
         columns = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where} has no column {column!r}{did_you_mean(column, map(str, row))} (it has: {columns})")
+        near = did_you_mean(column, map(str, row))
+        raise DataError(f"{where} has no column {column!r}{near} (it has: {columns}){remedy}")
 
 
 def check_prompt(value: Any, where: str, column: str = "prompt") -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions
+from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions, where_of
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
@@ -77,8 +77,16 @@ def evaluate(
     lengths = list(map(len, tokens))
     metrics: dict[str, float] = {}
     answers: list[dict[str, Any]] = [
-        {"row": number // samples, "sample": number % samples, "answer": text, "tokens": length, "stop_reason": reason}
-        for number, (text, length, reason) in enumerate(zip(texts, lengths, reasons, strict=True))
+        {
+            "row": number // samples,
+            "where": where_of(row, number // samples),
+            "prompt": row.get(prompt_column),
+            "sample": number % samples,
+            "answer": text,
+            "tokens": length,
+            "stop_reason": reason,
+        }
+        for number, (row, text, length, reason) in enumerate(zip(row_of_each, texts, lengths, reasons, strict=True))
     ]
     for name, grade in grades.items():
         results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]

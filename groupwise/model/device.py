@@ -40,7 +40,7 @@ def resolve_device(device: str | torch.device = "auto") -> torch.device:
         return _cuda(resolved)
     if resolved.type == "mps":
         if not torch.backends.mps.is_available():
-            raise InputError("the device 'mps' was requested, but torch finds no Apple GPU; use device='cpu'")
+            raise InputError("the device 'mps' was requested, but torch finds no Apple GPU; use 'cpu' (model.device)")
     elif resolved.type != "cpu":
         raise InputError(f"the device {device!r} is not supported (allowed: cpu, cuda, mps)")
     return resolved
@@ -54,7 +54,7 @@ def _cuda(device: torch.device) -> torch.device:
             hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
             seen = "" if hidden is None else f" (CUDA_VISIBLE_DEVICES is {hidden!r})"
             reason = f"torch finds no CUDA device{seen}; check nvidia-smi"
-        raise InputError(f"the device {str(device)!r} was requested, but {reason}, or use device='cpu'")
+        raise InputError(f"the device {str(device)!r} was requested, but {reason}, or use 'cpu' (model.device)")
     index = torch.cuda.current_device() if device.index is None else device.index
     count = torch.cuda.device_count()
     if index >= count:

@@ -1,6 +1,6 @@
 """Rewards: the contract of a reward function, loading and calling one, and the built-in rewards."""
 
-from groupwise.rewards.contract import RewardFunction, RowFailure, Scores, named, weighted_total
+from groupwise.rewards.contract import RewardFunction, RowFailure, Scores, named, split_rewards, weighted_total
 from groupwise.rewards.judge import judge
 from groupwise.rewards.load import load_function
 from groupwise.rewards.math_equal import math_equal
@@ -28,6 +28,7 @@ __all__ = [
     "overlong_penalty",
     "repetition",
     "reward_model",
+    "split_rewards",
     "text_of",
     "weighted_total",
     "words_of",

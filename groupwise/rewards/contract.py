@@ -98,6 +98,32 @@ def named(function: Callable[..., Any], weight: float = 1.0, name: str | None = 
     return RewardFunction(getattr(inner, "__name__", type(inner).__name__) if name is None else name, function, weight)
 
 
+def split_rewards(rewards: Any) -> tuple[list[RewardFunction], list[dict[str, Any]]]:
+    """One reward or several, as Python code gives them: the functions, and the entries of a recipe's ``[[rewards]]``.
+
+    A reward is a function, (function, weight), a name as in a recipe, or a table of ``[[rewards]]``.
+    """
+    is_one = callable(rewards) or isinstance(rewards, (str, Mapping, RewardFunction)) or _has_weight(rewards)
+    functions: list[RewardFunction] = []
+    entries: list[dict[str, Any]] = []
+    for reward in [rewards] if is_one else list(rewards):
+        if isinstance(reward, str):
+            entries.append({"function": reward})
+        elif isinstance(reward, Mapping):
+            entries.append(dict(reward))
+        elif isinstance(reward, RewardFunction):
+            functions.append(reward)
+        elif _has_weight(reward):
+            functions.append(named(reward[0], reward[1]))
+        else:
+            functions.append(named(reward))
+    return functions, entries
+
+
+def _has_weight(reward: Any) -> bool:
+    return isinstance(reward, tuple) and len(reward) == 2 and isinstance(reward[1], Real)
+
+
 def _without_partial(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func

@@ -44,7 +44,9 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
 def _import_file(path: Path, where: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        raise ConfigError(f"{where}: {path} is a folder, not a file" if path.is_dir() else f"{where}: no file {path}")
+        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
+        problem = f"{path} is a folder, not a file" if path.is_dir() else f"there is no file {path}{near}"
+        raise ConfigError(f"{where}: {problem}")
     state = path.stat()
     version = hashlib.sha256(f"{path}|{state.st_mtime_ns}|{state.st_size}".encode()).hexdigest()[:12]
     name = f"_groupwise_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{version}"

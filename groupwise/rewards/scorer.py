@@ -132,7 +132,9 @@ class Scorer:
                     call.fail(None, reason, error)
                 call.batch_failure = RowFailure(call.reward.name, None, reason)
         if stop and call.failures:
-            share = f"it fails on {len(call.failures)} of {len(call)} rows (on_error='drop' would leave them out)"
+            share = (
+                f"it fails on {len(call.failures)} of {len(call)} rows (scoring.on_error = 'drop' would leave them out)"
+            )
             call.fail(call.failures[0].row, f"{call.failures[0].reason}; {share}", error)
         return call
 

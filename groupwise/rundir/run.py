@@ -84,8 +84,8 @@ class RunDir:
             raise RunDirError(f"{path} cannot be created: {error_reason(error)}; choose another folder") from error
         if MARKER in names:
             raise RunDirError(
-                f"{path} already holds a run: continue it (--resume), replace it (--overwrite), or choose another "
-                "folder"
+                f"{path} already holds a run: continue it (--resume, in Python resume=True), replace it (--overwrite, "
+                "overwrite=True), or choose another folder"
             )
         if names - {LOCK, HOLDER}:
             raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")

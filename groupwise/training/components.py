@@ -209,7 +209,7 @@ def load_components(
     display = display or Display()
     inputs = inputs or load_inputs(recipe, say=say, display=display)
     task = inputs.task
-    display.stage(f"loading the model {recipe.model.source}")
+    display.stage(f"loading the model {recipe.model.source}" if model is None else "preparing the model")
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer)
     display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out), 'row')}")

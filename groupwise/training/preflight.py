@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from statistics import mean
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from groupwise.config import Recipe, setting_names
 from groupwise.generate import Engine, Sampling
@@ -24,6 +26,7 @@ from groupwise.training.components import (
     load_inputs,
     make_schedule,
 )
+from groupwise.training.display import Display
 from groupwise.training.extras import check_extras
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.sft import SupervisedFineTuning
@@ -33,13 +36,14 @@ FORWARD = 1 / 3  # the share of a forward pass in forward and backward
 GIB, MIB = 2**30, 2**20
 
 
-def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
-    """Lines about a recipe: settings, data, memory, time. Nothing is trained and nothing is written."""
+def describe_run(recipe: Recipe, *, timed: bool = True, display: Display | None = None) -> Iterator[str]:
+    """Lines about a recipe: settings, data, memory, time. Nothing is trained; a model may be fetched."""
+    display = display or Display()
     notices: list[str] = []
     check_extras(recipe)
-    inputs = load_inputs(recipe, say=notices.append)
+    inputs = load_inputs(recipe, say=notices.append, display=display)
     check_training_inputs(recipe, inputs)
-    components = load_components(recipe, inputs, notices.append)
+    components = load_components(recipe, inputs, notices.append, display=display)
     schedule = make_schedule(recipe)
     _ = components.metric  # raises an error if evaluate.metric is not measured
     yield from _settings(recipe)
@@ -64,6 +68,7 @@ def describe_run(recipe: Recipe, *, timed: bool = True) -> Iterator[str]:
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
+        display.stage("timing a small batch")
         yield from _time(components, steps, pairs)
 
 
@@ -76,12 +81,19 @@ def _settings(recipe: Recipe) -> Iterator[str]:
         value = recipe.get(name)
         default = defaults.get(name) if not name.startswith("model.lora.") else None
         if name != "task_options":
-            yield f"  {'*' if value != default else ' '} {name} = {value!r}"
+            yield f"  {'*' if value != default else ' '} {name} = {_shown(value)}"
             continue
         options = find_task(recipe.task).read_options(recipe)
         for option, field in type(options).model_fields.items() if options is not None else ():
             value, default = getattr(options, option), field.get_default(call_default_factory=True)
             yield f"  {'*' if value != default else ' '} task_options.{option} = {value!r}"
+
+
+def _shown(value: Any) -> str:
+    """A setting's value; tables without what they leave at its default."""
+    if isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
+        return repr([entry.model_dump(exclude_defaults=True) for entry in value])
+    return repr(value)
 
 
 def _data(components: RunComponents) -> Iterator[str]:

@@ -48,8 +48,10 @@ def run_summary(
     """Text lines and table rows: held-out metrics, questions, and where everything is."""
     lines: SummaryLines = []
     if state.first and state.last and components.metric is not None:
-        lines.append((_held_out(components), state.first_label, state.measured_label))
-        lines += held_out_rows(components, state)
+        # A run that was evaluated once has one column.
+        columns = slice(None) if state.evaluated_at != state.first_evaluated_at else slice(2)
+        lines.append((_held_out(components), state.first_label, state.measured_label)[columns])
+        lines += [row[columns] for row in held_out_rows(components, state)]
         if components.goal is not None:
             goal = f"{components.goal:.0%}" if components.task.grades else f"{components.goal:g}"
             reached = state.best is not None and state.best["value"] >= components.goal

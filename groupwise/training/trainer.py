@@ -25,7 +25,7 @@ from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
-from groupwise.rewards import weighted_total
+from groupwise.rewards import RewardFunction, split_rewards, weighted_total
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
@@ -106,7 +106,7 @@ class Trainer:
         recipe: Recipe,
         *,
         task: Task | None = None,
-        rewards: Sequence[Callable[..., Any]] = (),
+        rewards: Sequence[Callable[..., Any] | RewardFunction] = (),
         model: Any = None,
         tokenizer: Any = None,
         callbacks: Sequence[Callback] = (),
@@ -220,7 +220,7 @@ class Trainer:
     def from_rows(
         cls,
         rows: Any,
-        rewards: Callable[..., Any] | Sequence[Callable[..., Any]],
+        rewards: Any,
         *,
         model: Any = "tiny",
         tokenizer: Any = None,
@@ -235,6 +235,8 @@ class Trainer:
     ) -> Trainer:
         """A trainer without a recipe file: rows with a ``prompt``, one or more rewards, and any section as a keyword.
 
+        rewards: a function, a name as in a recipe ("file.py:function", or a built-in one), a table of [[rewards]], or a
+        list of these; (function, weight) gives a function a weight.
         rows, held_out: a list of dicts, a DataFrame, a `datasets.Dataset`, or what data.train takes: a file, a folder
         or a hub dataset.
         model: a source as in [model], the settings of [model], or a loaded model, whose tokenizer is looked up by the
@@ -253,13 +255,15 @@ class Trainer:
             loaded, source = source, getattr(source, "name_or_path", "") or "loaded"
             if source == "loaded" and tokenizer is None:
                 raise ConfigError("the tokenizer of a loaded model without name_or_path is not known: pass tokenizer=")
-        settings = {**sections, "algorithm": algorithm, "model": {**section, "source": str(source)}, "data": data}
+        functions, entries = split_rewards(rewards)
+        settings: dict[str, Any] = {**sections, "algorithm": algorithm, "data": data, "rewards": entries}
+        settings["model"] = {**section, "source": str(source)}
         recipe = make_recipe(settings, where="from_rows")
         in_python = any(table is not None for table in tables.values())
         return cls(
             recipe,
             task=task_of_tables(recipe, tables.get("train"), tables.get("held_out")) if in_python else None,
-            rewards=[rewards] if callable(rewards) else list(rewards),
+            rewards=functions,
             model=loaded,
             tokenizer=tokenizer,
             callbacks=callbacks,

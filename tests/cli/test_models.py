@@ -263,6 +263,8 @@ def test_sample(capsys):
     assert capsys.readouterr().out == first
     assert main([*arguments[:-1], "5"]) == 0
     assert capsys.readouterr().out != first
+    assert main([*arguments, "--system", "Be brief."]) == 0
+    assert capsys.readouterr().out != first
 
 
 BAD_SAMPLES = [
@@ -274,6 +276,7 @@ BAD_SAMPLES = [
     (["tinny", "Hi"], "did you mean 'tiny'"),
     (["./nowhere", "Hi"], "nowhere"),
     (["tiny", "Hi", "--device", "tpu"], "tpu"),
+    (["tiny", "Hi", "--system", "Be brief.", "--raw"], "--system needs a chat template"),
     (["tiny", "x" * 5000], "5018 tokens"),
 ]
 

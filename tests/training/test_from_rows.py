@@ -117,6 +117,23 @@ def test_a_quantised_model_and_one_on_several_devices_are_refused(tmp_path):
         trainer_of(tmp_path / "run", model=model)
 
 
+def test_rewards_may_be_functions_with_weights_names_and_tables(tmp_path):
+    (tmp_path / "mine.py").write_text("def ones(completions, **_):\n    return [1.0] * len(completions)\n")
+    name = f"{tmp_path / 'mine.py'}:ones"
+    table = {"function": name, "weight": 0.25, "name": "quarter"}
+    weights = {}
+    for number, rewards in enumerate([even, (even, 0.5), name, [(even, 0.5), name, table]]):
+        with trainer_of(tmp_path / str(number), reward=rewards) as trainer:
+            functions = trainer.components.scorer.functions
+            weights[number] = {function.name: function.weight for function in functions}
+    assert list(weights.values()) == [
+        {"even": 1.0},
+        {"even": 0.5},
+        {"ones": 1.0},
+        {"ones": 1.0, "quarter": 0.25, "even": 0.5},
+    ]
+
+
 def test_the_result_has_the_metrics_of_training_and_of_the_held_out_rows(tmp_path):
     trainer = trainer_of(tmp_path / "run", held_out=ROWS[:2], train={"steps": 2, "batch_size": 2, "accumulation": 1})
     result = trainer.run()

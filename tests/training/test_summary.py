@@ -21,6 +21,16 @@ class Stop(Callback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.parametrize("before_training", [True, False])
+def test_one_evaluation_is_one_column(tmp_path, before_training):
+    display = RecordingDisplay()
+    changes = {"train": {"steps": 2}, "evaluate": {"before_training": before_training, "every": 0}}
+    small_trainer(tmp_path / "run", QUICK, changes, display=display).run()
+    (header,) = [line for line in display.summary if isinstance(line, tuple) and "held-out" in line[0]]
+    both = ("before training", "after 2 steps")
+    assert header[1:] == (both if before_training else ("after 2 steps (first)",))
+
+
 @pytest.mark.parametrize("resumable", [True, False])
 def test_a_stopped_run_recommends_what_works(tmp_path, monkeypatch, resumable):
     monkeypatch.chdir(tmp_path)

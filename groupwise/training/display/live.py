@@ -88,7 +88,8 @@ class LiveDisplay(Display):
     def say(self, text: str) -> None:
         with self._lock:
             text_line = one_line(text)
-            self._notices.append(text_line if text_line.startswith("step ") else f"step {self._step}: {text_line}")
+            is_placed = text_line.startswith("step ") or not self.facts.steps  # before the run starts there is no step
+            self._notices.append(text_line if is_placed else f"step {self._step}: {text_line}")
         # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
         with suppress(OSError, ValueError):
             self.console.print(Text(text, style="yellow"))
@@ -230,7 +231,7 @@ class LiveDisplay(Display):
             return empty_chart(head, width, rows, "waiting for the first step")
         steps, raw, smooth = map(np.array, zip(*points, strict=True))
         # Outliers may be outside the chart, so that they do not flatten the curve.
-        span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98))]
+        span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98)), raw[-1]]
         chart = Chart(width, rows, steps, span, share=False)
         chart.dots(steps, raw, "bright_black")
         chart.line(steps, smooth, "cyan")

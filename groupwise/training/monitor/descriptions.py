@@ -148,7 +148,7 @@ _EVALUATION = {
     "eval/preference_rejected_reward": "mean DPO reward of the rejected completions",
 }
 _WARNINGS = {
-    "warnings/kl_high": "the KL to the reference is above 0.5",
+    "warnings/kl_high": "the KL to the reference is above run.kl_warning",
     "warnings/kl_low": "the KL stays near 0 although it has a weight",
     "warnings/masked": "the masks leave fewer than 70 % of the completions",
     "warnings/no_answer": "more than 10 % of the completions contain no answer",

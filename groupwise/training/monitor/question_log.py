@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.data.rows import Row
 from groupwise.rundir import write_bytes
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
@@ -70,6 +71,7 @@ class QuestionLog:
             records.append(
                 {
                     "row": number,
+                    **({"where": row.where} if isinstance(row, Row) else {}),  # its file and line
                     **{name: row[name] for name in ROW_COLUMNS if name in row},
                     "visits": len(history),
                     "first": history[0] if history else None,

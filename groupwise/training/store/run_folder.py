@@ -11,13 +11,16 @@ from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
-from groupwise.rundir import RunDir, new_run_path, package_versions, read_json
-from groupwise.rundir.run import MARKER
+from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
+from groupwise.rundir.run import MARKER, METRICS
 from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.store.checkpoint import newest_step
 
 RUNS = Path("runs")
+# Settings that decide how many steps a run has, and those that are used after its last step.
+NUMBER_OF_STEPS = ("train.steps", "train.epochs", "train.batch_size", "train.accumulation", "evaluate.patience")
+AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
 
@@ -56,7 +59,15 @@ def _latest(name: str, recipe_file: str | None) -> Path:
     if not runs:
         what = f"of the recipe {recipe_file}" if recipe_file else f"called {name!r}"
         raise RunDirError(f"there is no run {what} below {RUNS}/ to resume; name its folder with --run.folder")
-    return max(runs)[2]
+    # A run that failed before its first step has nothing to resume; it is taken only if there is no other.
+    return max([run for run in runs if _has_steps(run[2])] or runs)[2]
+
+
+def _has_steps(path: Path) -> bool:
+    try:
+        return newest_step(path) is not None or any(row["step"] for row in read_metrics(path / METRICS))
+    except RunDirError:
+        return False  # no metrics, or damaged ones
 
 
 def mark_finished(run: RunDir, step: int, total_steps: int) -> None:
@@ -75,8 +86,9 @@ def nothing_to_resume(recipe: Recipe, folder: str | Path | None, recipe_file: st
         return None  # it was continued since, and stopped
     changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.model_dump())}
     steps = recipe.train.steps
-    if changed - {"train.steps"} or ("train.steps" in changed and (steps is None or steps > step)):
+    if changed & set(AFTER_THE_END) or ((steps is None or steps > step) and changed & set(NUMBER_OF_STEPS)):
         return None
+    ignored = sorted(changed - set(NUMBER_OF_STEPS))
     if step < total:
         state = f"stopped early after {plural(step, 'step')} of {total:,}"
         more = f"raise evaluate.patience (--evaluate.patience {2 * (recipe.evaluate.patience or 1)})"
@@ -87,7 +99,8 @@ def nothing_to_resume(recipe: Recipe, folder: str | Path | None, recipe_file: st
             more = f"raise train.epochs (--train.epochs {2 * (recipe.train.epochs or 1):g})"
     # A supervised run has no more steps.
     remedy = f"To continue, {more}; for a new run, leave out --resume" if steps != 0 else "For a new run, leave it out"
-    return f"the run in {path} {state}; there is nothing to resume. {remedy}"
+    unused = f" ({', '.join(ignored)} would change nothing)" if ignored else ""
+    return f"the run in {path} {state}; there is nothing to resume{unused}. {remedy}"
 
 
 def _recipe_file(path: Path) -> str | None:

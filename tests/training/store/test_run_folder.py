@@ -31,7 +31,7 @@ def test_an_existing_run_is_not_written_over(tmp_path):
     folder = tmp_path / "run"
     run_steps(small_trainer(folder, QUICK), 1)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunDirError, match=r"run already holds a run: .*\(--resume\)"):
+    with pytest.raises(RunDirError, match=r"run already holds a run: .*--resume"):
         small_trainer(folder, QUICK)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     run_steps(small_trainer(folder, QUICK, {"evaluate": {"before_training": False}}, overwrite=True), 1)
@@ -107,8 +107,9 @@ def test_a_finished_run_is_not_resumed(tmp_path, monkeypatch):
         said = sentence()[1]
         assert said.startswith("the run in run has finished its 7 steps; there is nothing to resume. To continue, ")
         assert "--train.epochs 4" in said
-        for train in ({"epochs": 3.0}, {"steps": 8}, {"batch_size": 1}, {"seed": 5}, {"patience": 4}):
+        for train in ({"epochs": 3.0}, {"steps": 8}, {"batch_size": 1}, {"patience": 4}):
             assert sentence(**train)[1] is None, train
+        assert "nothing to resume (train.seed would change nothing)" in sentence(seed=5)[1]
         assert "--train.steps 14" in sentence(steps=7)[1]
         mark_finished(run, 7, 20)
         said = sentence()[1]
@@ -116,6 +117,27 @@ def test_a_finished_run_is_not_resumed(tmp_path, monkeypatch):
         assert "--evaluate.patience 6" in said
         (run.path / "checkpoint-9").mkdir()
         assert sentence()[1] is None  # it was continued and stopped
+
+
+def test_a_run_that_failed_before_its_first_step_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def started(stamp, steps):
+        with RunDir.create(Path("runs") / f"{stamp}-quiz") as run:
+            for step in range(steps + 1):
+                run.metrics.record(step, {"reward": 0.0})
+        return run.path
+
+    def resumed():
+        with open_run(make_recipe(), None, name="quiz", resume=True) as run:
+            return run.path
+
+    failed = started("20260101-000003", 0)
+    assert resumed() == failed  # there is no other
+    good = started("20260101-000001", 2)
+    assert resumed() == good
+    assert resumed() != started("20260101-000004", 0)
+    assert started("20260101-000005", 1) == resumed()
 
 
 def test_in_use(tmp_path):
