@@ -62,7 +62,7 @@ def check_results(page: Path, names: Mapping[str, Any]) -> None:
         assert f"# {names['choice'].letter} {names['choice'].rule}\n" in page.read_text()
     if "training" in names:
         assert names["training"].progress.env_steps >= 2000
-        assert Path("runs/mine/play.gif").exists()
+        assert Path("runs/pole/play.gif").exists()
 
 
 def test_examples_leave_what_is_checked():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, PreferenceSection, Recipe
+from groupwise.config.sections import LOSS_NAMES, PreferenceSection, Recipe
 from groupwise.errors import InputError, did_you_mean
 
 
@@ -65,7 +65,7 @@ def _shrinkage(recipe: Recipe) -> Iterator[str]:
 
 def _preference(recipe: Recipe) -> Iterator[str]:
     preference = recipe.preference
-    if preference.kind not in PREFERENCE_KINDS or preference.kind_weights is not None or preference.label_smoothing:
+    if preference.kind != "sigmoid" or preference.kind_weights is not None or preference.label_smoothing:
         yield from _kinds(preference)
     if preference.pairs == "group" and (preference.train is not None or preference.held_out_from_train):
         key = "train" if preference.train is not None else "held_out_from_train"

@@ -250,7 +250,7 @@ def test_a_killed_process_is_an_error(tmp_path, trouble):
         ({"evaluate_every": 100}, "seed-0 was started with evaluate_every = 500, not 100; choose another folder"),
         ({"starts": 5}, "seed-0 was started with starts = 4, not 5; choose another folder"),
         ({"threshold": 200.0}, "seed-0 was started with threshold = None, not 200.0; choose another folder"),
-        ({"steps": 500}, "seed-0 was trained for 1000 steps, not 500; choose another folder"),
+        ({"steps": 500}, "seed-0 was trained for 1,000 steps, not 500; choose another folder"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -155,7 +155,7 @@ def test_a_gguf_file_is_read_once(monkeypatch, tmp_path):
 def test_a_name_of_the_catalogue_is_fetched_once_with_a_notice(folder, monkeypatch, caplog):
     fetched = []
     monkeypatch.setattr(weights, "cached", lambda name, cache=None: fetched[0] if fetched else None)
-    monkeypatch.setattr(weights, "fetch", lambda name: fetched.append(folder) or folder)
+    monkeypatch.setattr(weights, "fetch", lambda name, progress=None: fetched.append(folder) or folder)
     with caplog.at_level(logging.WARNING, logger="groupwise"):
         model = load_model("smollm2-135m", **CPU)
         load_tokenizer("smollm2-135m")

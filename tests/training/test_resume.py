@@ -198,7 +198,7 @@ def test_best_and_patience(tmp_path):
         return trainers[-1]
 
     whole = trainer(tmp_path / "a").run()
-    assert (whole.step, whole.best_step) == (6, 3)
+    assert (whole.steps, whole.best_step) == (6, 3)
     assert trainers[-1].display.heard("stopped early: 3 evaluations without a better right")
     for stop in (2, 5):
         folder = tmp_path / f"b{stop}"

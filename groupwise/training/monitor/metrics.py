@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -190,7 +191,7 @@ def _mask_metrics(
 def _update_metrics(updates: Sequence[UpdateResult], step_recipe: Recipe) -> dict[str, float]:
     """Means over the updates that were not skipped. Without any, the same metrics are 0, or NaN if not measured."""
     done = [update for update in updates if not update.skipped]
-    number = max(1, len(done))
+    number = len(done) or (math.nan if updates else 1)  # if all were skipped, the loss was not finite
     metrics: dict[str, float] = {"updates": float(len(done)), "updates_not_finite": float(len(updates) - len(done))}
     metrics["loss"] = sum(sum(update.values.values()) for update in done) / number
     terms = reported_terms(step_recipe)

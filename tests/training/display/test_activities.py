@@ -155,15 +155,19 @@ def test_the_first_text_does_not_wait_for_torch():
 
 
 @pytest.mark.parametrize("command", ["train", "check", "eval"])
-def test_commands_show_that_they_are_loading_first(command, monkeypatch):
+def test_commands_read_the_recipe_and_then_show_that_they_are_loading(command, monkeypatch, capsys):
     from groupwise.errors import ConfigError
 
-    display = WatchingDisplay()
+    display, shown = WatchingDisplay(), []
     monkeypatch.setattr("groupwise.training.display.make_display", lambda *_, **__: display)
 
-    def load(arguments):
-        assert display.activities == ["loading PyTorch"]
+    def stage(text):
+        shown.append(text)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("groupwise.cli.train.recipe_of", load)
+    monkeypatch.setattr(display, "stage", stage)
     assert main([command, "recipe.toml"]) == 2
+    assert "there is no recipe" in capsys.readouterr().err
+    assert shown == []
+    assert main([command, "quiz"]) == 2
+    assert shown == ["loading PyTorch"]
