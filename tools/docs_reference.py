@@ -58,7 +58,8 @@ def _settings_head() -> Iterator[str]:
     number = sum(1 for _ in setting_names())
     yield "# Settings\n"
     yield (
-        f"A recipe has {number} settings, all with a default. In a recipe file they are written `[section]` and "
+        f"A recipe has {number} settings, all with a default; `groupwise train --help` lists the twenty usual ones. In "
+        "a recipe file they are written `[section]` and "
         "`key = value`; on the command line `--section.key VALUE`, where the value `none` switches an optional setting "
         "off; in Python as keyword arguments of `Trainer.from_rows`, or as nested tables for `make_recipe`.\n"
     )
