@@ -50,7 +50,8 @@ def _eval(arguments: argparse.Namespace) -> int:
         return _print_report(report, arguments)
     _print_metrics(evaluation, metric, recipe.model.source)
     if recipe.model.source == "tiny":
-        console().print("tiny has random weights; a trained model: --model.source RUN/model", highlight=False)
+        note = "tiny has random weights; a trained model: --model.source RUN/model"
+        console(stderr=True).print(note, highlight=False)
     if arguments.answers is not None:
         _write_lines(arguments.answers, evaluation.answers)
     return 0

@@ -664,10 +664,12 @@ def test_a_finished_run_has_nothing_to_resume(here, capsys, monkeypatch):
     assert "step 2/2" in out
     assert main([*words[:-1], "2", "--resume"]) == 0
     assert "has finished its 2 steps; there is nothing to resume" in capsys.readouterr().out
-    # Fewer steps than it has, too; another setting is applied as before.
+    # Fewer steps than it has, too. A setting without effect is named, one that is used at the end is applied.
     assert main([*words, "--resume"]) == 0
     assert "has finished its 2 steps" in capsys.readouterr().out
     assert main([*words[:-1], "2", "--resume", "--run.save_rollouts", "false"]) == 0
+    assert "nothing to resume (run.save_rollouts would change nothing)" in capsys.readouterr().out
+    assert main([*words[:-1], "2", "--resume", "--run.export_dtype", "bfloat16"]) == 0
     assert "nothing to resume" not in capsys.readouterr().out
 
 
@@ -729,7 +731,8 @@ def test_eval_prints_a_table_and_writes_answers(here, maths, capsys):
     assert re.match(r"4 \w+ by tiny: [\d.]+ tokens on average, [\d.]+% ", lines[3])
     answers = [json.loads(line) for line in (here / "deep" / "answers.jsonl").read_text().splitlines()]
     assert [answer["row"] for answer in answers] == [0, 1, 2, 3]
-    assert set(answers[0]) == {"row", "sample", "answer", "tokens", "stop_reason", "accuracy", "accuracy_lenient"}
+    facts = {"row", "where", "prompt", "sample", "answer", "tokens", "stop_reason"}
+    assert set(answers[0]) == {*facts, "accuracy", "accuracy_lenient"}
     assert answers[0]["accuracy"] is None
     assert not (here / "runs").exists()
 

@@ -124,8 +124,9 @@ def test_rows_are_resampled_not_samples():
 def test_the_record_of_a_completion():
     rows = rows_of("1", right=["a"])
     result = run([["ab"]], rows, grades={"accuracy": is_right}, reason="length")
+    origin = {"row": 0, "where": "row 1", "prompt": "1"}
     assert result.answers == [
-        {"row": 0, "sample": 0, "answer": "ab", "tokens": 3, "stop_reason": "length", "accuracy": False}
+        {**origin, "sample": 0, "answer": "ab", "tokens": 3, "stop_reason": "length", "accuracy": False}
     ]
     assert result.metrics["truncated"] == 1.0
 
