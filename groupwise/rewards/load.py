@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,7 +45,8 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
 def _import_file(path: Path, where: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        near = did_you_mean(path.name, [file.name for file in path.parent.glob("*.py")])
+        nearest = get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.py")], n=1)
+        near = f"; did you mean {nearest[0]}.py?" if nearest else ""
         problem = f"{path} is a folder, not a file" if path.is_dir() else f"there is no file {path}{near}"
         raise ConfigError(f"{where}: {problem}")
     state = path.stat()

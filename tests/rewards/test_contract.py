@@ -360,7 +360,7 @@ def test_values_that_are_not_rewards(value, message):
     with pytest.raises(RewardError, match=re.escape(message)) as error:
         score(returning([1.0, 2.0, value, value]))
     assert "reward 'f' failed on row 2 (completion 'ccc'): " in str(error.value)
-    assert "it fails on 2 of 4 rows (on_error='drop' would leave them out)" in str(error.value)
+    assert "it fails on 2 of 4 rows (scoring.on_error = 'drop' would leave them out)" in str(error.value)
     scores = score(returning([1.0, 2.0, value, None]), "drop")
     assert values(scores) == [1, 2, None, None]
     assert scores.dropped.tolist() == [False, False, True, False]
@@ -407,7 +407,7 @@ def test_an_exception_names_its_rows(timeout):
     line = fragile.__code__.co_firstlineno + 2
     assert str(error.value) == (
         "reward 'f' failed on row 1 (completion 'bb'): raised ValueError: no bb,\nno dddd "
-        f"(test_contract.py, line {line}); it fails on 2 of 4 rows (on_error='drop' would leave them out)"
+        f"(test_contract.py, line {line}); it fails on 2 of 4 rows (scoring.on_error = 'drop' would leave them out)"
     )
     assert isinstance(error.value.__cause__, ValueError)
     scores = score(fragile, "drop", timeout)

@@ -107,7 +107,7 @@ def test_invalid_specs(spec):
 
 def test_missing_files_modules_and_functions(tmp_path):
     write(tmp_path / "a.py", REWARD + "value = 3\nscorers = [score]\nfrom pathlib import Path\n")
-    with pytest.raises(ConfigError, match=r"reward 'b\.py:score': no file .*b\.py"):
+    with pytest.raises(ConfigError, match=r"reward 'b\.py:score': there is no file .*b\.py$"):
         load_function("b.py:score")
     (tmp_path / "folder.py").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.py is a folder, not a file"):
