@@ -62,9 +62,7 @@ def test_an_unsupported_device():
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
 def test_cuda_without_cuda():
-    with pytest.raises(
-        InputError, match=r"'cuda' was requested, but this torch .* was built without CUDA.*use 'cpu'"
-    ):
+    with pytest.raises(InputError, match=r"'cuda' was requested, but this torch .* was built without CUDA.*use 'cpu'"):
         resolve_device("cuda")
 
 
