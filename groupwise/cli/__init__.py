@@ -153,7 +153,7 @@ def _last_lines() -> list[str]:
 
 
 def _documentation() -> list[str]:
-    """The address of the documentation, if the installed package has one."""
+    """The URL of the docs, if the metadata of the installed package has one."""
     try:
         urls = metadata("groupwise").get_all("Project-URL") or []
     except PackageNotFoundError:

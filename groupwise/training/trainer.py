@@ -320,9 +320,7 @@ class Trainer:
         if model is not None and self.recipe.run.push_to_hub is not None:
             self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
             push_to_hub(model, self.recipe.run.push_to_hub, self.say)
-        patience = self.recipe.evaluate.patience
-        no_patience = patience is not None and state.evaluations_since_best >= patience
-        if model is not None and (state.step >= self.total_steps or no_patience):
+        if model is not None and (state.step >= self.total_steps or self._patience_is_over):
             mark_finished(self.run_dir, state.step, self.total_steps)
         self.display.finish(
             run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
@@ -592,10 +590,15 @@ class Trainer:
         step, every = self.state.step, self.recipe.evaluate.every
         return step >= self.total_steps or bool(every and step % every == 0)
 
+    @property
+    def _patience_is_over(self) -> bool:
+        patience = self.recipe.evaluate.patience
+        return patience is not None and self.state.evaluations_since_best >= patience
+
     def _out_of_patience(self) -> bool:
-        patience, count = self.recipe.evaluate.patience, self.state.evaluations_since_best
-        if patience is None or count < patience or self.state.step >= self.total_steps:
+        if not self._patience_is_over or self.state.step >= self.total_steps:
             return False
+        count = self.state.evaluations_since_best
         self.say(f"stopped early: {plural(count, 'evaluation')} without a better {self.metric}")
         return True
 
