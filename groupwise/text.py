@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 Say = Callable[[str], None]
 """Takes one message for the user, such as a display's method or ``list.append``."""
@@ -16,6 +17,13 @@ _MARKDOWN = re.compile(r"([\\`*\[\]<>|~&$#]|(?<![^\W_])_|_(?![^\W_]))")
 def one_line(text: str) -> str:
     """The text on one line: runs of white space become one space, and non-printable characters are removed."""
     return " ".join("".join(letter for letter in text if letter.isprintable() or letter.isspace()).split())
+
+
+def excerpt(value: Any, length: int = 60) -> str:
+    """The repr of a value, cut to about ``length`` characters for an error message."""
+    text = value if isinstance(value, str) else repr(value)
+    text = text if len(text) <= length else text[: length - 1] + "…"
+    return repr(text) if isinstance(value, str) else text
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:

@@ -22,7 +22,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
 BASE = {"errors", "text", "core", "rundir", "stats", "plots"}
-LIBRARY = BASE | {"algorithms", "config", "plugins", "data", "model", "generate", "rewards", "grouping"}
+LIBRARY = BASE | {"algorithms", "config", "plugins", "user_code", "data", "model", "generate", "rewards", "grouping"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
@@ -35,9 +35,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": BASE,
     "config": BASE | {"algorithms", "packaged"},
     "plugins": BASE,
+    "user_code": BASE,
     "model": BASE | {"algorithms", "config"},
     "generate": BASE | {"algorithms", "config", "model"},
-    "rewards": BASE | {"algorithms", "config"},
+    "rewards": BASE | {"algorithms", "config", "user_code"},
     "grouping": BASE | {"algorithms", "config", "model"},
     "tasks": LIBRARY,
     "evaluate": LIBRARY | {"tasks"},

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, console, make_status, make_table
-from groupwise.cli.train import add_with_settings, load_libraries
+from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
 from groupwise.text import plural
 
@@ -39,7 +39,8 @@ def _eval(arguments: argparse.Namespace) -> int:
     if arguments.against is not None and arguments.report is None:
         raise ConfigError("--against compares two reports; also give --report FOLDER for the new one")
     with make_status() as display:
-        recipe = load_libraries(arguments, display, training=False)
+        recipe = recipe_of(arguments)
+        load_libraries(recipe, display, training=False)
         if arguments.report is None:
             from groupwise.training.evaluation import evaluate_recipe
 

@@ -74,18 +74,18 @@ def _train(arguments: argparse.Namespace) -> int:
     from groupwise.training.display import make_display
 
     with make_display() as display:  # first, because the imports below take seconds
-        recipe = load_libraries(arguments, display)
-        from groupwise.rundir.run import MARKER
-        from groupwise.training.store.run_folder import RECIPE, nothing_to_resume
-        from groupwise.training.trainer import Trainer
+        recipe = recipe_of(arguments)
+        from groupwise.training.store.run_folder import nothing_to_resume
 
-        in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
-        folder = arguments.recipe.parent if in_run and arguments.resume and not recipe.run.folder else None
-        if arguments.resume and not arguments.allow_changes:
-            finished = nothing_to_resume(recipe, folder, recipe_file_name(arguments.recipe))
+        folder = _run_folder(arguments, recipe)
+        if folder is not None and arguments.resume and not arguments.allow_changes:
+            finished = nothing_to_resume(recipe, folder)
             if finished is not None:
                 display.say(finished)
                 return 0
+        load_libraries(recipe, display)
+        from groupwise.training.trainer import Trainer
+
         trainer = Trainer(
             recipe,
             display=display,
@@ -98,6 +98,22 @@ def _train(arguments: argparse.Namespace) -> int:
         return trainer.run().exit_status
 
 
+def _run_folder(arguments: argparse.Namespace, recipe: Recipe) -> Path | None:
+    """The folder of the run: the one to resume, the one that the recipe names, or None for a new one below runs/."""
+    from groupwise.rundir.run import MARKER, check_unused
+    from groupwise.training.store.run_folder import RECIPE, find_run
+
+    chosen = None if recipe.run.folder is None else Path(recipe.run.folder)
+    if arguments.resume:
+        in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
+        return find_run(
+            recipe, chosen or (arguments.recipe.parent if in_run else None), recipe_file_name(arguments.recipe)
+        )
+    if chosen is not None and not (arguments.overwrite and (chosen / MARKER).exists()):
+        check_unused(chosen)
+    return chosen
+
+
 def recipe_file_name(path: Path) -> str:
     """The name by which the runs of a recipe are found again; several folders may have a recipe.toml."""
     return f"{path.resolve().parent.name}/{path.name}" if path.name == "recipe.toml" else path.name
@@ -106,7 +122,8 @@ def recipe_file_name(path: Path) -> str:
 def _check(arguments: argparse.Namespace) -> int:
     out = console()
     with make_status() as display:
-        recipe = load_libraries(arguments, display)
+        recipe = recipe_of(arguments)
+        load_libraries(recipe, display)
         from groupwise.training.preflight import describe_run
 
         lines = list(describe_run(recipe, timed=not arguments.quick, display=display))
@@ -115,19 +132,16 @@ def _check(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load_libraries(arguments: argparse.Namespace, display: Display, *, training: bool = True) -> Recipe:
-    """Read the recipe and ask for its extras, then load PyTorch and transformers, which takes seconds and is shown."""
-    recipe = recipe_of(arguments)
-    from groupwise.training.extras import check_extras
+def load_libraries(recipe: Recipe, display: Display, *, training: bool = True) -> None:
+    """Check what can be checked at once, then load PyTorch and transformers, which takes seconds and is shown."""
+    from groupwise.training.early_checks import check_names
 
-    check_extras(recipe, training=training)
+    check_names(recipe, training=training)
     display.stage("loading PyTorch")
     import torch  # noqa: F401
 
     display.stage("loading transformers")
     import groupwise.model.handle  # noqa: F401
-
-    return recipe
 
 
 def recipe_of(arguments: argparse.Namespace) -> Recipe:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.data.rows import Row, describe_type, has_lone_surrogate
-from groupwise.errors import DataError, MissingExtraError, did_you_mean
+from groupwise.errors import DataError, MissingExtraError, nearest_file
 from groupwise.text import error_reason
 
 # File name endings and their formats.
@@ -52,8 +52,7 @@ def read_rows(
     split, subset: of a hub dataset; default: ``"train"`` and its only subset. Files have none.
     header: the column names of a .csv file without a header line.
     """
-    if not isinstance(source, (str, os.PathLike)) or not str(source):
-        raise DataError(f"a dataset is named by a text or a path, not by {source!r}")
+    check_source(source)
     name = str(source)
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):
@@ -61,16 +60,26 @@ def read_rows(
             if value is not None:
                 raise DataError(f"{option}={value!r} is for hub datasets, but {path} is local; leave {option} out")
         iterator = _files(path, header) if path.is_dir() else _file(path, header)
-    elif isinstance(source, os.PathLike) or name.startswith(("/", ".", "~")) or _ending(name):
-        raise DataError(_missing(path))
-    elif is_hub_id(name):
-        iterator = _hub(name, subset, split or "train")
     else:
-        raise DataError(f"{_missing(path)}. A hub dataset is written owner/name")
+        iterator = _hub(name, subset, split or "train")
     rows: list[dict[str, Any]] = list(islice(iterator, limit))
     if not rows:
         raise DataError(f"{name} is empty: it has no rows")
     return rows
+
+
+def check_source(source: str | Path) -> None:
+    """Raise an error for what is neither an existing file or folder nor a name on the hub. Nothing is read."""
+    if not isinstance(source, (str, os.PathLike)) or not str(source):
+        raise DataError(f"a dataset is named by a text or a path, not by {source!r}")
+    name = str(source)
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
+        return
+    if isinstance(source, os.PathLike) or name.startswith(("/", ".", "~")) or _ending(name):
+        raise DataError(_missing(path))
+    if not is_hub_id(name):
+        raise DataError(f"{_missing(path)}. A hub dataset is written owner/name")
 
 
 def is_hub_id(name: str) -> bool:
@@ -90,7 +99,8 @@ def _missing(path: Path) -> str:
         existing = next((parent for parent in folder.parents if os.path.isdir(parent)), folder.anchor)
         return f"there is no file or folder {path}: the folder {folder} does not exist, only {existing}"
     names = os.listdir(folder) if os.access(folder, os.R_OK) else []
-    return f"there is no file or folder {path.name!r} in {folder}{did_you_mean(path.name, names)}"
+    near = nearest_file(path.name, names)
+    return f"there is no file or folder {path.name!r} in {folder}{f'; did you mean {near!r}?' if near else ''}"
 
 
 def _files(folder: Path, header: Sequence[str] | None) -> Iterator[Row]:

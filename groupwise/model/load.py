@@ -26,11 +26,10 @@ from groupwise.model.lora import (
     add_lora,
     is_lora,
     load_adapter,
-    read_settings,
     tensor_names,
 )
 from groupwise.model.precision import set_precision
-from groupwise.model.source import Source, base_of, first_line, is_adapter, resolve_source
+from groupwise.model.source import Source, base_of, first_line, is_adapter, read_settings, resolve_source
 from groupwise.rundir import read_json
 
 if TYPE_CHECKING:

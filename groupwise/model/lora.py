@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError, check_integer
-from groupwise.rundir import read_json
+from groupwise.model.source import ADAPTER_CONFIG, read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +28,6 @@ AdaptedModel: TypeAlias = Any
 """PEFT's ``PeftModel`` around a transformers model; PEFT is optional, so its type is not imported."""
 
 ALL_LINEAR = "all-linear"
-ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -112,14 +111,6 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     if missing := sorted(needed - saved):
         raise CheckpointError(f"{weights} lacks {len(missing)} of {len(needed)} tensors, the first is {missing[0]}")
     return adapted.train(model.training)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a JSON file such as config.json or adapter_config.json."""
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no settings")
-    return settings
 
 
 def is_lora(model: nn.Module) -> TypeGuard[AdaptedModel]:

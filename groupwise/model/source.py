@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import CheckpointError, InputError, did_you_mean
 from groupwise.model import weights
-from groupwise.model.lora import ADAPTER_CONFIG, read_settings
+from groupwise.rundir import read_json
 
 log = logging.getLogger("groupwise")
 
 _fetch_progress: ContextVar[weights.FetchProgress | None] = ContextVar("fetch_progress", default=None)
 
+ADAPTER_CONFIG = "adapter_config.json"
 DOWNLOADED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
@@ -34,10 +35,8 @@ class Source(NamedTuple):
     seed: int = 0
 
 
-def resolve_source(
-    source: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, seed: int = 0
-) -> Source:
-    """The location of ``source``; fetches a catalogue or hub model that is not cached yet."""
+def check_source(source: str | Path, *, revision: str | None = None) -> None:
+    """Raise an error for what can be neither a folder nor a file, a known name or a hub id. Nothing is fetched."""
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise InputError(f"a model is given as a name or a path, not as {source!r}")
     name = str(source)
@@ -48,22 +47,36 @@ def resolve_source(
     if exists:
         if local.is_file() and local.suffix != ".gguf":
             raise InputError(f"{local} is a file; a model is a folder, or a file that ends in .gguf")
-        return Source(str(local.resolve()), local)
+        return
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1 or "\\" in name:
         raise InputError(f"there is no folder or file {local} (looked for in {Path.cwd()})")
-    if name == "tiny":
-        return Source(f"tiny:{seed}", None, seed)
-    if name.startswith("tiny:") and name[5:].isdigit():  # the base of a saved adapter
-        return Source(name, None, int(name[5:]))
-    if "/" in name:
-        return Source(name, _from_hub(name, revision, trust_remote_code))
-    if name not in weights.CATALOGUE:
+    if "/" not in name and not _is_builtin(name) and name not in weights.CATALOGUE:
         names = [*(entry.name for entry in weights.CATALOGUE.values() if entry.kind == "gguf"), "tiny"]
         hint = did_you_mean(name.lower(), names)
         raise InputError(
             f"there is no folder and no model called {name!r}{hint} (known: {', '.join(names)}; a model on the hub is "
             "written owner/name)"
         )
+
+
+def _is_builtin(name: str) -> bool:
+    return name == "tiny" or (name.startswith("tiny:") and name[5:].isdigit())  # tiny:SEED is an adapter's base
+
+
+def resolve_source(
+    source: str | Path, *, trust_remote_code: bool = False, revision: str | None = None, seed: int = 0
+) -> Source:
+    """The location of ``source``; fetches a catalogue or hub model that is not cached yet."""
+    check_source(source, revision=revision)
+    name = str(source)
+    local = Path(os.path.expanduser(name))
+    if os.path.exists(local):
+        return Source(str(local.resolve()), local)
+    if _is_builtin(name):
+        seed = int(name[5:] or seed)
+        return Source(f"tiny:{seed}", None, seed)
+    if "/" in name:
+        return Source(name, _from_hub(name, revision, trust_remote_code))
     folder = weights.cached(name)
     if folder is None:
         progress = _fetch_progress.get()
@@ -82,6 +95,14 @@ def report_fetches(progress: weights.FetchProgress) -> Iterator[None]:
         yield
     finally:
         _fetch_progress.reset(token)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings in a JSON file such as config.json or adapter_config.json."""
+    settings = read_json(path)
+    if not isinstance(settings, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no settings")
+    return settings
 
 
 def is_adapter(path: Path | None) -> bool:

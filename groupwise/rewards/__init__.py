@@ -2,7 +2,6 @@
 
 from groupwise.rewards.contract import RewardFunction, RowFailure, Scores, named, split_rewards, weighted_total
 from groupwise.rewards.judge import judge
-from groupwise.rewards.load import load_function
 from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.registry import BUILTIN, make_reward
 from groupwise.rewards.reward_model import reward_model
@@ -21,7 +20,6 @@ __all__ = [
     "judge",
     "keywords",
     "length_band",
-    "load_function",
     "make_reward",
     "math_equal",
     "named",

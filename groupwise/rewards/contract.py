@@ -9,16 +9,13 @@ a failed row is an error or is dropped and counted; it never becomes a reward of
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from inspect import Parameter
 from itertools import islice
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +23,8 @@ from torch import Tensor
 
 from groupwise.errors import DataError, InputError, RewardError, did_you_mean
 from groupwise.rewards.options import is_finite_number
-from groupwise.rewards.text import excerpt
+from groupwise.text import excerpt
+from groupwise.user_code import describe_failure
 
 LISTS = ("prompts", "completions", "completion_ids")
 HELPERS = ("trainer_state", "log_extra", "log_metric")
@@ -218,16 +216,10 @@ def count(number: int, noun: str) -> str:
 
 
 def reward_error_reason(error: BaseException) -> str:
-    """Why a user's function failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
+    """Why a reward failed: the function's own error, or what is wrong with the value that it returned."""
     if isinstance(error, BatchFailure):
         return str(error)
-    text = str(error)
-    reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
-    skipped = (str(Path(__file__).parent), importlib.__file__, "<frozen importlib")  # not the user's code
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(skipped)]
-    if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
-        line = [frame for frame in frames if frame.filename == frames[0].filename][-1]
-        reason += f" ({Path(line.filename).name}, line {line.lineno})"
-    if "only works in main thread" in text:
+    reason = describe_failure(error)
+    if "only works in main thread" in str(error):
         reason += "; to run it in the caller's thread, set the time limit to None"
     return reason

@@ -19,8 +19,9 @@ from weakref import WeakKeyDictionary
 from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice, check_integer
 from groupwise.rewards.options import check_after, check_number, check_text, is_finite_number
 from groupwise.rewards.scorer import LOST_BATCHES
-from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_text
+from groupwise.rewards.text import THINKING_ENDS, answer_of, prompt_text
 from groupwise.rewards.verdict import DEFAULT_RUBRIC, parse_score, question
+from groupwise.text import excerpt
 
 OPENAI = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"

@@ -18,7 +18,8 @@ from typing import Any
 from groupwise.errors import DataError, MissingExtraError, RewardError
 from groupwise.rewards.maths import marked_answer, same_number
 from groupwise.rewards.options import check_number, check_text
-from groupwise.rewards.text import column_of, excerpt, text_of
+from groupwise.rewards.text import column_of, text_of
+from groupwise.text import excerpt
 
 LONGEST = 1000  # characters of an answer that are read
 

@@ -14,7 +14,8 @@ from numbers import Real
 from typing import Any
 
 from groupwise.errors import DataError
-from groupwise.rewards.text import excerpt, text_of
+from groupwise.rewards.text import text_of
+from groupwise.text import excerpt
 
 LONGEST = 100  # characters of a number with its unit; also its largest exponent, so that 1e999999999 is not computed
 

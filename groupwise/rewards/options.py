@@ -7,7 +7,7 @@ from numbers import Real
 from typing import Any
 
 from groupwise.errors import ConfigError
-from groupwise.rewards.text import excerpt
+from groupwise.text import excerpt
 
 
 def is_finite_number(value: object) -> bool:

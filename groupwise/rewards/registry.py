@@ -10,11 +10,11 @@ from typing import Any
 from groupwise.errors import ConfigError, GroupwiseError, InputError, check_choice
 from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.judge import judge
-from groupwise.rewards.load import load_function
 from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.reward_model import reward_model
-from groupwise.rewards.text import excerpt
 from groupwise.rewards.writing import keywords, length_band, repetition
+from groupwise.text import excerpt
+from groupwise.user_code import load_function
 
 BUILTIN: dict[str, Callable[..., Callable[..., Any]]] = {
     "judge": judge,

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
 from groupwise.rewards.options import check_after
-from groupwise.rewards.text import THINKING_ENDS, answer_of, excerpt, prompt_messages, prompt_text
-from groupwise.text import error_reason
+from groupwise.rewards.text import THINKING_ENDS, answer_of, prompt_messages, prompt_text
+from groupwise.text import error_reason, excerpt
 
 SCALES = ("raw", "sigmoid")
 DTYPES = ("auto", "float32", "bfloat16", "float16")

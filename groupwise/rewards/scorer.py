@@ -38,7 +38,8 @@ from groupwise.rewards.contract import (
     visible_columns,
 )
 from groupwise.rewards.options import is_finite_number
-from groupwise.rewards.text import excerpt, text_of
+from groupwise.rewards.text import text_of
+from groupwise.text import excerpt
 
 ON_ERROR = ("stop", "drop")
 LOST_BATCHES = 3  # this many batches in a row without a scored row stop the run, even with on_error="drop"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import InputError
+from groupwise.text import excerpt
 
 THINKING_ENDS = "</think>"
 
@@ -62,13 +63,6 @@ def prompt_text(prompt: Any) -> str:
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def excerpt(value: Any, length: int = 60) -> str:
-    """The repr of a value, cut to about ``length`` characters for an error message."""
-    text = value if isinstance(value, str) else repr(value)
-    text = text if len(text) <= length else text[: length - 1] + "…"
-    return repr(text) if isinstance(value, str) else text
 
 
 def column_of(columns: Mapping[str, Sequence[Any]], name: str) -> Sequence[Any]:

@@ -17,7 +17,8 @@ from typing import Any
 
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
 from groupwise.rewards.options import check_after, check_share, check_text
-from groupwise.rewards.text import THINKING_ENDS, answer_of, column_of, excerpt, prompt_messages
+from groupwise.rewards.text import THINKING_ENDS, answer_of, column_of, prompt_messages
+from groupwise.text import excerpt
 
 UNITS = ("words", "characters")
 KEY_LETTERS = 4  # shorter words say little about the subject

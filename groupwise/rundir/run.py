@@ -52,6 +52,27 @@ def new_run_path(root: str | Path, name: str) -> Path:
     return path
 
 
+def check_unused(path: Path) -> None:
+    """Raise an error if a run cannot be started in this folder because it holds a run or other files."""
+    try:
+        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be used: {error_reason(error)}; choose another folder") from error
+    if MARKER in names:
+        raise RunDirError(
+            f"{path} already holds a run: continue it (--resume, in Python resume=True), replace it (--overwrite, "
+            "overwrite=True), or choose another folder"
+        )
+    if names - {LOCK, HOLDER}:
+        raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
+
+
+def check_is_run(path: Path) -> None:
+    """Raise an error if the folder holds no run."""
+    if not (path / MARKER).exists():
+        raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
+
+
 class RunDir:
     """An open run folder, locked until `close`. Open one with `create` or `resume`."""
 
@@ -79,24 +100,16 @@ class RunDir:
         new_parents = [parent for parent in path.parents if not parent.exists()]
         try:
             path.mkdir(parents=True, exist_ok=True)
-            names = {entry.name for entry in path.iterdir()}
         except OSError as error:
             raise RunDirError(f"{path} cannot be created: {error_reason(error)}; choose another folder") from error
-        if MARKER in names:
-            raise RunDirError(
-                f"{path} already holds a run: continue it (--resume, in Python resume=True), replace it (--overwrite, "
-                "overwrite=True), or choose another folder"
-            )
-        if names - {LOCK, HOLDER}:
-            raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
+        check_unused(path)
         return cls(path, new=True, new_parents=new_parents)
 
     @classmethod
     def resume(cls, path: str | Path) -> RunDir:
         """Open the folder of an existing run; unfinished files of a killed process are removed."""
         path = Path(path)
-        if not (path / MARKER).exists():
-            raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
+        check_is_run(path)
         return cls(path, new=False)
 
     def write_json(self, name: str, value: Any) -> None:

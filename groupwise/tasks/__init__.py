@@ -5,8 +5,8 @@ from __future__ import annotations
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.plugins import load_plugin
-from groupwise.rewards import load_function
 from groupwise.tasks.base import Grade, Task, TaskDefinition, TaskReport, TaskRow
+from groupwise.user_code import load_function
 
 __all__ = ["TASKS", "Grade", "Task", "TaskDefinition", "TaskReport", "TaskRow", "find_task", "load_task"]
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from groupwise.config import Recipe
 from groupwise.data.read import is_hub_id
 from groupwise.errors import CheckpointError, GroupwiseError, check_installed
+from groupwise.model.source import ADAPTER_CONFIG, is_adapter, read_settings
 from groupwise.model.weights import CATALOGUE, cached
 
 STATIC_EMBEDDER = "wordllama"
@@ -54,9 +55,6 @@ def model_needs(source: str, *, fetched: bool = True) -> list[Need]:
 
 def _adapter_needs(folder: Path, source: str) -> list[Need]:
     """What loading a folder needs: nothing, unless it holds a LoRA adapter."""
-    from groupwise.model.lora import ADAPTER_CONFIG, read_settings
-    from groupwise.model.source import is_adapter
-
     if not is_adapter(folder):
         return []
     try:

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from groupwise.errors import DataError
-from groupwise.rewards.text import excerpt
-from groupwise.text import error_reason
+from groupwise.text import error_reason, excerpt
 
 # Letters with no letter or digit beside them. The possessive quantifier keeps the search linear.
 _WORD = re.compile(r"(?<![^\W_])[^\W\d_]++(?![^\W_])")

@@ -770,3 +770,37 @@ def test_eval_needs_no_rows_to_train_on(complaint, capsys):
     assert main(["eval", *words]) == 0
     assert re.search(r"4 \w+ by tiny", capsys.readouterr().out)
     assert "data.train" in complaint("train", *words)
+
+
+def test_wrong_names_are_found_before_torch_is_loaded(here):
+    """One process for all of them: it ends at the first one that takes seconds."""
+    (here / "used").mkdir()
+    (here / "used" / "notes.txt").write_text("mine")
+    commands = [
+        ("train", "--data.train", "row.jsonl"),
+        ("train", "--data.held_out", "row.jsonl"),
+        ("train", "--rewards.0.function", "scores.py:vowls"),
+        ("train", "--rewards.0.function", "nofile.py:f"),
+        ("train", "--advantages.function", "scores.py:mine"),
+        ("train", "--task", "quizz"),
+        ("train", "--task", "scores.py:quiz"),
+        ("train", "--model.source", "smollm2-135"),
+        ("train", "--model.source", "./nowhere"),
+        ("train", "--run.folder", "used"),
+        ("train", "--run.folder", "rows.jsonl"),
+        ("train", "--resume"),
+        ("train", "--resume", "--run.folder", "used"),
+        ("check", "--data.train", "row.jsonl"),
+        ("eval", "--data.held_out", "row.jsonl"),
+        ("eval", "--model.source", "nowhere"),
+    ]
+    code = (
+        "import sys\nfrom groupwise.cli import main\n"
+        f"for command, *words in {commands!r}:\n"
+        "    assert main([command, 'r.toml', *words]) == 2, words\n"
+        "    assert not {'torch', 'transformers'} & set(sys.modules), words\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=here, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stderr.splitlines()) == len(commands)
+    assert not run_folders(here)

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from groupwise.errors import InputError
 from groupwise.rewards import format_reward, overlong_penalty, text_of
-from groupwise.rewards.text import answer_of, excerpt, prompt_messages, prompt_text
+from groupwise.rewards.text import answer_of, prompt_messages, prompt_text
+from groupwise.text import excerpt
 
 
 def test_text_of():

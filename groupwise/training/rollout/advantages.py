@@ -19,11 +19,12 @@ from groupwise.core.advantages import lies_within
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.grouping.labels import LABELS, parent_labels
-from groupwise.rewards import load_function, overlong_penalty, weighted_total
+from groupwise.rewards import overlong_penalty, weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.training.preference.group_pairs import build_group_pairs
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.difficulty import correctness, difficulty_weights
+from groupwise.user_code import load_function
 
 OVERLONG = "overlong"  # the name of the overlong penalty among the rewards
 

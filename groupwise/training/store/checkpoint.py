@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import UNFINISHED
+from groupwise.training.store.run_folder import checkpoints_in
 from groupwise.training.update.updater import Updater
 
 FORMAT = 2
@@ -118,7 +118,7 @@ def newest(run: RunDir) -> Path | None:
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
     would delete the run's records."""
     problems = []
-    for folder in reversed(_folders(run.path).values()):
+    for folder in reversed(checkpoints_in(run.path).values()):
         try:
             verify_manifest(folder)
             return folder
@@ -134,7 +134,7 @@ def newest(run: RunDir) -> Path | None:
 
 def rewind(run: RunDir, step: int) -> list[str]:
     """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names."""
-    later = [folder for number, folder in _folders(run.path).items() if number > step]
+    later = [folder for number, folder in checkpoints_in(run.path).items() if number > step]
     for folder in later:
         _delete(folder)
     return [folder.name for folder in later]
@@ -142,20 +142,9 @@ def rewind(run: RunDir, step: int) -> list[str]:
 
 def prune(run: RunDir, keep: int, best: str | None) -> None:
     """Delete all but the last ``keep`` checkpoints and the best one."""
-    for folder in list(_folders(run.path).values())[:-keep]:
+    for folder in list(checkpoints_in(run.path).values())[:-keep]:
         if folder.name != best:
             _delete(folder)
-
-
-def newest_step(path: Path) -> int | None:
-    """The step of the newest checkpoint in a run's folder, intact or not."""
-    return max(_folders(path), default=None)
-
-
-def _folders(folder: Path) -> dict[int, Path]:
-    """A run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
-    return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
 def _delete(folder: Path) -> None:

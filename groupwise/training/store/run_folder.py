@@ -1,4 +1,7 @@
-"""The folder of a training run: finding or creating it; the recipe, inputs and versions that are kept in it."""
+"""The folder of a training run: finding or creating it; the recipe, inputs and versions that are kept in it.
+
+Importing this does not load PyTorch: the command line looks for the folder first.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
-from groupwise.rundir.run import MARKER, METRICS
+from groupwise.rundir.run import MARKER, METRICS, check_is_run
 from groupwise.text import Say, plural
-from groupwise.training.components import RunComponents
-from groupwise.training.store.checkpoint import newest_step
+
+if TYPE_CHECKING:
+    from groupwise.training.components import RunComponents
 
 RUNS = Path("runs")
 # Settings that decide how many steps a run has, and those that are used after its last step.
@@ -48,6 +52,13 @@ def open_run(
     return RunDir.create(path)
 
 
+def find_run(recipe: Recipe, folder: str | Path | None, recipe_file: str) -> Path:
+    """The folder of the run that `open_run` would resume; nothing is opened."""
+    path = Path(folder or recipe.run.folder or _latest(recipe.run.name or "", recipe_file))
+    check_is_run(path)
+    return path
+
+
 def _latest(name: str, recipe_file: str | None) -> Path:
     stamped = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
     recipe_files = () if recipe_file is None else (recipe_file, Path(recipe_file).name)  # 0.1.0 kept only the last part
@@ -65,7 +76,7 @@ def _latest(name: str, recipe_file: str | None) -> Path:
 
 def _has_steps(path: Path) -> bool:
     try:
-        return newest_step(path) is not None or any(row["step"] for row in read_metrics(path / METRICS))
+        return bool(checkpoints_in(path)) or any(row["step"] for row in read_metrics(path / METRICS))
     except RunDirError:
         return False  # no metrics, or damaged ones
 
@@ -75,14 +86,19 @@ def mark_finished(run: RunDir, step: int, total_steps: int) -> None:
     run.write_json(FINISHED, {"step": step, "total_steps": total_steps})
 
 
-def nothing_to_resume(recipe: Recipe, folder: str | Path | None, recipe_file: str) -> str | None:
-    """A sentence if the run to be resumed is finished and the recipe asks for nothing new. Nothing is written."""
-    path = Path(folder or recipe.run.folder or _latest(recipe.run.name or "", recipe_file))
-    if not (path / MARKER).exists() or not (path / FINISHED).exists() or not (path / RECIPE).exists():
-        return None  # an error, or not finished
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """A run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
+    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
+    """A sentence if the run in ``path`` is finished and the recipe asks for nothing new. Nothing is written."""
+    if not (path / FINISHED).exists() or not (path / RECIPE).exists():
+        return None  # not finished
     end = read_json(path / FINISHED)
     step, total = int(end["step"]), int(end["total_steps"])
-    if newest_step(path) != step:
+    if max(checkpoints_in(path), default=None) != step:
         return None  # it was continued since, and stopped
     changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.model_dump())}
     steps = recipe.train.steps

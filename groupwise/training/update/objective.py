@@ -17,8 +17,8 @@ from groupwise.config import Recipe
 from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
-from groupwise.rewards import load_function
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
+from groupwise.user_code import load_function
 
 
 @dataclass(frozen=True)

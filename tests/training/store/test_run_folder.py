@@ -94,7 +94,7 @@ def test_a_finished_run_is_not_resumed(tmp_path, monkeypatch):
     def sentence(**train):
         evaluate = {"patience": train.pop("patience", 3)}
         recipe = make_recipe({"train": {"epochs": 2.0, **train}, "evaluate": evaluate, "run": {"folder": "run"}})
-        return recipe, nothing_to_resume(recipe, None, "r.toml")
+        return recipe, nothing_to_resume(recipe, Path("run"))
 
     recipe, said = sentence()
     assert said is None  # there is no run: opening it raises the error

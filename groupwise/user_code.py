@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -15,8 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import ConfigError, did_you_mean
-from groupwise.rewards.contract import reward_error_reason
-from groupwise.rewards.text import excerpt
+from groupwise.text import excerpt
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
 
@@ -40,6 +40,18 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{where}: {attribute} is not a function but {excerpt(function)} ({type(function).__name__})")
     return function  # type: ignore[no-any-return]
+
+
+def describe_failure(error: BaseException) -> str:
+    """Why a user's code failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
+    text = str(error)
+    reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
+    callers = (__file__, str(Path(__file__).parent / "rewards"), importlib.__file__, "<frozen importlib")
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(callers)]
+    if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
+        line = [frame for frame in frames if frame.filename == frames[0].filename][-1]
+        reason += f" ({Path(line.filename).name}, line {line.lineno})"
+    return reason
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
@@ -103,7 +115,7 @@ def _importable(folder: Path, where: str) -> Iterator[None]:
         line = f", line {error.lineno}" if error.lineno else ""
         raise ConfigError(f"{where}: {error.filename or 'its source'}{line}: {error.msg}") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: its import {reward_error_reason(error)}") from error
+        raise ConfigError(f"{where}: its import {describe_failure(error)}") from error
     finally:
         if str(folder) in sys.path:
             sys.path.remove(str(folder))

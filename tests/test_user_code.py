@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from groupwise.errors import ConfigError
-from groupwise.rewards import Scorer, load_function
+from groupwise.rewards import Scorer
+from groupwise.user_code import load_function
 
 
 @pytest.fixture(autouse=True)

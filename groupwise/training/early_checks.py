@@ -1,0 +1,37 @@
+"""What can be wrong with a recipe and is found in a second: before PyTorch, the rows and the model are loaded."""
+
+from __future__ import annotations
+
+from groupwise.config import Recipe
+from groupwise.data.read import check_source as check_data_source
+from groupwise.errors import ConfigError, check_choice
+from groupwise.model.source import check_source as check_model_source
+from groupwise.plugins import plugin_names
+from groupwise.training.extras import check_extras
+from groupwise.user_code import load_function
+
+ROW_TASKS = ("rows", "gsm8k", "usmle")  # another task may read data.train in its own way
+
+
+def check_names(recipe: Recipe, *, training: bool = True) -> None:
+    """Raise an error for a missing extra, file or function, and for a model's name that is not known.
+
+    ``training``: False to evaluate only.
+    """
+    check_extras(recipe, training=training)
+    check_model_source(recipe.model.source, revision=recipe.model.revision)
+    names = ["preference.train", "preference.held_out"]
+    if recipe.task in ROW_TASKS:
+        names += ["data.train", "data.held_out"]
+    for name in names:
+        sources = recipe.get(name) or []
+        for source in [sources] if isinstance(sources, str) else sources:
+            check_data_source(source)
+    if ":" not in recipe.task and (tasks := plugin_names("groupwise.tasks", {})):  # none if groupwise is not installed
+        check_choice("task", recipe.task, tasks, ConfigError)
+    functions = [("task", recipe.task), *(("reward", entry.function) for entry in recipe.rewards)]
+    if training:
+        functions += [("loss", recipe.loss.name), ("advantage", recipe.advantages.function or "")]
+    for what, name in functions:
+        if ":" in name:  # the user's own
+            load_function(name, what=what)
