@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
 
 
 class GroupwiseError(Exception):
@@ -102,6 +105,22 @@ def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.6) -> s
     """The end of a sentence that suggests the nearest allowed name; empty if none is near (``cutoff`` of difflib)."""
     nearest = difflib.get_close_matches(name, list(allowed), n=1, cutoff=cutoff) if isinstance(name, str) else []
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def nearest_file(name: str, names: Iterable[str]) -> str | None:
+    """The name that differs from ``name`` by a typo or only in its extension; None if there is none.
+
+    Extensions are not compared: otherwise two short names with the same one would be similar.
+    """
+
+    def similarity(other: str) -> tuple[float, bool]:
+        stem, other_stem = (os.path.splitext(text.lower())[0] for text in (name, other))
+        same = name.lower().partition(".")[0] == other.lower().partition(".")[0] != ""
+        ratio = 1.0 if same else difflib.SequenceMatcher(None, stem, other_stem).ratio()
+        return ratio, os.path.splitext(name)[1] == os.path.splitext(other)[1]
+
+    best = max(sorted(names), key=similarity, default=None)
+    return best if best is not None and similarity(best)[0] >= SIMILAR_FILE else None
 
 
 def check_integer(name: str, value: object, least: int, error: type[GroupwiseError] = InputError) -> int:
