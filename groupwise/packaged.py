@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from difflib import get_close_matches
 from pathlib import Path
 
-from groupwise.errors import ConfigError, did_you_mean
+from groupwise.errors import ConfigError, did_you_mean, nearest_file
 
 SUFFIX = ".toml"
-SIMILAR = 0.75  # of difflib: two file names share at least their suffix
+SHOWN = 5  # recipes of a folder that an error lists
 ROW_FILES = {".jsonl", ".parquet", ".csv"}  # which a user may take for a recipe
 
 
@@ -65,18 +64,22 @@ def find_recipe(recipe: str | Path) -> Path:
 
 
 def _hint(path: Path, recipes: Collection[str]) -> str:
-    """The end of the sentence about a recipe that does not exist: the nearest file, or the packaged recipes."""
+    """The end of the sentence about a recipe that does not exist: the nearest file, or those that there are."""
     folder = path.parent if path.parent.is_dir() else Path()
-    files = [file.name for file in folder.glob(f"*{SUFFIX}")]
+    files = sorted(file.name for file in folder.glob(f"*{SUFFIX}") if file.name != "pyproject.toml")
     if path.stem in recipes:
         return f"; the packaged recipe is named without a folder and without {SUFFIX}: {path.stem}"
-    name = path.with_suffix(SUFFIX).name
-    if path.suffix in ("", SUFFIX) and (nearest := get_close_matches(name, files, n=1, cutoff=SIMILAR)):
-        return f"; did you mean {folder / nearest[0]}?"
+    if path.suffix in ("", SUFFIX) and (nearest := nearest_file(path.name, files)):
+        return f"; did you mean {folder / nearest}?"
     if path.suffix not in ("", SUFFIX):
         return f"; a recipe is a {SUFFIX} file or the name of a packaged one: {_listed()}"
-    is_bare = path.name == str(path) and not path.suffix
-    return f"{did_you_mean(path.stem, recipes)} (packaged recipes: {_listed()})" if is_bare else ""
+    near = did_you_mean(path.stem, recipes)
+    if not path.parent.is_dir():
+        near = f": there is no folder {path.parent}{near}"
+    here = "here" if folder == Path() else f"in {folder}"
+    shown = ", ".join(files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
+    local = f"recipes {here}: {shown}; " if files and not near else ""
+    return f"{near} ({local}packaged recipes: {_listed()})"
 
 
 def _listed() -> str:

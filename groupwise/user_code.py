@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from groupwise.errors import ConfigError, did_you_mean
+from groupwise.errors import ConfigError, did_you_mean, nearest_file
 from groupwise.text import excerpt
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
@@ -29,7 +30,8 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     """
     origin, colon, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not colon or not origin or not all(part.isidentifier() for part in attribute.split(".")):
-        raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}")
+        hint = _function_hint(spec) if isinstance(spec, str) and not colon and names_file(spec) else ""
+        raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}{hint}")
     where = f"{what} {spec!r}"
     is_file = origin.endswith(".py") or "/" in origin or "\\" in origin
     function: Any = _import_file(Path(origin).expanduser(), where) if is_file else _import_module(origin, where)
@@ -57,10 +59,7 @@ def describe_failure(error: BaseException) -> str:
 def _import_file(path: Path, where: str) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
-        nearest = get_close_matches(path.stem, [file.stem for file in path.parent.glob("*.py")], n=1)
-        near = f"; did you mean {nearest[0]}.py?" if nearest else ""
-        problem = f"{path} is a folder, not a file" if path.is_dir() else f"there is no file {path}{near}"
-        raise ConfigError(f"{where}: {problem}")
+        raise ConfigError(f"{where}: {_missing_file(path)}")
     state = path.stat()
     version = hashlib.sha256(f"{path}|{state.st_mtime_ns}|{state.st_size}".encode()).hexdigest()[:12]
     name = f"_groupwise_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{version}"
@@ -127,7 +126,49 @@ def _importable(folder: Path, where: str) -> Iterator[None]:
 
 
 def _describe(holder: Any, name: str, origin: str) -> str:
-    names = [entry for entry in dir(holder) if not entry.startswith("_") and callable(getattr(holder, entry, None))]
-    place = origin if isinstance(holder, ModuleType) else getattr(holder, "__name__", type(holder).__name__)
-    listed = f"{', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''}"
-    return f"{place}{did_you_mean(name, names)} (functions there: {listed})"
+    values = {entry: getattr(holder, entry, None) for entry in dir(holder) if not entry.startswith("_")}
+    module = holder.__name__ if isinstance(holder, ModuleType) else None
+    place = origin if module else getattr(holder, "__name__", type(holder).__name__)
+    near = did_you_mean(name, [entry for entry, value in values.items() if callable(value)])
+    functions = [entry for entry, value in values.items() if callable(value) and _is_function(value, module)]
+    return f"{place}{near} (functions there: {_listed(functions)})"
+
+
+def _is_function(value: Any, module: str | None) -> bool:
+    """Whether a callable is a function that the module defines, or an object that can be called; not a class."""
+    if isinstance(value, type) or type(value).__module__ == "typing":
+        return False
+    return module is None or not inspect.isroutine(value) or value.__module__ == module
+
+
+def names_file(spec: str) -> bool:
+    """Whether a name without a colon is that of a Python file, with or without its suffix."""
+    return spec.endswith(".py") or (bool(spec) and Path(f"{spec}.py").expanduser().is_file())
+
+
+def _function_hint(spec: str) -> str:
+    """The functions of a file that is named without one; the file is not run."""
+    file = spec if spec.endswith(".py") else f"{spec}.py"
+    path = Path(file).expanduser()
+    if not path.is_file():
+        return f"; {_missing_file(path)}"
+    try:
+        definitions = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):  # reported once the function is named
+        return f"; write {file}:function"
+    functions = [node.name for node in definitions if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    names = [name for name in functions if not name.startswith("_")]
+    if len(names) == 1:
+        return f"; did you mean {f'{file}:{names[0]}'!r}?"
+    return f"; write {file}:function (functions there: {_listed(names)})"
+
+
+def _missing_file(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a folder, not a file"
+    nearest = nearest_file(path.name, [file.name for file in path.parent.glob("*.py")])
+    return f"there is no file {path}{f'; did you mean {nearest}?' if nearest else ''}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:12]) or 'none'}{', …' if len(names) > 12 else ''}"

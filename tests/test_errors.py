@@ -73,3 +73,22 @@ def test_whole_numbers():
             errors.check_integer("n", value, 3)
     with pytest.raises(errors.ConfigError):
         errors.check_integer("n", 0, 1, errors.ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("latn.jsonl", "latin.jsonl"),
+        ("latin.json", "latin.jsonl"),
+        ("Rows.jsonl", "rows.jsonl"),
+        ("latin.csv.gz", "latin.jsonl"),
+        ("rows", "rows.jsonl"),
+        ("row.parquet", "rows.parquet"),  # the same extension first
+        ("missing.jsonl", None),  # shares only its extension
+        ("a.jsonl", None),
+        (".jsonl", None),
+    ],
+)
+def test_the_nearest_file(name, nearest):
+    assert errors.nearest_file(name, ["rows.parquet", "latin.jsonl", "rows.jsonl", ".git"]) == nearest
+    assert errors.nearest_file(name, []) is None

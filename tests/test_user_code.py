@@ -14,7 +14,7 @@ from groupwise.user_code import load_function
 
 @pytest.fixture(autouse=True)
 def _leave_no_modules(monkeypatch, tmp_path):
-    monkeypatch.setattr("groupwise.rewards.load._helpers", {})
+    monkeypatch.setattr("groupwise.user_code._helpers", {})
     monkeypatch.chdir(tmp_path)
     modules, path = dict(sys.modules), list(sys.path)
     yield
@@ -107,7 +107,11 @@ def test_invalid_specs(spec):
 
 
 def test_missing_files_modules_and_functions(tmp_path):
-    write(tmp_path / "a.py", REWARD + "value = 3\nscorers = [score]\nfrom pathlib import Path\n")
+    write(
+        tmp_path / "a.py",
+        REWARD + "value = 3\nscorers = [score]\nfrom math import *\nfrom pathlib import Path\nfrom typing import *\n"
+        "from operator import itemgetter\nclass Grader: pass\nfirst = itemgetter(0)\n",
+    )
     with pytest.raises(ConfigError, match=r"reward 'b\.py:score': there is no file .*b\.py$"):
         load_function("b.py:score")
     (tmp_path / "folder.py").mkdir()
@@ -123,7 +127,7 @@ def test_missing_files_modules_and_functions(tmp_path):
     with pytest.raises(ConfigError, match=r"there is no module 'os\.nothing'"):
         load_function("os.nothing:score")
     with pytest.raises(
-        ConfigError, match=r"there is no 'scor' in a\.py; did you mean 'score'\? \(functions there: Path, score\)"
+        ConfigError, match=r"there is no 'scor' in a\.py; did you mean 'score'\? \(functions there: first, score\)"
     ):
         load_function("a.py:scor")
     with pytest.raises(ConfigError, match=r"there is no 'hom' in Path; did you mean 'home'\?"):
@@ -133,6 +137,25 @@ def test_missing_files_modules_and_functions(tmp_path):
     write(tmp_path / "empty.py", "")
     with pytest.raises(ConfigError, match=r"there is no 'score' in empty\.py \(functions there: none\)"):
         load_function("empty.py:score")
+
+
+def test_a_file_without_a_function(tmp_path):
+    """The functions that it defines are listed, without running it."""
+    write(
+        tmp_path / "one.py",
+        "raise SystemExit\nfrom math import sqrt\nclass A: 0\ndef _own(): 0\ndef score(): 0\n",
+    )
+    for spec in ("one.py", "one"):
+        with pytest.raises(ConfigError, match=f"got '{spec}'; did you mean 'one.py:score'"):
+            load_function(spec)
+    write(tmp_path / "two.py", "def a(): 0\nasync def b(): 0\nclass C: pass\n")
+    with pytest.raises(ConfigError, match=r"got 'two.py'; write two.py:function \(functions there: a, b\)$"):
+        load_function("two.py")
+    write(tmp_path / "bad.py", "def (")
+    with pytest.raises(ConfigError, match=r"got 'bad.py'; write bad.py:function$"):
+        load_function("bad.py")
+    with pytest.raises(ConfigError, match=r"got 'onee.py'; there is no file onee.py; did you mean one.py\?$"):
+        load_function("onee.py")
 
 
 def test_errors_during_an_import(tmp_path):

@@ -2,16 +2,20 @@
 
 Each command is a function that adds a parser and sets the function that runs it. Commands import what they need when
 they run, so that `groupwise --help` is fast. An error that groupwise raises becomes one line on stderr and exit status
-2; an interrupted command exits with 130, as shells expect. Output that nobody reads (`groupwise … | head`) is no error.
+2, and so does a wrong command line; an interrupted command exits with 130, as shells expect. Output that nobody reads
+(`groupwise … | head`) is no error: the command ends quietly with 141, as a process that SIGPIPE ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, metadata
 
 from groupwise import __version__
@@ -20,12 +24,15 @@ from groupwise.cli.control import add_control
 from groupwise.cli.evaluate import add_eval
 from groupwise.cli.init import add_init
 from groupwise.cli.models import add_models
+from groupwise.cli.parser import Parser
 from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import split_settings
 from groupwise.cli.train import add_check, add_train
 from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
+from groupwise.packaged import packaged_recipes
 from groupwise.plugins import load_plugin, plugin_names
+from groupwise.text import error_reason
 
 # To add a command, write a function like `add_models` and list it here.
 COMMANDS: tuple[Callable[[Commands], None], ...] = (
@@ -46,6 +53,21 @@ EXAMPLES = (
     "groupwise sample smollm2-135m 'Hello'   completions of a model",
 )
 
+BROKEN_PIPE = 141  # 128 + SIGPIPE
+
+# What other tools call some commands.
+OTHER_NAMES = {
+    "ask": "usmle ask",
+    "download": "models fetch",
+    "evaluate": "eval",
+    "generate": "sample",
+    "help": "--help",
+    "new": "init",
+    "resume": "train RECIPE --resume",
+    "run": "train",
+    "version": "--version",
+}
+
 # A package adds a command with such a function as an entry point of the group ``groupwise.commands``, under the
 # command's name. These are the entry points of pyproject.toml, for a source tree that is not installed.
 PLUGINS = {"usmle": "groupwise.cli.usmle:add_usmle"}
@@ -56,6 +78,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_freed_memory()
     _replace_closed_streams()
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _run(words)
+    except SystemExit:  # of --help and --version
+        if not _flush():
+            return BROKEN_PIPE
+        raise
+    except BaseException:
+        _flush()
+        raise
+    return status if _flush() or status else BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
     arguments = argparse.Namespace()
     try:
         arguments = _parse(words)
@@ -68,9 +103,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_error(getattr(arguments, "interrupted", "interrupted"))
         return 130
     except BrokenPipeError:
-        return 1
-    finally:
-        _flush()
+        return BROKEN_PIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        say_error(f"the output cannot be written: {error_reason(error)}")
+        return 2
 
 
 def _replace_closed_streams() -> None:
@@ -80,16 +118,19 @@ def _replace_closed_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
 
 
-def _flush() -> None:
-    """Flush the output here: at the end of the process a closed pipe would be reported by Python."""
+def _flush() -> bool:
+    """Flush the output here: at the end of the process Python would report a closed pipe. False if there is one."""
+    is_open = True
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except BrokenPipeError:
+            is_open = False
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes there
         except (OSError, ValueError):  # a full disk, or a stream that was closed in Python
             pass
+    return is_open
 
 
 def _keep_freed_memory() -> None:
@@ -103,7 +144,7 @@ def _keep_freed_memory() -> None:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="groupwise",
         usage="groupwise COMMAND …",
         description="Train language models with group-relative policy optimization (GRPO).",
@@ -125,9 +166,11 @@ def _parse(words: list[str]) -> argparse.Namespace:
             parser.print_help()
             parser.exit()
         elif not name.startswith("-"):
-            near = did_you_mean(name, [*commands.choices, *plugins])
-            listed = ", ".join([*commands.choices, *plugins])
-            raise ConfigError(f"there is no command {name!r}{near} (commands: {listed})")
+            names = [*commands.choices, *plugins]
+            near = _suggest_command(words, commands.choices) or did_you_mean(name, names)
+            raise ConfigError(f"there is no command {name!r}{near} (commands: {', '.join(names)})")
+        elif name != "--" and name.partition("=")[0] not in parser._option_string_actions:
+            raise ConfigError(f"{name} is not an option of groupwise; a command comes first: {parser.usage}")
     settings: list[tuple[str, str | None]] = []
     command = commands.choices.get(name)
     if command is not None and command.get_default("takes_settings"):
@@ -136,10 +179,27 @@ def _parse(words: list[str]) -> argparse.Namespace:
     if rest and arguments.takes_settings:
         raise ConfigError(f"{rest[0]!r} is not understood; settings are given as --section.key VALUE")
     if rest:
-        hint = "; an algorithm's settings follow its name, as in --algo grpo-fast:lr=0.01" if name == "control" else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        getattr(arguments, "parser", parser).unknown(rest)
     arguments.settings = settings
     return arguments
+
+
+def _suggest_command(words: list[str], commands: Mapping[str, Parser]) -> str:
+    """The end of the sentence about an unknown command: an action of another one, or what a recipe is given to."""
+    name, *rest = words
+    actions = {command: parser.actions() for command, parser in commands.items()}
+    near = get_close_matches(name, {action for names in actions.values() for action in names}, n=1, cutoff=0.75)
+    if name in OTHER_NAMES:
+        matches = [OTHER_NAMES[name]]
+    elif name.endswith(".toml") or name in packaged_recipes():
+        matches = [f"train {name}"]
+    elif near and not get_close_matches(name, commands, n=1):
+        matches = [f"{command} {near[0]}" for command, names in actions.items() if near[0] in names]
+    else:
+        return ""
+    if len(matches) == 1 and rest and not rest[0].startswith("-") and len(matches[0].split()) == 2:
+        matches = [f"{matches[0]} {shlex.join(rest)}"]  # can be pasted
+    return f"; did you mean {' or '.join(f'`groupwise {match}`' for match in matches)}?"
 
 
 def _last_lines() -> list[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from groupwise.cli.parser import Parser
 from groupwise.errors import RecipeErrors
 from groupwise.text import one_line
 
@@ -28,9 +30,9 @@ def add(
     *,
     add_help: bool = True,
     examples: Sequence[str] = (),
-) -> argparse.ArgumentParser:
+) -> Parser:
     """Add the parser of a command that ``run`` executes; its help ends with the examples."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         name,
         help=help_text,
         description=f"{help_text[0].upper()}{help_text[1:]}.",
@@ -39,7 +41,8 @@ def add(
         allow_abbrev=False,
         add_help=add_help,
     )
-    parser.set_defaults(run=run)
+    parser.examples = examples
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
@@ -51,8 +54,12 @@ def format_examples(examples: Sequence[str]) -> str:
 def console(*, stderr: bool = False) -> Console:
     from rich.console import Console
 
+    class PipeConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # rich would exit with status 1
+
     # The stream object, so that a progress bar is shown even while another package redirects sys.stderr.
-    return Console(file=sys.stderr if stderr else sys.stdout)
+    return PipeConsole(file=sys.stderr if stderr else sys.stdout)
 
 
 def make_table(*columns: str, left: Collection[str]) -> Table:
@@ -80,4 +87,5 @@ def say_error(error: str | BaseException) -> None:
     lines = error.lines() if isinstance(error, RecipeErrors) else [str(error)]
     first, *rest = map(one_line, lines)
     text = "\n".join([f"groupwise: {first}", *(f"  {line}" for line in rest)])
-    console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    with suppress(BrokenPipeError):  # the exit status says it, too
+        console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)

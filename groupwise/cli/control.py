@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.common import Commands, add, console, format_examples
-from groupwise.errors import ConfigError, check_integer
+from groupwise.cli.parser import Parser, integer_of_at_least
+from groupwise.errors import ConfigError
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
@@ -43,19 +44,20 @@ class HelpWithPresets(argparse._HelpAction):
 
 def add_control(commands: Commands) -> None:
     summary = "GRPO and PPO on Gymnasium environments: train, compare, play"
-    control = commands.add_parser(
+    control: Parser = commands.add_parser(
         "control",
         help=summary,
         description=f"{summary}.",
         epilog=format_examples([examples[0] for examples in EXAMPLES.values()]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    control.examples = EXAMPLES["train"]
     actions = control.add_subparsers(title="actions", metavar="ACTION", required=True)
 
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
     action.add_argument("--env", default="CartPole-v1", metavar="ID", help=ENV_HELP)
     action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
-    _add_integer(action, "--seed", 0, "seed of the weights, first states and sampling")
+    _add_integer(action, "--seed", 0, "seed of the weights, first states and sampling", least=0)
     action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
     _add_common(action)
     action.add_argument("--stop-when-solved", action="store_true", help="stop after two evaluations at the threshold")
@@ -77,7 +79,7 @@ def add_control(commands: Commands) -> None:
 
     action = _add(actions, "play", _play, "watch a trained agent, or several from the same first state")
     action.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or a model (.pt)")
-    _add_integer(action, "--seed", None, "seed of the first state (default: the first held-out one)")
+    _add_integer(action, "--seed", None, "seed of the first state (default: the first held-out one)", least=0)
     help_text = "a video, .gif or .mp4 (default: a window, or RUN/play.gif)"
     action.add_argument("--out", type=Path, metavar="FILE", help=help_text)
 
@@ -86,7 +88,18 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
     parser = add(actions, name, run, help_text, add_help=False, examples=EXAMPLES[name])
     action = "help" if name == "play" else HelpWithPresets
     parser.add_argument("-h", "--help", action=action, help="show this help and exit")
+    if name != "play":
+        parser.suggest_option = _suggest_option
     return parser
+
+
+def _suggest_option(word: str) -> str:
+    """A setting of an algorithm follows the algorithm's name."""
+    from groupwise.control.settings import PRESETS
+
+    key = word.lstrip("-").replace("-", "_")
+    preset = next((name for name in ("grpo-fast", "ppo-fast") if key in type(PRESETS[name]).model_fields), None)
+    return f"; it is a setting of the algorithm: --algo {preset}:{key}=VALUE" if preset else ""
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
@@ -98,10 +111,12 @@ def _add_common(action: argparse.ArgumentParser) -> None:
     action.add_argument("--env-option", action="append", default=[], metavar="KEY=VALUE", help=help_text)
 
 
-def _add_integer(action: argparse.ArgumentParser, name: str, default: int | None, help_text: str) -> None:
+def _add_integer(
+    action: argparse.ArgumentParser, name: str, default: int | None, help_text: str, *, least: int = 1
+) -> None:
     if default is not None and "default" not in help_text:
         help_text += " (default: %(default)s)"
-    action.add_argument(name, type=int, default=default, metavar="N", help=help_text)
+    action.add_argument(name, type=integer_of_at_least(least), default=default, metavar="N", help=help_text)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -133,8 +148,6 @@ def _compare(arguments: argparse.Namespace) -> int:
     from groupwise.control.settings import config_of
 
     environments, algorithms = (_names(arguments, option) for option in ("envs", "algos"))
-    for option in ("seeds", "jobs"):
-        check_integer(f"--{option}", getattr(arguments, option), 1, ConfigError)
     configs = [
         config_of(environment=environment, algorithm=algorithm, seed=seed, **_values(arguments))
         for environment in environments

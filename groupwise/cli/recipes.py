@@ -7,12 +7,14 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
 from groupwise.cli.models import size
 from groupwise.cli.new_files import write_new_files
+from groupwise.errors import did_you_mean
 from groupwise.packaged import packaged_recipe, packaged_recipes, recipes_folder
 
 if TYPE_CHECKING:
@@ -29,14 +31,24 @@ def add_recipes(commands: Commands) -> None:
     )
     recipes.usage = "groupwise recipes [list | show NAME | copy NAME [FOLDER]]"
     actions = recipes.add_subparsers(title="actions", metavar="ACTION", prog="groupwise recipes")
+    recipes.suggest_action = _suggest_action
     add(actions, "list", _list, "list the packaged recipes and what they need")
-    show = add(actions, "show", _show, "print a recipe")
-    copy = add(actions, "copy", _copy, "copy a recipe with the files that it uses, to change it")
+    show = add(actions, "show", _show, "print a recipe", examples=examples[1:2])
+    copy = add(actions, "copy", _copy, "copy a recipe with the files that it uses, to change it", examples=examples[2:])
     for action in (show, copy):
         action.add_argument("name", metavar="NAME", help="the name of a packaged recipe")
     copy.add_argument(
         "folder", nargs="?", type=Path, metavar="FOLDER", help="default: a new folder of the recipe's name"
     )
+
+
+def _suggest_action(word: str) -> str:
+    """A recipe's name in the place of an action is most likely to be shown."""
+    recipes = packaged_recipes()
+    name = word.removesuffix(".toml")
+    if name not in recipes and not did_you_mean(word, ("list", "show", "copy")):
+        name = next(iter(get_close_matches(name, recipes, n=1, cutoff=0.75)), "")
+    return f"; did you mean `groupwise recipes show {name}`?" if name in recipes else ""
 
 
 def _list(arguments: argparse.Namespace) -> int:

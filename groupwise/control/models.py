@@ -12,7 +12,7 @@ import torch
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent
 from groupwise.control.environments import shape_of
 from groupwise.control.settings import Config, config_of
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, nearest_file
 from groupwise.rundir import write_bytes
 from groupwise.text import one_line
 
@@ -27,6 +27,10 @@ def write_model(path: Path, model: Mapping[str, Any]) -> None:
 
 def read_model(path: Path) -> dict[str, Any]:
     """A saved model. Only tensors and plain values are loaded, so an untrusted file cannot run code."""
+    if not path.exists() and path.name not in (BEST_FILE, STATE_FILE):
+        near = nearest_file(path.name, [entry.name for entry in path.parent.glob("*")])
+        hint = f"did you mean {path.parent / near}?" if near else "`groupwise control train --out FOLDER` writes one"
+        raise CheckpointError(f"{path} does not exist: give the folder of a run or a saved model; {hint}")
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every "

@@ -9,6 +9,20 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from groupwise.errors import ConfigError, check_choice
 
+# What pydantic refuses, in the words of other messages, by its names of the errors.
+REASONS = {
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le:g}",
+    "int_parsing": "must be an integer",
+    "float_parsing": "must be a number",
+    "bool_parsing": "must be true or false",
+    "literal_error": "must be {expected}",
+    "finite_number": "must be finite",
+    "extra_forbidden": "is not a setting",
+}
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -130,6 +144,8 @@ def _validate(kind: type[Model], values: Mapping[str, Any], where: str = "") -> 
         return kind.model_validate(dict(values))
     except ValidationError as error:
         first = error.errors()[0]
-        what = f"{'.'.join(map(str, first['loc']))} = {first['input']!r}" if first["loc"] else "these settings"
-        reason = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{where}{what} cannot be used: {reason}") from error
+        name, value = ".".join(map(str, first["loc"])), first["input"]
+        reason = REASONS.get(first["type"], "").format(**first.get("ctx", {}))
+        if not name or not reason:
+            reason = f"cannot be used: {first['msg'].removeprefix('Value error, ')}"
+        raise ConfigError(f"{where}{name or 'these settings'} {reason}{f', got {value!r}' if name else ''}") from error

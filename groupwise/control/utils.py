@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,8 @@ from groupwise.plots import COLOURS, new_figure, save_figure
 from groupwise.text import one_line
 
 AnyArray = NDArray[Any]
+SIMILAR = 0.75  # of difflib: ids that differ by a typo
+VERSION = r"-v\d+$"  # the end of an id
 LONGEST_EPISODE = 10_000  # steps, for an environment without a time limit
 
 
@@ -79,7 +83,7 @@ class SeededGymEnv:
             # Gymnasium's checker is slow and warns about harmless things; this class checks what matters.
             self.env: Any = gym.make(name, disable_env_checker=True, **arguments)
         except Exception as error:  # an environment may raise anything
-            reason = f"{_describe(error).rstrip('.')}{_remedy(name, error)}"
+            reason = _describe_unknown(name, error) or f"{_describe(error).rstrip('.')}{_remedy(name, error)}"
             raise ControlError(f"the environment {name!r} cannot be created: {reason}") from error
         limit = self.env.spec.max_episode_steps if self.env.spec else None
         if limit is None:
@@ -207,6 +211,22 @@ def _remedy(name: str, error: Exception) -> str:
             f"gymnasium.register(id='{identifier}-v0', entry_point='{module}:{identifier}')"
         )
     return ""
+
+
+def _describe_unknown(name: str, error: Exception) -> str:
+    """The reason if Gymnasium knows no such id, with the newest version of the nearest one; "" for other errors."""
+    import gymnasium as gym
+
+    module, colon, identifier = name.rpartition(":")
+    if not isinstance(error, gym.error.UnregisteredEnv) or _remedy(name, error):
+        return ""
+    newest = {
+        re.sub(VERSION, "", spec.id).lower(): spec.id
+        for spec in sorted(gym.registry.values(), key=lambda spec: spec.version or 0)
+    }
+    near = difflib.get_close_matches(re.sub(VERSION, "", identifier).lower(), newest, n=1, cutoff=SIMILAR)
+    hint = f"; did you mean {f'{module}{colon}{newest[near[0]]}'!r}?" if near else "; an id looks like 'CartPole-v1'"
+    return f"Gymnasium has no environment of this id{hint}"
 
 
 def _describe(error: Exception) -> str:

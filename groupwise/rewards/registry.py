@@ -14,7 +14,7 @@ from groupwise.rewards.math_equal import math_equal
 from groupwise.rewards.reward_model import reward_model
 from groupwise.rewards.writing import keywords, length_band, repetition
 from groupwise.text import excerpt
-from groupwise.user_code import load_function
+from groupwise.user_code import load_function, names_file
 
 BUILTIN: dict[str, Callable[..., Callable[..., Any]]] = {
     "judge": judge,
@@ -35,7 +35,7 @@ def make_reward(function: str, options: Mapping[str, Any] | None = None) -> Call
     """
     if function in BUILTIN:
         return _build(BUILTIN[function], function, options or {})
-    if isinstance(function, str) and ":" not in function:
+    if isinstance(function, str) and ":" not in function and not names_file(function):
         check_choice("reward", function, [*BUILTIN, "module:function", "file.py:function"], ConfigError)
     loaded = load_function(function)
     return _build(loaded, function, options) if options else loaded

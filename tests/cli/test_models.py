@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,8 @@ def toy(tmp_path, monkeypatch):
 
 
 def run(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, **options)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.run([sys.executable, *arguments], **{**pipes, **options}, text=True, check=False)
 
 
 def test_version_and_help(capsys):
@@ -179,12 +181,51 @@ def test_an_unknown_command(capsys):
     assert "usmle" in error
 
 
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        ("show", "`groupwise recipes show`"),
+        ("shwo quiz", "`groupwise recipes show quiz`"),
+        ("list", "`groupwise recipes list` or `groupwise models list`"),
+        ("compare --seeds 3", "`groupwise control compare`"),
+        ("quiz", "`groupwise train quiz`"),
+        ("my/recipe.toml --train.steps 3", "`groupwise train my/recipe.toml`"),
+        ("resume", "`groupwise train RECIPE --resume`"),
+        ("help", "`groupwise --help`"),
+        ("evl", "'eval'"),
+    ],
+)
+def test_an_unknown_command_is_part_of_another(capsys, words, suggestion):
+    assert main(words.split()) == 2
+    assert f"{words.split()[0]!r}; did you mean {suggestion}? (commands: train," in capsys.readouterr().err
+
+
 def test_invalid_arguments(capsys):
-    for arguments in (["models", "fetch"], ["models", "lst"], ["models", "list", "--cach", "x"], ["--versoin"]):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-        assert "usage: groupwise" in capsys.readouterr().err
+    """Each is one line."""
+    for words, message in (
+        (
+            "models fetch",
+            "NAME is missing; usage: groupwise models fetch NAME … [options], as in: groupwise models fetch",
+        ),
+        (
+            "models lst",
+            "there is no `groupwise models lst`; did you mean 'list'? (there are: list, fetch, path, remove)",
+        ),
+        ("models list --cach x", "`groupwise models list` has no option --cach; did you mean '--cache'?"),
+        ("models list x y", "'x y' is not expected; usage: groupwise models list [options]"),
+        ("--versoin", "--versoin is not an option of groupwise; a command comes first"),
+        ("sample", "MODEL and PROMPT are missing; usage: groupwise sample MODEL PROMPT … [options], as in: groupwise"),
+        ("sample m p -n x", "--samples must be an integer, got 'x'"),
+        ("sample m p --top-p x", "--top-p must be a number, got 'x'"),
+        ("usmle", "`groupwise usmle` needs ask, as in: groupwise usmle ask MODEL QUESTION"),
+        ("usmle ask m q --form chatt", "--form must be chat, direct or completion, got 'chatt'; did you mean 'chat'?"),
+        ("init", "FOLDER is missing; usage: groupwise init FOLDER [options], as in: groupwise init my-run"),
+    ):
+        assert main(words.split()) == 2
+        out, error = capsys.readouterr()
+        assert out == ""
+        assert error.startswith(f"groupwise: {message}")
+        assert error.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -237,20 +278,40 @@ def test_output_that_nobody_reads(words, status):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         error = process.stderr.read()
-    assert process.returncode == status
+    assert process.returncode == (status or 141)
     assert error.count("\n") == (status == 2)
     closed = " ".join(["exec", *map(shlex.quote, command), ">&-"])
     done = subprocess.run(["sh", "-c", closed], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (status, status == 2)
 
 
-def test_a_closed_pipe():
-    """As in `groupwise models list | true`: no traceback, and a nonzero exit status."""
-    command = [sys.executable, "-m", "groupwise", "models", "list"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["models list", "recipes show quiz", "train --help all", "--version"])
+def test_a_closed_pipe(words, unbuffered):
+    """As in `groupwise models list | true`: no message, and the exit status of a process that SIGPIPE ends."""
+    command = [sys.executable, "-m", "groupwise", *words.split()]
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, env=environment) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode != 0
+    assert process.returncode == 141
+
+
+def test_an_error_into_a_closed_pipe():
+    """As in `groupwise recipes show nothing 2>&1 | true`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "groupwise", "recipes", "show", "nothing"]
+    assert subprocess.run(command, stdout=write, stderr=write, check=False).returncode == 2
+    os.close(write)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_a_full_disk():
+    with open("/dev/full", "w") as full:
+        done = run("-m", "groupwise", "models", "list", env={**os.environ, "PYTHONUNBUFFERED": "1"}, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "groupwise: the output cannot be written: No space left on device\n")
 
 
 def test_sample(capsys):

@@ -75,7 +75,11 @@ def test_a_file_wins(folder):
     ("name", "words"),
     [
         ("quizz", ["there is no recipe quizz; did you mean 'quiz'?", "packaged recipes: creative, format"]),
-        ("nothing", ["there is no recipe nothing (packaged recipes: creative"]),
+        ("nothing", ["there is no recipe nothing (recipes here: mine.toml; packaged recipes: creative, format"]),
+        ("nope.toml", ["there is no recipe nope.toml (recipes here: mine.toml; packaged recipes: creative"]),
+        ("starter/nope.toml", ["there is no recipe starter/nope.toml (recipes in starter: recipe.toml; packaged"]),
+        ("empty/nope.toml", ["there is no recipe empty/nope.toml (packaged recipes: creative"]),
+        ("gone/nope.toml", ["there is no recipe gone/nope.toml: there is no folder gone (packaged recipes: creative"]),
         ("quiz.toml", ["there is no recipe quiz.toml", "without a folder and without .toml: quiz"]),
         ("recipes/quiz.toml", ["there is no recipe recipes/quiz.toml", "without a folder and without .toml: quiz"]),
         ("rows.jsonl", ["rows.jsonl does not exist", "a recipe is a TOML file"]),
@@ -202,6 +206,19 @@ def test_needs_of_other_recipes(folder):
 
 def test_show(folder, output_of):
     assert output_of("recipes", "show", "quiz") == (recipes_folder() / "quiz.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["quiz", "quizz", "quiz.toml"])
+def test_a_forgotten_show(error_of, name):
+    assert error_of("recipes", name).startswith(
+        f"there is no `groupwise recipes {name}`; did you mean `groupwise recipes show quiz`? (there are: list, show"
+    )
+
+
+def test_an_unknown_action(error_of):
+    assert "; did you mean 'copy'? (there are: list" in error_of("recipes", "cpy")
+    assert error_of("recipes", "frob") == "there is no `groupwise recipes frob` (there are: list, show, copy)"
+    assert "NAME is missing; usage: groupwise recipes show NAME, as in: " in error_of("recipes", "show")
 
 
 @pytest.mark.parametrize("action", ["show", "copy"])

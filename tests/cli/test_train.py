@@ -294,10 +294,8 @@ def test_nothing_to_resume(complaint, here):
 
 
 def test_without_a_recipe(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["train", "--train.steps", "3"])
-    assert caught.value.code == 2
-    assert "RECIPE" in capsys.readouterr().err
+    assert main(["train", "--train.steps", "3"]) == 2
+    assert "RECIPE is missing; usage: groupwise train RECIPE" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -760,7 +758,7 @@ def test_eval_by_rewards(capsys):
     assert main(["eval", "r.toml", "--data.held_out", "rows.jsonl", "--evaluate.max_new_tokens", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].rstrip().endswith("not scored")
-    assert lines[1].startswith("reward *")
+    assert lines[1].startswith("reward")
     assert lines[1].endswith("0.0%")
     assert re.match(r"4 \w+ by tiny: 3.0 tokens on average, 100.0% ", lines[2])
 
