@@ -93,16 +93,19 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
     graded = any(f"{name}_no_answer" in metrics for name in metrics)
     missing = ("without an answer" if graded else "not scored",) if evaluation.answers else ()
     table = make_table("metric", "value", "95 % interval", *missing, left=["metric"])
-    for name in [name for name in metrics if f"{name}_low" in metrics]:
+    names = [name for name in metrics if f"{name}_low" in metrics]
+    for name in names:
         interval = evaluation.interval(name)
         share = metrics.get(f"{name}_no_answer" if graded else f"{name}_unscored")  # None for preference pairs
         table.add_row(
-            f"{name} *" if name == metric else name,
+            f"{name} *" if name == metric and len(names) > 1 else name,
             f"{interval.estimate:.4f}",
             f"{interval.low:.4f} – {interval.high:.4f}",
             *(("" if share is None else f"{share:.1%}",) if missing else ()),
         )
     out.print(table)
+    if metric is not None and len(names) > 1:
+        out.print("* selects the best checkpoint in training (evaluate.metric)", highlight=False)
     if evaluation.answers:
         length, cut_off = f"{metrics['mean_length']:.1f} tokens on average", f"{metrics['truncated']:.1%} cut off"
         summary = f"{plural(len(evaluation.answers), 'answer')} by {model}: {length}, {cut_off}"

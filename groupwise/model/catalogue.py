@@ -59,6 +59,7 @@ class CatalogueEntry:
     packages: tuple[Package, ...]
     files: tuple[WeightFile, ...]
     stored_bytes: int  # of the finished folder, approximately
+    hub_id: str | None = None  # the original on the hub, for a model card
     dtype: str = "float32"
 
     @property
@@ -82,6 +83,7 @@ SMOLLM2 = CatalogueEntry(
         ),
     ),
     stored_bytes=541_700_000,
+    hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
 )
 
 GEMMA3 = CatalogueEntry(
@@ -119,6 +121,7 @@ GEMMA3 = CatalogueEntry(
         ),
     ),
     stored_bytes=1_106_000_000,
+    hub_id="google/gemma-3-270m",
 )
 
 _QWEN_SIZES = (
@@ -148,6 +151,7 @@ QWEN_CODER = CatalogueEntry(
         ),
     ),
     stored_bytes=3_566_000_000,
+    hub_id="Qwen/Qwen2.5-Coder-1.5B-Instruct",
     dtype="bfloat16",
 )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from groupwise import __version__
 from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
+from groupwise.model.catalogue import CATALOGUE
 from groupwise.rundir import package_versions
 from groupwise.text import markdown_table, plural
 from groupwise.training.components import RunComponents
@@ -17,12 +20,16 @@ from groupwise.training.state import TrainState
 from groupwise.training.store.run_folder import PACKAGES, differences
 from groupwise.training.update.objective import active_terms
 
+HUB_LICENCES = {"Gemma terms": "gemma"}  # other licences are their SPDX name in lower case
+
 
 def model_card(components: RunComponents, state: TrainState) -> str:
     """What the model is, how it was trained, and what was measured."""
     recipe = components.recipe
     tags = [term.tag for term in active_terms(recipe, components.driven) if term.tag is not None]
-    metadata = ModelCardData(library_name="transformers", tags=["groupwise", *dict.fromkeys(tags)])
+    metadata = ModelCardData(
+        library_name="transformers", tags=["groupwise", *dict.fromkeys(tags)], **base_model(recipe.model.source)
+    )
     trained = "supervised steps" if components.supervised else f"steps of `{recipe.algorithm}`"
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
@@ -45,6 +52,15 @@ def model_card(components: RunComponents, state: TrainState) -> str:
         "Versions: " + ", ".join(f"{name} {version}" for name, version in package_versions(PACKAGES).items()) + ".",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def base_model(source: str) -> dict[str, Any]:
+    """The hub id of the model that was trained and its licence, as far as they are known."""
+    if os.path.exists(os.path.expanduser(source)):
+        return {}
+    if (entry := CATALOGUE.get(source)) is not None and entry.hub_id is not None:
+        return {"base_model": entry.hub_id, "license": HUB_LICENCES.get(entry.licence, entry.licence.lower())}
+    return {"base_model": source} if "/" in source else {}
 
 
 def held_out_rows(components: RunComponents, state: TrainState) -> list[tuple[str, str, str]]:

@@ -16,7 +16,7 @@ from groupwise.errors import CheckpointError
 from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_bytes
 from groupwise.tasks import Task
 from groupwise.training.display.curves import draw_curves
-from groupwise.training.store.model_card import model_card
+from groupwise.training.store.model_card import base_model, model_card
 from groupwise.training.trainer import Trainer
 from tests.training.runs import ROWS, graded_trainer, merged, small_trainer
 
@@ -414,3 +414,17 @@ def test_a_model_from_before_is_replaced(tmp_path):
     assert not (folder / "model" / "stale.txt").exists()
     verify_manifest(folder / "model")
     assert "- train.steps: 3\n" in (folder / "model" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("source", "metadata"),
+    [
+        ("smollm2-135m", {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}),
+        ("gemma3-270m", {"base_model": "google/gemma-3-270m", "license": "gemma"}),
+        ("owner/name", {"base_model": "owner/name"}),
+        ("tiny", {}),
+        ("{folder}", {}),  # a folder: it may be anything
+    ],
+)
+def test_the_card_names_the_base_model(tmp_path, source, metadata):
+    assert base_model(source.format(folder=tmp_path)) == metadata
