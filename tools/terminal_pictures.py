@@ -49,7 +49,7 @@ class Picture:
     keys: str = ""
 
 
-MIDDLE = r"step 1[2-9]\d of 250"
+MIDDLE = r"step 1[2-9]\d/250"
 # Each command is run once, and its pictures are taken in this order.
 RUNS = {
     "groupwise train quiz": (
@@ -59,9 +59,7 @@ RUNS = {
         Picture("display-after-ctrl-c", 80, 24, r"run: \S+\s+\$", keys="C-c"),
     ),
     "groupwise train quiz --evaluate.every 20 --data.held_out_rows 4096": (
-        Picture(
-            "display-evaluating", 100, 30, r"step [4-9]\d of [^·]*elapsed[\s\S]*evaluating .* of 4,096 rows .* left"
-        ),
+        Picture("display-evaluating", 100, 30, r"step +[4-9]\d/[\s\S]*evaluating .* of 4,096 rows.* left"),
     ),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from groupwise.errors import InputError, check_integer
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
-from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
+from groupwise.generate.request import ActiveSamples, OutputBuffer, Progress, RandomStream, Request
 from groupwise.generate.runner import Runner, StepBatch
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
@@ -62,7 +62,7 @@ class Engine:
         self.prefill_tokens = 1 if isolated else prefill_tokens or (16384 if gpu else 2048)
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
-        self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
+        self.progress: Progress | None = None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
 
@@ -84,7 +84,9 @@ class Engine:
     ) -> Rollout:
         """``samples`` completions of each prompt; see `Sampling` and `Rollout`."""
         if self.handle.head is None:
-            return PlainGenerator(self.handle).generate(prompts, samples, sampling, stop=stop, keys=keys)
+            plain = PlainGenerator(self.handle)
+            plain.progress = self.progress
+            return plain.generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.handle, prompts, samples, sampling, keys)
         with eval_mode(self.handle.model), small_batch_linears(self.handle.trunk):
             return self._generate(request, stop)
@@ -102,11 +104,10 @@ class Engine:
         )
         runner = self._runner(plan, request)
         scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
-        active, output = ActiveSamples(request, scheduler), OutputBuffer(request, stop)
+        active, output = ActiveSamples(request, scheduler), OutputBuffer(request, stop, self.progress)
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
-        finished = 0
         stats = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
         while not scheduler.done or in_flight:
             before = len(in_flight)
@@ -131,12 +132,8 @@ class Engine:
             idle = len(in_flight) == before  # nothing can be launched before an output is read
             while len(in_flight) > (before - 1 if idle else runner.lag):
                 batch, step = in_flight.popleft()
-                ended = output.append(batch, runner.read(step))
-                for sample in ended:
+                for sample in output.append(batch, runner.read(step)):
                     active.drop(sample)
-                finished += len(ended)
-                if self.progress is not None and ended:
-                    self.progress(finished, len(request.prompt_of))
         return output.rollout(stats, runner.kept_ids())
 
     def _runner(self, plan: CachePlan, request: Request) -> Runner:
@@ -159,8 +156,8 @@ class Engine:
 
 
 @contextmanager
-def watched(generator: Any, progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Within this block an engine calls ``progress`` with the completions done, and their number."""
+def watched(generator: Any, progress: Progress) -> Iterator[None]:
+    """Within this block an engine reports its progress, see `Progress`."""
     if not isinstance(generator, Engine):  # another generator may not be able to tell
         yield
         return

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from groupwise.generate.request import OutputBuffer, RandomStream, Request
+from groupwise.generate.request import OutputBuffer, Progress, RandomStream, Request
 from groupwise.generate.runner import StepBatch, to_step_output
 from groupwise.generate.sampling import draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
@@ -27,6 +27,7 @@ class PlainGenerator:
 
     def __init__(self, model: Any) -> None:
         self.handle: ModelHandle = prepare(model, plain=True)
+        self.progress: Progress | None = None
 
     @torch.no_grad()
     def generate(
@@ -40,7 +41,7 @@ class PlainGenerator:
     ) -> Rollout:
         """``samples`` completions of each prompt; see `Sampling` and `Rollout`."""
         request = Request(self.handle, prompts, samples, sampling, keys)
-        output = OutputBuffer(request, stop)
+        output = OutputBuffer(request, stop, self.progress)
         for number, ids in enumerate(request.prompts):
             members = np.flatnonzero(request.prompt_of == number)
             sampler = _Sampler(request, output, members, self.handle)

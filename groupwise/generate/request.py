@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,13 @@ from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import Ids, check_ids
+
+Progress = Callable[[float, int, int], None]
+"""Called with the completions done, their number, and the tokens sampled so far.
+
+A completion that is not finished counts as its share of the maximal length.
+"""
+REPORT_SECONDS = 0.2  # between two reports of progress
 
 
 class Request:
@@ -133,9 +141,10 @@ class ActiveSamples:
 class OutputBuffer:
     """The tokens generated so far, and why each sample ended."""
 
-    def __init__(self, request: Request, stop: Stop | None) -> None:
+    def __init__(self, request: Request, stop: Stop | None, progress: Progress | None = None) -> None:
         shape = (len(request.prompt_of), request.longest)
-        self.request, self.stop = request, stop
+        self.request, self.stop, self.progress = request, stop, progress
+        self._ended, self._reported_at = 0, time.monotonic()
         self.ids = np.zeros(shape, np.int64)
         self.logps, self.filtered_logps = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         self.lengths = np.zeros(shape[0], np.int64)
@@ -176,7 +185,19 @@ class OutputBuffer:
                     self.reasons[sample] = "stop_string"
         self.reasons[samples[eos]] = "eos"
         ended: list[int] = samples[self.reasons[samples] != ""].tolist()
+        self._ended += len(ended)
+        if self.progress is not None:
+            self._report(self.progress)
         return ended
+
+    def _report(self, progress: Progress) -> None:
+        """Report the progress now and then, and at the end."""
+        now, count = time.monotonic(), len(self.lengths)
+        if self._ended < count and now - self._reported_at < REPORT_SECONDS:
+            return
+        self._reported_at = now
+        done = np.where(self.reasons != "", 1.0, self.lengths / self.request.limits)
+        progress(float(done.sum()), count, int(self.lengths.sum()))
 
     def _kept(self, ids: np.ndarray | None) -> KeptSets:
         """The kept sets, reordered from steps to samples."""

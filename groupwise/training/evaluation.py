@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,8 @@ from groupwise.evaluate import Evaluation, evaluate
 from groupwise.generate import Engine, Sampling
 from groupwise.generate.engine import watched
 from groupwise.model.packing import default_token_budget
-from groupwise.text import Say
+from groupwise.rewards import Scorer
+from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents, load_components
 from groupwise.training.display.base import Display
 from groupwise.training.extras import check_extras
@@ -21,8 +23,11 @@ from groupwise.training.preference.dataset_pairs import PairSampler, logp_accura
 from groupwise.training.seeds import derive_seed
 from groupwise.training.update.reference import Reference
 
-RowProgress = Callable[[int, int], None]
-"""Called with the number of rows done and their total."""
+RowProgress = Callable[[float, int, int], None]
+"""Called with the number of rows done, their total, and the tokens sampled so far.
+
+A completion that is not finished counts as its share of the maximal length.
+"""
 
 # The ``trainer_state`` of reward functions when nothing is trained.
 NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_tokens_seen=0)
@@ -31,25 +36,53 @@ NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_toke
 def evaluate_rows(
     components: RunComponents,
     engine: Engine,
-    progress: RowProgress = lambda done, total: None,
+    progress: RowProgress = lambda done, total, tokens: None,
     trainer_state: Any = NO_STEPS,
 ) -> Evaluation:
     """Sample and grade completions of the held-out rows as [evaluate] says."""
-    finished, total, samples = 0, len(components.held_out), components.recipe.evaluate.samples
+    total, samples = len(components.held_out), components.recipe.evaluate.samples
+    rows_before = tokens_before = tokens_now = 0  # of the chunks that are finished, and with the current one
 
-    def chunk_finished(done: int, _: int) -> None:
-        nonlocal finished
-        finished = done
-        progress(done, total)
+    def chunk_finished(rows: int, _: int) -> None:
+        nonlocal rows_before, tokens_before
+        rows_before, tokens_before = rows, tokens_now
+        progress(float(rows), total, tokens_now)
 
-    def sampled(done: int, _: int) -> None:
-        progress(min(total, finished + done // samples), total)
+    def sampled(completions: float, _: int, tokens: int) -> None:
+        nonlocal tokens_now
+        tokens_now = tokens_before + tokens
+        progress(rows_before + completions / samples, total, tokens_now)
 
-    with watched(engine, sampled):
+    with watched(engine, sampled), _scoring_held_out(components.scorer):
         return _evaluate_rows(components, engine, chunk_finished, trainer_state)
 
 
-def _evaluate_rows(components: RunComponents, engine: Engine, progress: RowProgress, trainer_state: Any) -> Evaluation:
+@contextmanager
+def _scoring_held_out(scorer: Scorer | None) -> Iterator[None]:
+    """Within this block it is reported that the rewards are those of held-out rows."""
+    if scorer is None or scorer.on_call is None:
+        yield
+        return
+    report = scorer.on_call
+    scorer.on_call = lambda names: report(f"{names} (held-out rows)")
+    try:
+        yield
+    finally:
+        scorer.on_call = report
+
+
+def show_rows(display: Display) -> RowProgress:
+    """Shows the progress of an evaluation."""
+
+    def progress(done: float, total: int, tokens: int) -> None:
+        display.progress("evaluating", done, total, "rows", detail=plural(tokens, "token"))
+
+    return progress
+
+
+def _evaluate_rows(
+    components: RunComponents, engine: Engine, progress: Callable[[int, int], None], trainer_state: Any
+) -> Evaluation:
     settings, recipe = components.recipe.evaluate, components.recipe
     return evaluate(
         engine,
@@ -107,8 +140,9 @@ def evaluate_recipe(
         raise ConfigError("there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs")
     if len(components.held_out):
         engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
-        evaluation = evaluate_rows(
-            components, engine, lambda done, total: display.progress("evaluating", done, total, "rows")
-        )
+        if components.scorer is not None:
+            components.scorer.on_call = lambda names: display.stage(f"scoring: {names}")
+        display.progress("evaluating", 0.0, len(components.held_out), "rows")
+        evaluation = evaluate_rows(components, engine, show_rows(display))
     evaluation.metrics.update(logp_accuracy(components.handle, components.pairs.held_out))
     return evaluation, LOGP_ACCURACY if metric == PREFERENCE_ACCURACY else metric

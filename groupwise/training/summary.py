@@ -11,6 +11,7 @@ from groupwise.training.display.base import RunFacts
 from groupwise.training.monitor.question_log import QuestionLog, summarise
 from groupwise.training.results import RunResult
 from groupwise.training.state import TrainState
+from groupwise.training.store.changes import changed_evaluation
 from groupwise.training.store.checkpoint import POLICY, checkpoint_name
 from groupwise.training.store.model_card import held_out_rows
 
@@ -56,10 +57,14 @@ def run_summary(
             goal = f"{components.goal:.0%}" if components.task.grades else f"{components.goal:g}"
             reached = state.best is not None and state.best["value"] >= components.goal
             lines.append(("goal", goal, "reached" if reached else "not reached"))
+        changed = changed_evaluation(result.folder, components, state) if result.folder is not None else []
+        if changed:
+            lines.append(f"do not compare the two columns: the run was resumed with another {', '.join(changed)}")
     if components.task.grades and components.samples and not components.supervised:
         lines.append(summarise(question_log.table()))
     if result.exit_status:
-        lines.append(f"stopped after step {state.step} of {total_steps}; {_next(components, state, result)}")
+        done = f"after step {state.step} of {total_steps}" if state.step else "before the first step"
+        lines.append(f"stopped {done}; {_next(components, state, result)}")
     if result.model is not None and result.best_step is not None and result.best_step != state.step:
         lines.append(f"the policy of step {result.best_step} is exported, the best of {state.evaluations} evaluations")
     places = {"model": result.model, "picture": picture, "run": result.folder}
@@ -69,7 +74,7 @@ def run_summary(
 def _next(components: RunComponents, state: TrainState, result: RunResult) -> str:
     """What can be done with a run that was stopped."""
     if components.recipe.run.resumable:
-        return "go on with --resume"
+        return "go on with --resume" if state.step else "--resume starts from the beginning"
     policy = (result.folder or Path()) / checkpoint_name(state.step) / POLICY
     start = f"; its policy is a model: --model.source {_relative(policy)}" if policy.exists() else ""
     return f"it cannot be resumed, because run.resumable is false{start}"

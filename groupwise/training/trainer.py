@@ -25,7 +25,7 @@ from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
-from groupwise.rewards import RewardFunction, split_rewards, weighted_total
+from groupwise.rewards import RewardFunction, split_rewards
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
@@ -44,7 +44,7 @@ from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.display.samples import choose_samples
-from groupwise.training.evaluation import evaluate_policy
+from groupwise.training.evaluation import evaluate_policy, show_rows
 from groupwise.training.extras import check_extras, groups_by_similarity
 from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
@@ -59,6 +59,7 @@ from groupwise.training.rollout.collector import RolloutCollector, RolloutResult
 from groupwise.training.seeds import derive_seed
 from groupwise.training.sft import SupervisedFineTuning
 from groupwise.training.state import Stateful, TrainState
+from groupwise.training.store.changes import record_changes
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
@@ -352,6 +353,7 @@ class Trainer:
 
     def _step(self) -> StepReport:
         state, step_recipe = self.state, self.step_recipe()
+        self.display.begin_step(state.step + 1)
         if samples_completions(step_recipe):
             rollout = self.collector.collect(state.step, step_recipe, self.trainer_state(), self.timer)
         else:
@@ -462,7 +464,7 @@ class Trainer:
                 recorder.rollouts(step, table)
         recorder.step(step, report.metrics)
         if self.recipe.run.show_samples and len(report.batch):
-            self.display.samples(self._choose_samples(report.batch))
+            self.display.samples(self._choose_samples(report))
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
         self._call("on_step", report)
@@ -477,10 +479,10 @@ class Trainer:
                 self.save()
         self.timer.take()  # what is not part of a step
 
-    def _choose_samples(self, batch: Batch) -> list[SampleCompletion]:
-        rewards = weighted_total(batch.scored, self.collector.weights).tolist()
-        prompts = [row[self.recipe.data.prompt] for row in batch.rows]
-        return choose_samples(prompts, batch.texts, rewards, self.recipe.run.show_samples)
+    def _choose_samples(self, report: StepReport) -> list[SampleCompletion]:
+        prompts = [row[self.recipe.data.prompt] for row in report.batch.rows]
+        rewards = report.group_advantages.rewards.tolist()
+        return choose_samples(prompts, report.batch.texts, rewards, self.recipe.run.show_samples)
 
     def _start(self) -> None:
         if self.recorder is not None:
@@ -504,6 +506,7 @@ class Trainer:
                 say=self.say,
             )
         if self.resuming:
+            record_changes(self.run_dir, self.recipe, self._inputs, self.state.step)
             write_inputs(self.run_dir, self._inputs, None)  # once it is certain that the run can be resumed with them
         write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
         self.recorder = Recorder(
@@ -539,6 +542,7 @@ class Trainer:
             self.display.progress("SFT", step, sft.steps, "supervised steps")
             if self.components.supervised and self.recorder is not None:
                 self.recorder.step(step, metrics)
+                self.display.begin_step(step + 1)
 
         self.display.progress("SFT", 0, sft.steps, "supervised steps")
         done = sft.run(self.masters, self.updater.token_budget, progress, lambda: bool(self.stopping))
@@ -562,7 +566,7 @@ class Trainer:
         if self.metric is None:
             return None
         if rows := len(self.components.held_out):
-            self.display.progress("evaluating", 0, rows, "rows")
+            self.display.progress("evaluating", 0.0, rows, "rows")
         else:
             self.display.stage("evaluating pairs")
         evaluation = evaluate_policy(
@@ -571,7 +575,7 @@ class Trainer:
             self.pairs,
             self.reference,
             self.step_recipe(),
-            progress=lambda done, total: self.display.progress("evaluating", done, total, "rows"),
+            progress=show_rows(self.display),
             trainer_state=self.trainer_state(),
         )
         metrics = evaluation.metrics

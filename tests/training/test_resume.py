@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import numpy as np
@@ -13,6 +14,7 @@ from groupwise.errors import CheckpointError, ConfigError, DataError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.tasks.quiz import quiz_task
+from groupwise.training.display import LineDisplay
 from groupwise.training.store.rollout_files import read_rollouts
 from tests.training.runs import (
     ROWS,
@@ -287,6 +289,20 @@ def test_more_steps(tmp_path):
     # Had the run been meant to have six steps from the start, these would be the same ones.
     small_trainer(tmp_path / "long", {"train": {"steps": 6}}).run()
     assert count_steps(metrics_of(tmp_path / "long"))[:4] == count_steps(metrics_of(folder))[:4]
+
+
+def test_every_notice_of_a_resumed_run_is_given_once(tmp_path):
+    first = tmp_path / "run"
+    small_trainer(first).run()
+    stream = io.StringIO()
+    changes = {"train": {"steps": 5}, "evaluate": {"samples": 2}}
+    small_trainer(first, changes, resume=True, display=LineDisplay(stream)).run()
+    notices = [line for line in stream.getvalue().splitlines() if line.startswith("resum")]
+    assert sorted(notices) == [
+        "resumed with another evaluate.samples: 1 before, 2 now",
+        "resumed with another train.steps: 4 before, 5 now",
+        "resuming after step 4, from checkpoint-4",
+    ]
 
 
 def test_steps_after_the_checkpoint_are_done_again(tmp_path):

@@ -1,4 +1,4 @@
-"""What a run that was stopped says about going on."""
+"""The table at the end of a run, and what a run that was stopped says about going on."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from groupwise.training.trainer import Callback
-from tests.training.runs import RecordingDisplay, small_trainer
+from tests.training.runs import RecordingDisplay, run_steps, small_trainer
 
 QUICK = {"train": {"steps": 3, "batch_size": 2}, "sampling": {"max_new_tokens": 4}, "evaluate": {"max_new_tokens": 2}}
 
@@ -46,3 +46,24 @@ def test_a_stopped_run_recommends_what_works(tmp_path, monkeypatch, resumable):
         source = line.rpartition("--model.source ")[2]
         assert source == os.path.join("run", "checkpoint-2", "policy")
         assert small_trainer(tmp_path / "new", QUICK, {"model": {"source": source}}).run().steps == 3
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_evaluations_with_other_settings_are_not_compared(tmp_path, samples):
+    changes = {"train": {"steps": 2}, "evaluate": {"every": 0}}
+    run_steps(small_trainer(tmp_path / "run", QUICK, changes), 1)
+    display = RecordingDisplay()
+    now = {"evaluate": {"samples": samples}}
+    small_trainer(tmp_path / "run", QUICK, changes, now, resume=True, display=display).run()
+    notes = [line for line in display.summary if isinstance(line, str) and "do not compare" in line]
+    assert [note.rpartition(" ")[2] for note in notes] == ([] if samples == 1 else ["evaluate.samples"])
+
+
+def test_a_run_that_was_stopped_before_its_first_step(tmp_path):
+    class StopAtOnce(Callback):
+        def on_evaluation(self, trainer, evaluation):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    display = RecordingDisplay()
+    small_trainer(tmp_path / "run", QUICK, callbacks=[StopAtOnce()], display=display).run()
+    assert "stopped before the first step; --resume starts from the beginning" in display.summary

@@ -5,6 +5,7 @@ A display never changes a run and never raises: metrics may be missing or no num
 
 from __future__ import annotations
 
+import math
 import re
 import threading
 import time
@@ -67,35 +68,44 @@ class SampleCompletion(NamedTuple):
 class Activity:
     """What a run is doing. ``done`` of ``total`` are counted in ``unit``; without a total there is no count.
 
+    done: a float counts what is done in part, and is shown in percent.
     began: the time when it began. estimated: whether the time left is proportional to what is left to do.
+    detail: is shown with the count, if there is room.
     """
 
     text: str = ""
     began: float = 0.0
-    done: int = 0
+    done: float = 0
     total: int = 0
     unit: str = ""
     estimated: bool = True
+    detail: str = ""
 
     @property
     def count(self) -> str:
-        """``256 of 512 rows``."""
+        """``256 of 512 rows``, or ``50 % of 512 rows``."""
         if not self.total:
             return ""
         if self.unit == BYTES:
             return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
-        return f"{self.done:,} of {self.total:,} {self.unit}".rstrip()
+        done = f"{math.floor(100 * self.done / self.total)} %" if isinstance(self.done, float) else f"{self.done:,}"
+        return f"{done} of {self.total:,} {self.unit}".rstrip()
+
+    @property
+    def full_count(self) -> str:
+        """``50 % of 512 rows, 1,024 tokens``."""
+        return ", ".join(filter(None, (self.count, self.detail)))
 
     def times(self, now: float) -> str:
-        """``12 s elapsed · about 4 s left``; empty in the first two seconds."""
+        """``stage: 12 s, about 4 s left``; empty in the first two seconds."""
         elapsed = now - self.began
         if elapsed < 2:
             return ""
         left = elapsed / self.done * (self.total - self.done) if self.estimated and self.done and self.total else None
-        return format_times(elapsed, left)
+        return format_times("stage", elapsed, left)
 
     def describe(self, now: float) -> str:
-        return " · ".join(filter(None, (self.text, self.count, self.times(now))))
+        return " · ".join(filter(None, (self.text, self.full_count, self.times(now))))
 
 
 class EvaluationPoint(NamedTuple):
@@ -127,8 +137,10 @@ class Display:
         self._clock = clock
         self._lock = threading.RLock()
         self.facts = RunFacts("", "", 0, "", "", 0, None, "")
+        self._entered: float | None = None
         self._began = self._mark = clock()  # of the run; and the end of its last step or evaluation
-        self._step, self._activity = 0, Activity()
+        self._step, self._current = 0, 0  # finished steps; the step that is running, or else the last one
+        self._activity = Activity()
         self._metrics: dict[str, float] = {}
         self._rewards, self._margins = SmoothedCurve(), SmoothedCurve()
         self._occasional: dict[str, float] = {}
@@ -141,16 +153,23 @@ class Display:
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start. A resumed run continues after ``first_step``; ``past`` are the rows of its metrics."""
         with self._lock:
-            self.facts, self._step, self._began, self._activity = facts, first_step, self._clock(), Activity()
-            self._mark = self._began
+            self.facts, self._step, self._current, self._activity = facts, first_step, first_step, Activity()
+            self._mark = self._clock()
+            self._began = self._mark if self._entered is None else self._entered  # what precedes is part of the run
             self._step_times.clear()
             for row in past:
                 self._add_points(int(row["step"]), as_numbers(row))
 
+    def begin_step(self, step: int) -> None:
+        """A step begins, the first one as 1; it is shown until the next one begins."""
+        with self._lock:
+            self._step, self._current = step - 1, min(step, max(self.facts.steps, step - 1))
+
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is finished."""
         with self._lock:
-            count, self._step, self._activity, self._metrics = step - self._step, step, Activity(), as_numbers(metrics)
+            count, self._activity, self._metrics = step - self._step, Activity(), as_numbers(metrics)
+            self._step = self._current = step
             if self._metrics.get("tokens_per_second") == 0:  # nothing was sampled
                 del self._metrics["tokens_per_second"]
             seconds = self._since_mark()
@@ -173,8 +192,14 @@ class Display:
     def stage(self, text: str) -> None:
         """The current activity, such as "evaluating"."""
 
-    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
-        """The current activity with a count, such as "evaluating", 256 of 512 "rows"; ``estimated``: show time left."""
+    def progress(
+        self, text: str, done: float, total: int, unit: str = "", *, estimated: bool = True, detail: str = ""
+    ) -> None:
+        """The current activity with a count, such as "evaluating", 256 of 512 "rows".
+
+        done: a float if it counts what is done in part. estimated: show the time left. detail: what else to show, such
+        as the number of tokens.
+        """
         self.stage(f"{text}: {Activity(text, 0.0, done, total, unit).count}")
 
     def interrupted(self, text: str) -> None:
@@ -197,6 +222,7 @@ class Display:
         """Write a line of the summary."""
 
     def __enter__(self) -> Display:
+        self._entered = self._clock()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -237,12 +263,14 @@ class Display:
         before, self._mark = self._mark, self._clock()
         return self._mark - before
 
-    def _begin(self, text: str, done: int = 0, total: int = 0, unit: str = "", estimated: bool = True) -> bool:
+    def _begin(
+        self, text: str, done: float = 0, total: int = 0, unit: str = "", estimated: bool = True, detail: str = ""
+    ) -> bool:
         """Set the current activity; whether it is another one than before."""
         before, now = self._activity, self._clock()
         is_new = text != before.text
         # One assignment: another thread may be drawing it.
-        self._activity = Activity(text, now if is_new else before.began, done, total, unit, estimated)
+        self._activity = Activity(text, now if is_new else before.began, done, total, unit, estimated, detail)
         return is_new
 
     def _add_points(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -266,6 +294,11 @@ class Display:
 
     def _in_percent(self) -> bool:
         return is_share(self.facts.metric or "") and all(point.value <= 1 for point in self._evaluations)
+
+    def _position(self, step: int) -> str:
+        """``step 3/6`` for the third step, while it runs and for what is done after it until the next one begins."""
+        total = str(self.facts.steps)
+        return f"step {step:>{len(total)}}/{total}" if step else "before training"
 
     def _change(self) -> float | None:
         """The change of the metric from the first evaluation to the last."""
@@ -298,10 +331,10 @@ def format_elapsed(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60:02d} s" if whole < 3600 else f"{whole // 3600} h {whole // 60 % 60:02d} min"
 
 
-def format_times(elapsed: float, left: float | None) -> str:
-    """``1 min 20 s elapsed · about 3 min left``."""
-    text = f"{format_elapsed(elapsed)} elapsed"
-    return text if left is None else f"{text} · about {format_duration(left)} left"
+def format_times(name: str, elapsed: float, left: float | None) -> str:
+    """``run: 1 min 20 s, about 3 min left``: which time it is, what has passed of it, and what is left."""
+    text = f"{name}: {format_elapsed(elapsed)}"
+    return text if left is None else f"{text}, about {format_duration(left)} left"
 
 
 def shorten_start(text: str, width: int) -> str:

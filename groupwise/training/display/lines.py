@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from groupwise.text import one_line, plural
 from groupwise.training.display.base import (
     MARGIN,
+    REWARD,
     Clock,
     Display,
     RunFacts,
@@ -57,8 +58,6 @@ class LineDisplay(Display):
         super().start(facts, first_step, past)
         model = f"{facts.model} ({format_count(facts.parameters)} weights) on {facts.device}"
         self._print(" · ".join([facts.name, model, facts.algorithm, plural(facts.steps, "step"), facts.folder]))
-        if first_step:
-            self._print(f"resuming after step {first_step}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         super().step(step, metrics)
@@ -87,8 +86,10 @@ class LineDisplay(Display):
     def stage(self, text: str) -> None:
         self._show_activity(self._begin(text))
 
-    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
-        self._show_activity(self._begin(text, done, total, unit, estimated))
+    def progress(
+        self, text: str, done: float, total: int, unit: str = "", *, estimated: bool = True, detail: str = ""
+    ) -> None:
+        self._show_activity(self._begin(text, done, total, unit, estimated, detail))
 
     def say(self, text: str) -> None:
         self._print(text)
@@ -110,10 +111,6 @@ class LineDisplay(Display):
             text += f"; preferred {100 * preferred:.1f} %"
         return text
 
-    def _position(self, step: int) -> str:
-        total = str(self.facts.steps)
-        return f"step {step:>{len(total)}}/{total}"
-
     def _show_activity(self, is_new: bool) -> None:
         if not self._activity.text or not self._activities:
             return
@@ -121,7 +118,7 @@ class LineDisplay(Display):
         slow = pace is None or pace >= STAGE_SECONDS
         if waited >= STAGE_SECONDS or (is_new and slow and waited >= LINE_SECONDS):
             text = self._activity.describe(self._clock())
-            self._print(f"{self._position(self._step)} · {text}" if self.facts.steps else text)
+            self._print(f"{self._position(self._current)} · {text}" if self.facts.steps else text)
 
     def _write_step(self) -> None:
         self._pending, self._step_written = False, self._clock()
@@ -131,10 +128,12 @@ class LineDisplay(Display):
             cells.append(f"reward {values['reward']:6.3f}{spread}")
         if self._evaluations:
             last = self._evaluations[-1]
-            cells.append(f"{self.facts.metric} {self._format_metric(last.value):>6} (held out, step {last.step})")
+            name = "held out" if self.facts.metric == REWARD else f"held-out {self.facts.metric}"
+            at = f"step {last.step}" if last.step else "before training"
+            cells.append(f"{name} {self._format_metric(last.value):>6} ({at})")
         cells += [form(values[name]) for name, form in COLUMNS.items() if name in values]
         left = self.seconds_left() if self._step < self.facts.steps else None
-        cells.append(format_times(self._clock() - self._began, left))
+        cells.append(format_times("run", self._clock() - self._began, left))
         self._print(" · ".join(cells))
 
     def _print(self, text: str) -> None:

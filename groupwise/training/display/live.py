@@ -43,6 +43,9 @@ TILE = 13  # columns
 ONE_LINE = 60  # columns that are needed for a progress bar beside its times
 CHART_ROWS, TALL_CHART_ROWS, ROWS_WITH_SAMPLES = 8, 12, 6  # the usual and the largest; the smallest that samples leave
 TALL = 34  # rows of a terminal from which on the charts are taller
+MIN_BAR = 6  # columns of the bar of an activity
+NOTICES = 2  # in the panel
+SHORT = 24  # rows of a terminal below which a notice has one line
 BAR_SECONDS = 1.0  # a shorter activity gets no bar, which would flicker
 
 
@@ -66,7 +69,7 @@ class LiveDisplay(Display):
         self.console = console
         self._live: Live | None = None
         self._closed = False
-        self._notices: deque[str] = deque(maxlen=2)
+        self._notices: deque[str] = deque()  # those that are shown in the panel and not printed yet
         self._interruption = ""
 
     def start(self, facts: RunFacts, first_step: int = 0, past: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -78,21 +81,30 @@ class LiveDisplay(Display):
         self._begin(text)
         self._show()
 
-    def progress(self, text: str, done: int, total: int, unit: str = "", *, estimated: bool = True) -> None:
-        self._begin(text, done, total, unit, estimated)
+    def progress(
+        self, text: str, done: float, total: int, unit: str = "", *, estimated: bool = True, detail: str = ""
+    ) -> None:
+        self._begin(text, done, total, unit, estimated, detail)
         self._show()
 
     def interrupted(self, text: str) -> None:
         self._interruption = one_line(text)  # printing in a signal handler could draw into a half-drawn panel
 
     def say(self, text: str) -> None:
+        """A notice is in the panel until others take its place or the panel is closed; then it is printed above."""
         with self._lock:
-            text_line = one_line(text)
-            is_placed = text_line.startswith("step ") or not self.facts.steps  # before the run starts there is no step
-            self._notices.append(text_line if is_placed else f"step {self._step}: {text_line}")
+            is_placed = text.startswith("step ") or not self._current
+            self._notices.append(text if is_placed else f"step {self._current}: {text}")
+        self._print_notices(NOTICES if self._live is not None else 0)
+
+    def _print_notices(self, keep: int) -> None:
+        """Print all notices but the last ``keep`` above the panel."""
+        with self._lock:
+            notices = [self._notices.popleft() for _ in range(len(self._notices) - keep)]
         # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
-        with suppress(OSError, ValueError):
-            self.console.print(Text(text, style="yellow"))
+        for notice in notices:
+            with suppress(OSError, ValueError):
+                self.console.print(Text(notice, style="yellow"))
 
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):
@@ -101,6 +113,7 @@ class LiveDisplay(Display):
     def close(self) -> None:
         live, self._live, self._closed = self._live, None, True
         atexit.unregister(self.close)
+        self._print_notices(0)
         if live is not None:
             live.transient = not (self._metrics or self._evaluations)  # there is nothing to keep
             with suppress(OSError, ValueError):
@@ -117,7 +130,8 @@ class LiveDisplay(Display):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         with self._lock:
             width, height = options.max_width, options.size.height
-            content = self._panel(width, height) if self.facts.steps else Group(*self._status(width))
+            lines = [*self._status(width), *self._foot(width, height)]
+            content = self._panel(width, height) if self.facts.steps else Group(*lines)
         yield content
         if self._live is not None:
             # The cursor waits on an empty line: a terminal echoes ^C there, and the next drawing erases it. At the end
@@ -128,7 +142,7 @@ class LiveDisplay(Display):
         facts, inside = self.facts, max(20, width - 4)
         title = [facts.name, f"{facts.model} ({format_count(facts.parameters)})", facts.algorithm]
         progress, tiles, status = self._progress(inside), self._tiles(inside), self._status(inside)
-        foot = [_cut(notice, "yellow") for notice in self._notices if self._live is not None]  # printed above as well
+        foot = self._foot(inside, height)
         rows = height - 8 - len(progress) - tiles.row_count - len(status) - len(foot)
         samples = self._sample_lines(inside)
         if samples and rows - len(samples) >= ROWS_WITH_SAMPLES:
@@ -154,22 +168,43 @@ class LiveDisplay(Display):
         now, activity = self._clock(), self._activity
         head = f"{SPINNER[int(now * 8) % len(SPINNER)]} {activity.text or 'training'}"
         lines: list[RenderableType] = []
-        if activity.total and width >= ONE_LINE and now - activity.began >= BAR_SECONDS:
+        room = width - cell_len(head) - MIN_BAR - 2
+        ends = [
+            " · ".join(filter(None, (count, activity.times(now)))) for count in (activity.full_count, activity.count)
+        ]
+        end = next((end for end in ends if cell_len(end) <= room), None)
+        if activity.total and end is not None and now - activity.began >= BAR_SECONDS:
             bar = ProgressBar(total=activity.total, completed=activity.done, complete_style="cyan")
-            end = " · ".join(filter(None, (activity.count, activity.times(now))))
             lines.append(_bar_row(Text(head, style="dim"), bar, Text(end, style="dim")))
         else:
-            rest = filter(None, (activity.count, activity.times(now)))
-            lines.append(_cut(" · ".join((head, *rest)), "dim"))
+            lines.append(_cut(" · ".join(filter(None, (head, ends[-1]))), "dim"))
         if self._interruption:
             lines.append(_cut(self._interruption, "bold yellow"))
         return lines
 
+    def _foot(self, width: int, height: int) -> list[RenderableType]:
+        """The last notices, of one or two lines each."""
+        if self._live is None:
+            return []
+        lines: list[RenderableType] = []
+        for notice in list(self._notices)[-NOTICES:]:
+            wrapped = Text(one_line(notice), style="yellow").wrap(self.console, max(1, width))
+            if len(wrapped) > 1 and height >= SHORT:
+                rest = Text(" ", style="yellow").join(wrapped[1:])
+                rest.truncate(width, overflow="ellipsis")
+                lines += [wrapped[0], rest]
+            else:
+                lines.append(_cut(one_line(notice), "yellow"))
+        return lines
+
     def _progress(self, width: int) -> list[RenderableType]:
         total = max(self.facts.steps, self._step, 1)
-        times = format_times(self._clock() - self._began, self.seconds_left() if self._step < total else None)
+        is_over = self._live is None or (self._step >= total and not self._evaluations_left())
+        left = None if is_over else self.seconds_left()
+        times = format_times("run", self._clock() - self._began, left)
         bar = ProgressBar(total=total, completed=self._step, complete_style="cyan", finished_style="green")
-        head = Text.assemble("step ", (f"{self._step:,}", "bold"), f" of {total:,}")
+        head = Text(self._position(self._current))
+        head.highlight_regex("[0-9]+(?=/)", "bold")
         if width >= ONE_LINE:
             return [_bar_row(head, bar, Text(times))]
         return [_bar_row(head, bar), _cut(times)]
@@ -228,7 +263,8 @@ class LiveDisplay(Display):
         if name == REWARD and "reward_std" in values:
             head.append(f" ±{_format_number(values['reward_std'])}", "dim")
         if not points:
-            return empty_chart(head, width, rows, "waiting for the first step")
+            text = "waiting for the first step" if self._live is not None else "no step was finished"
+            return empty_chart(head, width, rows, text)
         steps, raw, smooth = map(np.array, zip(*points, strict=True))
         # Outliers may be outside the chart, so that they do not flatten the curve.
         span = [smooth.min(), smooth.max(), *np.percentile(raw, (2, 98)), raw[-1]]

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.data.rows import content_text
 from groupwise.training.display.base import SampleCompletion
 
 
@@ -34,6 +35,4 @@ def _text(prompt: Any) -> str:
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:
         prompt = prompt[-1]
     content = prompt.get("content") if isinstance(prompt, Mapping) else prompt
-    if isinstance(content, Sequence) and not isinstance(content, str):  # a message of several parts
-        content = " ".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return "" if content is None else str(content)
+    return content_text(content) or ""

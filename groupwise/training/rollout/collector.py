@@ -133,8 +133,9 @@ class RolloutCollector:
         activity = "sampling" if not number else f"sampling other prompts, round {number}"
         self.display.stage(activity)
 
-        def progress(done: int, total: int) -> None:
-            self.display.progress(activity, done, total, "completions", estimated=False)
+        def progress(done: float, total: int, tokens: int) -> None:
+            detail = plural(tokens, "token")
+            self.display.progress(activity, done, total, "completions", estimated=False, detail=detail)
 
         with timer("generate"), watched(self.generator, progress):
             rollout = self._generate(prompts, samples, sampling)

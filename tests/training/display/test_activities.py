@@ -6,6 +6,7 @@ import itertools
 import subprocess
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -22,14 +23,15 @@ class WatchingDisplay(RecordingDisplay):
 
     def __init__(self):
         super().__init__()
-        self.activities, self.counts, self.shown = [], {}, []
+        self.activities, self.counts, self.shown, self.details = [], {}, [], []
 
     def stage(self, text):
         self.activities.append(text)
 
-    def progress(self, text, done, total, unit="", *, estimated=True):
+    def progress(self, text, done, total, unit="", *, estimated=True, detail=""):
         self.activities.append(text)
         self.counts.setdefault((text, unit), []).append((done, total))
+        self.details.append(detail)
 
     def samples(self, samples):
         super().samples(samples)
@@ -51,7 +53,7 @@ def test_the_activities_of_a_run(tmp_path):
         "run": {"plot": True, "show_samples": 3},
     }
     small_trainer(tmp_path / "run", settings, task=task, rewards=[even], display=display).run()
-    evaluation = ["evaluating", "scoring: even"]
+    evaluation = ["evaluating", "scoring: even (held-out rows)"]
     assert display.order == [
         "loading the model tiny",
         "building prompts from 12 rows",
@@ -74,12 +76,64 @@ def test_the_activities_of_a_run(tmp_path):
     assert display.counts["updating, mini-batch 3 of 3", "completions"][-1] == (4, 4)
     done = [done for done, _ in display.counts["evaluating", "rows"]]
     assert done[0] == 0
-    assert set(done) <= {0, 1, 2}
     assert done.count(2) >= 2  # two evaluations
     (shown,) = display.shown
     assert len(shown) == 3
     assert [sample.reward for sample in shown] == sorted((sample.reward for sample in shown), reverse=True)
     assert shown[0].prompt.startswith("Say number")
+
+
+def test_an_evaluation_of_few_rows_moves_with_its_tokens(tmp_path, monkeypatch):
+    """All completions are sampled at the same time, so that none is done for a long while."""
+    monkeypatch.setattr("groupwise.generate.request.REPORT_SECONDS", 0.0)
+    display = WatchingDisplay()
+    settings = {"train": {"steps": 1}, "evaluate": {"samples": 2, "max_new_tokens": 5, "before_training": False}}
+    settings["sampling"] = {"max_new_tokens": 6}
+    small_trainer(tmp_path / "run", settings, display=display).run()
+    for name, unit, total in (("evaluating", "rows", 2), ("sampling", "completions", 12)):
+        done = [done for done, of in display.counts[name, unit] if of == total]
+        assert done == sorted(done)
+        assert done[-1] == total
+        assert len({value for value in done if 0 < value < total}) >= 2
+        assert all(isinstance(value, float) for value in done)
+    tokens = [int(detail.split()[0]) for detail in display.details if detail]
+    assert len(set(tokens)) >= 5
+    assert tokens[-1] <= 2 * 2 * 5
+
+
+def test_a_step_is_announced_when_it_begins(tmp_path):
+    class Positions(RecordingDisplay):
+        seen: ClassVar = []
+
+        def stage(self, text):
+            self.seen.append((text.partition(":")[0], self._current))
+
+        def begin_step(self, step):
+            super().begin_step(step)
+            assert self._step == step - 1
+
+    display = Positions()
+    settings = {"train": {"steps": 3}, "evaluate": {"every": 2}}
+    small_trainer(tmp_path / "run", settings, display=display).run()
+    steps = {name: [step for text, step in display.seen if text == name] for name, _ in display.seen}
+    assert set(steps["sampling"]) == set(steps["updating"]) == {1, 2, 3}
+    assert set(steps["evaluating"]) == {0, 2, 3}
+    assert set(steps["saving a checkpoint"]) == {1, 2, 3}
+
+
+def test_the_steps_of_a_supervised_run_are_counted(tmp_path):
+    seen = []
+
+    class Positions(RecordingDisplay):
+        def progress(self, text, *_, **__):
+            seen.append((text, self._current))
+
+    examples = [(row["prompt"], "seven") for row in ROWS]
+    settings = {"train": {"steps": 0}, "sft": {"steps": 3, "batch_size": 4}}
+    task = Task("try", ROWS, ROWS[:2], examples=examples)
+    small_trainer(tmp_path / "run", settings, task=task, rewards=[even], display=Positions()).run()
+    assert [step for text, step in seen if text == "SFT"] == [0, 0, 2, 3]
+    assert [text for text, step in seen if step == 3 and text == "evaluating"]
 
 
 def test_no_completions_are_chosen_if_none_are_shown(tmp_path):

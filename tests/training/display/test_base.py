@@ -48,6 +48,22 @@ def test_the_time_left_includes_evaluations():
     assert display.seconds_left() == 0
 
 
+def test_the_time_of_a_run_includes_what_precedes_its_start():
+    """Such as SFT. A trainer may be made long before it runs."""
+    clock = ManualClock()
+    display = Display(clock)
+    clock.time += 1000
+    with display:
+        clock.time += 60
+        display.start(FACTS)
+        assert clock.time - display._began == 60
+        assert display._mark == clock.time
+    alone = Display(clock)
+    clock.time += 1000
+    alone.start(FACTS)
+    assert alone._began == clock.time
+
+
 def test_the_time_left_without_evaluations():
     clock = ManualClock()
     display = Display(clock)
@@ -61,15 +77,20 @@ def test_the_time_left_without_evaluations():
     assert display.seconds_left() == pytest.approx(7 * 4)  # a slow step does not eat up the others
 
 
+TIMES = " · stage: 6 s, about 18 s left"
+
+
 @pytest.mark.parametrize(
     ("activity", "seconds", "text"),
     [
         (Activity("saving"), 0, "saving"),
-        (Activity("saving"), 61, "saving · 1 min 01 s elapsed"),
+        (Activity("saving"), 61, "saving · stage: 1 min 01 s"),
         (Activity("evaluating", 0, 256, 512, "rows"), 1, "evaluating · 256 of 512 rows"),
-        (Activity("x", 0, 128, 512, "rows"), 12, "x · 128 of 512 rows · 12 s elapsed · about 36 s left"),
-        (Activity("evaluating", 0, 0, 5120, "rows"), 12, "evaluating · 0 of 5,120 rows · 12 s elapsed"),
-        (Activity("sampling", 0, 1, 4, "completions", False), 12, "sampling · 1 of 4 completions · 12 s elapsed"),
+        (Activity("x", 0, 128, 512, "rows"), 12, "x · 128 of 512 rows · stage: 12 s, about 36 s left"),
+        (Activity("evaluating", 0, 0, 5120, "rows"), 12, "evaluating · 0 of 5,120 rows · stage: 12 s"),
+        (Activity("sampling", 0, 1, 4, "completions", False), 12, "sampling · 1 of 4 completions · stage: 12 s"),
+        (Activity("x", 0, 1.999, 8, "rows", detail="9 tokens"), 6, "x · 24 % of 8 rows, 9 tokens" + TIMES),
+        (Activity("evaluating", 0, 8.0, 8, "rows", detail="9 tokens"), 0, "evaluating · 100 % of 8 rows, 9 tokens"),
         (Activity("downloading x", 0, 15_400_000, 145_000_000, "bytes"), 1, "downloading x · 15 of 145 MB"),
     ],
 )  # fmt: skip
@@ -125,11 +146,12 @@ def test_no_completion_has_a_reward(rewards):
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ([{"content": [{"type": "text", "text": "part"}, {"type": "image"}, "odd"]}], "part "),
+        ([{"content": [{"type": "text", "text": "part"}, {"type": "text", "text": "s"}]}], "parts"),
+        ([{"content": [{"type": "text", "text": "part"}, {"type": "image"}, "odd"]}], ""),
         ([{"role": "user", "content": None}], ""),
         ({"content": "one message"}, "one message"),
         ([], ""),
-        (7, "7"),
+        (7, ""),
     ],
 )
 def test_prompts_of_any_shape(prompt, text):

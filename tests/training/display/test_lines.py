@@ -37,7 +37,7 @@ def lines(stream, clock):
 def test_the_first_lines_describe_the_run(stream, clock):
     LineDisplay(stream, clock).start(FACTS, first_step=40)
     assert stream.getvalue() == (
-        "quiz [bold]x[/] · smollm2-135m (135 M weights) on cpu · dapo · 300 steps · runs/quiz\nresuming after step 40\n"
+        "quiz [bold]x[/] · smollm2-135m (135 M weights) on cpu · dapo · 300 steps · runs/quiz\n"
     )
 
 
@@ -47,10 +47,43 @@ def test_a_line_has_the_numbers(lines, stream, clock):
         clock.time += 2
         lines.step(step, METRICS)
     assert stream.getvalue().splitlines()[-1] == (
-        "step  12/300 · reward  0.412 ±0.31 · accuracy 45.1 % (held out, step 10) · equal groups  12 % · "
-        "length 1205.3 ·   1,830 tokens/s ·   0.9 s/step · 24 s elapsed · about 10 min left"
+        "step  12/300 · reward  0.412 ±0.31 · held-out accuracy 45.1 % (step 10) · equal groups  12 % · "
+        "length 1205.3 ·   1,830 tokens/s ·   0.9 s/step · run: 24 s, about 10 min left"
     )
     assert len(stream.getvalue().splitlines()) == 13
+
+
+def test_a_reward_and_a_held_out_reward_are_told_apart(stream, clock):
+    display = LineDisplay(stream, clock)
+    display.start(replace(FACTS, metric="reward"))
+    display.evaluation(0, {"reward": 0.25})
+    display.step(1, {"reward": 0.5})
+    clock.time += 2
+    display.evaluation(1, {"reward": 0.75})
+    display.step(2, {"reward": 0.625})
+    rows = [line for line in stream.getvalue().splitlines() if "/300 · reward" in line]
+    assert [row.split(" · ")[1:3] for row in rows] == [
+        ["reward  0.500", "held out  0.250 (before training)"],
+        ["reward  0.625", "held out  0.750 (step 1)"],
+    ]
+
+
+def test_the_step_that_runs_is_named(lines, stream, clock):
+    for step in (1, 2):
+        lines.begin_step(step)
+        lines.stage("sampling")
+        clock.time += 30
+        lines.stage("updating")
+        lines.step(step, {})
+        clock.time += 30
+        lines.stage("saving")
+    shown = [tuple(line.split(" · ")[:2]) for line in stream.getvalue().splitlines() if "run:" not in line]
+    assert shown == [
+        ("step   1/300", "updating"),
+        ("step   1/300", "saving"),
+        ("step   2/300", "updating"),
+        ("step   2/300", "saving"),
+    ]
 
 
 def test_lines_are_aligned(lines, stream, clock):
@@ -66,8 +99,8 @@ def test_missing_metrics_are_left_out(lines, stream, clock):
     clock.time += 2.5
     lines.step(2, {"reward": math.nan, "reward_std": None, "kl": "x", "tokens_per_second": torch.ones(2)})
     assert stream.getvalue().splitlines() == [
-        "step   1/300 · 0 s elapsed · about 0 s left",
-        "step   2/300 · reward    nan · 2 s elapsed · about 6 min left",
+        "step   1/300 · run: 0 s, about 0 s left",
+        "step   2/300 · reward    nan · run: 2 s, about 6 min left",
     ]
 
 
@@ -76,7 +109,7 @@ def test_a_step_with_pairs(lines, stream, clock):
     lines.step(1, {**METRICS, "preference/pairs": 64.0, "preference/margin": -0.5, "preference/accuracy": 1.0})
     assert stream.getvalue().splitlines()[-1] == (
         "step   1/300 · reward  0.412 ±0.31 · equal groups  12 % · length 1205.3 · pairs  64 · margin -0.500 · "
-        "preferred 100 % ·   1,830 tokens/s ·   0.9 s/step · 2 s elapsed · about 10 min left"
+        "preferred 100 % ·   1,830 tokens/s ·   0.9 s/step · run: 2 s, about 10 min left"
     )
 
 
@@ -88,11 +121,11 @@ def test_a_step_without_sampling_has_no_reward_and_no_speed(stream, clock):
         clock.time += 2
         display.step(step, {**OFFLINE, "preference/margin": OFFLINE["preference/margin"] * (step - 1)})
     assert stream.getvalue().splitlines()[1:] == [
-        "step  0/36 · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
-        "step  1/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.000 · preferred  71 % · "
-        "  1.5 s/step · 2 s elapsed · about 70 s left",
-        "step  2/36 · preference_accuracy 50.0 % (held out, step 0) · pairs  16 · margin  0.523 · preferred  71 % · "
-        "  1.5 s/step · 4 s elapsed · about 68 s left",
+        "before training · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
+        "step  1/36 · held-out preference_accuracy 50.0 % (before training) · pairs  16 · margin  0.000 · "
+        "preferred  71 % ·   1.5 s/step · run: 2 s, about 70 s left",
+        "step  2/36 · held-out preference_accuracy 50.0 % (before training) · pairs  16 · margin  0.523 · "
+        "preferred  71 % ·   1.5 s/step · run: 4 s, about 68 s left",
     ]
 
 
@@ -185,7 +218,7 @@ def test_notices_stages_and_the_end(stream, clock):
     lines = stream.getvalue().splitlines()
     assert lines[:2] == ["warm-up 1 of 9", "warm-up 8 of 9"]
     assert lines[3:] == [
-        "step   0/300 · evaluating: 512 of 9000",
+        "before training · evaluating: 512 of 9000",
         "the reward [b]fails[/b]",
         "done",
         "before      1 %",
@@ -220,8 +253,8 @@ def test_a_long_activity_tells_its_progress(lines, stream, clock):
         lines.progress("evaluating", done, 100, "rows")
         clock.time += 5
     assert stream.getvalue().splitlines()[1:] == [
-        "step   1/300 · evaluating · 40 of 100 rows · 20 s elapsed · about 30 s left",
-        "step   1/300 · evaluating · 80 of 100 rows · 40 s elapsed · about 10 s left",
+        "step   1/300 · evaluating · 40 of 100 rows · stage: 20 s, about 30 s left",
+        "step   1/300 · evaluating · 80 of 100 rows · stage: 40 s, about 10 s left",
     ]
 
 
@@ -278,4 +311,4 @@ def test_time_left_is_estimated_from_recent_steps(lines, clock):
 def test_durations(lines, stream, clock, seconds, text):
     clock.time += seconds
     lines.step(150, {})
-    assert stream.getvalue().endswith(f" · about {text} left\n")
+    assert stream.getvalue().endswith(f", about {text} left\n")

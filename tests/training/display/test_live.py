@@ -69,9 +69,9 @@ def test_the_panel_fits_and_holds_the_numbers(panel, clock, width, height):
     assert last == ""
     assert {cell_len(line) for line in lines} == {width}
     assert len(lines) + 1 < height
-    expected = ["quiz [bold]x[/]", "step 120 of 300", "reward  0.412 ±0.310", "entropy", "1.234", "0.0004", "1.2 %"]
+    expected = ["quiz [bold]x[/]", "step 120/300", "reward  0.412 ±0.310", "entropy", "1.234", "0.0004", "1.2 %"]
     expected += ["12 %", "1,205.3", "7.1 %", "0.770", "1.0e-06", "1,830", "61.2 GiB", "saving", "step 120: a warning"]
-    expected += ["1 min 48 s elapsed · about 3 min left" if width >= 64 else "1 min 48 s elapsed", "45.0 %"]
+    expected += ["run: 1 min 48 s, about 3 min left", "45.0 %"]
     expected += ["accuracy, held out  45.0 % +20.0", " 120 │"] if width >= 74 else []
     expected += ["smollm2-135m (135 M) · dapo", "cpu · runs/quiz"] if width >= 73 else []
     for text in expected:
@@ -94,12 +94,14 @@ def test_the_curves_are_drawn(panel, clock):
 
 def test_colours_are_used_and_markup_is_not(panel, clock):
     run_of(panel, clock)
-    panel.say("[red]not red[/]")
+    for text in ("[red]not red[/]", "two", "three"):
+        panel.say(text)
     above = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", panel.console.file.getvalue()).splitlines()
-    assert "[red]not red[/]" in [line.strip() for line in above]
+    assert "step 120: [red]not red[/]" in [line.strip() for line in above]
+    panel.say("[red]nor this[/]")
     shown = picture(panel, 100)
     assert "\x1b[36m" in shown
-    assert "[red]not red[/]" in shown
+    assert "[red]nor this[/]" in shown
     assert "[bold]x[/]" in shown
 
 
@@ -190,7 +192,7 @@ def test_a_resumed_run_shows_its_past(clock):
     shown = picture(display, 80, color_system=None)
     assert "50.0 % +25.0" in shown
     assert "└ 1 ──" in shown
-    assert "step 41 of 300" in shown
+    assert "step  41/300" in shown
     assert display.seconds_left() == pytest.approx(2 * 259)
     display.close()
 
@@ -289,8 +291,8 @@ def test_an_activity_with_a_count_has_a_bar_and_its_times(panel, clock):
     panel.progress("evaluating", 256, 512, "rows")
     for width in (80, 50):
         shown = picture(panel, width, color_system=None)
-        assert "256 of 512 rows · 12 s elapsed" in shown
-        assert bool(re.search("evaluating ━+.* · about 12 s left", shown)) == (width == 80)
+        assert "256 of 512 rows · stage: 12 s" in shown
+        assert bool(re.search("evaluating ━+.* stage: 12 s, about 12 s left", shown)) == (width == 80)
     panel.stage("saving")
     assert re.search("saving +│", picture(panel, 80, color_system=None))  # its time starts anew
     panel.step(1, METRICS)
@@ -302,11 +304,11 @@ def test_before_the_start_there_is_only_the_activity(clock):
     display.stage("loading PyTorch")
     clock.time += 3
     assert picture(display, 80, color_system=None).split("\n")[1:] == ["", ""]
-    assert "loading PyTorch · 3 s elapsed" in picture(display, 80, color_system=None)
+    assert "loading PyTorch · stage: 3 s" in picture(display, 80, color_system=None)
     display.progress("SFT", 15, 60, "supervised steps")
     clock.time += 10
     shown = picture(display, 80, color_system=None)
-    assert re.search("SFT ━+.* 15 of 60 supervised steps · 10 s elapsed · about 30 s left", shown)
+    assert re.search("SFT ━+.* 15 of 60 supervised steps · stage: 10 s, about 30 s left", shown)
     display.close()
     assert picture(display, 80, color_system=None) == ""
 
@@ -321,20 +323,88 @@ def test_a_signal_is_shown_in_the_panel_and_not_printed(panel, clock):
     assert "SIGINT" not in picture(panel, 80, color_system=None)
 
 
-def test_the_last_panel_has_neither_activity_nor_notices(panel, clock):
-    """The notices were printed above it."""
+def test_notices_are_in_the_panel_and_then_above_it(panel, clock):
+    """Each is on the screen once at any time, and printed once."""
+
+    def printed():
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", panel.console.file.getvalue()).splitlines()
+
+    def above(text):
+        return sum(line.startswith(text) for line in printed())
+
     run_of(panel, clock, steps=4)
+    panel.begin_step(5)
     panel.say("a notice")
     panel.say("step 4: another one")
     panel.stage("saving")
     shown = picture(panel, 80, color_system=None)
-    assert "step 4: a notice" in shown
-    assert "│ step 4: another one" in shown
+    assert shown.count("│ step 5: a notice") == 1
+    assert shown.count("│ step 4: another one") == 1
+    assert above("step 5: a notice") == 0
+    panel.say("a third one, with many words " * 20)
+    shown = picture(panel, 80, color_system=None)
+    assert "a notice" not in shown
+    assert len(re.findall("with many", shown)) >= 3  # two lines of it
+    assert (above("step 5: a notice"), above("step 4: another one")) == (1, 0)
     panel.close()
     last = picture(panel, 80, color_system=None)
-    for text in ("notice", "another one", "saving"):
+    for text in ("notice", "another one", "third", "saving", " left"):
         assert text not in last
     assert last.endswith("╯\n")
+    texts = ("step 5: a notice", "step 4: another one", "step 5: a third one")
+    assert [above(text) for text in texts] == [1, 1, 1]
+    panel.say("at the end")
+    assert above("step 5: at the end") == 1
+
+
+def test_notices_before_the_start_are_kept_in_the_panel(clock):
+    display = live(clock=clock)
+    display.say("before anything")  # nothing is drawn yet
+    assert "before anything" in display.console.file.getvalue()
+    display.stage("loading")
+    display.say("resuming after step 2")
+    assert "\nresuming after step 2" in picture(display, 80, color_system=None)
+    display.start(FACTS, first_step=2)
+    shown = picture(display, 80, color_system=None)
+    assert shown.count("│ resuming after step 2") == 1
+    assert "before anything" not in shown
+    display.close()
+
+
+def test_the_step_that_runs_is_shown(panel):
+    def head():
+        return picture(panel, 80, color_system=None).splitlines()[1][2:].partition("━")[0].partition("  run")[0].strip()
+
+    heads = [head()]
+    for step in (1, 2):
+        panel.begin_step(step)
+        heads.append(head())
+        panel.step(step, METRICS)
+        heads.append(head())
+    assert heads == ["before training", *["step   1/300"] * 2, *["step   2/300"] * 2]
+
+
+def test_the_last_evaluation_has_a_time(panel, clock):
+    run_of(panel, clock, steps=20)
+    clock.time += 40
+    panel.evaluation(20, evaluation(0.5))
+    panel.step(300, METRICS)
+    assert re.search("step 300/300 ━+ run: .*, about .* left", picture(panel, 80, color_system=None))
+    panel.evaluation(300, evaluation(0.5))
+    assert " left" not in picture(panel, 80, color_system=None)
+
+
+@pytest.mark.parametrize(("width", "tokens", "bar"), [(120, True, True), (70, False, True), (44, False, False)])
+def test_a_bar_leaves_out_the_tokens_if_there_is_no_room(panel, clock, width, tokens, bar):
+    panel.progress("evaluating", 2.5, 8, "rows", detail="123,456 tokens")
+    clock.time += 12
+    panel.progress("evaluating", 4.5, 8, "rows", detail="234,567 tokens")
+    (line,) = [line for line in picture(panel, width, color_system=None).splitlines() if "evaluating" in line]
+    assert cell_len(line) == width
+    assert "56 % of 8 rows" in line
+    assert ("234,567 tokens" in line) == tokens
+    assert ("━━━" in line) == bar
+    assert "stage: 12 s" in line or not bar
 
 
 @pytest.mark.parametrize("measured", [True, False])
@@ -444,7 +514,7 @@ def test_a_run_on_a_terminal():
     assert plain.count("a reward printed [this]") == 1
     assert plain.count("and that on stderr") == 1
     assert "step 20: a notice" in plain
-    assert "step 40 of 40" in plain
+    assert "step 40/40" in plain
     assert "after the end" not in plain
     end = plain[plain.rindex("╰") :].splitlines()[1:]
     assert [line for line in end if line] == ["accuracy  50 %", "done", "TextIOWrapper"]
@@ -476,7 +546,7 @@ def test_redrawing_and_training_do_not_deadlock(monkeypatch, clock):
     worker.join(300)
     assert not worker.is_alive()
     display.close()
-    assert "step 199 of 300" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", display.console.file.getvalue())
+    assert "step 199/300" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", display.console.file.getvalue())
 
 
 def test_a_terminal_that_goes_away_does_not_stop_a_run(clock):
