@@ -57,6 +57,10 @@ def test_evaluations_with_other_settings_are_not_compared(tmp_path, samples):
     small_trainer(tmp_path / "run", QUICK, changes, now, resume=True, display=display).run()
     notes = [line for line in display.summary if isinstance(line, str) and "do not compare" in line]
     assert [note.rpartition(" ")[2] for note in notes] == ([] if samples == 1 else ["evaluate.samples"])
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert ("Do not compare the two columns: the run was resumed with another `evaluate.samples`" in card) == bool(
+        notes
+    )
 
 
 def test_a_run_that_was_stopped_before_its_first_step(tmp_path):

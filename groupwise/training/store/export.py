@@ -14,6 +14,7 @@ from groupwise.rundir import RunDir, atomic_folder, verify_manifest, write_bytes
 from groupwise.text import Say
 from groupwise.training.components import RunComponents
 from groupwise.training.state import TrainState
+from groupwise.training.store.changes import changed_evaluation
 from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name
 from groupwise.training.store.model_card import model_card
 
@@ -55,7 +56,8 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
                 export()
             finally:
                 masters.load_state_dict(last)
-    write_bytes(folder / CARD, model_card(components, state).encode())
+    card = model_card(components, state, changed_evaluation(run.path, components, state))
+    write_bytes(folder / CARD, card.encode())
     return folder
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -23,8 +23,11 @@ from groupwise.training.update.objective import active_terms
 HUB_LICENCES = {"Gemma terms": "gemma"}  # other licences are their SPDX name in lower case
 
 
-def model_card(components: RunComponents, state: TrainState) -> str:
-    """What the model is, how it was trained, and what was measured."""
+def model_card(components: RunComponents, state: TrainState, changed_evaluation: Sequence[str] = ()) -> str:
+    """What the model is, how it was trained, and what was measured.
+
+    changed_evaluation: the settings in which the two evaluations of the table differ.
+    """
     recipe = components.recipe
     tags = [term.tag for term in active_terms(recipe, components.driven) if term.tag is not None]
     metadata = ModelCardData(
@@ -40,6 +43,12 @@ def model_card(components: RunComponents, state: TrainState) -> str:
     if components.metric is not None and state.last:
         header = ["held out", state.first_label, state.measured_label]
         parts.append(markdown_table(header, held_out_rows(components, state), left=range(3)))
+        if changed_evaluation:
+            parts.append(
+                "Do not compare the two columns: the run was resumed with another "
+                + ", ".join(f"`{name}`" for name in changed_evaluation)
+                + "."
+            )
         if state.evaluations > 1:
             parts.append(
                 f"The exported policy is the best of {state.evaluations} evaluations on these rows, so its figure is "
