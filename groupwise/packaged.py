@@ -7,7 +7,7 @@ written there.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from groupwise.errors import ConfigError, did_you_mean, nearest_file
@@ -55,8 +55,10 @@ def find_recipe(recipe: str | Path) -> Path:
     if str(recipe) in recipes:
         return recipes[str(recipe)]
     if path.is_dir():
-        inside = sorted(path.glob(f"*{SUFFIX}"))
-        hint = f"did you mean {inside[0]}?" if inside else "give a recipe's file"
+        inside = _files_in(path)
+        likely = "recipe.toml" if "recipe.toml" in inside else inside[0] if len(inside) == 1 else None
+        hint = f"give a recipe's file{f', such as one of {_shown(inside)}' if inside else ''}"
+        hint = f"did you mean {path / likely}?" if likely else hint
         raise ConfigError(f"{path} is a folder, not a recipe; {hint}")
     if os.path.lexists(path):
         return path  # a broken link or a device: reading it says what is wrong
@@ -66,7 +68,7 @@ def find_recipe(recipe: str | Path) -> Path:
 def _hint(path: Path, recipes: Collection[str]) -> str:
     """The end of the sentence about a recipe that does not exist: the nearest file, or those that there are."""
     folder = path.parent if path.parent.is_dir() else Path()
-    files = sorted(file.name for file in folder.glob(f"*{SUFFIX}") if file.name != "pyproject.toml")
+    files = _files_in(folder)
     if path.stem in recipes:
         return f"; the packaged recipe is named without a folder and without {SUFFIX}: {path.stem}"
     if path.suffix in ("", SUFFIX) and (nearest := nearest_file(path.name, files)):
@@ -77,9 +79,16 @@ def _hint(path: Path, recipes: Collection[str]) -> str:
     if not path.parent.is_dir():
         near = f": there is no folder {path.parent}{near}"
     here = "here" if folder == Path() else f"in {folder}"
-    shown = ", ".join(files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
-    local = f"recipes {here}: {shown}; " if files and not near else ""
+    local = f"recipes {here}: {_shown(files)}; " if files and not near else ""
     return f"{near} ({local}packaged recipes: {_listed()})"
+
+
+def _files_in(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.glob(f"*{SUFFIX}") if file.name != "pyproject.toml")
+
+
+def _shown(files: Sequence[str]) -> str:
+    return ", ".join(files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
 
 
 def _listed() -> str:

@@ -179,7 +179,9 @@ def test_a_missing_recipe_suggests_the_nearest_file(tmp_path):
     (tmp_path / "quiz.toml").write_text("")
     with pytest.raises(ConfigError, match=rf"there is no recipe {tmp_path}/quizz.toml; did you mean .*quiz.toml\?"):
         load_recipe(tmp_path / "quizz.toml")
-    with pytest.raises(ConfigError, match=r"there is no recipe .*nowhere.toml$"):
+    with pytest.raises(
+        ConfigError, match=r"there is no recipe .*nowhere.toml: there is no folder .*far \(packaged recipes: "
+    ):
         load_recipe(tmp_path / "far" / "nowhere.toml")
 
 

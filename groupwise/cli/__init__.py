@@ -175,13 +175,26 @@ def _parse(words: list[str]) -> argparse.Namespace:
     command = commands.choices.get(name)
     if command is not None and command.get_default("takes_settings"):
         words[1:], settings = split_settings(words[1:], command._option_string_actions)
+        _check_options(command, settings)
     arguments, rest = parser.parse_known_args(words)
     if rest and arguments.takes_settings:
-        raise ConfigError(f"{rest[0]!r} is not understood; settings are given as --section.key VALUE")
+        word = rest[0]
+        is_setting = "." in word and not word.startswith("-") and not word.endswith(".toml")
+        hint = f"; did you mean --{word}?" if is_setting else ""
+        raise ConfigError(f"{word!r} is not understood; settings are given as --section.key VALUE{hint}")
     if rest:
         getattr(arguments, "parser", parser).unknown(rest)
     arguments.settings = settings
     return arguments
+
+
+def _check_options(command: Parser, settings: Sequence[tuple[str, str | None]]) -> None:
+    """Raise an error for a misspelt option of a command, which looks like a setting."""
+    options = [option for option in command._option_string_actions if option.startswith("--")]
+    for name, _ in settings:
+        option = f"--{name.replace('_', '-')}"
+        if get_close_matches(option, options, cutoff=0.8):
+            command.unknown([option])
 
 
 def _suggest_command(words: list[str], commands: Mapping[str, Parser]) -> str:

@@ -39,7 +39,9 @@ def read_model(path: Path) -> dict[str, Any]:
     try:
         model = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors
-        raise CheckpointError(f"{path} is not a model, or is damaged: {one_line(str(error))[:200]}") from error
+        raise CheckpointError(
+            f"{path} is not a model, or is damaged: {one_line(str(error))[:200] or type(error).__name__}"
+        ) from error
     parts = (model.get(name) for name in ("config", "weights")) if isinstance(model, dict) else (None,)
     if not all(isinstance(part, dict) for part in parts) or model.get("format") != MODEL_FORMAT:
         raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, which this groupwise needs")

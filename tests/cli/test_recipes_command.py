@@ -88,12 +88,15 @@ def test_a_file_wins(folder):
         ("mien.toml", ["there is no recipe mien.toml; did you mean mine.toml?"]),
         ("starter", ["starter is a folder", "did you mean starter/recipe.toml?"]),
         ("empty", ["empty is a folder", "give a recipe's file"]),
+        ("several", ["several is a folder", "give a recipe's file, such as one of a.toml, b.toml"]),
     ],
 )
 def test_a_name_that_is_no_recipe(folder, name, words):
     (folder / "mine.toml").touch()
-    for inner in ("starter", "empty"):
+    for inner in ("starter", "empty", "several"):
         (folder / inner).mkdir()
+    for file in ("a.toml", "b.toml", "pyproject.toml"):
+        (folder / "several" / file).touch()
     (folder / "starter" / "recipe.toml").touch()
     with pytest.raises(ConfigError) as error:
         find_recipe(name)
@@ -104,6 +107,20 @@ def test_a_name_that_is_no_recipe(folder, name, words):
 def test_every_command_names_the_packaged_recipes(folder, error_of, command):
     assert "did you mean 'quiz'?" in error_of(command, "quizz")
     assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("train quiz --resum", "`groupwise train` has no option --resum; did you mean '--resume'?"),
+        ("train quiz --allow_changs", "did you mean '--allow-changes'?"),
+        ("eval quiz --answer x", "`groupwise eval` has no option --answer; did you mean '--answers'?"),
+        ("check quiz train.steps=3", "given as --section.key VALUE; did you mean --train.steps=3?"),
+        ("check quiz other.toml", "'other.toml' is not understood"),
+    ],
+)
+def test_misspelt_options(error_of, words, message):
+    assert message in error_of(*words.split())
 
 
 @pytest.mark.slow

@@ -239,7 +239,9 @@ def test_a_model_without_a_chat_template(complaint, capsys, here):
 
 
 def test_recipes_that_cannot_be_read(complaint, here):
-    assert complaint("train", "t.toml") == "there is no recipe t.toml; did you mean r.toml?"
+    assert complaint("train", "t.toml").startswith(
+        "there is no recipe t.toml (recipes here: r.toml; packaged recipes: "
+    )
     (here / "bad.toml").write_text("[train]\nsteps = \n")
     assert complaint("train", "bad.toml") == "bad.toml is not valid TOML: Invalid value (at line 2, column 9)"
     (here / "bad.json").write_text('{"train": ')
