@@ -247,6 +247,8 @@ def test_a_file_that_is_missing(tmp_path, monkeypatch):
         read_rows("questions")
     with pytest.raises(DataError, match=rf"no file or folder 'zzz.csv' in {here}$"):
         read_rows("./zzz.csv")
+    with pytest.raises(DataError, match=rf"no file or folder 'missing.jsonl' in {here}$"):  # the ending is not enough
+        read_rows("missing.jsonl")
     with pytest.raises(DataError, match="does not exist, only"):
         read_rows("x/" * 200 + "y" * 500)  # longer than any system lets a name be
 

@@ -119,11 +119,12 @@ def test_a_builtin_reward_has_its_name(name, options):
         ("{user}:none", {"factor": 1}, "there is no 'none' in"),
         ("nowhere_such:none", {}, "there is no module 'nowhere_such'"),
         (":function", {}, "a reward is given as module:function or path/file.py:function, got ':function'"),
+        ("{user}", {}, "; write {user}:function (functions there: plain, "),
     ],
-    ids=range(17),
+    ids=range(18),
 )  # fmt: skip
 def test_invalid_rewards(user_file, function, options, message):
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with pytest.raises(ConfigError, match=re.escape(message.replace("{user}", user_file))):
         make_reward(function.replace("{user}", user_file), options)
 
 
