@@ -281,7 +281,7 @@ class PageRunner:
 
     def _replace_recipes(self) -> None:
         """Let every new recipe have the block's settings, a local embedder, and room for prompts in bytes."""
-        import groupwise.training.trainer
+        import groupwise.training.from_rows
         from groupwise import config
         from groupwise.config import layers, with_settings
 
@@ -301,7 +301,7 @@ class PageRunner:
                 changes["preference.cache_ref_logps"] = False
             return with_settings(recipe, changes) if changes else recipe
 
-        for module in (layers, config, groupwise.training.trainer):
+        for module in (layers, config, groupwise.training.from_rows):
             self.monkeypatch.setattr(module, "make_recipe", make_recipe)
 
 

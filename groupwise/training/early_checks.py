@@ -8,7 +8,7 @@ from groupwise.errors import ConfigError, check_choice
 from groupwise.model.source import check_source as check_model_source
 from groupwise.plugins import plugin_names
 from groupwise.training.extras import check_extras
-from groupwise.user_code import load_function
+from groupwise.user_code import load_function, names_file
 
 ROW_TASKS = ("rows", "gsm8k", "usmle")  # another task may read data.train in its own way
 
@@ -33,5 +33,5 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
     if training:
         functions += [("loss", recipe.loss.name), ("advantage", recipe.advantages.function or "")]
     for what, name in functions:
-        if ":" in name:  # the user's own
+        if ":" in name or names_file(name):  # the user's own
             load_function(name, what=what)

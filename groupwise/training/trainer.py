@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config import Recipe, make_recipe, with_settings
+from groupwise.config import Recipe, with_settings
 from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation
@@ -25,12 +25,11 @@ from groupwise.generate import Engine
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
-from groupwise.rewards import RewardFunction, split_rewards
+from groupwise.rewards import RewardFunction
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task
-from groupwise.tasks.rows import task_of_tables
 from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
@@ -46,6 +45,7 @@ from groupwise.training.display.curves import draw_curves
 from groupwise.training.display.samples import choose_samples
 from groupwise.training.evaluation import evaluate_policy, show_rows
 from groupwise.training.extras import check_extras, groups_by_similarity
+from groupwise.training.from_rows import trainer_arguments
 from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
@@ -244,26 +244,12 @@ class Trainer:
         model's ``name_or_path`` unless ``tokenizer`` is given:
         ``Trainer.from_rows(rows, reward, model={"source": "smollm2-135m", "lora": {"rank": 8}}, train={"steps": 50})``
         """
-        data, tables = dict(sections.get("data", {})), {"train": rows, "held_out": held_out}
-        for name, table in list(tables.items()):
-            if table is not None and data.get(name) is not None:
-                raise ConfigError(f"the {name} rows are given twice, as an argument and as data.{name}; leave one out")
-            if isinstance(table, (str, Path)):
-                data[name] = str(tables.pop(name))
-        section = dict(model) if isinstance(model, Mapping) else {"source": model}
-        source, loaded = section.get("source", "tiny"), None
-        if not isinstance(source, (str, Path)):
-            loaded, source = source, getattr(source, "name_or_path", "") or "loaded"
-            if source == "loaded" and tokenizer is None:
-                raise ConfigError("the tokenizer of a loaded model without name_or_path is not known: pass tokenizer=")
-        functions, entries = split_rewards(rewards)
-        settings: dict[str, Any] = {**sections, "algorithm": algorithm, "data": data, "rewards": entries}
-        settings["model"] = {**section, "source": str(source)}
-        recipe = make_recipe(settings, where="from_rows")
-        in_python = any(table is not None for table in tables.values())
+        recipe, task, functions, loaded = trainer_arguments(
+            rows, rewards, model, tokenizer, held_out, algorithm, sections
+        )
         return cls(
             recipe,
-            task=task_of_tables(recipe, tables.get("train"), tables.get("held_out")) if in_python else None,
+            task=task,
             rewards=functions,
             model=loaded,
             tokenizer=tokenizer,
