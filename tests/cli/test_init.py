@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.cli.init import FILES, STARTER, TINY_ONLY
+from groupwise.cli.init import FILES, STARTER, TINY_ONLY, TINY_ONLY_README
 from groupwise.config import load_recipe
 from groupwise.errors import RewardError
 from groupwise.rewards import make_reward
 from groupwise.rundir import read_metrics
+from groupwise.tasks.rows import hold_out
 
 
 def test_the_files_and_the_next_command(folder, output_of):
@@ -68,8 +69,22 @@ def test_another_model(folder, output_of):
     assert recipe.model.source == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert recipe.model.threads is None
     assert recipe.optimizer.learning_rate == 2e-5
-    text = (STARTER / "recipe.toml").read_text()
-    assert all(text.count(line) == 1 for line in TINY_ONLY)
+    for name, changes in {"recipe.toml": TINY_ONLY, "README.md": TINY_ONLY_README}.items():
+        text = (STARTER / name).read_text()
+        assert all(text.count(line) == 1 for line in changes)
+        written = (folder / "x" / name).read_text()
+        assert "2e-5" in written
+        assert "2e-3" not in written
+        assert "tiny" not in written
+
+
+def test_the_held_out_rows_are_of_both_kinds(folder, output_of):
+    output_of("init", "x")
+    recipe = load_recipe("x/recipe.toml")
+    rows = [json.loads(line) for line in (folder / "x" / "rows.jsonl").read_text().splitlines()]
+    trained, held_out = hold_out(rows, recipe.data.held_out_from_train, recipe.train.seed)
+    for part in (trained, held_out):
+        assert sum("digits" in row["prompt"] for row in part) == len(part) / 2
 
 
 def test_a_model_in_a_folder_is_found_from_everywhere(folder, output_of):
@@ -140,11 +155,11 @@ def test_it_trains(folder, output_of):
 
 @pytest.mark.slow
 def test_it_learns(folder, output_of):
-    """The starter as it is: the reward on held-out rows rises from nearly nothing to nearly 1."""
+    """The starter as it is: the reward on held-out rows rises from about a tenth to nearly 1."""
     output_of("init", "x")
     output_of("train", "x/recipe.toml")
     (run,) = (folder / "runs").iterdir()
     rewards = [row["eval/reward"] for row in read_metrics(run / "metrics.jsonl") if "eval/reward" in row]
-    assert rewards[0] < 0.1
+    assert rewards[0] < 0.15
     assert rewards[-1] > 0.9
     assert (run / "curves.png").exists()
