@@ -56,7 +56,8 @@ def add_check(commands: Commands) -> None:
     summary = "check a recipe: settings, data, model, memory and time; no training"
     examples = ("groupwise check recipe.toml", "groupwise check quiz --quick --sampling.max_new_tokens 64")
     check = add_with_settings(commands, "check", _check, summary, examples)
-    check.add_argument("--quick", action="store_true", help="skip the time estimate, which runs a small batch")
+    check.add_argument("--quick", action="store_true", help="do not sample, score and time a small batch")
+    check.add_argument("--all", action="store_true", help="show all settings, not only those that were chosen")
 
 
 def add_with_settings(
@@ -126,7 +127,7 @@ def _check(arguments: argparse.Namespace) -> int:
         load_libraries(recipe, display)
         from groupwise.training.preflight import describe_run
 
-        lines = list(describe_run(recipe, timed=not arguments.quick, display=display))
+        lines = list(describe_run(recipe, timed=not arguments.quick, all_settings=arguments.all, display=display))
     for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return 0
@@ -149,4 +150,4 @@ def recipe_of(arguments: argparse.Namespace) -> Recipe:
     from groupwise.packaged import find_recipe
 
     arguments.recipe = find_recipe(arguments.recipe)  # a packaged recipe has the same file name from every folder
-    return load_recipe(arguments.recipe, parse_settings(arguments.settings))
+    return load_recipe(arguments.recipe, parse_settings(arguments.settings, arguments.parser.prog.split()[-1]))

@@ -11,12 +11,13 @@ import torch
 from pydantic import BaseModel
 
 from groupwise.config import Recipe, setting_names
-from groupwise.generate import Engine, Sampling
+from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions
+from groupwise.generate import Engine, Rollout, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.packing import activation_bytes, default_token_budget
-from groupwise.tasks import find_task
+from groupwise.tasks import TaskRow, find_task
 from groupwise.text import format_duration, plural
 from groupwise.training.components import (
     RunComponents,
@@ -27,6 +28,7 @@ from groupwise.training.components import (
     make_schedule,
 )
 from groupwise.training.display import Display
+from groupwise.training.evaluation import NO_STEPS
 from groupwise.training.extras import check_extras
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.sft import SupervisedFineTuning
@@ -36,8 +38,13 @@ FORWARD = 1 / 3  # the share of a forward pass in forward and backward
 GIB, MIB = 2**30, 2**20
 
 
-def describe_run(recipe: Recipe, *, timed: bool = True, display: Display | None = None) -> Iterator[str]:
-    """Lines about a recipe: settings, data, memory, time. Nothing is trained; a model may be fetched."""
+def describe_run(
+    recipe: Recipe, *, timed: bool = True, all_settings: bool = False, display: Display | None = None
+) -> Iterator[str]:
+    """Lines about a recipe: settings, data, memory, time. Nothing is trained; a model may be fetched.
+
+    ``timed``: also sample a small batch, score it and time it. ``all_settings``: also those with their default.
+    """
     display = display or Display()
     notices: list[str] = []
     check_extras(recipe)
@@ -45,8 +52,7 @@ def describe_run(recipe: Recipe, *, timed: bool = True, display: Display | None 
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, notices.append, display=display)
     schedule = make_schedule(recipe)
-    _ = components.metric  # raises an error if evaluate.metric is not measured
-    yield from _settings(recipe)
+    yield from _settings(recipe, all_settings)
     yield ""
     yield from _data(components)
     yield from _pairs(components)
@@ -68,12 +74,22 @@ def describe_run(recipe: Recipe, *, timed: bool = True, display: Display | None 
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
+        if components.scorer is not None:
+            components.scorer.on_call = lambda names: display.stage(f"scoring: {names}")
         display.stage("timing a small batch")
         yield from _time(components, steps, pairs)
 
 
-def _settings(recipe: Recipe) -> Iterator[str]:
-    yield f"settings (algorithm {recipe.algorithm}; * differs from the default)"
+def _settings(recipe: Recipe, all_settings: bool) -> Iterator[str]:
+    shown = "* differs from the default" if all_settings else "those that differ from the defaults; --all shows all"
+    yield f"settings (algorithm {recipe.algorithm}; {shown})"
+    for name, value, is_default in _setting_values(recipe):
+        if all_settings or not is_default:
+            yield f"  {' ' if is_default else '*'} {name} = {value}" if all_settings else f"  {name} = {value}"
+
+
+def _setting_values(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
+    """Every setting, its value, and whether that is the default."""
     defaults = Recipe()
     for name, _ in setting_names():
         if name.startswith("model.lora.") and recipe.model.lora is None:
@@ -81,12 +97,12 @@ def _settings(recipe: Recipe) -> Iterator[str]:
         value = recipe.get(name)
         default = defaults.get(name) if not name.startswith("model.lora.") else None
         if name != "task_options":
-            yield f"  {'*' if value != default else ' '} {name} = {_shown(value)}"
+            yield name, _shown(value), value == default
             continue
         options = find_task(recipe.task).read_options(recipe)
         for option, field in type(options).model_fields.items() if options is not None else ():
             value, default = getattr(options, option), field.get_default(call_default_factory=True)
-            yield f"  {'*' if value != default else ' '} task_options.{option} = {value!r}"
+            yield f"task_options.{option}", repr(value), value == default
 
 
 def _shown(value: Any) -> str:
@@ -144,6 +160,10 @@ def _memory(components: RunComponents) -> Iterator[str]:
     weights = sum(weight.numel() * weight.element_size() for weight in components.model.parameters())
     half = handle.dtype in (torch.bfloat16, torch.float16)
     budget = recipe.train.token_budget or default_token_budget(handle)
+    if components.samples and not components.learns_from_pairs:  # a pack has no more tokens than a mini-batch
+        group = components.train.longest + recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
+        prompts = -(-recipe.train.batch_size * recipe.train.accumulation // recipe.train.mini_batches)
+        budget = min(budget, prompts * group)
     sequences, cached_tokens = _sampled_at_once(components)
     needs = {
         "weights": weights,
@@ -185,7 +205,10 @@ def _time(components: RunComponents, steps: int, pairs: Sequence[TokenPair]) -> 
     seconds, pair_seconds, probes, condition = 0.0, 0.0, [], ""
     if components.samples:
         tokens = min(PROBE_TOKENS, components.recipe.sampling.max_new_tokens)
-        seconds += _seconds_per_step(components, tokens)
+        row = max(range(len(components.train))[:64], key=lambda number: len(components.train.prompts[number].ids))
+        seconds_per_step, rollout = _seconds_per_step(components, components.train.prompts[row], tokens)
+        seconds += seconds_per_step
+        yield from _rewards(components, components.train.rows[row], rollout)
         probes.append(f"completions of {tokens} tokens")
         condition = " if every completion has full length"
     if pairs:
@@ -225,10 +248,29 @@ def _tokens(pair: TokenPair) -> int:
     return len(pair.prompt) + len(pair.chosen) + len(pair.rejected)
 
 
-def _seconds_per_step(components: RunComponents, tokens: int) -> float:
+def _rewards(components: RunComponents, row: TaskRow, rollout: Rollout) -> Iterator[str]:
+    """Score sampled completions of one row, so that a reward that fails is found before training."""
+    if components.scorer is None:
+        return
+    completions = decode_completions(components.tokenizer, rollout.ids, rollout.lengths)
+    prompt, count = row[components.recipe.data.prompt], len(completions.ids)
+    scores = components.scorer.score(
+        [prompt] * count,
+        [completion_for_reward(prompt, text) for text in completions.texts],
+        columns_of([row] * count, without=components.recipe.data.prompt),
+        completion_ids=completions.ids,
+        trainer_state=NO_STEPS,
+    )
+    for failure in scores.failures[:1]:  # only counted, if scoring.on_error is "drop"
+        yield f"reward {failure.function} failed on {len(scores.failures)} of {count} completions: {failure.reason}"
+    for function, values in zip(components.scorer.functions, scores.rewards.T.tolist(), strict=True):
+        length = f"{plural(count, 'completion')} of {plural(rollout.ids.shape[1], 'token')}"
+        yield f"reward {function.name} of {length}: {min(values):.3g} to {max(values):.3g}"
+
+
+def _seconds_per_step(components: RunComponents, prompt: Prompt, tokens: int) -> tuple[float, Rollout]:
     """Completions of ``tokens`` for one prompt, sampled and run forward and backward, scaled up to a step."""
     recipe, settings = components.recipe, components.recipe.sampling
-    prompt = max(components.train.prompts[:64], key=lambda candidate: len(candidate.ids))
     engine = Engine(components.handle)
     sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens, temperature=settings.temperature)
     engine.generate([prompt.ids], settings.samples_per_prompt, sampling)  # the first call compiles and allocates
@@ -249,7 +291,7 @@ def _seconds_per_step(components: RunComponents, tokens: int) -> float:
     passes = recipe.train.iterations + (recipe.train.iterations * recipe.train.mini_batches > 1) / 3
     # A decoding step costs little more for more sequences, on a GPU almost nothing.
     batches = prompts if components.handle.device.type == "cpu" else 1
-    return generation * settings.max_new_tokens / tokens * batches + seconds * needed / computed * passes
+    return generation * settings.max_new_tokens / tokens * batches + seconds * needed / computed * passes, rollout
 
 
 def _since(start: float, components: RunComponents) -> float:

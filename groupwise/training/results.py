@@ -27,11 +27,13 @@ class RunResult:
     train: dict[str, float] = field(default_factory=dict)
     """The metrics of the last step."""
     held_out: dict[str, float] = field(default_factory=dict)
-    """The metrics of the last evaluation; empty if nothing is held out."""
+    """The held-out metrics of the exported policy, the best one; empty if nothing is held out."""
     first_held_out: dict[str, float] = field(default_factory=dict)
     """The metrics of the first evaluation, by default before the first step."""
+    last_held_out: dict[str, float] = field(default_factory=dict)
+    """The metrics of the last evaluation."""
     best_step: int | None = None
-    """The step whose policy is exported: the best evaluation's."""
+    """The step whose policy is exported: that of the best evaluation, of equal ones the last."""
     model: Path | None = None
     """The exported model, a folder that transformers loads; None if the run was stopped."""
     folder: Path | None = None

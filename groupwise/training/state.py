@@ -30,20 +30,27 @@ class TrainState:
     evaluated_at: int = -1  # its step
     evaluations: int = 0  # of trained weights, from which the best is selected
     best: dict[str, Any] | None = None  # {"step": …, "value": …, "metrics": {…}} of the best evaluation
-    evaluations_since_best: int = 0
+    evaluations_since_improvement: int = 0
 
     def add_evaluation(self, metrics: dict[str, float], metric: str) -> bool:
-        """Take in an evaluation of the current weights; whether it is the best of the trained ones so far."""
+        """Take in an evaluation of the current weights; whether it is the best of the trained ones so far.
+
+        Of equal ones the last is the best, as it was trained longest, but it is no improvement.
+        """
         self.evaluated_at, self.last = self.step, metrics
         if not self.first:
             self.first, self.first_evaluated_at = metrics, self.step
         if not self.step:
             return False
         self.evaluations += 1
-        if self.best is not None and metrics[metric] <= self.best["value"]:
-            self.evaluations_since_best += 1
-            return False
-        self.best, self.evaluations_since_best = {"step": self.step, "value": metrics[metric], "metrics": metrics}, 0
+        value, previous = metrics[metric], None if self.best is None else self.best["value"]
+        if previous is not None and value <= previous:
+            self.evaluations_since_improvement += 1
+            if value < previous:
+                return False
+        else:
+            self.evaluations_since_improvement = 0
+        self.best = {"step": self.step, "value": value, "metrics": metrics}
         return True
 
     @property

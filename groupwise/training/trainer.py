@@ -138,7 +138,7 @@ class Trainer:
             )
             self._inputs = describe_inputs(self.components)
             if resume and not allow_changes:
-                check_inputs(self.run_dir, self._inputs)
+                check_inputs(self.run_dir, self._inputs, recipe)
             self._build()
             if overwrite and not resume:
                 self.run_dir.clear()
@@ -302,7 +302,15 @@ class Trainer:
         state, best_step = self.state, None if self.state.best is None else self.state.exported_step
         folder, exit_status = self.run_dir.path, self.stopping.exit_status
         result = RunResult(
-            state.step, self._last_metrics(), state.last, state.first, best_step, model, folder, exit_status
+            steps=state.step,
+            train=self._last_metrics(),
+            held_out=state.measured,
+            first_held_out=state.first,
+            last_held_out=state.last,
+            best_step=best_step,
+            model=model,
+            folder=folder,
+            exit_status=exit_status,
         )
         if model is not None and self.recipe.run.push_to_hub is not None:
             self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
@@ -583,12 +591,12 @@ class Trainer:
     @property
     def _patience_is_over(self) -> bool:
         patience = self.recipe.evaluate.patience
-        return patience is not None and self.state.evaluations_since_best >= patience
+        return patience is not None and self.state.evaluations_since_improvement >= patience
 
     def _out_of_patience(self) -> bool:
         if not self._patience_is_over or self.state.step >= self.total_steps:
             return False
-        count = self.state.evaluations_since_best
+        count = self.state.evaluations_since_improvement
         self.say(f"stopped early: {plural(count, 'evaluation')} without a better {self.metric}")
         return True
 

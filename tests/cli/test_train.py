@@ -346,8 +346,8 @@ def test_invalid_settings(complaint, words, message):
 def test_settings_may_come_before_the_recipe(capsys):
     assert main(["check", "--train.steps", "7", "r.toml", "--quick", "--loss.entropy_coef", "-1e-3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "  * train.steps = 7" in lines
-    assert "  * loss.entropy_coef = -0.001" in lines
+    assert "  train.steps = 7" in lines
+    assert "  loss.entropy_coef = -0.001" in lines
 
 
 def test_split_settings():
@@ -501,7 +501,7 @@ def test_the_examples_in_the_help_are_recipes():
 
 def test_check_shows_everything_and_writes_nothing(here, capsys):
     before = sorted(here.rglob("*"))
-    assert main(["check", "r.toml", "--data.held_out", "rows.jsonl", "--data.held_out_rows", "3"]) == 0
+    assert main(["check", "r.toml", "--all", "--data.held_out", "rows.jsonl", "--data.held_out_rows", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [path for path in sorted(here.rglob("*")) if "__pycache__" not in str(path)] == before
     assert lines[0] == "settings (algorithm dapo; * differs from the default)"
@@ -519,7 +519,29 @@ def test_check_shows_everything_and_writes_nothing(here, capsys):
     assert "    2.1 MiB  AdamW" in lines
     assert re.search(r" beside the weights, of [\d.]+ GiB that are free: fits", text)
     assert "steps: 2, each with 8 completions of up to 8 tokens" in lines
+    assert re.search(r"reward vowels of 4 completions of 8 tokens: [\d.]+ to [\d.]+", text)
     assert re.search(r"time: about [\d.]+ s a step .* \(from completions of 8 tokens", text)
+
+
+def test_check_shows_the_chosen_settings(capsys):
+    assert main(["check", "r.toml", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "  train.steps = 2" in lines
+    assert not any("train.seed" in line for line in lines)
+    assert "--all" in lines[0]
+
+
+def test_check_calls_the_rewards(complaint, here, capsys):
+    """A reward that always fails is found before training, unless nothing is sampled."""
+    (here / "boom.py").write_text("def boom(completions, **columns):\n    raise ValueError('no key')\n")
+    words = ["r.toml", "--rewards.0.function", "boom.py:boom"]
+    message = complaint("check", *words)
+    assert "'boom'" in message
+    assert "no key" in message
+    assert main(["check", *words, "--quick"]) == 0
+    capsys.readouterr()
+    assert main(["check", *words, "--scoring.on_error", "drop"]) == 0
+    assert "reward boom failed on 4 of 4 completions" in capsys.readouterr().out
 
 
 def test_check_quick_has_no_time(capsys):
@@ -533,7 +555,7 @@ def test_check_with_many_settings(capsys, here):
     (here / "rows.jsonl").write_text(jsonl({"prompt": "Short:"}, {"prompt": "Longer: "}))
     assert main(["check", "r.toml", "--quick", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "  * model.lora.rank = 4" in lines
+    assert "  model.lora.rank = 4" in lines
     assert "the first phase is 'first'" in lines
     assert "1 of 2 training rows are left out: their prompts have more than 6 tokens" in lines
     assert any(line.endswith("  reference") for line in lines)

@@ -247,6 +247,15 @@ def test_two_threads(tmp_path, name):
     check_same(tmp_path / "a", tmp_path / "b", 4)
 
 
+def test_another_number_of_threads_may_be_chosen(tmp_path):
+    torch.set_num_threads(2)
+    run_steps(small_trainer(tmp_path / "run"), 1)
+    trainer = small_trainer(tmp_path / "run", {"model": {"threads": 1}}, resume=True)
+    run_steps(trainer, 1)
+    assert torch.get_num_threads() == 1
+    assert trainer.display.heard("the run was started with 2 threads; with 1 its numbers may differ")
+
+
 def test_token_budget_and_rows_at_once_are_kept(tmp_path):
     """What was resolved at run time, or lowered when memory ran out, holds after a resume."""
     trainer = small_trainer(tmp_path / "run")

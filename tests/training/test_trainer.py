@@ -118,7 +118,8 @@ def test_metrics(tmp_path):
     assert [row["num_tokens"] for row in rows if "num_tokens" in row] == lengths.cumsum().tolist()
     assert {"reward", "rewards/even/mean", "entropy", "grad_norm", "learning_rate", "epoch"} <= rows[1].keys()
     assert result.first_held_out["reward"] == rows[0]["eval/reward"]
-    assert result.held_out["reward"] == rows[-1]["eval/reward"]
+    assert result.last_held_out["reward"] == rows[-1]["eval/reward"]
+    assert result.held_out["reward"] == max(row["eval/reward"] for row in rows[1:] if "eval/reward" in row)
     table = read_rollouts(tmp_path / "run")
     assert table["step"].to_pylist() == [step for step in range(1, 6) for _ in range(8)]
     rewards = table.filter(table["step"].to_numpy() == 2)["reward"].to_pylist()
@@ -146,13 +147,14 @@ def test_nothing_held_out(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_best_is_the_first_of_equals(tmp_path):
+def test_the_best_is_the_last_of_equals(tmp_path):
     changes = {"train": {"steps": 5}, "evaluate": {"every": 1}}
-    trainer = graded_trainer(tmp_path / "run", [4, 1, 2, 2, 1, 2], QUICK, changes)
+    trainer = graded_trainer(tmp_path / "run", [4, 1, 2, 2, 2, 1], QUICK, changes)
     result = trainer.run()
-    assert result.best_step == 2  # what was measured before the first step is nobody's doing
+    assert result.best_step == 4  # what was measured before the first step is nobody's doing
     assert read_json(tmp_path / "run" / "best.json")["metric"] == "right"
-    assert (result.first_held_out["right"], result.held_out["right"]) == (1.0, 0.5)
+    held_out = [metrics["right"] for metrics in (result.first_held_out, result.held_out, result.last_held_out)]
+    assert held_out == [1.0, 0.5, 0.25]
 
 
 def test_early_stop(tmp_path):
@@ -160,7 +162,7 @@ def test_early_stop(tmp_path):
     changes = {"train": {"steps": 8}, "evaluate": {"every": 1, "patience": 2}}
     trainer = graded_trainer(tmp_path / "run", [0, 1, 0, 3, 3, 2, 4, 4, 4], QUICK, changes)
     result = trainer.run()
-    assert (result.steps, result.best_step, result.exit_status) == (5, 3, 0)
+    assert (result.steps, result.best_step, result.exit_status) == (5, 4, 0)
     assert trainer.display.said[-1] == "stopped early: 2 evaluations without a better right"
     assert result.model is not None
 

@@ -88,10 +88,12 @@ class Checkpointer:
         self.engine.max_num_seqs = recipe.sampling.max_num_seqs or int(saved["max_num_seqs"])
         threads = int(saved["threads"])
         if torch.get_num_threads() != threads:
-            self.say(
-                f"the run was started with {plural(threads, 'thread')}; it goes on with as many, for the same bits"
-            )
-            torch.set_num_threads(threads)
+            before = f"the run was started with {plural(threads, 'thread')}"
+            if recipe.model.threads is None:
+                self.say(f"{before}; it goes on with as many, for the same bits")
+                torch.set_num_threads(threads)
+            else:
+                self.say(f"{before}; with {recipe.model.threads} its numbers may differ in the last digits")
         self.question_log.write(self.run_dir.path)
         rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step)
         self._write_best()

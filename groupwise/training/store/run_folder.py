@@ -60,13 +60,13 @@ def find_run(recipe: Recipe, folder: str | Path | None, recipe_file: str) -> Pat
 
 
 def _latest(name: str, recipe_file: str | None) -> Path:
-    stamped = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    stamped = re.compile(rf"\d{{8}}-\d{{6}}-{re.escape(name)}(-\d+)?")
     recipe_files = () if recipe_file is None else (recipe_file, Path(recipe_file).name)  # 0.1.0 kept only the last part
     runs: list[tuple[str, int, Path]] = []
-    for path in RUNS.glob("*-*"):
-        match = re.fullmatch(r"(\d{8}-\d{6})-.*?(?:-(\d+))?" if recipe_file else stamped, path.name)
-        if match and (path / MARKER).exists() and (recipe_file is None or _recipe_file(path) in recipe_files):
-            runs.append((match[1], int(match[2] or 1), path))
+    for marker in RUNS.glob(f"*/{MARKER}"):
+        path = marker.parent
+        if _recipe_file(path) in recipe_files if recipe_file else stamped.fullmatch(path.name):
+            runs.append((_created(path), marker.stat().st_mtime_ns, path))
     if not runs:
         what = f"of the recipe {recipe_file}" if recipe_file else f"called {name!r}"
         raise RunDirError(f"there is no run {what} below {RUNS}/ to resume; name its folder with --run.folder")
@@ -113,10 +113,18 @@ def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
         more = f"raise train.steps (--train.steps {2 * step})"
         if steps is None:
             more = f"raise train.epochs (--train.epochs {2 * (recipe.train.epochs or 1):g})"
+    anew = "leave out --resume" + (" and choose another --run.folder" if recipe.run.folder else "")
     # A supervised run has no more steps.
-    remedy = f"To continue, {more}; for a new run, leave out --resume" if steps != 0 else "For a new run, leave it out"
+    remedy = f"To continue, {more}; for a new run, {anew}" if steps != 0 else f"For a new run, {anew}"
     unused = f" ({', '.join(ignored)} would change nothing)" if ignored else ""
     return f"the run in {path} {state}; there is nothing to resume{unused}. {remedy}"
+
+
+def _created(path: Path) -> str:
+    try:
+        return str(read_json(path / MARKER)["created"])
+    except (CheckpointError, KeyError, TypeError):
+        return ""
 
 
 def _recipe_file(path: Path) -> str | None:
@@ -126,7 +134,7 @@ def _recipe_file(path: Path) -> str | None:
         return None
 
 
-def check_inputs(run: RunDir, inputs: Mapping[str, Any]) -> None:
+def check_inputs(run: RunDir, inputs: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
     if not (run.path / INPUTS).exists():
         raise RunDirError(f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it; start a new run")
@@ -134,10 +142,21 @@ def check_inputs(run: RunDir, inputs: Mapping[str, Any]) -> None:
     changed = [name for name, value in inputs.items() if value != before.get(name)]
     if changed:
         shown = "; ".join(f"{name} (before: {before.get(name)}, now: {inputs[name]})" for name in changed)
+        if seeds := _drawn_by_another_seed(run, recipe):
+            shown += f"; the held-out rows are drawn by train.seed, {seeds}"
         raise ConfigError(
             f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changes, or "
             "start a new run"
         )
+
+
+def _drawn_by_another_seed(run: RunDir, recipe: Recipe) -> str | None:
+    """The two seeds, if they draw other held-out rows."""
+    if not (recipe.data.held_out_from_train or recipe.preference.held_out_from_train):
+        return None
+    settings = read_json(run.path / RECIPE) if (run.path / RECIPE).exists() else {}
+    seed = settings.get("train", {}).get("seed", recipe.train.seed)
+    return None if seed == recipe.train.seed else f"which was {seed} and is now {recipe.train.seed}"
 
 
 def write_inputs(run: RunDir, inputs: Mapping[str, Any], recipe_file: str | None) -> None:

@@ -17,6 +17,7 @@ from groupwise.training.store import run_folder
 from groupwise.training.store.run_folder import (
     PACKAGES,
     differences,
+    find_run,
     mark_finished,
     nothing_to_resume,
     open_run,
@@ -268,3 +269,21 @@ def test_a_resume_hashes_a_checkpoint_once(tmp_path, monkeypatch):
     with small_trainer(tmp_path / "run", QUICK, {"train": {"steps": 3}}, resume=True) as trainer:
         next(trainer.steps())
         assert hashed.count("masters.safetensors") == 2  # once to resume, once for the manifest of checkpoint-3
+
+
+def test_the_newest_run_of_a_recipe_whatever_its_folder_is_called(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe()
+
+    def start(folder, recipe_file):
+        with RunDir.create(folder) as run:
+            run.write_json("inputs.json", {"recipe": recipe_file})
+            run.metrics.record(1, {"reward": 0.0})
+
+    start("runs/20300101-000000-mine", "mine.toml")
+    start("runs/named", "mine.toml")
+    start("runs/other", "other.toml")
+    start("elsewhere/later", "mine.toml")
+    assert find_run(recipe, None, "mine.toml") == Path("runs/named")
+    assert find_run(recipe, None, "other.toml") == Path("runs/other")
+    assert find_run(recipe, "elsewhere/later", "mine.toml") == Path("elsewhere/later")
