@@ -144,7 +144,7 @@ def test_the_best_is_exported(tmp_path, changes):
         result = trainer.finish()
     assert (result.steps, result.best_step) == (4, 2)
     assert result.first_held_out["right"] == 0
-    assert result.held_out["right"] == pytest.approx(1 / 3)
+    assert (result.held_out["right"], result.last_held_out["right"]) == (1.0, pytest.approx(1 / 3))
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-4"]
     assert read_json(folder / "best.json")["checkpoint"] == "checkpoint-2"
