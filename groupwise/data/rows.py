@@ -32,6 +32,12 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
     """
     if not rows:
         raise DataError("there are no rows")
+    if len(rows) > 1 and not any(column in row for row in rows):
+        columns = list(dict.fromkeys(str(name) for row in rows for name in row))
+        shown = ", ".join(map(repr, columns)) or "none"
+        near = did_you_mean(column, columns)
+        problem = f"no row{_file_of(rows)} has a column {column!r}{near} (columns: {shown})"
+        raise DataError(f"{problem}; set data.prompt to the column of the prompt")
     for number, row in enumerate(rows):
         where = where_of(row, number)
         check_column(row, column, where, "; data.prompt names the column of the prompt")
@@ -70,6 +76,17 @@ def columns_of(rows: Sequence[Mapping[str, Any]], *, without: str | None = None)
 def where_of(row: Mapping[str, Any], number: int) -> str:
     """The origin of a row; its number, from 1, if it was made by a program."""
     return getattr(row, "where", None) or f"row {number + 1}"
+
+
+def name_completion(where: str, number: int, samples: int) -> str:
+    """``rows.jsonl, line 3, completion 2``; without the number, which starts at 0, if there is one sample per row."""
+    return f"{where}, completion {number + 1}" if samples > 1 else where
+
+
+def _file_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """``" of facts.jsonl"`` if all rows come from this file, else nothing."""
+    files = {getattr(row, "where", "").rpartition(", ")[0] for row in rows}
+    return f" of {files.pop()}" if len(files) == 1 and all(files) else ""
 
 
 def check_text(text: str, what: str, may_be_empty: bool = False) -> None:

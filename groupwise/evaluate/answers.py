@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions, where_of
+from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
@@ -58,7 +59,9 @@ def evaluate(
     ``trainer_state`` is passed to the reward functions that take it.
     """
     if not rows:
-        raise ConfigError("there is nothing to evaluate on: give held-out rows (data.held_out)")
+        raise ConfigError(
+            "there is nothing to evaluate on: give held-out rows (data.held_out, data.held_out_from_train)"
+        )
     if not grades and scorer is None:
         raise ConfigError("there is nothing to evaluate by: the task has neither grades nor rewards")
     texts: list[str] = []
@@ -95,7 +98,8 @@ def evaluate(
         for record, result in zip(answers, results, strict=True):
             record[name] = result
     if scorer is not None:
-        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state)
+        places = [name_completion(record["where"], record["sample"], samples) for record in answers]
+        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state, places)
         _add_mean(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
         for record, reward in zip(answers, rewards, strict=True):
@@ -113,6 +117,7 @@ def _rewards(
     prompt_column: str,
     score_batch: int,
     trainer_state: Any,
+    places: Sequence[str],
 ) -> list[float]:
     """The weighted sum of the rewards of each completion; NaN if every function skipped it, or if one failed."""
     prompts = [row[prompt_column] for row in rows]
@@ -128,6 +133,7 @@ def _rewards(
             columns_of(rows[batch], without=prompt_column),
             completion_ids=tokens[batch],
             trainer_state=trainer_state,
+            places=places[batch],
         )
         total += weighted_total(scores.rewards, weights).tolist()
         failures += [failure.reason for failure in scores.failures]

@@ -215,11 +215,16 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def reward_error_reason(error: BaseException) -> str:
-    """Why a reward failed: the function's own error, or what is wrong with the value that it returned."""
+def reward_error_reason(error: BaseException, completion: Any = None) -> str:
+    """Why a reward failed: the function's own error, or what is wrong with the value that it returned.
+
+    completion: the one it failed on, for a hint if the function took a list of messages for a text.
+    """
     if isinstance(error, BatchFailure):
         return str(error)
     reason = describe_failure(error)
     if "only works in main thread" in str(error):
         reason += "; to run it in the caller's thread, set the time limit to None"
+    if isinstance(completion, list) and isinstance(error, (AttributeError, TypeError)) and "list" in str(error):
+        reason += "; the completion is a list of messages, groupwise.rewards.text_of(completion) is its text"
     return reason

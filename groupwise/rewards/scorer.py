@@ -43,6 +43,7 @@ from groupwise.text import excerpt
 
 ON_ERROR = ("stop", "drop")
 LOST_BATCHES = 3  # this many batches in a row without a scored row stop the run, even with on_error="drop"
+PROMPT_WIDTH = 40  # characters of a prompt in an error
 GRACE = 2.0  # seconds for cancelled coroutines to clean up
 
 
@@ -88,8 +89,13 @@ class Scorer:
         *,
         completion_ids: Sequence[Any] | None = None,
         trainer_state: Any = None,
+        places: Sequence[str] | None = None,
     ) -> Scores:
-        """Call every function on the batch: the plain ones one after the other, then the async ones concurrently."""
+        """Call every function on the batch: the plain ones one after the other, then the async ones concurrently.
+
+        ``places`` name the completions in errors, such as ``"rows.jsonl, line 3, completion 2"``; by default their
+        numbers, from 1.
+        """
         lists: dict[str, Any] = {"prompts": prompts, "completions": completions}
         if completion_ids is not None:
             lists["completion_ids"] = completion_ids
@@ -100,7 +106,8 @@ class Scorer:
             if len(values) != len(completions):
                 raise InputError(f"{name} has {len(values)} entries for {len(completions)} completions")
         lists = {name: list(values) for name, values in lists.items()}
-        calls = {reward.name: RewardCall(reward, lists, trainer_state) for reward in self.functions}
+        places = tuple(places or (f"row {number}" for number in range(1, len(completions) + 1)))
+        calls = {reward.name: RewardCall(reward, lists, trainer_state, places) for reward in self.functions}
         if len(completions):
             for reward in self.functions:
                 reward.choose_arguments([*lists, *HELPERS])
@@ -133,16 +140,15 @@ class Scorer:
                     call.fail(None, reason, error)
                 call.batch_failure = RowFailure(call.reward.name, None, reason)
         if stop and call.failures:
-            share = (
-                f"it fails on {len(call.failures)} of {len(call)} rows (scoring.on_error = 'drop' would leave them out)"
-            )
-            call.fail(call.failures[0].row, f"{call.failures[0].reason}; {share}", error)
+            share = f"it fails on {len(call.failures)} of {count(len(call), 'completion')}"
+            remedy = "scoring.on_error = 'drop' would leave them out"
+            call.fail(call.failures[0].row, f"{call.failures[0].reason}; {share} ({remedy})", error)
         return call
 
     def _score_rows(self, batch: RewardCall) -> RewardCall:
         """Call the function on each row alone. All rows together have the time limit of one batch."""
         start = time.perf_counter()
-        rows = [batch.copy({name: [values[row]] for name, values in batch.lists.items()}) for row in range(len(batch))]
+        rows = [batch.row(number) for number in range(len(batch))]
         if batch.reward.is_async:
             rows = run_concurrently(rows, self.timeout)
         else:
@@ -155,7 +161,8 @@ class Scorer:
         result = batch.copy()
         for row, call in enumerate(rows):
             if call.error is not None:
-                result.rewards.append(RowFailure(call.reward.name, row, reward_error_reason(call.error)))
+                reason = reward_error_reason(call.error, call.lists["completions"][0])
+                result.rewards.append(RowFailure(call.reward.name, row, reason))
             elif isinstance(call.rewards[0], RowFailure):
                 result.rewards.append(replace(call.rewards[0], row=row))
             else:
@@ -203,6 +210,7 @@ class RewardCall:
     reward: RewardFunction
     lists: dict[str, list[Any]]
     trainer_state: Any
+    places: tuple[str, ...]  # of the completions, for errors
     rewards: list[RowReward] = field(default_factory=list)
     error: BaseException | None = None
     batch_failure: RowFailure | None = None  # the batch failed, but none of its rows
@@ -217,9 +225,14 @@ class RewardCall:
     def failures(self) -> list[RowFailure]:
         return [reward for reward in self.rewards if isinstance(reward, RowFailure)]
 
-    def copy(self, lists: dict[str, list[Any]] | None = None) -> RewardCall:
-        """The same call without a result, on these lists."""
-        return RewardCall(self.reward, self.lists if lists is None else lists, self.trainer_state)
+    def copy(self) -> RewardCall:
+        """The same call without a result."""
+        return RewardCall(self.reward, self.lists, self.trainer_state, self.places)
+
+    def row(self, number: int) -> RewardCall:
+        """The call on one row alone."""
+        lists = {name: [values[number]] for name, values in self.lists.items()}
+        return RewardCall(self.reward, lists, self.trainer_state, (self.places[number],))
 
     def excerpt(self, row: int) -> str:
         completion = self.lists["completions"][row]
@@ -228,9 +241,17 @@ class RewardCall:
         except InputError:
             return excerpt(completion)
 
+    def prompt_excerpt(self, row: int) -> str:
+        """The beginning of a prompt, or of its last message."""
+        prompt = self.lists["prompts"][row]
+        last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else prompt
+        return excerpt(last.get("content") if isinstance(last, Mapping) else last, PROMPT_WIDTH)
+
     def fail(self, row: int | None, reason: str, cause: BaseException | None = None) -> NoReturn:
-        batch = f"a batch of {len(self)} (first completion {self.excerpt(0)})"
-        place = batch if row is None else f"row {row} (completion {self.excerpt(row)})"
+        if row is None:
+            place = f"a batch of {len(self)} (first completion {self.excerpt(0)})"
+        else:
+            place = f"{self.places[row]} (prompt {self.prompt_excerpt(row)}, completion {self.excerpt(row)})"
         raise RewardError(f"reward {self.reward.name!r} failed on {place}: {reason}") from cause
 
     def run(self, timeout: float | None) -> RewardCall:

@@ -83,6 +83,18 @@ def test_a_column_that_is_missing():
         check_prompts([Row({"prompt": "x"}, "x.csv, line 2")], column="question")
 
 
+def test_a_column_that_no_row_has():
+    rows = [Row({"question": "x", "prompts": "y"}, f"facts.jsonl, line {line}") for line in (2, 3)]
+    message = (
+        r"^no row of facts.jsonl has a column 'prompt'; did you mean 'prompts'\? \(columns: 'question', 'prompts'\); "
+        "set data.prompt"
+    )
+    with pytest.raises(DataError, match=message):
+        check_prompts(rows)
+    with pytest.raises(DataError, match=r"^no row has a column 'prompt' \(columns: 'a', 'b'\)"):
+        check_prompts([{"a": 1}, {"b": 2}])
+
+
 def test_texts_and_messages_are_not_mixed():
     text, chat = Row({"prompt": "x"}, "a.jsonl, line 1"), Row({"prompt": [USER]}, "a.jsonl, line 2")
     with pytest.raises(

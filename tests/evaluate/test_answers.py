@@ -190,8 +190,10 @@ def test_a_failed_reward_is_never_zero():
             raise KeyError("b")
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardError, match="reward 'breaks' failed on row 1"):
+    with pytest.raises(RewardError, match=r"reward 'breaks' failed on row 2 .*completion 'b'"):
         run([["a"], ["b"]], rows, scorer=Scorer([breaks]))
+    with pytest.raises(RewardError, match=r"failed on row 2, completion 1 \(prompt '2', completion 'b'\)"):
+        run([["a", "a"], ["b", "a"]], rows, samples=2, scorer=Scorer([breaks]))
     result = run([["a"], ["b"]], rows, scorer=Scorer([breaks], on_error="drop"))
     assert result.metrics[REWARD] == 1.0
     assert result.metrics["reward_unscored"] == 0.5
@@ -244,7 +246,10 @@ def test_chat_prompts_give_completions_as_messages():
 
 
 def test_nothing_to_evaluate_on_or_by():
-    with pytest.raises(ConfigError, match=r"there is nothing to evaluate on: give held-out rows \(data.held_out\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"there is nothing to evaluate on: give held-out rows \(data.held_out, data.held_out_from_train\)",
+    ):
         evaluate(ScriptedGenerator({}), TOKENIZER, [], [], grades={"accuracy": is_right}, sampling=Sampling())
     with pytest.raises(ConfigError, match="there is nothing to evaluate by: the task has neither grades nor rewards"):
         run([["a"]], rows_of("1"))

@@ -359,8 +359,8 @@ BAD = [
 def test_values_that_are_not_rewards(value, message):
     with pytest.raises(RewardError, match=re.escape(message)) as error:
         score(returning([1.0, 2.0, value, value]))
-    assert "reward 'f' failed on row 2 (completion 'ccc'): " in str(error.value)
-    assert "it fails on 2 of 4 rows (scoring.on_error = 'drop' would leave them out)" in str(error.value)
+    assert "reward 'f' failed on row 3 (prompt 'p2', completion 'ccc'): " in str(error.value)
+    assert "it fails on 2 of 4 completions (scoring.on_error = 'drop' would leave them out)" in str(error.value)
     scores = score(returning([1.0, 2.0, value, None]), "drop")
     assert values(scores) == [1, 2, None, None]
     assert scores.dropped.tolist() == [False, False, True, False]
@@ -369,9 +369,9 @@ def test_values_that_are_not_rewards(value, message):
 
 
 def test_nan_of_an_array_is_refused():
-    with pytest.raises(RewardError, match=r"row 1 .*returned nan"):
+    with pytest.raises(RewardError, match=r"row 2 .*returned nan"):
         score(returning(np.array([1, np.nan, 2, 3])))
-    with pytest.raises(RewardError, match=r"row 0 .*returned 1j"):
+    with pytest.raises(RewardError, match=r"row 1 .*returned 1j"):
         score(returning(torch.tensor([1j, 0, 0, 0])))
 
 
@@ -406,14 +406,45 @@ def test_an_exception_names_its_rows(timeout):
         score(fragile, timeout=timeout)
     line = fragile.__code__.co_firstlineno + 2
     assert str(error.value) == (
-        "reward 'f' failed on row 1 (completion 'bb'): raised ValueError: no bb,\nno dddd "
-        f"(test_contract.py, line {line}); it fails on 2 of 4 rows (scoring.on_error = 'drop' would leave them out)"
+        "reward 'f' failed on row 2 (prompt 'p1', completion 'bb'): raised ValueError: no bb,\nno dddd "
+        f"(test_contract.py, line {line}); it fails on 2 of 4 completions (scoring.on_error = 'drop' would leave them "
+        "out)"
     )
     assert isinstance(error.value.__cause__, ValueError)
     scores = score(fragile, "drop", timeout)
     assert values(scores) == [1, None, 3, None]
     assert scores.dropped.tolist() == [False, True, False, True]
     assert [failure.row for failure in scores.failures] == [1, 3]
+
+
+def test_an_exception_names_the_place_of_the_completion():
+    places = [f"rows.jsonl, line {line}, completion {number}" for line in (3, 7) for number in (1, 2)]
+    prompts = [[{"role": "user", "content": "What is the capital of France, and of which river?"}]] * 4
+    with pytest.raises(RewardError) as error:
+        Scorer([fragile]).score(prompts, COMPLETIONS, {}, places=places)
+    place = "rows.jsonl, line 3, completion 2 (prompt 'What is the capital of France, and of w…', completion 'bb')"
+    assert str(error.value).startswith(f"reward 'fragile' failed on {place}: raised ValueError")
+
+
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_a_list_of_messages_taken_for_a_text(on_error):
+    def upper(completions):
+        return [float(completion.isupper()) for completion in completions]
+
+    def found(completions):
+        return [float(bool(re.search("A", completion))) for completion in completions]
+
+    chats = [[{"role": "assistant", "content": "A"}]] * 2
+    for function in (upper, found):
+        scorer = Scorer([function], on_error=on_error)
+        if on_error == "stop":
+            with pytest.raises(RewardError, match=r"groupwise\.rewards\.text_of\(completion\) is its text"):
+                scorer.score(["p"] * 2, chats, {})
+        else:
+            assert "groupwise.rewards.text_of" in scorer.score(["p"] * 2, chats, {}).failures[0].reason
+    with pytest.raises(RewardError) as error:
+        Scorer([upper]).score(["p"], [None], {})
+    assert "text_of" not in str(error.value)
 
 
 def test_columns_need_not_be_lists():
@@ -443,7 +474,7 @@ def test_every_kind_of_exception_is_reported(error):
     def reward(completions):
         raise error
 
-    with pytest.raises(RewardError, match=rf"row 0 .*raised {type(error).__name__}.*4 of 4 rows"):
+    with pytest.raises(RewardError, match=rf"row 1 .*raised {type(error).__name__}.*4 of 4 completions"):
         score(reward)
 
 

@@ -385,7 +385,7 @@ def test_failures_can_be_errors(server):
 
 def test_a_refusal_stops_the_run(server):
     server.reply = lambda *_: Reply(status=401, body={})
-    with pytest.raises(RewardError, match=r"reward 'judge' failed on row 0 .*refuses to judge: it answered 401"):
+    with pytest.raises(RewardError, match=r"reward 'judge' failed on row 1 .*refuses to judge: it answered 401"):
         Scorer([make(server)]).score(["p", "p"], ["a", "b"], {})
 
 

@@ -369,7 +369,8 @@ def test_rows_of_a_failed_async_batch_are_tried_at_the_same_time():
         return fragile
 
     with pytest.raises(
-        RewardError, match=r"row 2 \(completion 'ccc'\): raised ValueError: no ccc \(test_scorer.py, line \d+\)"
+        RewardError,
+        match=r"row 3 \(prompt '', completion 'ccc'\): raised ValueError: no ccc \(test_scorer.py, line \d+\)",
     ):
         score(make_fragile())
     scores = score(make_fragile(), on_error="drop")

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.data import DecodedCompletions, Order, Prompt, columns_of, completion_for_reward, decode_completions
+from groupwise.data import (
+    DecodedCompletions,
+    Order,
+    Prompt,
+    columns_of,
+    completion_for_reward,
+    decode_completions,
+    where_of,
+)
+from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError
 from groupwise.generate.engine import watched
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
@@ -210,7 +219,8 @@ class RolloutCollector:
             raise ConfigError("completions were sampled, but there is no reward to score them with; add [[rewards]]")
         samples = step_recipe.sampling.samples_per_prompt
         scored = [place for place, skip in enumerate(skipped) if not skip]
-        data = [self.rows[rows[place // samples]] for place in scored]
+        numbers = [rows[place // samples] for place in scored]
+        data = [self.rows[number] for number in numbers]
         prompts = [row[self.prompt_column] for row in data]
         texts = [completions.texts[place] for place in scored]
         scores = self.scorer.score(
@@ -219,6 +229,10 @@ class RolloutCollector:
             columns_of(data, without=self.prompt_column),
             completion_ids=[completions.ids[place] for place in scored],
             trainer_state=trainer_state,
+            places=[
+                name_completion(where_of(row, number), place % samples, samples)
+                for row, number, place in zip(data, numbers, scored, strict=True)
+            ],
         )
         if self.overlong:
             lengths = [completions.lengths[place] for place in scored]
