@@ -13,8 +13,9 @@ import io
 import json
 import os
 import shutil
+import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,7 +142,9 @@ def _publishing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
-        for entry in (*unfinished.rglob("*"), unfinished):
+        entries = (*unfinished.rglob("*"), unfinished)
+        _set_usual_mode([entry for entry in entries if entry.suffix == ".safetensors"], path.parent)
+        for entry in entries:
             _flush(entry)
         os.replace(unfinished, path)
         _flush(path.parent)
@@ -154,6 +157,23 @@ def _publishing(path: Path) -> Iterator[Path]:
     except BaseException:
         _remove(unfinished)
         raise
+
+
+def _set_usual_mode(files: Sequence[Path], folder: Path) -> None:
+    """Give files the permissions of any new file in ``folder``: safetensors lets only the owner read what it writes.
+
+    They are those of a file created for this, because the umask cannot be read without changing it for all threads.
+    """
+    if not files:
+        return
+    new = folder / f"{UNFINISHED}{uuid.uuid4().hex[:8]}-mode"
+    try:
+        new.touch(exist_ok=False)
+        mode = stat.S_IMODE(new.stat().st_mode)
+    finally:
+        new.unlink(missing_ok=True)
+    for file in files:
+        file.chmod(mode)
 
 
 def _remove(path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from groupwise.errors import CheckpointError, RunDirError
 from groupwise.rundir.files import (
@@ -60,6 +62,21 @@ def test_a_table_has_a_column_for_every_name_of_its_rows(tmp_path):
     write_csv(tmp_path / "rows.csv", iter(rows))
     text = (tmp_path / "rows.csv").read_text()
     assert text == 'step,return,who\n0,0.30000000000000004,\n1,,"a ""b"", c"\n,,d\n'
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such permissions")
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_others_may_read_weights_as_the_umask_says(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_safetensors(tmp_path / "a.safetensors", {"w": torch.ones(2)})
+        with atomic_folder(tmp_path / "model") as folder:
+            save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "a.safetensors", tmp_path / "model" / "model.safetensors"):
+        assert stat.S_IMODE(path.stat().st_mode) == mode
+    assert names(tmp_path) == ["a.safetensors", "model"]
 
 
 def test_safetensors(tmp_path):
