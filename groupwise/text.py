@@ -44,11 +44,14 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]], *, left
 
 
 def format_duration(seconds: float) -> str:
-    """``42 s``, ``17 min`` or ``3 h 05 min``."""
-    if seconds < 99.5:
-        return f"{max(0, seconds):.0f} s"
+    """``42 s``, ``1 min 17 s``, from 10 minutes on ``17 min``, or ``3 h 05 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 600:
+        return f"{whole // 60} min {whole % 60:02d} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def error_reason(error: BaseException) -> str:

@@ -38,7 +38,18 @@ def test_markdown_table():
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0 s"), (99.4, "99 s"), (99.6, "2 min"), (7140, "119 min"), (11_100, "3 h 05 min")]
+    ("seconds", "text"),
+    [
+        (-1, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (77, "1 min 17 s"),
+        (599.4, "9 min 59 s"),
+        (599.6, "10 min"),
+        (3540, "59 min"),
+        (3599, "1 h 00 min"),
+        (11_100, "3 h 05 min"),
+    ],
 )
 def test_format_duration(seconds, text):
     assert format_duration(seconds) == text

@@ -207,7 +207,7 @@ class LiveDisplay(Display):
         head.highlight_regex("[0-9]+(?=/)", "bold")
         if width >= ONE_LINE:
             return [_bar_row(head, bar, Text(times))]
-        return [_bar_row(head, bar), _cut(times)]
+        return [_bar_row(head, bar), _cut(times if len(times) <= width else times.removeprefix("run: "))]
 
     def _sample_lines(self, width: int) -> list[RenderableType]:
         """Completions of the last step below their heading and an empty line."""

@@ -48,7 +48,7 @@ def test_a_line_has_the_numbers(lines, stream, clock):
         lines.step(step, METRICS)
     assert stream.getvalue().splitlines()[-1] == (
         "step  12/300 · reward  0.412 ±0.31 · held-out accuracy 45.1 % (step 10) · equal groups  12 % · "
-        "length 1205.3 ·   1,830 tokens/s ·   0.9 s/step · run: 24 s, about 10 min left"
+        "length 1205.3 ·   1,830 tokens/s ·   0.9 s/step · run: 24 s, about 9 min 36 s left"
     )
     assert len(stream.getvalue().splitlines()) == 13
 
@@ -100,7 +100,7 @@ def test_missing_metrics_are_left_out(lines, stream, clock):
     lines.step(2, {"reward": math.nan, "reward_std": None, "kl": "x", "tokens_per_second": torch.ones(2)})
     assert stream.getvalue().splitlines() == [
         "step   1/300 · run: 0 s, about 0 s left",
-        "step   2/300 · reward    nan · run: 2 s, about 6 min left",
+        "step   2/300 · reward    nan · run: 2 s, about 6 min 12 s left",
     ]
 
 
@@ -109,7 +109,7 @@ def test_a_step_with_pairs(lines, stream, clock):
     lines.step(1, {**METRICS, "preference/pairs": 64.0, "preference/margin": -0.5, "preference/accuracy": 1.0})
     assert stream.getvalue().splitlines()[-1] == (
         "step   1/300 · reward  0.412 ±0.31 · equal groups  12 % · length 1205.3 · pairs  64 · margin -0.500 · "
-        "preferred 100 % ·   1,830 tokens/s ·   0.9 s/step · run: 2 s, about 10 min left"
+        "preferred 100 % ·   1,830 tokens/s ·   0.9 s/step · run: 2 s, about 9 min 58 s left"
     )
 
 
@@ -123,9 +123,9 @@ def test_a_step_without_sampling_has_no_reward_and_no_speed(stream, clock):
     assert stream.getvalue().splitlines()[1:] == [
         "before training · held out: preference_accuracy 50.0 % (50.0 % to 50.0 %)",
         "step  1/36 · held-out preference_accuracy 50.0 % (before training) · pairs  16 · margin  0.000 · "
-        "preferred  71 % ·   1.5 s/step · run: 2 s, about 70 s left",
+        "preferred  71 % ·   1.5 s/step · run: 2 s, about 1 min 10 s left",
         "step  2/36 · held-out preference_accuracy 50.0 % (before training) · pairs  16 · margin  0.523 · "
-        "preferred  71 % ·   1.5 s/step · run: 4 s, about 68 s left",
+        "preferred  71 % ·   1.5 s/step · run: 4 s, about 1 min 08 s left",
     ]
 
 
@@ -306,7 +306,15 @@ def test_time_left_is_estimated_from_recent_steps(lines, clock):
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0.4, "0 s"), (99.0, "99 s"), (100, "2 min"), (3600, "60 min"), (7185, "2 h 00 min"), (90_060, "25 h 01 min")],
+    [
+        (0.4, "0 s"),
+        (59.0, "59 s"),
+        (99.0, "1 min 39 s"),
+        (720, "12 min"),
+        (3600, "1 h 00 min"),
+        (7185, "2 h 00 min"),
+        (90_060, "25 h 01 min"),
+    ],
 )
 def test_durations(lines, stream, clock, seconds, text):
     clock.time += seconds
