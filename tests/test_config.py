@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import ALGORITHMS
+from groupwise.cli.settings import parse_settings
 from groupwise.config import (
     Recipe,
     load_recipe,
@@ -195,6 +196,28 @@ def test_a_recipe_that_cannot_be_read(tmp_path):
     path.write_text("[train]\nsteps = 3\nbatch_size = four\n")
     with pytest.raises(ConfigError, match=r"r.toml is not valid TOML: .*\(at line 3, column 14\)"):
         load_recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("source = tiny", '; a text needs quotes: source = "tiny"'),
+        ("source = ./a/b # c", '; a text needs quotes: source = "./a/b"'),
+        ("source = 3..4", ""),
+        ("source =", ""),
+    ],
+)
+def test_a_text_without_quotes(tmp_path, line, hint):
+    path = tmp_path / "r.toml"
+    path.write_text(f"[model]\n{line}\n")
+    with pytest.raises(ConfigError) as error:
+        load_recipe(path)
+    assert re.search(r"\(at line 2, column \d+\)(.*)$", str(error.value))[1] == hint
+
+
+def test_an_unknown_setting_names_the_command():
+    with pytest.raises(ConfigError, match="`groupwise eval --help all` lists all"):
+        parse_settings([("zzz", "1")], "eval")
 
 
 @pytest.mark.parametrize("name", ["nothere.jsonl", "rows.parquet", "rows.CSV"])

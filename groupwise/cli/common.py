@@ -72,6 +72,14 @@ def make_table(*columns: str, left: Collection[str]) -> Table:
     return table
 
 
+def print_table(out: Console, table: Table) -> None:
+    """Print a table without the spaces at the ends of its lines."""
+    with out.capture() as capture:
+        out.print(table)
+    for line in capture.get().splitlines():
+        out.file.write(f"{line.rstrip()}\n")
+
+
 def make_status() -> Display:
     """Shows on stderr what a command is doing, if that is a terminal. Notices are printed in any case."""
     from groupwise.training.display import make_display

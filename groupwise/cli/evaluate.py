@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, console, make_status, make_table
+from groupwise.cli.common import Commands, console, make_status, make_table, print_table
 from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
 from groupwise.text import plural
@@ -49,12 +49,13 @@ def _eval(arguments: argparse.Namespace) -> int:
             report = _report(recipe, arguments, display)
     if arguments.report is not None:
         return _print_report(report, arguments)
+    if arguments.answers is not None:  # before anything is printed, as the output may be a closed pipe
+        _write_lines(arguments.answers, evaluation.answers)
     _print_metrics(evaluation, metric, recipe.model.source)
+    _print_answers(arguments)
     if recipe.model.source == "tiny":
         note = "tiny has random weights; a trained model: --model.source RUN/model"
         console(stderr=True).print(note, highlight=False)
-    if arguments.answers is not None:
-        _write_lines(arguments.answers, evaluation.answers)
     return 0
 
 
@@ -85,7 +86,13 @@ def _print_report(report: Any, arguments: argparse.Namespace) -> int:
     out = console()
     for part in (*report.summary, *map(str, report.files)):
         out.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+    _print_answers(arguments)
     return 0
+
+
+def _print_answers(arguments: argparse.Namespace) -> None:
+    if arguments.answers is not None:
+        console().print(f"answers: {arguments.answers}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> None:
@@ -103,7 +110,7 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
             f"{interval.low:.4f} – {interval.high:.4f}",
             *(("" if share is None else f"{share:.1%}",) if missing else ()),
         )
-    out.print(table)
+    print_table(out, table)
     if metric is not None and len(names) > 1:
         out.print("* selects the best checkpoint in training (evaluate.metric)", highlight=False)
     if evaluation.answers:

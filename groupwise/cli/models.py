@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from groupwise.cli.common import Commands, add, console, make_table
+from groupwise.cli.common import Commands, add, console, make_table, print_table
 from groupwise.errors import CheckpointError
 
 BUILT_IN = "tiny"
@@ -73,20 +73,24 @@ def _models_list(arguments: argparse.Namespace) -> int:
         table.add_row(f"{weights.name}\n  {weights.summary}", *sizes, weights.licence, fetched)
     table.add_row(f"{BUILT_IN}\n  random weights, for tests", "", "", "", "", "built in")
     out = console()
-    out.print(table)
+    print_table(out, table)
     out.print(f"\nModels are stored in {arguments.cache or cache_folder()}", soft_wrap=True, highlight=False)
     return 0
 
 
 def _models_fetch(arguments: argparse.Namespace) -> int:
-    from groupwise.model.weights import fetch, find_entry
+    from groupwise.errors import check_installed
+    from groupwise.model.weights import cached, fetch, find_entry
+    from groupwise.training.extras import model_needs
 
     out = console()
     if BUILT_IN in arguments.names:
         out.print(f"{BUILT_IN} is built in and needs no fetch", highlight=False)
     names = [name for name in dict.fromkeys(arguments.names) if name != BUILT_IN]
     for name in names:
-        find_entry(name)  # report a wrong name before any download starts
+        entry = find_entry(name)  # report a wrong name before any download starts
+        if cached(entry, arguments.cache) is None:
+            check_installed(model_needs(name, fetched=False))
     for name in names:
         with _progress_of(name) as report:
             folder = fetch(name, cache=arguments.cache, progress=report)

@@ -141,15 +141,15 @@ def _name(word: str) -> str:
     return word[2:].replace("-", "_")
 
 
-def parse_settings(settings: Sequence[tuple[str, str | None]]) -> dict[str, Any]:
-    """The values of settings that are given as texts; a switch without a text is true."""
+def parse_settings(settings: Sequence[tuple[str, str | None]], command: str = "train") -> dict[str, Any]:
+    """The values of settings that are given as texts to a command; a switch without a text is true."""
     from groupwise.config import parse_override
 
     values: dict[str, Any] = {}
     for name, text in settings:
         if name in values:
             raise ConfigError(f"--{name} is given twice")
-        values[name] = parse_override(name, "true" if text is None else text)
+        values[name] = parse_override(name, "true" if text is None else text, command)
         if text is None:
             _check_switch(name)
     return values

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console, format_examples, make_table
+from groupwise.cli.common import Commands, add, console, format_examples, make_table, print_table
 from groupwise.cli.sample import MODEL_HELP, add_sampling_arguments, load_model_of, sampling_of
 from groupwise.errors import InputError
 from groupwise.text import plural
@@ -72,7 +72,7 @@ def _ask(arguments: argparse.Namespace) -> int:
     for answer in answers:
         out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
         out.print(f"[{answer.stop_reason}, {plural(answer.tokens, 'token')}]\n", markup=False, highlight=False)
-    out.print(_table(options, answers, probabilities))
+    print_table(out, _table(options, answers, probabilities))
     for line in _conclusions(answers):
         out.print(line, markup=False, highlight=False)
     return 0

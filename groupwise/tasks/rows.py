@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from groupwise.config import Recipe, SourcesSection
 from groupwise.data import read_rows
 from groupwise.data.tables import as_rows
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, DataError
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.text import plural
 
@@ -48,7 +48,7 @@ def read_both(recipe: Recipe, read: ReadRows | None = None) -> tuple[list[TaskRo
     if recipe.data.train is None and recipe.data.held_out is None:
         raise ConfigError(
             f"the task {recipe.task!r} needs rows: set data.train to a .jsonl, .json, .parquet or .csv file, or "
-            "to a hub data set owner/name"
+            "to a hub data set owner/name, and data.held_out to evaluate (a run from Python rows does not keep them)"
         )
     return read_section(recipe, "data", read)
 
@@ -66,24 +66,34 @@ def read_section(recipe: Recipe, section: str, read: ReadRows | None = None) -> 
     # Beside a hub data set, subset and split do not apply to files.
     on_hub = [source for source in (*train_sources, *held_out_sources) if not Path(source).expanduser().exists()]
 
-    def read_each(sources: Sequence[str], split: str | None, limit: int | None) -> list[list[TaskRow]]:
+    def read_each(sources: Sequence[str], split_key: str, limit: int | None) -> list[list[TaskRow]]:
         parts: list[list[TaskRow]] = []
+        split = getattr(data, split_key)
         for source in sources:
             subset = data.subset if source in on_hub or not on_hub else None
             source_split = split if source in on_hub or not set(sources) & set(on_hub) else None
+            if source not in on_hub:
+                _check_local(source, {f"{section}.{split_key}": source_split, f"{section}.subset": subset})
             left = None if limit is None else limit - sum(map(len, parts))
             if left is None or left > 0:
                 parts.append((read or read_rows)(source, split=source_split, subset=subset, limit=left))
         return parts
 
-    train = read_each(train_sources, data.train_split, data.train_rows)
+    train = read_each(train_sources, "train_split", data.train_rows)
     if data.held_out_from_train:
         # The first source is the one to evaluate on; the others are additional training data.
         first, *others = train or [[]]
         first, drawn = hold_out(first, data.held_out_from_train, recipe.train.seed, section)
         return list(chain(first, *others)), drawn[: data.held_out_rows]
-    held_out = read_each(held_out_sources, data.held_out_split, data.held_out_rows)
+    held_out = read_each(held_out_sources, "held_out_split", data.held_out_rows)
     return list(chain(*train)), list(chain(*held_out))
+
+
+def _check_local(source: str, settings: Mapping[str, str | None]) -> None:
+    """Raise a DataError for a setting of hub data sets, as the source is a file or folder."""
+    for name, value in settings.items():
+        if value is not None:
+            raise DataError(f"{name} = {value!r} is for hub datasets, but {source} is local; leave it out")
 
 
 def hold_out(

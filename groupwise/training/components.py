@@ -30,7 +30,7 @@ from groupwise.model import (
 )
 from groupwise.model.handle import ModelHandle
 from groupwise.model.source import report_fetches
-from groupwise.model.weights import FetchProgress
+from groupwise.model.weights import CATALOGUE, FetchProgress
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
@@ -248,7 +248,15 @@ def load_components(
 
 
 def _fetch_report(source: str, display: Display) -> FetchProgress:
+    """Shows the progress of a download; where no progress is shown, one line says that there is one."""
+    entry, announced = CATALOGUE.get(source), False
+
     def report(stage: str, done: int, total: int | None) -> None:
+        nonlocal announced
+        if not announced:
+            size = f", {entry.download_bytes / 1e6:,.0f} MB" if entry is not None else ""
+            display.announce(f"{source} is not cached: downloading it{size}")
+            announced = True
         text = f"{FETCH_STAGES.get(stage, stage)} {source}"
         if total:
             display.progress(text, done, total, BYTES)

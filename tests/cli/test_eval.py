@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from groupwise.cli import main
+from groupwise.cli import BROKEN_PIPE, main
+from groupwise.cli import evaluate as evaluate_command
 from groupwise.model import load_model_and_tokenizer
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.usmle import report as report_module
@@ -61,7 +62,8 @@ def test_a_report(folder, output_of):
     assert list(shown) == ["strict", "lenient", "majority vote", "likeliest letter", "shuffled"]
     assert lines[6].startswith("2 questions; without an answer: ")
     assert lines[6].endswith("4.0 tokens per answer, 100.0% cut off")
-    assert lines[7:] == [f"deep/report/report.{ending}" for ending in ("json", "png", "md")]
+    assert lines[7:-1] == [f"deep/report/report.{ending}" for ending in ("json", "png", "md")]
+    assert lines[-1] == "answers: answers.jsonl"
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [(answer["number"], answer["sample"], answer["tokens"]) for answer in answers] == [(0, 0, 4), (1, 0, 4)]
     assert [answer["lenient"] for answer in answers] == [outcome.lenient for outcome in report.outcomes]
@@ -155,6 +157,16 @@ def test_without_a_report_there_is_a_table(folder, output_of):
     rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()[1:3]}
     assert rows == {"accuracy *": "100.0%", "accuracy_lenient": "100.0%"}  # without an answer
     assert "2 answers by tiny: 4.0 tokens on average" in out
+    assert out.splitlines()[-1] == "answers: answers.jsonl"
+    assert len((folder / "answers.jsonl").read_text().splitlines()) == 2
+
+
+def test_answers_are_written_even_if_nobody_reads_the_table(folder, monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(evaluate_command, "_print_metrics", closed)
+    assert main([*EVAL, "--answers", "answers.jsonl"]) == BROKEN_PIPE
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import re
@@ -65,6 +66,7 @@ def test_list(toy, capsys):
     assert main(["models", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines[:-1])
+    assert all(line == line.rstrip() for line in lines)
     assert "…" not in "".join(lines)  # everything fits into 80 columns
     rows = {line.split()[0]: line.split() for line in lines if line}
     assert rows["smollm2-135m"][1:] == ["135", "M", "93", "MB", "542", "MB", "Apache-2.0", "no"]
@@ -73,6 +75,16 @@ def test_list(toy, capsys):
     assert rows["tiny"][-2:] == ["built", "in"]
     assert {"minilm", "toy"} <= set(rows)
     assert str(weights.cache_folder()) in lines[-1]
+
+
+def test_fetch_without_the_extra(toy, capsys, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *a: None if name == "gguf" else real(name, *a))
+    monkeypatch.delitem(sys.modules, "gguf", raising=False)
+    assert main(["models", "fetch", "smollm2-135m"]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.startswith("groupwise: the model smollm2-135m, which is converted from a GGUF file, needs")
 
 
 def test_fetch_list_path_remove(toy, capsys, tmp_path):

@@ -233,6 +233,11 @@ def test_the_hub_cannot_be_reached():
         load_model("org/model")
 
 
+def test_the_hub_cannot_be_reached_but_the_package_index_has_the_model():
+    with pytest.raises(InputError, match=r"Without the hub, use --model.source smollm2-135m.*, or download it"):
+        load_model("HuggingFaceTB/SmolLM2-135M-Instruct")
+
+
 def test_an_invalid_hub_id():
     with pytest.raises(InputError, match="'-a/b c' is neither a folder nor a hub id"):
         load_model("-a/b c")

@@ -67,8 +67,15 @@ def test_files_beside_the_recipe(tmp_path, elsewhere):
         read_both(load_recipe(tmp_path / "recipe.toml"))
 
 
+@pytest.mark.parametrize("name", ["train_split", "held_out_split", "subset"])
+def test_settings_of_hub_datasets_are_named_as_typed(tmp_path, name):
+    path = str(write(tmp_path / "a.jsonl", "one"))
+    with pytest.raises(DataError, match=rf"^data.{name} = 'test' is for hub datasets, but .*a.jsonl is local"):
+        read_both(recipe_of(train=path, **{name: "test"}))
+
+
 def test_a_recipe_without_rows():
-    with pytest.raises(ConfigError, match=r"the task 'rows' needs rows: set data.train"):
+    with pytest.raises(ConfigError, match=r"the task 'rows' needs rows: set data.train.*Python rows does not keep"):
         load_task(make_recipe())
 
 
@@ -114,9 +121,9 @@ def test_a_subset_does_not_apply_to_a_file(asked, tmp_path, file):
 def test_a_subset_of_files_is_refused(tmp_path):
     path = str(write(tmp_path / "a.jsonl", "one"))
     for data in ({"train": path}, {"train": path, "held_out": path}):
-        with pytest.raises(DataError, match=r"subset='main' .*hub"):
+        with pytest.raises(DataError, match=r"data.subset = 'main' .*hub"):
             read_both(recipe_of(**data, subset="main"))
-    with pytest.raises(DataError, match=r"split='test' .*hub"):
+    with pytest.raises(DataError, match=r"split = 'test' .*hub"):
         read_both(recipe_of(train=path, held_out_split="test"))
 
 

@@ -209,6 +209,9 @@ class Display:
     def say(self, text: str) -> None:
         """A notice that must stay visible."""
 
+    def announce(self, text: str) -> None:
+        """Something that takes long; shown only where its progress is not."""
+
     def finish(self, lines: SummaryRows) -> None:
         """The end of the run, with its summary."""
         self.close()

@@ -94,6 +94,10 @@ class LineDisplay(Display):
     def say(self, text: str) -> None:
         self._print(text)
 
+    def announce(self, text: str) -> None:
+        if not self._activities:
+            self._print(text)
+
     def close(self) -> None:
         if self._pending:
             self._write_step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import subprocess
 import sys
@@ -14,7 +15,9 @@ from groupwise.cli import main
 from groupwise.model import source, weights
 from groupwise.model.source import report_fetches, resolve_source
 from groupwise.tasks import Task
+from groupwise.training import components
 from groupwise.training.components import load_components
+from groupwise.training.display import LineDisplay
 from tests.training.runs import ROWS, RecordingDisplay, even, small_recipe, small_trainer
 
 
@@ -168,6 +171,24 @@ def test_rows_are_read_and_weights_are_fetched_visibly(tmp_path, monkeypatch):
         "converting smollm2-135m",
     ]
     assert display.counts == {("downloading smollm2-135m", "bytes"): [(40_000_000, 140_000_000)]}
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("smollm2-135m", "smollm2-135m is not cached: downloading it, 93 MB\n"),
+        ("a/b", "a/b is not cached: downloading it\n"),
+    ],
+)
+def test_a_download_has_one_line_where_activities_have_none(source, text):
+    for activities in (True, False):
+        stream = io.StringIO()
+        report = components._fetch_report(source, LineDisplay(stream, activities=activities))
+        for done in range(0, 140_000_000, 70_000_000):
+            report("download", done, 140_000_000)
+        report("convert", 0, None)
+        assert ("is not cached" in stream.getvalue()) is not activities
+    assert stream.getvalue() == text
 
 
 def load_tiny(tmp_path):
