@@ -147,7 +147,7 @@ WRONG = [
     (["--model.source", "./nowhere"], ["nowhere", "{here}"]),
     (["--data.train", "row.jsonl"], ["'row.jsonl' in {here}; did you mean 'rows.jsonl'?"]),
     (["--data.train", "none"], ["the task 'rows'", "data.train", ".jsonl"]),
-    (["--data.prompt", "question"], ["rows.jsonl, line 1 has no column 'question' (it has: 'prompt')"]),
+    (["--data.prompt", "question"], ["no row of rows.jsonl has a column 'question' (columns: 'prompt')"]),
     (["--data.max_prompt_length", "5"], ["rows.jsonl, line 1: the prompt has 7 tokens", "max_prompt_length=5",
                                          "4 prompts are too long", "on_too_long='drop'"]),
     (["--data.system_prompt", "Be brief."], ["system_prompt", "plain texts", "chat=True"]),
@@ -702,7 +702,7 @@ def test_a_run_is_not_overwritten_unless_asked(here, complaint, capsys):
     message = complaint(*words)
     assert all(option in message for option in ("run already", "--resume", "--overwrite"))
     assert complaint(*words, "--overwrite", "--data.train", "gone.jsonl").startswith("there is no file or folder 'gone")
-    assert complaint(*words, "--overwrite", "--data.prompt", "question").startswith("rows.jsonl, line 1 has no column")
+    assert complaint(*words, "--overwrite", "--data.prompt", "question").startswith("no row of rows.jsonl has a column")
     assert (here / "run" / "model").exists()  # errors are found before anything is deleted
     assert main([*words, "--overwrite", "--train.seed", "3"]) == 0
     assert load_recipe(here / "run" / "recipe.json").train.seed == 3
