@@ -137,7 +137,10 @@ def evaluate_recipe(
     components = load_components(recipe, say=say, display=display)
     metric, evaluation = components.metric, Evaluation({})
     if metric is None:
-        raise ConfigError("there is nothing to evaluate on: set data.held_out, or preference.held_out for pairs")
+        raise ConfigError(
+            "there is nothing to evaluate on: set data.held_out or data.held_out_from_train, or preference.held_out "
+            "for pairs"
+        )
     if len(components.held_out):
         engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
         if components.scorer is not None:
