@@ -384,7 +384,7 @@ def test_dpo_on_pairs_alone(tmp_path, capsys):
     evaluated = {row["step"]: row["eval/preference_accuracy"] for row in rows if "eval/preference_accuracy" in row}
     assert sorted(evaluated) == [0, 4, 8, 12, 16, 20]
     assert (best["metric"], best["value"]) == ("preference_accuracy", 1.0)
-    assert best["step"] == result.best_step == min(step for step, value in evaluated.items() if value == 1.0)
+    assert best["step"] == result.best_step == max(step for step, value in evaluated.items() if value == 1.0)
     model = AutoModelForCausalLM.from_pretrained(result.model)
     assert accuracy(model, trainer.pairs.splits.train) >= max(0.9, before + 0.2)
     assert "preferred" in capsys.readouterr().out
