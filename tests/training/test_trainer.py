@@ -176,8 +176,8 @@ def test_patience_outlasts_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_another_metric(tmp_path):
-    trainer = graded_trainer(tmp_path / "run", [0, 1, 2, 3], QUICK, {"evaluate": {"metric": "ever"}})
-    assert trainer.run().best_step == 2
+    trainer = graded_trainer(tmp_path / "run", [0, 3, 2, 1], QUICK, {"evaluate": {"every": 1, "metric": "ever"}})
+    assert trainer.run().best_step == 3  # the last of equal ones; by "right" it would be step 1
     assert read_json(tmp_path / "run" / "best.json")["metric"] == "ever"
     sentence = r"evaluate\.metric 'never' is not measured by this task.*\(there are: right, ever\)"
     with pytest.raises(ConfigError, match=sentence):
