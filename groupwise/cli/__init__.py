@@ -190,10 +190,9 @@ def _parse(words: list[str]) -> argparse.Namespace:
 
 def _check_options(command: Parser, settings: Sequence[tuple[str, str | None]]) -> None:
     """Raise an error for a misspelt option of a command, which looks like a setting."""
-    options = [option for option in command._option_string_actions if option.startswith("--")]
     for name, _ in settings:
         option = f"--{name.replace('_', '-')}"
-        if get_close_matches(option, options, cutoff=0.8):
+        if get_close_matches(option, command.long_options(), cutoff=0.8):
             command.unknown([option])
 
 

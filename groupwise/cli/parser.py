@@ -44,9 +44,12 @@ class Parser(argparse.ArgumentParser):
         word = words[0].partition("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"{' '.join(words)!r} is not expected; usage: {self.short_usage()}")
-        options = [name for name in self._option_string_actions if name.startswith("--")]
-        near = (self.suggest_option(word) if self.suggest_option else "") or did_you_mean(word, options, SIMILAR)
+        near = self.suggest_option(word) if self.suggest_option else ""
+        near = near or did_you_mean(word, self.long_options(), SIMILAR)
         raise ConfigError(f"`{self.prog}` has no option {word}{near or f' (see `{self.prog} --help`)'}")
+
+    def long_options(self) -> list[str]:
+        return [name for name in self._option_string_actions if name.startswith("--")]
 
     def short_usage(self) -> str:
         """The command with its positional arguments on one line."""

@@ -3,7 +3,7 @@
 from groupwise.data.completions import DecodedCompletions, decode_completions
 from groupwise.data.order import Order
 from groupwise.data.pairs import Pair, PairBuilder
-from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward
+from groupwise.data.prompts import Prompt, PromptBuilder, completion_for_reward, reward_inputs
 from groupwise.data.read import read_rows
 from groupwise.data.rows import Row, check_prompts, columns_of, where_of
 
@@ -20,5 +20,6 @@ __all__ = [
     "completion_for_reward",
     "decode_completions",
     "read_rows",
+    "reward_inputs",
     "where_of",
 ]

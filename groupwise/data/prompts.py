@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.rows import check_prompts, content_text, has_lone_surrogate, where_of
+from groupwise.data.rows import check_prompts, columns_of, content_text, has_lone_surrogate, where_of
 from groupwise.errors import ConfigError, DataError
 from groupwise.text import error_reason
 
@@ -198,3 +198,12 @@ def check_tokens(ids: Sequence[int], where: str, column: str) -> None:
 def completion_for_reward(prompt: Any, text: str) -> Any:
     """A completion as rewards expect it: like the prompt, a list of messages or a text."""
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+
+
+def reward_inputs(
+    rows: Sequence[Mapping[str, Any]], texts: Sequence[str], prompt_column: str
+) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    """What rewards take for completions of these rows, a text for each: prompts, completions, and the other columns."""
+    prompts = [row[prompt_column] for row in rows]
+    completions = [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+    return prompts, completions, columns_of(rows, without=prompt_column)

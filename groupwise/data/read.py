@@ -76,7 +76,7 @@ def check_source(source: str | Path) -> None:
     path = Path(os.path.expanduser(name))
     if os.path.exists(path):
         return
-    if isinstance(source, os.PathLike) or name.startswith(("/", ".", "~")) or _ending(name):
+    if isinstance(source, os.PathLike) or _looks_like_path(name):
         raise DataError(_missing(path))
     if not is_hub_id(name):
         raise DataError(f"{_missing(path)}. A hub dataset is written owner/name")
@@ -84,8 +84,12 @@ def check_source(source: str | Path) -> None:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name is looked up on the hub: no local file has it, and it does not look like a path."""
-    is_path = name.startswith(("/", ".", "~")) or _ending(name) is not None or os.path.exists(os.path.expanduser(name))
+    is_path = _looks_like_path(name) or os.path.exists(os.path.expanduser(name))
     return not is_path and _HUB_ID.fullmatch(name) is not None
+
+
+def _looks_like_path(name: str) -> bool:
+    return name.startswith(("/", ".", "~")) or _ending(name) is not None
 
 
 def _ending(name: str) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions, where_of
+from groupwise.data import Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
@@ -120,17 +120,13 @@ def _rewards(
     places: Sequence[str],
 ) -> list[float]:
     """The weighted sum of the rewards of each completion; NaN if every function skipped it, or if one failed."""
-    prompts = [row[prompt_column] for row in rows]
-    completions = [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
     weights = [function.weight for function in scorer.functions]
     total: list[float] = []
     failures: list[str] = []
     for start in range(0, len(rows), score_batch):
         batch = slice(start, start + score_batch)
         scores = scorer.score(
-            prompts[batch],
-            completions[batch],
-            columns_of(rows[batch], without=prompt_column),
+            *reward_inputs(rows[batch], texts[batch], prompt_column),
             completion_ids=tokens[batch],
             trainer_state=trainer_state,
             places=places[batch],

@@ -38,7 +38,7 @@ from groupwise.rewards.contract import (
     visible_columns,
 )
 from groupwise.rewards.options import is_finite_number
-from groupwise.rewards.text import text_of
+from groupwise.rewards.text import prompt_messages, text_of
 from groupwise.text import excerpt
 
 ON_ERROR = ("stop", "drop")
@@ -244,8 +244,10 @@ class RewardCall:
     def prompt_excerpt(self, row: int) -> str:
         """The beginning of a prompt, or of its last message."""
         prompt = self.lists["prompts"][row]
-        last = prompt[-1] if isinstance(prompt, (list, tuple)) and prompt else prompt
-        return excerpt(last.get("content") if isinstance(last, Mapping) else last, PROMPT_WIDTH)
+        try:
+            return excerpt(prompt_messages(prompt)[-1]["content"], PROMPT_WIDTH)
+        except (InputError, IndexError):  # no text and no list of messages, or an empty one
+            return excerpt(prompt, PROMPT_WIDTH)
 
     def fail(self, row: int | None, reason: str, cause: BaseException | None = None) -> NoReturn:
         if row is None:

@@ -158,13 +158,15 @@ def load_inputs(
     if task is None and not samples and not names_rows(recipe):
         find_task(recipe.task).read_options(recipe)  # a wrong option is an error even if the task's rows are not read
         task = Task("pairs", [])
+    display = display or Display()
     if task is None:
-        if display is not None:
-            display.stage("reading rows")
+        display.stage("reading rows")
         task = load_task(recipe)
     for note in task.notes:
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
+    if scorer is not None:
+        scorer.on_call = lambda names: display.stage(f"scoring: {names}")
     loss = find_loss(recipe.loss.name)
     _check_objective(recipe, driven, scorer)
     _check_batches(recipe, samples)

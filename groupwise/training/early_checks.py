@@ -7,7 +7,7 @@ from groupwise.data.read import check_source as check_data_source
 from groupwise.errors import ConfigError, check_choice
 from groupwise.model.source import check_source as check_model_source
 from groupwise.plugins import plugin_names
-from groupwise.training.extras import check_extras
+from groupwise.training.extras import check_extras, data_sources
 from groupwise.user_code import load_function, names_file
 
 ROW_TASKS = ("rows", "gsm8k", "usmle")  # another task may read data.train in its own way
@@ -20,13 +20,8 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
     """
     check_extras(recipe, training=training)
     check_model_source(recipe.model.source, revision=recipe.model.revision)
-    names = ["preference.train", "preference.held_out"]
-    if recipe.task in ROW_TASKS:
-        names += ["data.train", "data.held_out"]
-    for name in names:
-        sources = recipe.get(name) or []
-        for source in [sources] if isinstance(sources, str) else sources:
-            check_data_source(source)
+    for source in data_sources(recipe, rows=recipe.task in ROW_TASKS):
+        check_data_source(source)
     if ":" not in recipe.task and (tasks := plugin_names("groupwise.tasks", {})):  # none if groupwise is not installed
         check_choice("task", recipe.task, tasks, ConfigError)
     functions = [("task", recipe.task), *(("reward", entry.function) for entry in recipe.rewards)]

@@ -143,8 +143,6 @@ def evaluate_recipe(
         )
     if len(components.held_out):
         engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
-        if components.scorer is not None:
-            components.scorer.on_call = lambda names: display.stage(f"scoring: {names}")
         display.progress("evaluating", 0.0, len(components.held_out), "rows")
         evaluation = evaluate_rows(components, engine, show_rows(display))
     evaluation.metrics.update(logp_accuracy(components.handle, components.pairs.held_out))

@@ -69,19 +69,24 @@ def _inputs(recipe: Recipe, reads_rows: bool) -> Iterator[Need]:
     """What the adapter, the rows, the pairs and the rewards need."""
     if recipe.model.lora is not None:
         yield Need("LoRA (model.lora)", "peft", "lora")
-    names = ["preference.train", "preference.held_out"]
-    if reads_rows and ":" not in recipe.task:  # a task in Python may read data.train in its own way
-        names += ["data.train", "data.held_out"]
-    named_by: dict[str, str] = {}  # the setting that names a data set first
-    for name in names:
-        sources = recipe.get(name) or []
-        for source in filter(is_hub_id, [sources] if isinstance(sources, str) else sources):
-            named_by.setdefault(source, name)
-    for source, name in named_by.items():
-        yield Need(f"there is no file or folder {source} ({name}); reading it from the hub", "datasets", "hub")
+    # A task in Python may read data.train in its own way.
+    for source, name in data_sources(recipe, rows=reads_rows and ":" not in recipe.task).items():
+        if is_hub_id(source):
+            yield Need(f"there is no file or folder {source} ({name}); reading it from the hub", "datasets", "hub")
     for entry in recipe.rewards:
         if entry.function in REWARDS:
             yield Need(f"the reward {entry.function}", *REWARDS[entry.function])
+
+
+def data_sources(recipe: Recipe, *, rows: bool) -> dict[str, str]:
+    """The data sets of pairs, and with ``rows`` also those of rows, each with the setting that names it first."""
+    names = ["preference.train", "preference.held_out", *(["data.train", "data.held_out"] if rows else [])]
+    named_by: dict[str, str] = {}
+    for name in names:
+        sources = recipe.get(name) or []
+        for source in [sources] if isinstance(sources, str) else sources:
+            named_by.setdefault(source, name)
+    return named_by
 
 
 def groups_by_similarity(recipe: Recipe) -> bool:

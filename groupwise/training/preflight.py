@@ -11,7 +11,7 @@ import torch
 from pydantic import BaseModel
 
 from groupwise.config import Recipe, setting_names
-from groupwise.data import Prompt, columns_of, completion_for_reward, decode_completions
+from groupwise.data import Prompt, decode_completions, reward_inputs
 from groupwise.generate import Engine, Rollout, Sampling
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
@@ -74,8 +74,6 @@ def describe_run(
     if phase is not None:
         yield f"the first phase is {phase!r}"
     if timed:
-        if components.scorer is not None:
-            components.scorer.on_call = lambda names: display.stage(f"scoring: {names}")
         display.stage("timing a small batch")
         yield from _time(components, steps, pairs)
 
@@ -253,11 +251,9 @@ def _rewards(components: RunComponents, row: TaskRow, rollout: Rollout) -> Itera
     if components.scorer is None:
         return
     completions = decode_completions(components.tokenizer, rollout.ids, rollout.lengths)
-    prompt, count = row[components.recipe.data.prompt], len(completions.ids)
+    count = len(completions.ids)
     scores = components.scorer.score(
-        [prompt] * count,
-        [completion_for_reward(prompt, text) for text in completions.texts],
-        columns_of([row] * count, without=components.recipe.data.prompt),
+        *reward_inputs([row] * count, completions.texts, components.recipe.data.prompt),
         completion_ids=completions.ids,
         trainer_state=NO_STEPS,
     )

@@ -209,8 +209,6 @@ class Trainer:
             say=self.say,
             display=self.display,
         )
-        if components.scorer is not None:
-            components.scorer.on_call = lambda names: self.display.stage(f"scoring: {names}")
         self.timer = StepTimer(handle.device)
         self.recorder: Recorder | None = None
         self.stopping = StopRequest()

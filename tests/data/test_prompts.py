@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, read_rows
+from groupwise.data import Prompt, PromptBuilder, Row, completion_for_reward, read_rows, reward_inputs
 from groupwise.data import prompts as prompts_module
 from groupwise.errors import ConfigError, DataError
 from groupwise.model.tiny import tiny_tokenizer
@@ -299,3 +299,13 @@ def test_invalid_rows_are_found_first():
 def test_completions_for_rewards():
     assert completion_for_reward([USER], "Because.") == [{"role": "assistant", "content": "Because."}]
     assert completion_for_reward("Why?", "Because.") == "Because."
+
+
+def test_what_rewards_take():
+    rows = [{"q": "Why?", "answer": 1}, {"q": [USER], "level": 2}]
+    prompts, completions, columns = reward_inputs(rows, ["a", "b"], "q")
+    assert prompts == ["Why?", [USER]]
+    assert completions == ["a", [{"role": "assistant", "content": "b"}]]
+    assert columns == {"answer": [1, None], "level": [None, 2]}
+    with pytest.raises(ValueError, match="zip"):
+        reward_inputs(rows, ["a"], "q")

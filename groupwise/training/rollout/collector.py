@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.data import (
-    DecodedCompletions,
-    Order,
-    Prompt,
-    columns_of,
-    completion_for_reward,
-    decode_completions,
-    where_of,
-)
+from groupwise.data import DecodedCompletions, Order, Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError
 from groupwise.generate.engine import watched
@@ -221,12 +213,8 @@ class RolloutCollector:
         scored = [place for place, skip in enumerate(skipped) if not skip]
         numbers = [rows[place // samples] for place in scored]
         data = [self.rows[number] for number in numbers]
-        prompts = [row[self.prompt_column] for row in data]
-        texts = [completions.texts[place] for place in scored]
         scores = self.scorer.score(
-            prompts,
-            [completion_for_reward(prompt, text) for prompt, text in zip(prompts, texts, strict=True)],
-            columns_of(data, without=self.prompt_column),
+            *reward_inputs(data, [completions.texts[place] for place in scored], self.prompt_column),
             completion_ids=[completions.ids[place] for place in scored],
             trainer_state=trainer_state,
             places=[

@@ -10,7 +10,7 @@ from groupwise.config import Recipe
 from groupwise.rundir import RunDir, read_json
 from groupwise.training.components import RunComponents
 from groupwise.training.state import TrainState
-from groupwise.training.store.run_folder import INPUTS, RECIPE, differences
+from groupwise.training.store.run_folder import INPUTS, RECIPE, changed_inputs, differences
 
 RESUMED = "resumed.json"
 # Settings and inputs that the figures of an evaluation depend on; [evaluate] but for these, and these of [data].
@@ -27,8 +27,7 @@ def record_changes(run: RunDir, recipe: Recipe, inputs: Mapping[str, Any], step:
         before, after = read_json(path / RECIPE), recipe.model_dump()
         changed = {name: [one, other] for name, one, other in differences(before, after)}
     if (path / INPUTS).exists():
-        before = read_json(path / INPUTS)
-        changed |= {name: [before.get(name), value] for name, value in inputs.items() if value != before.get(name)}
+        changed |= changed_inputs(path, inputs)
     if changed:
         run.write_json(RESUMED, {"resumed": [*_read(path), {"step": step, "changed": changed}]})
 

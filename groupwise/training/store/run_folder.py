@@ -43,18 +43,18 @@ def open_run(
     To resume without a folder, the newest run of the recipe's file is taken, or for a recipe without a file the newest
     run of that name.
     """
-    name, chosen = recipe.run.name or name, folder or recipe.run.folder
     if resume:
-        return RunDir.resume(chosen or _latest(name, recipe_file))
-    path = Path(chosen) if chosen else new_run_path(RUNS, name)
+        return RunDir.resume(find_run(recipe, folder, recipe_file, name=name))
+    chosen = folder or recipe.run.folder
+    path = Path(chosen) if chosen else new_run_path(RUNS, recipe.run.name or name)
     if overwrite and (path / MARKER).exists():
         return RunDir.resume(path)  # the caller clears it once the new run can start
     return RunDir.create(path)
 
 
-def find_run(recipe: Recipe, folder: str | Path | None, recipe_file: str) -> Path:
-    """The folder of the run that `open_run` would resume; nothing is opened."""
-    path = Path(folder or recipe.run.folder or _latest(recipe.run.name or "", recipe_file))
+def find_run(recipe: Recipe, folder: str | Path | None, recipe_file: str | None, *, name: str = "") -> Path:
+    """The folder of the run that `open_run` resumes; nothing is opened."""
+    path = Path(folder or recipe.run.folder or _latest(recipe.run.name or name, recipe_file))
     check_is_run(path)
     return path
 
@@ -138,16 +138,20 @@ def check_inputs(run: RunDir, inputs: Mapping[str, Any], recipe: Recipe) -> None
     """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
     if not (run.path / INPUTS).exists():
         raise RunDirError(f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it; start a new run")
-    before = read_json(run.path / INPUTS)
-    changed = [name for name, value in inputs.items() if value != before.get(name)]
-    if changed:
-        shown = "; ".join(f"{name} (before: {before.get(name)}, now: {inputs[name]})" for name in changed)
+    if changed := changed_inputs(run.path, inputs):
+        shown = "; ".join(f"{name} (before: {before}, now: {now})" for name, (before, now) in changed.items())
         if seeds := _drawn_by_another_seed(run, recipe):
             shown += f"; the held-out rows are drawn by train.seed, {seeds}"
         raise ConfigError(
             f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changes, or "
             "start a new run"
         )
+
+
+def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The inputs that differ from those kept in a run's folder, each before and now."""
+    before = read_json(path / INPUTS)
+    return {name: [before.get(name), now] for name, now in inputs.items() if now != before.get(name)}
 
 
 def _drawn_by_another_seed(run: RunDir, recipe: Recipe) -> str | None:
