@@ -55,6 +55,7 @@ _ENHANCED_GRPO = {
     "loss.denominator": "policy_mask",
     "loss.kl_coef": 0.01,
     "loss.kl": "unbiased",
+    "loss.kl_aggregation": "token_mean",
     "advantages.scale": "none",
     "masks.off_policy": "v3.2",
     "masks.keep_sampling_mask": True,
@@ -116,7 +117,7 @@ ALGORITHMS = {
     ),
     "enhanced_grpo_literal": Algorithm(
         _ENHANCED_GRPO_LITERAL,
-        _ENHANCED_METRICS,
+        _ENHANCED_METRICS | {"kl_divergence": "kl_ratio_weighted"},
         summary="The same with a ratio-weighted exact KL, a mask on drift from the reference, and invalid answers "
         "masked.",
     ),

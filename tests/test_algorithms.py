@@ -57,6 +57,7 @@ ENHANCED = {
     "reference.mix": 1.0,
     "loss.name": "reinforce",
     "loss.denominator": "policy_mask",
+    "loss.kl_aggregation": "token_mean",
 }
 # Where they differ: the forms of DeepSeek-V3.2, and the variants.
 V32_FORMS = {
@@ -131,11 +132,17 @@ def test_enhanced_grpo_literal_differs_only_in_its_forms():
     assert differences(literal, enhanced) == {"algorithm": "enhanced_grpo_literal", **LITERAL_FORMS}
 
 
+def test_only_enhanced_grpo_has_the_mean_of_the_kl_over_tokens():
+    with_mean = {name for name in ALGORITHMS if make_recipe({"algorithm": name}).loss.kl_aggregation != "loss"}
+    assert with_mean == {"enhanced_grpo", "enhanced_grpo_literal"}
+
+
 def test_additional_metric_names():
     names = {"policy_loss": "loss/policy", "kl_penalty": "loss/kl", "kl_divergence": "kl", "avg_reward": "reward"}
     without = {name for name in ALGORITHMS if not name.startswith("enhanced_grpo")} - {"pg_grpo", "dpo"}
     assert all(not ALGORITHMS[name].metrics for name in without)
-    assert dict(ALGORITHMS["enhanced_grpo"].metrics) == dict(ALGORITHMS["enhanced_grpo_literal"].metrics) == names
+    assert dict(ALGORITHMS["enhanced_grpo"].metrics) == names
+    assert dict(ALGORITHMS["enhanced_grpo_literal"].metrics) == names | {"kl_divergence": "kl_ratio_weighted"}
     with pytest.raises(TypeError):
         ALGORITHMS["enhanced_grpo"].metrics["loss"] = "mine"
 

@@ -249,6 +249,8 @@ class LossSection(Section):
     kl: Literal["k1", "k2", "k3", "unbiased", "full", "full_ratio_weighted"] = "k3"
     """the KL: an estimator (unbiased: DeepSeek-V3.2, arXiv 2512.02556), the exact KL over the vocabulary (full), or
     that times the mean of π_θ/π_ref (full_ratio_weighted)"""
+    kl_aggregation: Literal["loss", "token_mean"] = "loss"
+    """the KL of a batch: aggregated over tokens like the policy loss (as in TRL), or the mean over all tokens"""
     entropy_coef: Finite = 0.0
     """weight of the entropy bonus"""
     importance_cap: Positive | None = None

@@ -236,7 +236,7 @@ def naive_terms(
     if settings.kl_coef:
         assert ref is not None
         kl = kl_estimate(rows["logps"], ref, estimator=settings.kl, old_logps=old, mask=mask)
-        aggregation = find_loss(settings.name).aggregation
+        aggregation = "token_mean" if settings.kl_aggregation == "token_mean" else find_loss(settings.name).aggregation
         terms["kl"] = settings.kl_coef * aggregate(kl, mask, aggregation, max_length=recipe.sampling.max_new_tokens)
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * rows["entropy"][mask].mean()

@@ -48,6 +48,7 @@ _LOSS = {
     "updates": "optimizer updates in this step",
     "updates_not_finite": "updates that were skipped because of NaN or inf (`train.on_non_finite`)",
     "kl": "KL to the reference per token, without its weight; with `loss.kl_coef`",
+    "kl_ratio_weighted": 'the same, times the mean of π_θ/π_ref; with `loss.kl = "full_ratio_weighted"`',
     "entropy": "entropy of the policy per token",
     "ratio": "mean importance ratio π_θ/π_old, per token or sequence",
     "approx_kl": "k3 estimate of KL(π_old ‖ π_θ): how far the updates of this step moved the policy",

@@ -202,24 +202,29 @@ def _rescale(objective: Objective, micro_batch: MicroBatch, statistics: Statisti
 
 
 def kl_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
-    """weight · KL(π_θ ‖ π_ref), aggregated like the policy loss. Policy masks do not apply to it."""
+    """weight · KL(π_θ ‖ π_ref), aggregated by ``loss.kl_aggregation``. Policy masks do not apply to it."""
     if not weight:
         return None
+    settings, mean_weights = objective.recipe.loss, objective.token_weights(micro_batch, "token_mean")
+    statistics: Statistics = {}
     if micro_batch.exact_kl is not None:
         per_token, kl = micro_batch.exact_kl
+        if settings.kl == "full_ratio_weighted":
+            statistics["kl_ratio_weighted"] = (per_token.detach() * mean_weights).sum()
     elif micro_batch.ref_logps is not None:
         per_token = kl_estimate(
             micro_batch.logps,
             micro_batch.ref_logps,
-            estimator=objective.recipe.loss.kl,
+            estimator=settings.kl,
             old_logps=micro_batch.old_logps,
             mask=micro_batch.mask,
         )
         kl = per_token.detach()
     else:
         return None
-    mean = (kl * objective.token_weights(micro_batch, "token_mean")).sum()
-    return weight * (per_token * objective.token_weights(micro_batch)).sum(), {"kl": mean}
+    statistics["kl"] = (kl * mean_weights).sum()
+    weights = mean_weights if settings.kl_aggregation == "token_mean" else objective.token_weights(micro_batch)
+    return weight * (per_token * weights).sum(), statistics
 
 
 def entropy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:

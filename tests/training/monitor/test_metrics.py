@@ -242,7 +242,8 @@ def test_the_metrics_of_enhanced_grpo_in_a_run(tmp_path, algorithm):
         assert names <= metrics.keys()
         assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + metrics["kl_penalty"])
         assert metrics["avg_reward"] == metrics["reward"]
-        assert metrics["kl_divergence"] == metrics["kl"]
+        assert metrics["kl_penalty"] == pytest.approx(metrics["kl_coef"] * metrics["kl_divergence"], rel=1e-5)
+        assert metrics["kl_divergence"] == metrics["kl" if algorithm == "enhanced_grpo" else "kl_ratio_weighted"]
         assert 0 <= metrics["accuracy_masked"] <= 1
         assert ("masks/keep_sampling_mask" in metrics) is (algorithm == "enhanced_grpo")
         assert ("masks/too_short" in metrics) is (algorithm == "enhanced_grpo_literal")

@@ -78,11 +78,13 @@ def check_against_naive(settings, form, *, budgets=(40,), **options):
     measured = naive_kl(naive_logits(model, batch, recipe.sampling.temperature), reference, "full").detach()
     mask = naive_logps(updater.handle, batch, PROMPTS, recipe)["mask"]
     rows = torch.zeros(mask.shape, dtype=torch.float64).masked_scatter(mask, per_token)
-    aggregation = find_loss(recipe.loss.name).aggregation
+    aggregation = find_loss(recipe.loss.name).aggregation if recipe.loss.kl_aggregation == "loss" else "token_mean"
     terms["kl"] = 0.3 * aggregate(rows, mask, aggregation, max_length=recipe.sampling.max_new_tokens)
     for result in check_update(updater, minibatch, recipe, terms, budgets):
         assert result.statistics["kl"] == pytest.approx(float(measured.mean()), rel=1e-9)  # without the factor
         assert result.statistics["kl"] > 1e-4
+        if form == "full_ratio_weighted":
+            assert result.statistics["kl_ratio_weighted"] == pytest.approx(float(per_token.detach().mean()), rel=1e-9)
 
 
 @pytest.mark.parametrize("form", EXACT_KL_FACTORS)
@@ -91,6 +93,11 @@ def check_against_naive(settings, form, *, budgets=(40,), **options):
 )
 def test_it_is_the_naive_kl_however_samples_are_packed(form, loss):
     check_against_naive({"loss.name": loss}, form, budgets=BUDGETS)
+
+
+@pytest.mark.parametrize("form", EXACT_KL_FACTORS)
+def test_its_mean_over_tokens(form):
+    check_against_naive({"loss.name": "reinforce", "loss.kl_aggregation": "token_mean"}, form, budgets=BUDGETS)
 
 
 def test_tied_embeddings():

@@ -131,6 +131,44 @@ def test_the_kl_is_the_estimate_of_the_core(estimator):
     assert abs(result.statistics["kl"]) > 1e-5
 
 
+@pytest.mark.parametrize("loss", ["reinforce", "grpo", "dr_grpo"])
+def test_the_mean_of_the_kl_over_tokens(loss):
+    """Whatever the aggregation of the loss: value, gradient, and the same in any packing."""
+    recipe, batch, group_advantages, updater, minibatch, inputs = moved_minibatch(
+        {"loss.name": loss, "loss.kl_coef": 0.3, "loss.kl": "unbiased", "loss.kl_aggregation": "token_mean"}, budget=40
+    )
+    naive = naive_logps(updater.handle, batch, PROMPTS, recipe)
+    kl = kl_estimate(naive["logps"], inputs["ref"], estimator="unbiased", old_logps=inputs["old"], mask=naive["mask"])
+    wanted = 0.3 * kl[naive["mask"]].mean()
+    policy = naive_terms(
+        updater.handle, batch, group_advantages, PROMPTS, with_settings(recipe, {"loss.kl_coef": 0.0}), **inputs
+    )["policy"]
+    gradient = gradient_of(updater.handle.model, policy + wanted)
+    result = updater.update(minibatch, recipe)
+    assert result.values["kl"] == pytest.approx(float(wanted.detach()), rel=1e-9)
+    assert result.values["kl"] == pytest.approx(0.3 * result.statistics["kl"], rel=1e-9)
+    assert_same(last_gradient(updater), gradient)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights"),
+    [("loss", [[1 / 2, 1 / 2], [1 / 2, 0]]), ("token_mean", [[1 / 3, 1 / 3], [1 / 3, 0]])],
+)
+def test_the_weight_of_the_kl_does_not_grow_with_the_length(aggregation, weights):
+    """REINFORCE sums over a sequence, so a KL aggregated like it grows with the length. By hand: k1 = logp − ref."""
+    settings = {"loss.name": "reinforce", "loss.kl_coef": 0.01, "loss.kl": "k1", "loss.kl_aggregation": aggregation}
+    recipe = short_recipe(settings)
+    ref = torch.tensor([[-1.5, -2.5], [-2.0, 0.0]], dtype=torch.float64)
+    micro_batch = small_micro_batch(ref_logps=ref)
+    values, statistics = Objective(recipe, find_loss("reinforce"), Totals(3, 2, 3, 2, 3, 2)).terms(micro_batch)
+    per_token, weights = [[0.5, 0.5], [-1.0, 0.0]], torch.tensor(weights, dtype=torch.float64)
+    by_hand = 0.01 * float((torch.tensor(per_token, dtype=torch.float64) * weights).sum())
+    assert float(values["kl"].detach()) == pytest.approx(by_hand, rel=1e-9)
+    assert float(statistics["kl"]) == pytest.approx((0.5 + 0.5 - 1.0) / 3, abs=1e-12)
+    (gradient,) = torch.autograd.grad(values["kl"], micro_batch.logps)
+    assert torch.allclose(gradient, 0.01 * weights)
+
+
 @pytest.mark.parametrize(
     "estimator", ["k1", "unbiased", *(pytest.param(name, marks=pytest.mark.slow) for name in ("k2", "k3"))]
 )
