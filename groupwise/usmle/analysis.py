@@ -32,12 +32,13 @@ def analyse(
     shuffled: Sequence[ModelAnswer],
     letters: Sequence[LetterProbabilities],
     shuffled_letters: Sequence[LetterProbabilities],
+    averaged_letters: Sequence[LetterProbabilities],
 ) -> ExamReport:
     """The report on one model, from answers and letter probabilities in the order of the questions.
 
     ``sampled`` holds equally many answers per question, one question after another. ``orders`` says how the options
     were shuffled, {letter in the question: letter as it was shown}; ``shuffled`` and ``shuffled_letters`` are in the
-    letters as they were shown.
+    letters as they were shown. ``averaged_letters`` are means over several orders, in the letters of the question.
     """
     lenient = [answer.lenient for answer in greedy]
     right = _right(questions, lenient)
@@ -50,6 +51,7 @@ def analyse(
         for order, scores in zip(orders, shuffled_letters, strict=True)
     ]
     likeliest, moved_likeliest = _likeliest(questions, letters), _likeliest(questions, moved_letters)
+    averaged = _likeliest(questions, averaged_letters)
     patterns = find_patterns(questions, greedy)
     return ExamReport(
         fingerprint=fingerprint(questions),
@@ -70,10 +72,11 @@ def analyse(
         shuffled_letters=_letter_scores(
             questions, moved_letters, moved_likeliest, moved, _shuffled(questions, likeliest, moved_likeliest)
         ),
+        averaged_letters=_letter_scores(questions, averaged_letters, averaged, lenient),
         errors=sum(pattern.count for pattern in patterns),
         patterns=patterns,
         rules=find_rules(questions, greedy),
-        outcomes=_outcomes(questions, greedy, likeliest, samples),
+        outcomes=_outcomes(questions, greedy, likeliest, averaged, samples),
     )
 
 
@@ -199,7 +202,11 @@ def _bins(confidence: Sequence[float], right: Sequence[bool]) -> tuple[tables.Ca
 
 
 def _outcomes(
-    questions: Questions, answers: Sequence[ModelAnswer], likeliest: Sequence[str], samples: Samples | None
+    questions: Questions,
+    answers: Sequence[ModelAnswer],
+    likeliest: Sequence[str],
+    averaged: Sequence[str],
+    samples: Samples | None,
 ) -> tuple[tables.QuestionOutcome, ...]:
     sampled = _shares_right(questions, samples) if samples else [None] * len(questions)
     return tuple(
@@ -211,7 +218,10 @@ def _outcomes(
             lenient=answer.lenient,
             strict=answer.strict,
             letters=letter,
+            averaged=average,
             sampled=share,
         )
-        for question, answer, letter, share in zip(questions, answers, likeliest, sampled, strict=True)
+        for question, answer, letter, average, share in zip(
+            questions, answers, likeliest, averaged, sampled, strict=True
+        )
     )

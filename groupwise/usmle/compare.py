@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 from groupwise.errors import InputError
 from groupwise.stats import mcnemar
-from groupwise.usmle.tables import FEW, Difference, ExamReport, JsonTable, Proportion, QuestionOutcome, largest_first
+from groupwise.usmle.tables import (
+    ALL_ORDERS,
+    FEW,
+    Difference,
+    ExamReport,
+    JsonTable,
+    Proportion,
+    QuestionOutcome,
+    largest_first,
+)
 
 LEVEL = 0.05  # a difference with a smaller p-value is significant
 EXAMPLES = 5
@@ -99,6 +108,7 @@ def compare(before: ExamReport, after: ExamReport) -> ExamComparison:
         _measure("lenient", pairs, _right),
         _measure("strict", pairs, lambda outcome: outcome.strict == outcome.right),
         _measure("likeliest letter", pairs, lambda outcome: outcome.letters == outcome.right),
+        _measure(ALL_ORDERS, pairs, lambda outcome: outcome.averaged == outcome.right),
     ]
     if before.sampled and after.sampled:
         measures.append(_measure("mean of samples", pairs, lambda outcome: outcome.sampled or 0.0))

@@ -2,7 +2,8 @@
 
 Each question is answered greedily, answered greedily again with its options shuffled, and sampled several times if
 asked for. The letters' probabilities need no written answer: they are the log-probs of the shortest answer with each
-letter, normalised over the question's letters.
+letter, normalised over the question's letters; also averaged over orders in which each option has each letter once,
+which leaves no preference for a letter.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from groupwise.tasks.base import TaskRow
 from groupwise.usmle.analysis import LetterProbabilities, analyse
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.compare import check_same
-from groupwise.usmle.prompts import letter_answers, shuffle_options
+from groupwise.usmle.prompts import letter_answers, rotate_options, shuffle_options
 from groupwise.usmle.records import ModelAnswer, Question, fingerprint
 from groupwise.usmle.tables import ExamReport
 
@@ -131,6 +132,7 @@ def run_exam(
         sampled = model.answer(rows, sampling, samples, progress=report_to("sampling answers"))
     letters = model.letters(rows, form, report_to("scoring letters"))
     shuffled_letters = model.letters(moved, form, report_to("scoring letters with shuffled options"))
+    averaged = average_over_orders(model, rows, form, letters, report_to("scoring letters in all orders"))
     report = analyse(
         questions,
         answers,
@@ -139,8 +141,31 @@ def run_exam(
         shuffled=shuffled,
         letters=letters,
         shuffled_letters=shuffled_letters,
+        averaged_letters=averaged,
     )
     return report, answers
+
+
+def average_over_orders(
+    model: ModelUnderTest,
+    rows: Sequence[TaskRow],
+    form: str,
+    letters: Sequence[LetterProbabilities],
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[LetterProbabilities]:
+    """The mean probability of each option, under its letter in the row, over all rotations of the options.
+
+    ``letters`` are the probabilities in the original order.
+    """
+    totals = [dict(scores) for scores in letters]
+    orders = max(len(row["options"]) for row in rows)
+    for by in range(1, orders):
+        rotated = {n: rotate_options(row, by, form=form) for n, row in enumerate(rows) if len(row["options"]) > by}
+        for number, scores in zip(rotated, model.letters(list(rotated.values()), form), strict=True):
+            for letter, shown in rotated[number]["moved"].items():
+                totals[number][letter] += scores[shown]
+        progress(len(rows) * by // (orders - 1))
+    return [{letter: total / len(scores) for letter, total in scores.items()} for scores in totals]
 
 
 def read_answer(row: TaskRow, number: int, sample: int, text: str, tokens: int, stop_reason: str) -> ModelAnswer:

@@ -39,6 +39,7 @@ def markdown(
         parts += _sampled(report.sampled)
     parts += _scored("The letters' probabilities", report.letters)
     parts += _scored("The letters' probabilities, shuffled options", report.shuffled_letters)
+    parts += _scored("The letters' probabilities, averaged over all orders", report.averaged_letters)
     parts += _errors(report)
     rules = [(*_cells(rule.name, rule.accuracy.n), interval(rule.accuracy)) for rule in report.rules]
     parts += ["## Reading rules", "The rule by which the lenient reader found its letter, or why it found none."]

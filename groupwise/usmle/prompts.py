@@ -59,7 +59,15 @@ def shuffle_options(row: TaskRow, seed: str, *, form: str) -> TaskRow:
     generator = random.Random(seed)
     while places == letters:
         generator.shuffle(places)
-    moved = dict(zip(letters, places, strict=True))
-    options = {moved[letter]: row["options"][letter] for letter in letters}
-    options = dict(sorted(options.items()))
+    return _move_options(row, dict(zip(letters, places, strict=True)), form)
+
+
+def rotate_options(row: TaskRow, by: int, *, form: str) -> TaskRow:
+    """The same with each option ``by`` letters further on: so many orders as options put each under each letter."""
+    letters = sorted(row["options"])
+    return _move_options(row, {letter: letters[(n + by) % len(letters)] for n, letter in enumerate(letters)}, form)
+
+
+def _move_options(row: TaskRow, moved: Mapping[str, str], form: str) -> TaskRow:
+    options = {new: row["options"][old] for old, new in sorted(moved.items(), key=lambda pair: pair[1])}
     return with_prompt(row, form=form, options=options, answer=moved[row["answer"]], explanation=None, moved=moved)

@@ -16,7 +16,8 @@ from groupwise.text import one_line
 
 Name = TypeVar("Name", str, str | None)
 Value = TypeVar("Value")
-VERSION = 1
+VERSION = 2
+ALL_ORDERS = "likeliest, all orders"
 FEW = 5  # groups of fewer questions are marked
 
 
@@ -174,6 +175,7 @@ class QuestionOutcome:
     lenient: str | None
     strict: str | None
     letters: str  # the likeliest letter
+    averaged: str  # the likeliest over all orders of the options
     sampled: float | None  # the share of right samples
 
 
@@ -197,6 +199,7 @@ class ExamReport(JsonTable):
     sampled: SampledAccuracy | None
     letters: LetterScores
     shuffled_letters: LetterScores
+    averaged_letters: LetterScores  # averaged over orders in which each option has each letter once
     errors: int  # answers that are wrong for at least one reader
     patterns: tuple[ErrorPattern, ...]
     rules: tuple[RuleAccuracy, ...]
@@ -208,7 +211,8 @@ class ExamReport(JsonTable):
         accuracies = {"strict": self.strict, "lenient": self.lenient}
         if self.sampled:
             accuracies["majority vote"] = self.sampled.majority
-        return accuracies | {"likeliest letter": self.letters.accuracy, "shuffled": self.shuffled.accuracy}
+        letters = {"likeliest letter": self.letters.accuracy, ALL_ORDERS: self.averaged_letters.accuracy}
+        return accuracies | letters | {"shuffled": self.shuffled.accuracy}
 
     @classmethod
     def from_json(cls, value: Any, where: str = "the report") -> ExamReport:

@@ -35,7 +35,9 @@ def answer_to(number, lenient, strict="same", *, sample=0, text="", rule=None, t
     )
 
 
-def analyse(questions, greedy, *, sampled=(), shuffled=None, letters=None, shuffled_letters=None):
+def analyse(
+    questions, greedy, *, sampled=(), shuffled=None, letters=None, shuffled_letters=None, averaged_letters=None
+):
     """A report. By default the options are not shuffled, the answers are those to the original order, and all letters
     are equally likely; shuffled answers and letters are given with their order."""
     orders = [{letter: letter for letter in entry.options} for entry in questions]
@@ -50,6 +52,7 @@ def analyse(questions, greedy, *, sampled=(), shuffled=None, letters=None, shuff
         shuffled=[answer for _, answer in shuffled],
         letters=letters or even,
         shuffled_letters=shuffled_letters or letters or even,
+        averaged_letters=averaged_letters or letters or even,
     )
 
 
@@ -102,6 +105,7 @@ class Model:
             shuffled=[(order, self.answer(question, shown=order)) for question, order in pairs],
             letters=[self.letters(question) for question in self.questions],
             shuffled_letters=[self.letters(question, order) for question, order in pairs],
+            averaged_letters=[self.letters(question) for question in self.questions],
         )
 
 

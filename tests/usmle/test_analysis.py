@@ -45,7 +45,7 @@ def test_the_headline():
     assert report.chance == 0.25
     assert report.errors == 3
     assert report.sampled is None
-    assert list(report.accuracies()) == ["strict", "lenient", "likeliest letter", "shuffled"]
+    assert list(report.accuracies()) == ["strict", "lenient", "likeliest letter", "likeliest, all orders", "shuffled"]
 
 
 def test_guessing_depends_on_the_number_of_options():
@@ -228,6 +228,21 @@ def test_shuffled_letters_are_mapped_back():
     assert result.agreement.value == 0.5  # written: A and C, likeliest: A and B
     assert result.order.difference.value == 0.5
     assert result.order.consistency.value == 0.5
+    assert report.letters.accuracy.value == 0.5
+
+
+def test_letters_averaged_over_orders():
+    asked = [question(1, "A", letters="AB"), question(2, "B", letters="AB")]
+    report = analyse(
+        asked,
+        [answer_to(1, "B"), answer_to(2, "B")],
+        letters=[{"A": 0.4, "B": 0.6}] * 2,
+        averaged_letters=[{"A": 0.7, "B": 0.3}, {"A": 0.1, "B": 0.9}],
+    )
+    assert [outcome.averaged for outcome in report.outcomes] == ["A", "B"]
+    assert report.averaged_letters.accuracy.value == 1.0
+    assert report.averaged_letters.right_probability == pytest.approx(0.8)
+    assert report.accuracies()["likeliest, all orders"].value == 1.0
     assert report.letters.accuracy.value == 0.5
 
 

@@ -47,7 +47,7 @@ def test_by_hand():
 def test_strict_and_lenient_are_separate_measures():
     """Only the form was learned: six of six gained by the strict reader, none by the lenient one."""
     comparison = compare(report("AAAAAA", [None] * 6), report("AAAAAA"))
-    lenient, strict, _ = comparison.measures
+    lenient, strict, *_ = comparison.measures
     assert (lenient.changes.wrong_right, strict.changes.wrong_right) == (0, 6)
     assert (lenient.real, strict.real) == (False, True)
     assert strict.changes.p_value == 2 / 64
@@ -72,10 +72,11 @@ def test_letters_and_samples_if_both_reports_have_them():
         "lenient",
         "strict",
         "likeliest letter",
+        "likeliest, all orders",
         "mean of samples",
     ]
     assert comparison.measures[2].changes == AnswerChanges(1, 0, 1, 0, 1.0)
-    last = comparison.measures[3]
+    last = comparison.measures[4]
     assert (last.before, last.after, last.changes, last.real) == (0.5, 1.0, None, False)
     assert last.difference.value == 0.5
     assert last.difference.p_value == 0.5  # two pairs, both up: 2 of 4 sign patterns are as extreme
@@ -83,8 +84,16 @@ def test_letters_and_samples_if_both_reports_have_them():
         "lenient",
         "strict",
         "likeliest letter",
+        "likeliest, all orders",
     ]
-    assert set(comparison.before) == {"strict", "lenient", "majority vote", "likeliest letter", "shuffled"}
+    assert set(comparison.before) == {
+        "strict",
+        "lenient",
+        "majority vote",
+        "likeliest letter",
+        "likeliest, all orders",
+        "shuffled",
+    }
     assert comparison.after["likeliest letter"].value == 1.0
 
 

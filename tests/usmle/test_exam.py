@@ -18,7 +18,7 @@ from groupwise.usmle import exam as exam_module
 from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.evaluation import exam_of_recipe
 from groupwise.usmle.exam import ModelUnderTest, read_answer, run_exam
-from groupwise.usmle.prompts import letter_answers, shuffle_options
+from groupwise.usmle.prompts import letter_answers, rotate_options, shuffle_options
 from groupwise.usmle.records import ModelAnswer
 
 
@@ -92,6 +92,40 @@ def test_letter_probabilities_do_not_depend_on_the_chunk_size(monkeypatch):
     assert seen == [5, 2, 4, 5]
     for one, other in zip(together, apart, strict=True):
         assert one == pytest.approx(other, abs=1e-10)
+
+
+def test_letters_averaged_over_all_orders():
+    """Each option stands once under each letter, so the mean of a model that only looks at letters is even."""
+    rows = [*task_of("direct").held_out[:2], next(r for r in task_of("direct").held_out if len(r["options"]) == 5)]
+    candidate, seen = model_under_test("float64"), []
+    averaged = exam_module.average_over_orders(
+        candidate, rows, "direct", candidate.letters(rows, "direct"), seen.append
+    )
+    assert seen == [0, 1, 2, 3]
+    for row, entry in zip(rows, averaged, strict=True):
+        orders = [rotate_options(row, by, form="direct") for by in range(len(row["options"]))]
+        assert [order["options"][order["answer"]] for order in orders] == [row["options"][row["answer"]]] * len(orders)
+        assert {tuple(order["options"].values()) for order in orders if order["prompt"]} != {
+            tuple(row["options"].values())
+        }
+        for letter, text in row["options"].items():
+            shown = [next(name for name, other in order["options"].items() if other == text) for order in orders]
+            assert sorted(shown) == sorted(row["options"])
+            scores = [candidate.letters([order], "direct")[0][name] for order, name in zip(orders, shown, strict=True)]
+            assert entry[letter] == pytest.approx(sum(scores) / len(scores), abs=1e-10)
+        assert sum(entry.values()) == pytest.approx(1, abs=1e-12)
+
+
+class LooksOnlyAtLetters:
+    def letters(self, rows, form, progress=None):
+        return [dict(zip(sorted(row["options"]), (0.7, 0.1, 0.1, 0.05, 0.05), strict=False)) for row in rows]
+
+
+def test_a_preference_for_a_letter_averages_out():
+    rows = [row for row in task_of("direct").held_out if len(row["options"]) == 5][:2]
+    model = LooksOnlyAtLetters()
+    for entry in exam_module.average_over_orders(model, rows, "direct", model.letters(rows, "direct")):
+        assert list(entry.values()) == pytest.approx([0.2] * 5)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------
@@ -181,12 +215,14 @@ def test_a_report_on_scripted_answers():
     scored = candidate.letters(rows, "direct")
     assert [outcome.letters for outcome in report.outcomes] == [max(entry, key=entry.get) for entry in scored]
     assert generator.asked == [(True, 1.0, 1, 6), (True, 1.0, 1, 6), (False, 0.7, 3, 6)]
+    orders = max(len(row["options"]) for row in rows)
     assert stages == [
         ("answering", 6, 6),
         ("answering with shuffled options", 6, 6),
         ("sampling answers", 6, 6),
         ("scoring letters", 6, 6),
         ("scoring letters with shuffled options", 6, 6),
+        *(("scoring letters in all orders", 6 * order // (orders - 1), 6) for order in range(1, orders)),
     ]
 
 

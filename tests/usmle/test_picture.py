@@ -46,7 +46,7 @@ def test_a_minimal_report(drawn):
     report = analyse([question(1, "A"), question(2, "B")], [answer_to(1, "A"), answer_to(2, "B")])
     panels = drawn(report)
     assert list(panels) == ["Accuracy on 2 questions", "Right and answered letters", "Calibration"]
-    assert heights(panels["Accuracy on 2 questions"]) == [100.0, 100.0, 50.0, 100.0]
+    assert heights(panels["Accuracy on 2 questions"]) == [100.0, 100.0, 50.0, 50.0, 100.0]
     assert names(panels["Right and answered letters"].get_xticklabels()) == ["A", "B", "C", "D", "none"]
 
 
@@ -58,7 +58,14 @@ def test_a_complete_report(drawn):
         "Calibration", f"Kinds of the {report.errors} errors",
     ]  # fmt: skip
     bars = panels["Accuracy on 50 questions"]
-    assert names(bars.get_xticklabels()) == ["strict", "lenient", "majority\nvote", "likeliest\nletter", "shuffled"]
+    assert names(bars.get_xticklabels()) == [
+        "strict",
+        "lenient",
+        "majority\nvote",
+        "likeliest\nletter",
+        "likeliest,\nall\norders",
+        "shuffled",
+    ]
     assert heights(bars) == pytest.approx([100 * share.value for share in report.accuracies().values()])
     assert 25.0 in [line.get_ydata()[0] for line in bars.lines]  # guessing
     numbers = [text.get_text() for text in panels["Right and answered letters"].texts]

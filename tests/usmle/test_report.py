@@ -107,7 +107,7 @@ def changed(report, **values):
         (lambda report: "{", "is damaged, it holds no valid JSON"),
         (lambda report: "[1]", "is not a report of an evaluation"),
         (lambda report: '{"a": 1}', "is not a report of an evaluation"),
-        (lambda report: changed(report, version=2), "has the format 2, .* reads 1; evaluate the model again"),
+        (lambda report: changed(report, version=1), "has the format 1, .* reads 2; evaluate the model again"),
         (lambda report: changed(report, lenient=None), "is damaged: lenient: "),
         (lambda report: changed(report, outcomes=[{"number": 1}]), r"is damaged: outcomes.0.\w+: Field required"),
     ],
@@ -162,6 +162,7 @@ def test_every_part_has_its_section(tmp_path, reports):
         "## Sampled answers",
         "## The letters' probabilities",
         "## The letters' probabilities, shuffled options",
+        "## The letters' probabilities, averaged over all orders",
         "## Errors",
         "## Reading rules",
     ]
@@ -213,7 +214,7 @@ def test_hostile_text_stays_in_its_cell(tmp_path):
     page = page_of(tmp_path, after, comparison=compare(before, after), title=HOSTILE[0], facts=facts)
     assert page.startswith("# a \\| b\n")
     tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
-    assert len(tables) == 15
+    assert len(tables) == 16
     for lines in tables:
         columns = lines[1].count("--")
         assert len(cells("\n".join(lines).replace("**", ""))) == columns * (len(lines) - 1)
