@@ -36,6 +36,7 @@ HARDER = {
     "masks.min_length": "1",  # an answer is one letter
     "masks.off_policy_threshold": "0.5",
     "loss.kl_coef": "0.1",
+    "loss.kl_aggregation": "token_mean",
     "run.checkpoint_every": "0",
     "run.resumable": "false",
     "run.save_rollouts": "false",

@@ -1,0 +1,261 @@
+"""MedQA before and after training: the rows of the table in docs/usmle.md, and the table itself.
+
+Every row is a training run and two exams: MedQA's test file and the medical subjects of MMLU, each asked once. Settings
+are chosen on 300 questions held out from MedQA's training file. Rows that start from another row need it first; rows
+that do not may run beside each other in several processes.
+
+Usage (DATA is a folder with the files that `FILES` names)::
+
+    python benchmarks/medqa.py DATA --out runs/medqa                       # all rows, one after another
+    python benchmarks/medqa.py DATA --out runs/medqa --only sft both       # these
+    python benchmarks/medqa.py --table runs/medqa                          # the table of the finished rows
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from groupwise.rundir import metric_column, read_metrics
+from groupwise.usmle.compare import compare
+from groupwise.usmle.report import read_report
+from groupwise.usmle.tables import ALL_ORDERS, ExamReport, Proportion
+
+POOL, TEST = "medqa_usmle_train_pool.jsonl", "medqa_usmle_4opt_test.jsonl"
+OTHERS = ("medmcqa_dev.jsonl", "medmcqa_train_sample.jsonl", "headqa_en.jsonl", "medqa_taiwan_en.jsonl")
+MMLU = tuple(
+    f"mmlu_{subject}_test.csv"
+    for subject in ("anatomy", "clinical_knowledge", "college_biology", "college_medicine", "medical_genetics",
+                    "professional_medicine")
+)  # fmt: skip
+FILES = (POOL, TEST, *OTHERS, *MMLU)
+EXAMS = {"medqa": (TEST,), "mmlu": MMLU}
+HELD_OUT = 300
+MEASURES = ("lenient", ALL_ORDERS)  # compared with the model before; the p-values of each are corrected over the rows
+
+Settings = dict[str, object]
+SHORT: Settings = {"task_options.prompt": "direct", "sampling.max_new_tokens": 16}
+REASONING: Settings = {"task_options.prompt": "chat", "sampling.max_new_tokens": 320}
+SHARED: Settings = {
+    "algorithm": "enhanced_grpo",
+    "phases": "[]",
+    "rules": "[]",
+    "data.max_prompt_length": 2048,
+    "task_options.reading": "lenient",
+    "task_options.bad_rows": "skip",
+    "model.gradient_checkpointing": "false",
+    "train.token_budget": 8192,
+    "run.checkpoint_every": 0,
+    "run.resumable": "false",
+    "run.save_rollouts": "false",
+    "run.show_samples": 0,
+    "run.log_every": 5,
+    "run.plot": "false",
+}
+SFT: Settings = {"train.steps": 0, "sft.batch_size": 32, "sft.epochs": 1, "task_options.copies": 4}
+GRPO: Settings = {
+    "train.batch_size": 64,
+    "sampling.samples_per_prompt": 8,
+    "optimizer.warmup_steps": 5,
+    "task_options.copies": 2,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model of the table: what it starts from, how it is trained, and the form in which it is asked."""
+
+    title: str
+    form: Settings
+    training: Settings = field(default_factory=dict)  # none: the model as it is
+    start: str = ""  # the row whose model it starts from
+    model: str = "qwen2.5-coder-1.5b"
+    only_medqa: bool = False
+
+    @property
+    def base(self) -> str:
+        """The row of the same model and the same prompt before training."""
+        return next(n for n, r in ROWS.items() if not r.training and r.model == self.model and r.form is self.form)
+
+
+QWEN, SMOL = "qwen2.5-coder-1.5b", "smollm2-135m"
+FULL: Settings = {"optimizer.learning_rate": 2e-6, "optimizer.embedding_learning_rate": 2e-6}
+ROWS = {
+    "base": Row("before, short answers", SHORT),
+    "sft": Row("SFT, short answers", SHORT, SFT | {"sft.learning_rate": 2e-5}),
+    "grpo": Row("GRPO, short answers", SHORT, GRPO | FULL | {"train.steps": 120, "evaluate.every": 40}),
+    "both": Row(
+        "SFT, then GRPO, short answers", SHORT, GRPO | FULL | {"train.steps": 80, "evaluate.every": 40}, start="sft"
+    ),
+    "reasoning-base": Row("before, reasoning", REASONING),
+    "reasoning-grpo": Row(
+        "GRPO, reasoning", REASONING, GRPO | FULL | {"train.steps": 116, "evaluate.every": 29}, only_medqa=True
+    ),
+    "reasoning-sft": Row(
+        "SFT with explanations, reasoning", REASONING, SFT | {"sft.learning_rate": 2e-5}
+    ),
+    "smol-base": Row("SmolLM2-135M before, short answers", SHORT, model=SMOL),
+    "smol-sft": Row(
+        "SmolLM2-135M, SFT", SHORT, SFT | {"sft.learning_rate": 5e-5}, model=SMOL
+    ),
+    "smol-grpo": Row(
+        "SmolLM2-135M, GRPO",
+        SHORT,
+        GRPO | {"optimizer.learning_rate": 1e-5, "optimizer.embedding_learning_rate": 1e-5, "train.steps": 120,
+                "evaluate.every": 40},
+        model=SMOL,
+    ),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", type=Path, nargs="?", help="the folder with the questions")
+    parser.add_argument("--out", type=Path, default=Path("runs/medqa"))
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), help="only these rows")
+    parser.add_argument("--model", nargs=2, action="append", default=[], metavar=("NAME", "FOLDER"),
+                        help="the folder of a model of the table")  # fmt: skip
+    parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
+                        help="another value of a setting of training, e.g. --set train.steps 4")  # fmt: skip
+    parser.add_argument("--exams", nargs="+", choices=list(EXAMS), default=list(EXAMS), help="ask only these exams")
+    parser.add_argument("--table", type=Path, metavar="FOLDER", help="print the table of the rows in this folder")
+    args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
+        return
+    if args.data is None or (missing := [name for name in FILES if not (args.data / name).exists()]):
+        parser.error("name the folder of the questions" if args.data is None else f"{args.data} lacks {missing[0]}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    train, held_out = split_pool(args.data / POOL, args.out)
+    data = {
+        "data.train": json.dumps([str(train), *(str(args.data / name) for name in OTHERS)]),
+        "data.held_out": str(held_out),
+    }
+    for name in args.only or ROWS:
+        run_row(name, args.out, args.data, data, args.exams, dict(args.model), dict(args.set))
+
+
+def split_pool(pool: Path, out: Path) -> tuple[Path, Path]:
+    """The pool without `HELD_OUT` of its questions with four options, and those questions."""
+    lines = pool.read_text().splitlines()
+    four = [number for number, line in enumerate(lines) if len(json.loads(line)["options"]) == 4]
+    chosen = set(random.Random(0).sample(four, HELD_OUT))
+    paths = out / "medqa_train.jsonl", out / "medqa_held_out.jsonl"
+    for path, kept in zip(paths, (False, True), strict=True):
+        path.write_text("".join(f"{line}\n" for number, line in enumerate(lines) if (number in chosen) == kept))
+    return paths
+
+
+def run_row(
+    name: str,
+    out: Path,
+    data: Path,
+    rows: Settings,
+    exams: Sequence[str],
+    folders: dict[str, str],
+    changes: Settings,
+) -> None:
+    """Train the row's model, unless that is done, and ask it the exams that it has not had."""
+    row, folder = ROWS[name], out / name
+    source = str(out / row.start / "run" / "model") if row.start else folders.get(row.model, row.model)
+    folder.mkdir(exist_ok=True)
+    if row.training and not (folder / "run" / "model").exists():
+        if row.only_medqa:
+            rows = {**rows, "data.train": json.dumps([str(out / "medqa_train.jsonl")])}
+        settings = {"model.source": source, **SHARED, **row.form, **rows, **row.training, **changes}
+        started = time.monotonic()
+        call(folder / "train.log", "train", "usmle", "--overwrite", {**settings, "run.folder": folder / "run"})
+        (folder / "minutes.json").write_text(json.dumps((time.monotonic() - started) / 60))
+    if row.training:
+        source = str(folder / "run" / "model")
+    for exam in exams:
+        if not (folder / exam / "report.json").exists():
+            held_out = json.dumps([str(data / file) for file in EXAMS[exam]])
+            settings = {**SHARED, **row.form, "model.source": source, "data.held_out": held_out}
+            call(folder / f"{exam}.log", "eval", "usmle", "--report", str(folder / exam), settings)
+    print(f"{name}: done", flush=True)
+
+
+def call(log: Path, *arguments: str | Settings) -> None:
+    words = []
+    for argument in arguments:
+        pairs = argument.items() if isinstance(argument, dict) else ()
+        words += [word for key, value in pairs for word in (f"--{key}", str(value))] or [str(argument)]
+    with open(log, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "groupwise", *words],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+    if done.returncode:
+        raise SystemExit(f"{log}:\n{log.read_text()[-3000:]}")
+
+
+def table(out: Path) -> str:
+    """The finished rows as a Markdown table, each compared with its model before."""
+    reports = {
+        name: {exam: read_report(out / name / exam) for exam in EXAMS if (out / name / exam).exists()}
+        for name in ROWS
+        if (out / name / "medqa" / "report.json").exists()
+    }
+    lines = [
+        f"| | written | strict | likeliest letter | {ALL_ORDERS} | p written | p all orders | same option shuffled "
+        "| MMLU | tokens | GPU-minutes |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    corrected = {measure: holm(p_values(reports, measure)) for measure in MEASURES}
+    for name, exams in reports.items():
+        report, row = exams["medqa"], ROWS[name]
+        minutes = out / name / "minutes.json"
+        cells = [
+            row.title, percent(report.lenient), percent(report.strict), percent(report.letters.accuracy),
+            percent(report.averaged_letters.accuracy),
+            *(f"{corrected[measure][name]:.2g}" if name in corrected[measure] else "" for measure in MEASURES),
+            f"{100 * report.shuffled.consistency.value:.0f} %",
+            percent(exams["mmlu"].lenient) if "mmlu" in exams else "",
+            f"{sampled_tokens(out / name / 'run') / 1e6:.2f} M" if row.training else "",
+            f"{json.loads(minutes.read_text()):.1f}" if minutes.exists() else "",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def p_values(reports: dict[str, dict[str, ExamReport]], measure: str) -> dict[str, float]:
+    """McNemar's exact test of each trained row against its base."""
+    values = {}
+    for name, exams in reports.items():
+        row = ROWS[name]
+        if row.training and row.base in reports:
+            changes = compare(reports[row.base]["medqa"], exams["medqa"]).measures
+            values[name] = next(change.p_value for change in changes if change.name == measure)
+    return values
+
+
+def holm(values: dict[str, float]) -> dict[str, float]:
+    """The p-values, corrected for their number (Holm 1979)."""
+    corrected, largest = {}, 0.0
+    for rank, (name, value) in enumerate(sorted(values.items(), key=lambda item: item[1])):
+        largest = max(largest, min(1.0, value * (len(values) - rank)))
+        corrected[name] = largest
+    return corrected
+
+
+def sampled_tokens(run: Path) -> float:
+    tokens: Sequence[float] = metric_column(read_metrics(run / "metrics.jsonl"), "num_tokens")[1]
+    return tokens[-1] if len(tokens) else 0.0
+
+
+def percent(share: Proportion) -> str:
+    return f"{100 * share.value:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
+
+
+if __name__ == "__main__":
+    main()
