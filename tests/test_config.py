@@ -37,6 +37,7 @@ from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.kl import ESTIMATORS
+from groupwise.core.filters import ORDERS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
@@ -584,6 +585,7 @@ CHOICES = {
     "loss.ratio": RATIOS,
     "loss.denominator": DENOMINATORS,
     "masks.off_policy": OFF_POLICY_RULES,
+    "sampling.order": ORDERS,
 }
 
 

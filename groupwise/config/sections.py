@@ -159,6 +159,9 @@ class SamplingSection(Section):
     """sample from the smallest set of tokens with this total probability"""
     min_p: Share | None = None
     """sample from tokens with at least this share of the highest probability"""
+    order: Literal["transformers", "vllm", "mlx_lm"] = "transformers"
+    """order of the filters: temperature, top_k, top_p, min_p (transformers); temperature, min_p, top_k, top_p (vllm); or
+    top_k, min_p, top_p on the untempered probabilities, then temperature (mlx_lm)"""
     stop: list[str] = Field(default_factory=list)
     """stop strings that end a completion"""
     max_num_seqs: Count | None = None
