@@ -547,6 +547,8 @@ def test_integers_are_accepted_as_floats():
     [
         ({"loss": {"name": "gspo", "ratio": "token"}}, "the loss 'gspo' has no token ratio; leave loss.ratio out or "
                                                        "use 'sequence'"),
+        ({"loss": {"name": "vespo", "ratio": "sequence_product"}}, "the loss 'vespo' has no sequence_product ratio; leave "
+                                                                   "loss.ratio out or use 'token'"),
         ({"train": {"epochs": None}}, "set train.steps or train.epochs"),
         ({"sampling": {"min_new_tokens": 300}}, "sampling.min_new_tokens 300 is more than sampling.max_new_tokens 256"),
         ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so every advantage is 0"),

@@ -237,8 +237,9 @@ class LossSection(Section):
     """one of {names}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
     """weight of the policy loss; 0 leaves it out (with [preference] that is DPO)"""
-    ratio: Literal["token", "sequence"] | None = None
-    """importance ratio per token or per sequence; default: the loss's own"""
+    ratio: Literal["token", "sequence", "sequence_product"] | None = None
+    """importance ratio per token, or per sequence: the geometric mean over its tokens (sequence) or their product
+    (sequence_product); default: the loss's own"""
     clip_low: NotNegative = 0.2
     """ε: the ratio is clipped below 1 − ε"""
     clip_high: NotNegative | None = None

@@ -61,7 +61,13 @@ def mlx_lm_probabilities(logits, *, temp, top_p=1.0, top_k=None, min_p=None):
 @pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
 @pytest.mark.parametrize(
     "filters",
-    [{"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 7, "min_p": 0.03, "top_p": 0.9}, {"top_k": 5, "top_p": 0.7}],
+    [
+        {"top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 7, "min_p": 0.03, "top_p": 0.9},
+        {"top_k": 5, "top_p": 0.7},
+    ],
     ids=str,
 )
 def test_frequencies_and_log_probs_in_the_order_of_mlx_lm(filters, temp):

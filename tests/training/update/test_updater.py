@@ -57,6 +57,7 @@ CASES = {
         "loss.denominator": "policy_mask",
     },
     "importance": {"loss.importance_cap": 1.05},
+    "product ratio": {"loss.name": "grpo", "loss.ratio": "sequence_product", "masks.truncated": True},
     "kept sets": {"masks.keep_sampling_mask": True, "sampling.top_k": 5},
 }
 RICH = {
