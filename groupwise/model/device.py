@@ -67,7 +67,7 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
     if isinstance(dtype, str) and dtype == "auto":
         return compute_dtype(device)
     resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if resolved not in DTYPES.values():
+    if resolved is None or resolved not in DTYPES.values():
         allowed = f"'auto', {', '.join(map(repr, DTYPES))}, or the torch dtype"
         raise InputError(f"unknown dtype {dtype!r} (allowed: {allowed})")
     if resolved == torch.float64 and float64_device(device) != device:
