@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import ALGORITHMS
+from groupwise.cli import main
 from groupwise.cli.settings import parse_settings
 from groupwise.config import (
     Recipe,
@@ -262,6 +263,8 @@ def test_rows_are_no_recipe(tmp_path, name, exists):
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
                                             "(allowed: group, batch, none)"),
         ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, reference_drift)"),
+        ({"sampling": {"order": "mlx"}}, "the recipe: sampling.order cannot be 'mlx'; did you mean 'mlx_lm'? (allowed: "
+                                         "transformers, vllm, mlx_lm)"),
         ({"model": {"dtype": "bf16"}}, "the recipe: model.dtype cannot be 'bf16'; did you mean 'bfloat16'? (allowed: "
                                        "auto, float32, bfloat16, float16, float64)"),
     ],
@@ -440,6 +443,23 @@ def test_every_name_of_the_designs_is_answered_with_ours_and_its_unit(key, setti
         assert note in message
     if setting not in ("", "algorithm"):
         assert setting in NAMES
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        *(
+            ("--learning-rate", "lr"),
+            ("--learning_rate", "lr"),
+            ("--group-size", "group_size"),
+            ("--kl-coef", "kl_coef"),
+        ),
+        *(("--clip-range", "clip"), ("--epsilon", "clip"), ("--beta", "kl_coef")),
+    ],
+)
+def test_names_of_hyperparameters_of_control(capsys, option, setting):
+    assert main(["control", "train", option, "0.1"]) == 2
+    assert re.search(rf"has no option {option}; .*--algo [\w-]+:{setting}=VALUE", capsys.readouterr().err)
 
 
 def test_a_list_of_preference_losses_is_answered_with_its_equivalent():
