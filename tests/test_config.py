@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from groupwise.algorithms import ALGORITHMS
+from groupwise.cli import main
 from groupwise.cli.settings import parse_settings
 from groupwise.config import (
     Recipe,
@@ -36,11 +37,13 @@ from groupwise.config.layers import nested, read_options
 from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
+from groupwise.core.filters import ORDERS
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 from groupwise.errors import ConfigError, RecipeErrors
+from groupwise.training.from_rows import trainer_arguments
 
 NAMES = dict(setting_names())
 
@@ -260,6 +263,8 @@ def test_rows_are_no_recipe(tmp_path, name, exists):
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
                                             "(allowed: group, batch, none)"),
         ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, reference_drift)"),
+        ({"sampling": {"order": "mlx"}}, "the recipe: sampling.order cannot be 'mlx'; did you mean 'mlx_lm'? (allowed: "
+                                         "transformers, vllm, mlx_lm)"),
         ({"model": {"dtype": "bf16"}}, "the recipe: model.dtype cannot be 'bf16'; did you mean 'bfloat16'? (allowed: "
                                        "auto, float32, bfloat16, float16, float64)"),
     ],
@@ -297,15 +302,14 @@ def test_names_of_other_libraries_are_settings_with_valid_values():
     ("name", "hint"),
     [
         ("lr", "; did you mean 'optimizer.learning_rate'?"),
-        ("use_unbiased_kl", "; did you mean '--loss.kl unbiased'?"),
+        ("use_unbiased_kl", "; did you mean `--loss.kl unbiased`?"),
         ("embedding_lr", "; did you mean 'optimizer.embedding_learning_rate'?"),
-        ("loss_weights", "; did you mean 'preference.kind_weights'? (the terms' weights are loss.policy_coef, "
-                         "loss.kl_coef and preference.weight)"),
-        ("beta", "; did you mean 'preference.beta' or 'loss.kl_coef'?"),  # DPO's, GRPO's
+        ("beta", "; did you mean 'loss.kl_coef' or 'preference.beta'? (GRPO's β, the weight of the KL; DPO's β)"),
         ("loss.beta", "; did you mean 'loss.kl_coef'?"),
-        ("numGenerations", "; did you mean 'sampling.samples_per_prompt'?"),
+        ("preferance.beta", "; did you mean 'preference.beta'?"),  # only the section is misspelt
+        ("trian.batch_size", "; did you mean 'train.batch_size'?"),
         ("use_vllm", "; groupwise samples with its own engine, so there is nothing to set"),
-        ("save_only_model", "; did you mean '--run.resumable false'?"),
+        ("save_only_model", "; did you mean `--run.resumable false`?"),
         ("steps", "; did you mean 'train.steps' or 'sft.steps'?"),  # the usual one first
         ("report_to", "; did you mean 'run.tensorboard' or 'run.wandb'?"),
         ("train.foo", ""),
@@ -320,9 +324,161 @@ def test_hints(name, hint):
 
 def test_a_hint_with_a_value_in_a_recipe():
     assert refused({"loss": {"use_unbiased_kl": True}}) == (
-        "the recipe: unknown key 'loss.use_unbiased_kl'; did you mean 'loss.kl = \"unbiased\"'?"
+        "the recipe: unknown key 'loss.use_unbiased_kl'; did you mean `loss.kl = \"unbiased\"`?"
     )
-    assert refused({"save_only_model": True}).endswith("did you mean 'run.resumable = false'?")
+    assert refused({"save_only_model": True}).endswith("did you mean `run.resumable = false`?")
+
+
+PROMPTS = "it counts prompts, where TRL counts completions: divide by num_generations"
+PER_PROMPT = "a number of completions of each prompt"
+STEP = "a step has train.batch_size × train.accumulation prompts"
+NAMES_OF_DESIGNS = {
+    "enhanced GRPO": {
+        "num_samples_per_prompt": ("sampling.samples_per_prompt", PER_PROMPT),
+        "temperature": ("sampling.temperature", ""),
+        "top_k": ("sampling.top_k", ""),
+        "max_new_tokens": ("sampling.max_new_tokens", ""),
+        "prompts_per_step": ("train.batch_size", f"both count prompts; {STEP}"),
+        "learning_rate": ("optimizer.learning_rate", ""),
+        "embedding_lr": ("optimizer.embedding_learning_rate", ""),
+        "num_epochs": ("train.epochs", ""),
+        "kl_coef": ("loss.kl_coef", ""),
+        "use_baseline": ("advantages.baseline", "mean subtracts the group's mean"),
+        "normalize_advantages": ("advantages.scale", "group divides by the group's deviation"),
+        "use_unbiased_kl": ("loss.kl", "unbiased"),
+        "use_off_policy_masking": ("masks.off_policy", "v3.2"),
+        "off_policy_threshold": ("masks.off_policy_threshold", ""),
+        "max_grad_norm": ("optimizer.max_grad_norm", ""),
+        "update_reference_every": ("reference.refresh_every", "in steps"),
+        "batch_size": ("train.batch_size", PROMPTS),
+        "num_return_sequences": ("sampling.samples_per_prompt", PER_PROMPT),
+        "threshold": ("masks.off_policy_threshold", ""),
+        "min_length": ("masks.min_length", ""),
+        "final_steps": ("train.steps", "`steps` of the last of the [[phases]]"),
+    },
+    "GRPO reference": {
+        "learningRate": ("optimizer.learning_rate", ""),
+        "numEpochs": ("train.epochs", ""),
+        "batchSize": ("train.batch_size", PROMPTS),
+        "per_device_train_batch_size": ("train.batch_size", PROMPTS),
+        "gradientAccumulationSteps": ("train.accumulation", STEP),
+        "gradient_accumulation_steps": ("train.accumulation", STEP),
+        "numGenerations": ("sampling.samples_per_prompt", PER_PROMPT),
+        "num_generations": ("sampling.samples_per_prompt", PER_PROMPT),
+        "clipEpsilon": ("loss.clip_low", ""),
+        "epsilon": ("loss.clip_low", ""),
+        "epsilon_high": ("loss.clip_high", ""),
+        "klCoef": ("loss.kl_coef", ""),
+        "beta": ("loss.kl_coef", "GRPO's β"),
+        "scaleRewards": ("advantages.scale", ""),
+        "scale_rewards": ("advantages.scale", ""),
+        "lossType": ("loss.name", "the loss of GRPO"),
+        "loss_type": ("loss.name", "the loss of GRPO"),
+        "importanceSamplingLevel": ("loss.ratio", ""),
+        "importance_sampling_level": ("loss.ratio", ""),
+        "maxNewTokens": ("sampling.max_new_tokens", ""),
+        "max_completion_length": ("sampling.max_new_tokens", "a number of tokens"),
+        "temperature": ("sampling.temperature", ""),
+        "temp": ("sampling.temperature", ""),
+        "topP": ("sampling.top_p", ""),
+        "top_p": ("sampling.top_p", ""),
+        "topK": ("sampling.top_k", ""),
+        "top_k": ("sampling.top_k", ""),
+        "minP": ("sampling.min_p", ""),
+        "min_p": ("sampling.min_p", ""),
+        "maxPromptLength": ("data.max_prompt_length", ""),
+        "shuffleDataset": ("data.shuffle", ""),
+        "gradientCheckpointing": ("model.gradient_checkpointing", ""),
+        "bf16": ("model.dtype", "bfloat16"),
+        "num_items_in_batch": ("", "the tokens of a mini-batch are counted"),
+        "min_tokens_to_keep": ("", "at least one token is always kept"),
+        "use_vllm": ("", "its own engine"),
+    },
+    "similarity groups": {
+        "adv_estimator": ("algorithm", ""),
+        "n_similarity_workers": ("grouping.workers", "a number of processes"),
+        "model_name": ("grouping.embedder", "the embedder of similarity groups"),
+        "MIN_SILHOUETTE": ("grouping.min_silhouette", ""),
+        "n_groups": ("grouping.max_groups", ""),
+    },
+    "preference-guided GRPO": {
+        "epsilon_low": ("loss.clip_low", ""),
+        "epsilon_high": ("loss.clip_high", ""),
+        "beta": ("preference.beta", "DPO's β"),
+        "loss_type": ("preference.kind", "a list"),
+        "loss_weights": ("preference.kind_weights", "one for each preference.kind"),
+        "w1": ("loss.kl_coef", "the weight of the KL"),
+        "w_1": ("loss.kl_coef", "the weight of the KL"),
+        "w2": ("preference.weight", "the weight of the preference loss"),
+        "w_2": ("preference.weight", "the weight of the preference loss"),
+    },
+    "control": {
+        "lr": ("optimizer.learning_rate", ""),
+        "group_size": ("sampling.samples_per_prompt", PER_PROMPT),
+        "clip_range": ("loss.clip_low", ""),
+        "kl_coef": ("loss.kl_coef", ""),
+        "optimizer": ("optimizer", ""),
+        "update_frequency": ("train.batch_size", f"in prompts; {STEP}"),
+        "advantage_norm": ("advantages.scale", "group divides"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "setting", "note"),
+    [
+        pytest.param(key, *expected, id=f"{design}-{key}")
+        for design, keys in NAMES_OF_DESIGNS.items()
+        for key, expected in keys.items()
+        if key != "optimizer"  # a section here
+    ],
+)
+def test_every_name_of_the_designs_is_answered_with_ours_and_its_unit(key, setting, note):
+    """At the top of a recipe, in a wrong section, on the command line, and as an argument in Python."""
+    with pytest.raises(ConfigError) as python:
+        trainer_arguments([], [], "tiny", None, None, "dapo", {key: 1})
+    messages = [refused({key: 1}), refused({"scoring": {key: 1}}), f"--{key}{hint_of(key)}", str(python.value)]
+    for message in messages:
+        assert setting in message
+        assert note in message
+    if setting not in ("", "algorithm"):
+        assert setting in NAMES
+
+
+@pytest.mark.parametrize(
+    ("option", "setting"),
+    [
+        *(
+            ("--learning-rate", "lr"),
+            ("--learning_rate", "lr"),
+            ("--group-size", "group_size"),
+            ("--kl-coef", "kl_coef"),
+        ),
+        *(("--clip-range", "clip"), ("--epsilon", "clip"), ("--beta", "kl_coef")),
+    ],
+)
+def test_names_of_hyperparameters_of_control(capsys, option, setting):
+    assert main(["control", "train", option, "0.1"]) == 2
+    assert re.search(rf"has no option {option}; .*--algo [\w-]+:{setting}=VALUE", capsys.readouterr().err)
+
+
+def test_a_list_of_preference_losses_is_answered_with_its_equivalent():
+    table = {"loss_type": ["sigmoid", "sft"], "loss_weights": [0.8, 0.2]}
+    with pytest.raises(RecipeErrors) as caught:
+        make_recipe(table)
+    _, kinds, weights = caught.value.lines()
+    assert 'did you mean `preference.kind = ["sigmoid", "sft"]`?' in kinds
+    assert "did you mean `preference.kind_weights = [0.8, 0.2]`?" in weights
+    equivalent = tomllib.loads(
+        "\n".join(re.search(r"`(preference[^`]*)`", line)[1] for line in (kinds, weights)),
+    )
+    recipe = make_recipe(equivalent)
+    assert (recipe.preference.kinds, recipe.preference.kind_weights) == (table["loss_type"], table["loss_weights"])
+    assert 'did you mean `loss.name = "dr_grpo"`?' in refused({"loss": {"loss_type": "dr_grpo"}})
+    with pytest.raises(ConfigError, match=re.escape("""did you mean `--preference.kind_weights '[0.8, 0.2]'`?""")):
+        parse_override("loss_weights", "[0.8, 0.2]")
+    with pytest.raises(ConfigError, match=re.escape("""did you mean `--preference.kind '["sigmoid", "sft"]'`?""")):
+        parse_override("loss_type", '["sigmoid", "sft"]')
 
 
 # Settings of TRL that have no equivalent here, and no setting of a similar name that would be suggested.
@@ -546,6 +702,7 @@ def test_integers_are_accepted_as_floats():
     [
         ({"loss": {"name": "gspo", "ratio": "token"}}, "the loss 'gspo' has no token ratio; leave loss.ratio out or "
                                                        "use 'sequence'"),
+        ({"loss": {"name": "vespo", "ratio": "sequence_product"}}, "the loss 'vespo' has no sequence_product ratio"),
         ({"train": {"epochs": None}}, "set train.steps or train.epochs"),
         ({"sampling": {"min_new_tokens": 300}}, "sampling.min_new_tokens 300 is more than sampling.max_new_tokens 256"),
         ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so every advantage is 0"),
@@ -584,6 +741,7 @@ CHOICES = {
     "loss.ratio": RATIOS,
     "loss.denominator": DENOMINATORS,
     "masks.off_policy": OFF_POLICY_RULES,
+    "sampling.order": ORDERS,
 }
 
 

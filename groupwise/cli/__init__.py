@@ -27,7 +27,7 @@ from groupwise.cli.models import add_models
 from groupwise.cli.parser import Parser
 from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
-from groupwise.cli.settings import split_settings
+from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
 from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
 from groupwise.packaged import packaged_recipes
@@ -178,6 +178,7 @@ def _parse(words: list[str]) -> argparse.Namespace:
         _check_options(command, settings)
     arguments, rest = parser.parse_known_args(words)
     if rest and arguments.takes_settings:
+        parse_settings(settings, name)  # a setting of another library may be what has several values
         word = rest[0]
         is_setting = "." in word and not word.startswith("-") and not word.endswith(".toml")
         hint = f"; did you mean --{word}?" if is_setting else ""

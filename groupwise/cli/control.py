@@ -34,6 +34,14 @@ EXAMPLES = {
 }
 
 
+# What papers and other libraries call the settings of an algorithm.
+OTHER_NAMES = {
+    **dict.fromkeys(("learning_rate", "actor_lr"), "lr"),
+    **dict.fromkeys(("clip_range", "clip_epsilon", "epsilon"), "clip"),
+    **dict.fromkeys(("beta", "kl_coefficient"), "kl_coef"),
+}
+
+
 class HelpWithPresets(argparse._HelpAction):
     """`--help` that also lists the presets and all settings, which are imported only then."""
 
@@ -89,7 +97,7 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
     action = "help" if name == "play" else HelpWithPresets
     parser.add_argument("-h", "--help", action=action, help="show this help and exit")
     if name != "play":
-        parser.suggest_option = _suggest_option
+        parser.suggest_option = lambda word: _suggest_option(OTHER_NAMES.get(word.strip("-").replace("-", "_"), word))
     return parser
 
 

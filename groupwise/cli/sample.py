@@ -43,6 +43,8 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, samples: int, max
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=help_text)
     help_text = "sample from tokens with at least this share of the highest probability"
     parser.add_argument("--min-p", type=float, metavar="P", help=help_text)
+    help_text = "order of temperature and filters: transformers, vllm or mlx_lm (default: transformers)"
+    parser.add_argument("--order", default="transformers", metavar="NAME", help=help_text)
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end a completion with this text; repeatable")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
@@ -55,7 +57,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, samples: int, max
 def sampling_of(arguments: argparse.Namespace) -> Sampling:
     from groupwise.generate.types import Sampling
 
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "greedy", "seed")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "order", "greedy", "seed")
     return Sampling(**{name: getattr(arguments, name) for name in names})
 
 

@@ -18,7 +18,7 @@ def recipe_fault(fault: Any, table: Mapping[str, Any], where: str, overrides: Co
     """The source and the sentence for one error of `Recipe.model_validate(table)`."""
     place = [str(part) for part in fault["loc"]]
     if fault["type"] == "extra_forbidden":
-        return source_of(place, where, overrides), _unknown_key(place)
+        return source_of(place, where, overrides), _unknown_key(place, _value_at(table, place))
     path, field = field_at(Recipe, place)
     source, name, value = source_of(path, where, overrides), _shown(path), _value_at(table, path)
     if ".".join(path) in overrides:
@@ -59,7 +59,7 @@ def source_of(path: Sequence[str], where: str, overrides: Collection[str]) -> st
     return "on the command line" if ".".join(path) in overrides else where
 
 
-def _unknown_key(place: Sequence[str]) -> str:
+def _unknown_key(place: Sequence[str], value: Any) -> str:
     name = ".".join(place)
     if (renamed := new_name(name)) is not None:
         return f"{name} is now {renamed}" if "." in name else f"[{name}] is now [{renamed}]"
@@ -68,7 +68,7 @@ def _unknown_key(place: Sequence[str]) -> str:
     model: Any = Recipe
     for part in parents:
         model = model if part.isdigit() else section_of(model.model_fields[part])
-    near = "" if in_list else suggest(name)
+    near = "" if in_list else suggest(name, value)
     near = near or did_you_mean(key, model.model_fields, 0.6 if in_list else SIMILAR)
     known = "" if near else f" (there are: {', '.join(model.model_fields)})"
     shown = f"{key!r} in {_shown(parents)}" if in_list else repr(name)

@@ -214,7 +214,7 @@ def parse_override(name: str, text: str, command: str = "train") -> Any:
     if name.startswith("task_options."):
         # Only the task knows the type, and it checks it. A date is a text.
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
-    field = find_field(name, command)
+    field = find_field(name, command, text)
     if field is None:  # a key of the user's choice in a list of tables
         return None if is_none else _parse(text, {bool, int, float}, (str, bool, int, float, list, dict))
     types = types_of(field)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import re
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic.fields import FieldInfo
 
 from groupwise.config.fields import fields_of, section_of, types_of
 from groupwise.config.other_libraries import OTHER_LIBRARIES, Hint
-from groupwise.config.sections import Recipe
+from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, Recipe
 from groupwise.errors import ConfigError, did_you_mean
 
 # Former names of sections and settings. They are errors that give the present name.
@@ -128,8 +130,11 @@ def new_name(name: str) -> str | None:
     return RENAMED.get(name, in_section)
 
 
-def suggest(name: str, *, command_line: bool = False) -> str:
-    """The settings with this key in any section, or what another library's name means, as the end of a sentence."""
+def suggest(name: str, value: Any = None, *, command_line: bool = False) -> str:
+    """What another library's name means, or the settings with this key in any section, as the end of a sentence.
+
+    ``value``: what was given, on the command line as a text.
+    """
     if name in OTHER_LIBRARIES and "." in name:
         return f"; did you mean {OTHER_LIBRARIES[name].settings[0]!r}?"
     key = _snake(_key(name))
@@ -137,26 +142,36 @@ def suggest(name: str, *, command_line: bool = False) -> str:
     names.sort(key=lambda full: full not in USUAL_SETTINGS)
     misspelt = "." in name and name.rpartition(".")[0] not in section_names()
     if misspelt and (nearest := difflib.get_close_matches(name, names, n=1, cutoff=SIMILAR)):
-        names = nearest
+        return f"; did you mean {nearest[0]!r}?"
     hint = OTHER_LIBRARIES.get(key, Hint())
-    shown = [repr(full) for full in names]
-    shown += [_with_value(full, hint.value, command_line) for full in hint.settings if full not in names]
+    given = value if hint.same_value else hint.value
+    settings = _that_take(given, hint.settings) if hint.same_value else hint.settings
+    shown = [_with_value(full, given, command_line) for full in settings] or [repr(full) for full in names]
     note = f" ({hint.note})" if shown and hint.note else f"; {hint.note}" if hint.note else ""
     return (f"; did you mean {' or '.join(shown)}?" if shown else "") + note
 
 
-def _with_value(name: str, value: str | bool | None, command_line: bool) -> str:
+def _that_take(value: Any, settings: Sequence[str]) -> Sequence[str]:
+    """The settings of which a value, or an entry of it, is a known name; all of them if there is none."""
+    words = set(re.findall(r"\w+", str(value)))
+    known = {"loss.name": LOSS_NAMES, "preference.kind": PREFERENCE_KINDS}
+    return [name for name in settings if words & set(known.get(name, ()))] or settings
+
+
+def _with_value(name: str, value: Any, command_line: bool) -> str:
     """A setting in quotes, with its value as one would type it."""
     if value is None:
         return repr(name)
-    text = str(value).lower() if isinstance(value, bool) else value
     if command_line:
-        return f"'--{name} {text}'"
-    return f"'{name} = {text}'" if isinstance(value, bool) else f"'{name} = \"{text}\"'"
+        text = str(value).lower() if isinstance(value, bool) else shlex.quote(str(value))
+        return f"`--{name} {text}`"
+    return f"`{name} = {json.dumps(value)}`"
 
 
-def find_field(name: str, command: str = "train") -> FieldInfo | None:
+def find_field(name: str, command: str = "train", text: str | None = None) -> FieldInfo | None:
     """The field of a setting on the command line, None for a key of the user's choice; an error if it is unknown.
+
+    ``text`` is its value, for the hint in that error.
 
     An entry of a list of tables has a number: ``rewards.0.weight``. The keys of [[phases]], [[rules]] and of a reward's
     options are not known here.
@@ -174,7 +189,7 @@ def find_field(name: str, command: str = "train") -> FieldInfo | None:
         raise ConfigError(f"--{name} is now --{renamed}")
     section, _, key = name.rpartition(".")
     keys = [_key(full) for full in fields if full.rpartition(".")[0] == section]
-    near = suggest(name, command_line=True)
+    near = suggest(name, text, command_line=True)
     if not near and section and (nearest := difflib.get_close_matches(key, keys, n=1, cutoff=SIMILAR)):
         near = f"; did you mean '{section}.{nearest[0]}'?"
     if not near and (nearest := difflib.get_close_matches(_snake(key), map(_key, fields), n=1, cutoff=SIMILAR)):

@@ -1,6 +1,7 @@
-"""What settings of TRL, PEFT, transformers and verl are called here, for the hint in an error message.
+"""What settings of TRL, PEFT, transformers, verl and of papers are called here, for the hint in an error message.
 
-A name that is the same here (`temperature`, `weight_decay`, …) is found without this table.
+A name that is the same here (`temperature`, `weight_decay`, …) is found without this table, unless its meaning or its
+unit differs. camelCase is looked up as snake_case: `numGenerations` as `num_generations`.
 """
 
 from __future__ import annotations
@@ -9,32 +10,41 @@ from typing import NamedTuple
 
 
 class Hint(NamedTuple):
-    """The settings that a name of another library stands for, the value if the name implies one, and a remark."""
+    """The settings that a name of another library stands for, the value if the name implies one, and a remark.
+
+    ``same_value``: the value that was given is also that of the setting, and is shown with it.
+    """
 
     settings: tuple[str, ...] = ()
     value: str | bool | None = None
     note: str = ""
+    same_value: bool = False
 
 
-def _hint(*settings: str, value: str | bool | None = None, note: str = "") -> Hint:
-    return Hint(settings, value, note)
+def _hint(*settings: str, value: str | bool | None = None, note: str = "", same_value: bool = False) -> Hint:
+    return Hint(settings, value, note, same_value)
 
 
-_PROMPTS = "it counts prompts, where TRL counts completions; a step has train.batch_size × train.accumulation prompts"
+_STEP = "a step has train.batch_size × train.accumulation prompts"
+_PROMPTS = f"it counts prompts, where TRL counts completions: divide by num_generations; {_STEP}"
+_TOKENS = "a number of tokens"
+_PER_PROMPT = "a number of completions of each prompt"
 _ENGINE = _hint(note="groupwise samples with its own engine, so there is nothing to set")
 _NONE = _hint(note="groupwise has no such setting")
 _BEST = "the best checkpoint by this metric is exported at the end"
 
 OTHER_LIBRARIES: dict[str, Hint] = {
     # sampling
-    "num_generations": _hint("sampling.samples_per_prompt"),
+    "num_generations": _hint("sampling.samples_per_prompt", note=_PER_PROMPT),
     "num_generations_eval": _hint("evaluate.samples"),
-    "num_samples_per_prompt": _hint("sampling.samples_per_prompt"),
-    "num_samples": _hint("sampling.samples_per_prompt"),
-    "num_return_sequences": _hint("sampling.samples_per_prompt"),
-    "group_size": _hint("sampling.samples_per_prompt"),
+    "num_samples_per_prompt": _hint("sampling.samples_per_prompt", note=_PER_PROMPT),
+    "num_samples": _hint("sampling.samples_per_prompt", note=_PER_PROMPT),
+    "num_return_sequences": _hint("sampling.samples_per_prompt", note=_PER_PROMPT),
+    "group_size": _hint("sampling.samples_per_prompt", note=_PER_PROMPT),
     "n": _hint("sampling.samples_per_prompt"),
-    "max_completion_length": _hint("sampling.max_new_tokens"),
+    "max_completion_length": _hint("sampling.max_new_tokens", note=_TOKENS),
+    "temp": _hint("sampling.temperature"),
+    "min_tokens_to_keep": _hint(note="at least one token is always kept; there is nothing to set"),
     "max_response_length": _hint("sampling.max_new_tokens"),
     "max_tokens": _hint("sampling.max_new_tokens"),
     "stop_strings": _hint("sampling.stop"),
@@ -61,13 +71,18 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "vllm_importance_sampling_mode": _hint("loss.importance_cap", note="tokens are weighted by at most this"),
     "tis_imp_ratio_cap": _hint("loss.importance_cap"),
     # loss
-    "beta": _hint("loss.kl_coef"),
+    "beta": _hint("loss.kl_coef", "preference.beta", note="GRPO's β, the weight of the KL; DPO's β"),
+    "w1": _hint("loss.kl_coef", note="w₁, the weight of the KL"),
+    "w_1": _hint("loss.kl_coef", note="w₁, the weight of the KL"),
+    "w2": _hint("preference.weight", note="w₂, the weight of the preference loss"),
+    "w_2": _hint("preference.weight", note="w₂, the weight of the preference loss"),
     "kl_beta": _hint("loss.kl_coef"),
     "kl_loss_coef": _hint("loss.kl_coef"),
     "kl_loss_type": _hint("loss.kl"),
     "use_bias_correction_kl": _hint("loss.kl", value="unbiased"),
     "use_unbiased_kl": _hint("loss.kl", value="unbiased"),
     "epsilon": _hint("loss.clip_low"),
+    "epsilon_low": _hint("loss.clip_low"),
     "clip_epsilon": _hint("loss.clip_low"),
     "clip_range": _hint("loss.clip_low"),
     "clip_ratio": _hint("loss.clip_low"),
@@ -76,24 +91,36 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "clip_ratio_high": _hint("loss.clip_high"),
     "delta": _hint("loss.dual_clip"),
     "clip_ratio_c": _hint("loss.dual_clip"),
-    "loss_type": _hint("loss.name", "preference.kind"),
+    "loss_type": _hint(
+        *("loss.name", "preference.kind"),
+        same_value=True,
+        note='loss.name is the loss of GRPO, preference.kind that of DPO; several are a list: ["sigmoid", "sft"]',
+    ),
     "loss_agg_mode": _hint("loss.name"),
     "importance_sampling_level": _hint("loss.ratio"),
     "entropy_coeff": _hint("loss.entropy_coef"),
     "use_adaptive_entropy": _hint("loss.entropy_coef", note="constant, or changed by [[phases]] and [[rules]]"),
     "loss_weights": _hint(
-        "preference.kind_weights", note="the terms' weights are loss.policy_coef, loss.kl_coef and preference.weight"
+        "preference.kind_weights",
+        same_value=True,
+        note="a list, such as [0.8, 0.2], one for each preference.kind; the terms' weights are loss.policy_coef, "
+        "loss.kl_coef and preference.weight",
     ),
+    "num_items_in_batch": _hint(note="the tokens of a mini-batch are counted, so there is nothing to set"),
     # masks
     "mask_truncated_completions": _hint("masks.truncated"),
     "top_entropy_quantile": _hint("masks.high_entropy", note="the same share: 0.2 keeps a fifth of the tokens"),
     "off_policy_mask_threshold": _hint("masks.off_policy_threshold", note="together with --masks.off_policy v3.2"),
-    "use_off_policy_masking": _hint("masks.off_policy", value="v3.2"),
+    "use_off_policy_masking": _hint(
+        "masks.off_policy", value="v3.2", note="DeepSeek-V3.2's rule; reference_drift compares with the reference"
+    ),
+    "threshold": _hint("masks.off_policy_threshold", "grouping.threshold"),
     # advantages and rewards
     "scale_rewards": _hint("advantages.scale"),
     "normalize_advantages": _hint("advantages.scale", note="group divides by the group's deviation, none does not"),
+    "advantage_norm": _hint("advantages.scale", note="group divides by the group's deviation, none does not"),
     "norm_adv_by_std_in_grpo": _hint("advantages.scale", note="group divides by the group's deviation, none does not"),
-    "use_baseline": _hint("advantages.baseline"),
+    "use_baseline": _hint("advantages.baseline", note="mean subtracts the group's mean, none nothing"),
     "multi_objective_aggregation": _hint("advantages.combine"),
     "adv_estimator": _hint("algorithm"),
     "reward_weights": _hint("rewards.0.weight", note="one for each [[rewards]], numbered from 0"),
@@ -103,7 +130,7 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     # reference
     "sync_ref_model": _hint("reference.refresh_every"),
     "ref_model_sync_steps": _hint("reference.refresh_every"),
-    "update_reference_every": _hint("reference.refresh_every"),
+    "update_reference_every": _hint("reference.refresh_every", note="in steps"),
     "ref_model_mixup_alpha": _hint("reference.mix"),
     # preference
     "precompute_ref_log_probs": _hint("preference.cache_ref_logps"),
@@ -117,11 +144,14 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "max_steps": _hint("train.steps"),
     "num_steps": _hint("train.steps"),
     "total_training_steps": _hint("train.steps"),
+    "batch_size": _hint("train.batch_size", note=_PROMPTS),
     "per_device_train_batch_size": _hint("train.batch_size", note=_PROMPTS),
-    "train_batch_size": _hint("train.batch_size"),
+    "train_batch_size": _hint("train.batch_size", note=f"both count prompts; {_STEP}"),
     "generation_batch_size": _hint("train.batch_size", note=_PROMPTS),
-    "prompts_per_step": _hint("train.batch_size", note="a step has train.batch_size × train.accumulation prompts"),
-    "gradient_accumulation_steps": _hint("train.accumulation"),
+    "prompts_per_step": _hint("train.batch_size", note=f"both count prompts; {_STEP}"),
+    "gradient_accumulation_steps": _hint("train.accumulation", note=_STEP),
+    "update_frequency": _hint("train.batch_size", note=f"in prompts; {_STEP}"),
+    "final_steps": _hint("train.steps", note="or `steps` of the last of the [[phases]]"),
     "steps_per_generation": _hint("train.mini_batches", note="the updates of one rollout"),
     "ppo_mini_batch_size": _hint("train.mini_batches", note="their number, not their size"),
     "data_seed": _hint("train.seed"),
@@ -140,7 +170,7 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "warmup_ratio": _hint("optimizer.warmup_steps", note="a number of steps"),
     "lr_warmup_steps": _hint("optimizer.warmup_steps"),
     # model
-    "model_name": _hint("model.source"),
+    "model_name": _hint("model.source", "grouping.embedder", note="the model; the embedder of similarity groups"),
     "model_id": _hint("model.source"),
     "model_path": _hint("model.source"),
     "model_name_or_path": _hint("model.source"),
@@ -178,6 +208,9 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "prompt_key": _hint("data.prompt"),
     "shuffle_dataset": _hint("data.shuffle"),
     "truncation": _hint("data.on_too_long"),
+    # similarity groups
+    "n_similarity_workers": _hint("grouping.workers", note="a number of processes"),
+    "n_groups": _hint("grouping.max_groups"),
     # evaluation
     "eval_steps": _hint("evaluate.every"),
     "eval_strategy": _hint("evaluate.every"),

@@ -56,7 +56,7 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """dtype of the forward and backward pass; auto is bfloat16 where the hardware supports it, else float32"""
     device: str = "auto"
-    """auto is the first CUDA device, or the CPU if there is none"""
+    """auto is the first CUDA device, else Apple's MPS, else the CPU"""
     threads: Count | None = None
     """number of CPU threads; default: all cores. Models below a million parameters are fastest with one"""
     gradient_checkpointing: bool = True
@@ -159,6 +159,9 @@ class SamplingSection(Section):
     """sample from the smallest set of tokens with this total probability"""
     min_p: Share | None = None
     """sample from tokens with at least this share of the highest probability"""
+    order: Literal["transformers", "vllm", "mlx_lm"] = "transformers"
+    """order of the filters: temperature, top_k, top_p, min_p (transformers); temperature, min_p, top_k, top_p (vllm);
+    top_k, min_p, top_p on the probabilities at temperature 1, then temperature (mlx_lm)"""
     stop: list[str] = Field(default_factory=list)
     """stop strings that end a completion"""
     max_num_seqs: Count | None = None
@@ -194,7 +197,7 @@ class GroupingSection(Section):
     embedder: str = "BAAI/bge-m3"
     """text embedding model: "minilm", "wordllama", a sentence-transformers folder, or a hub id owner/name"""
     device: str = "auto"
-    """device of the embedder; auto is CUDA if available, else the CPU"""
+    """device of the embedder; auto is CUDA, else Apple's MPS, else the CPU"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """dtype of the embedder; auto is bfloat16 on a GPU, else float32"""
     batch_size: Count = 64
@@ -234,8 +237,9 @@ class LossSection(Section):
     """one of {names}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
     """weight of the policy loss; 0 leaves it out (with [preference] that is DPO)"""
-    ratio: Literal["token", "sequence"] | None = None
-    """importance ratio per token or per sequence; default: the loss's own"""
+    ratio: Literal["token", "sequence", "sequence_product"] | None = None
+    """importance ratio per token, or per sequence: the geometric mean over its tokens (sequence) or their product
+    (sequence_product); default: the loss's own"""
     clip_low: NotNegative = 0.2
     """ε: the ratio is clipped below 1 − ε"""
     clip_high: NotNegative | None = None

@@ -30,19 +30,25 @@ from groupwise.errors import InputError, check_choice
 
 MAX_LOG_RATIO = 20.0
 VESPO_LOG_FLOOR = math.log(1e-8)
-RATIOS = ("token", "sequence")
+RATIOS = ("token", "sequence", "sequence_product")
 AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "local_token_mean", "constant")
 DENOMINATORS = ("completion_mask", "policy_mask")
 
 
 def log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor, level: str = "token") -> Tensor:
-    """log(π_θ / π_old) per token ``(B, T)``, or its mean over each sequence ``(B, 1)`` (GSPO); 0 where masked."""
+    """log(π_θ / π_old) per token ``(B, T)``, or one per sequence ``(B, 1)``; 0 where masked.
+
+    ``"sequence"`` is the mean over a sequence's tokens (GSPO), ``"sequence_product"`` their sum: the ratio of the
+    probabilities of the sequence.
+    """
     check_choice("ratio", level, RATIOS)
     check_same_shape(logps=logps, old_logps=old_logps)
     mask = check_mask("mask", mask, logps.shape)
     difference = torch.where(mask, working(logps) - working(old_logps), 0.0)
+    if level != "token":
+        difference = difference.sum(-1, keepdim=True)
     if level == "sequence":
-        difference = difference.sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1)
+        difference = difference / mask.sum(-1, keepdim=True).clamp(min=1)
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -253,7 +259,7 @@ def policy_loss(
         on-policy: the ratio is 1, and only its gradient matters.
     advantages: ``(B,)`` or ``(B, T)``. mask: ``(B, T)``, the completion mask, which defines every denominator.
     loss: a name in `LOSSES`, or a custom `Loss`.
-    ratio: ``"token"`` or ``"sequence"``; by default "sequence" for gspo and luspo, else "token".
+    ratio: a level of `log_ratio`; by default "sequence" for gspo and luspo, else "token".
     clip_low, clip_high: the ratio is clipped to [1 − low, 1 + high]; high defaults to low. For ``cispo``, clip_high is
         an absolute ceiling on the ratio, 5 by default.
     dual_clip: a ceiling (above 1) on the ratio where the advantage is negative, for the losses that clip.

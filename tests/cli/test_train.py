@@ -132,7 +132,7 @@ WRONG = [
     (["--rewards.1.weight", "2"], ["no rewards.1: the recipe has 1 entry of [[rewards]], numbered from 0"]),
     (["--phases.0.steps", "2"], ["no phases.0: the recipe has no [[phases]]"]),
     (["--rewards.weight", "2"], ["--rewards.0.weight"]),
-    (["--use_unbiased_kl"], ["did you mean '--loss.kl unbiased'?"]),
+    (["--use_unbiased_kl"], ["did you mean `--loss.kl unbiased`?"]),
     (["--train.steps", "3", "--train.steps=4"], ["--train.steps is given twice"]),
     (["--algorithm", "grop"], ["on the command line: unknown algorithm 'grop'; did you mean 'grpo'?", "'dapo'"]),
     (["--task", "quizz"], ["unknown task 'quizz'; did you mean 'quiz'?", "'rows'", "'gsm8k'", "'usmle'"]),
@@ -466,7 +466,7 @@ def test_defaults_and_choices_in_help():
     text = settings_help()
     flat = " ".join(text.split())
     assert "(one of auto, float32, bfloat16, float16, float64; default: auto)" in flat
-    assert "(one of token, sequence)" in flat  # off by default
+    assert "(one of token, sequence, sequence_product)" in flat  # off by default
     assert "on-policy ratios differ from 1 (default: 0)" in flat  # not false
     assert "(default: 1e-06)" in flat
     assert "default: True" not in flat

@@ -19,6 +19,7 @@ from groupwise.core import (
     log_ratio,
     policy_loss,
 )
+from groupwise.core.losses import RATIOS
 from groupwise.errors import InputError
 
 from .cases import random_batch
@@ -99,6 +100,61 @@ def test_sapo_and_vespo_by_hand():
     assert vespo.item() == pytest.approx(-math.log(2) * math.exp(3 * (1 - 2)) * 2**2)
 
 
+def literal_product_ratio(batch, keep, *, loss, clip_low, clip_high, dual_clip):
+    """Sequence by sequence, and the gradient by hand: r·A where the loss is not clipped, for each of its tokens."""
+    total, gradient = 0.0, torch.zeros_like(batch.logps)
+    rows = range(len(batch.mask))
+    tokens = {row: batch.mask[row].nonzero()[:, 0].tolist() for row in rows}
+    for row in rows:
+        if not tokens[row] or not keep[row]:
+            continue
+        log_ratio = sum(float((batch.logps - batch.old_logps)[row, t].detach()) for t in tokens[row])
+        clamped = min(max(log_ratio, -20.0), 20.0)
+        ratio, advantage = math.exp(clamped), float(batch.advantages[row])
+        bounded = min(ratio, dual_clip) if dual_clip else ratio
+        unclipped, clipped = bounded * advantage, min(max(ratio, 1 - clip_low), 1 + clip_high) * advantage
+        weight = 1 / len(rows) if loss == "grpo" else len(tokens[row]) / batch.tokens
+        total -= weight * min(unclipped, clipped)
+        inside = 1 - clip_low <= ratio <= 1 + clip_high
+        moves = inside or (unclipped < clipped and bounded == ratio)
+        if moves and clamped == log_ratio:
+            gradient[row, tokens[row]] = -weight * ratio * advantage
+    return total, gradient
+
+
+@pytest.mark.parametrize("loss", ["grpo", "dapo"])
+@pytest.mark.parametrize("dual_clip", [None, 2.0])
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([0.02, 0.3, 8.0]))
+def test_product_ratio_against_a_literal_version(loss, dual_clip, seed, spread):
+    """π_θ(o)/π_old(o) of the sequence, with masked tokens, a policy mask, both clips, and the clamp at ±20."""
+    batch = random_batch(seed, spread=spread)
+    keep = torch.rand(len(batch.mask), generator=torch.Generator().manual_seed(seed)) < 0.8
+    clip = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
+    value, stats = policy_loss(
+        batch.logps,
+        batch.old_logps,
+        batch.advantages,
+        batch.mask,
+        loss=loss,
+        ratio="sequence_product",
+        policy_mask=keep,
+        **clip,
+    )
+    expected, gradient = literal_product_ratio(batch, keep, loss=loss, **clip)
+    assert value.item() == pytest.approx(expected, rel=1e-9)
+    torch.testing.assert_close(torch.autograd.grad(value, batch.logps)[0], gradient)
+    sums = torch.where(batch.mask, batch.logps - batch.old_logps, 0.0).sum(-1).clamp(-20, 20)
+    assert stats["ratio"].item() == pytest.approx(sums.exp().mean().item())
+
+
+def test_product_ratio_by_hand():
+    """The ratios 1, 2 and 1/2 of the first sequence multiply to 1, the second has one token."""
+    value, stats = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="grpo", ratio="sequence_product")
+    assert value.item() == pytest.approx((-1.0 + 1.6) / 2)
+    assert stats["ratio"].item() == pytest.approx((1 + 0.5) / 2)
+    assert log_ratio(NEW + 8, OLD, MASK, "sequence_product").tolist() == [[20.0], [pytest.approx(8 - math.log(2))]]
+
+
 def test_custom_loss():
     def squared(tokens, settings):
         return TokenTerm(-tokens.advantages * tokens.log_ratio.exp() ** settings.clip_low)
@@ -115,7 +171,7 @@ def test_custom_loss_gets_zeros_at_masked_positions():
         return TokenTerm(tokens.log_ratio.expand_as(tokens.logps))
 
     keep = torch.tensor([True, False])
-    for level in ("token", "sequence"):
+    for level in RATIOS:
         policy_loss(NEW, OLD, ADVANTAGES, MASK, loss=Loss(look, "token_mean"), ratio=level, policy_mask=keep)
         tokens = seen.pop()
         assert (tokens.log_ratio[1] == 0).all()
@@ -307,6 +363,7 @@ def test_sums_of_aggregation_weights(seed, name):
 
 
 ONES = torch.ones(2, 3)
+MEAN_OR_TOKEN = ("gspo", "luspo", "vespo")
 
 
 @pytest.mark.parametrize(
@@ -316,6 +373,7 @@ ONES = torch.ones(2, 3)
         ({"ratio": "sentence"}, "unknown ratio 'sentence'"),
         ({"loss": "gspo", "ratio": "token"}, "loss 'gspo' has no token ratio; leave ratio out or use 'sequence'"),
         ({"loss": "vespo", "ratio": "sequence"}, "has no sequence ratio"),
+        *(({"loss": loss, "ratio": "sequence_product"}, "has no sequence_product ratio") for loss in MEAN_OR_TOKEN),
         ({"clip_low": -0.1}, "clip_low must be a finite number of at least 0, got -0.1"),
         ({"clip_high": -0.1}, "clip_high must be"),
         ({"clip_low": "0.2"}, "clip_low must be a finite number of at least 0, got '0.2'"),

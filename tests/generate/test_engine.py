@@ -28,6 +28,7 @@ SETTINGS = {
     "plain": {},
     "filters": {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "keep_sets": True},
     "min_p": {"min_p": 0.1, "min_new_tokens": 6, "keep_sets": True, "eos_ids": (1, 2, 3, 4, 5, 6, 7, 8)},
+    "mlx_lm": {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "order": "mlx_lm", "keep_sets": True},
     "endless": {"eos_ids": ()},
 }
 

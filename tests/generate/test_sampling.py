@@ -43,6 +43,45 @@ def test_filters(order):
     assert (drawn.filtered == -math.inf).any()
 
 
+def mlx_lm_probabilities(logits, *, temp, top_p=1.0, top_k=None, min_p=None):
+    """mlx-lm's pipeline for one row, filter by filter: top-k, min-p and top-p on log-probs, then the temperature."""
+    logprobs = logits.log_softmax(-1)
+    if top_k is not None and top_k > 0:
+        removed = torch.argsort(-logprobs)[top_k:]
+        logprobs = logprobs.scatter(0, removed, -math.inf)
+    if min_p is not None and min_p > 0:
+        logprobs = torch.where(logprobs < logprobs.max() + math.log(min_p), -math.inf, logprobs)
+    if top_p < 1.0:
+        indices = torch.argsort(logprobs)
+        cumulative = torch.empty_like(logprobs).scatter(0, indices, logprobs.exp()[indices].cumsum(0))
+        logprobs = torch.where(cumulative > 1 - top_p, logprobs, -math.inf)
+    return (logprobs * (1 / temp)).softmax(-1)
+
+
+@pytest.mark.parametrize("temp", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"top_k": 4},
+        {"top_p": 0.8},
+        {"min_p": 0.1},
+        {"top_k": 7, "min_p": 0.03, "top_p": 0.9},
+        {"top_k": 5, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_frequencies_and_log_probs_in_the_order_of_mlx_lm(filters, temp):
+    logits = torch.randn(11, dtype=torch.float64) * 2
+    wanted = mlx_lm_probabilities(logits, temp=temp, **filters)
+    grid = (torch.arange(20_000) + 0.5) / 20_000
+    sampling = Sampling(temperature=temp, order="mlx_lm", **filters)
+    drawn = draw(logits.expand(20_000, -1), grid, None, NO_EOS, sampling)
+    share = torch.bincount(drawn.ids, minlength=11) / 20_000
+    torch.testing.assert_close(share.double(), wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(drawn.filtered_logps.exp(), wanted[drawn.ids])
+    torch.testing.assert_close(drawn.logps, (logits / temp).log_softmax(-1)[drawn.ids])
+
+
 @given(st.integers(1, 6), st.sampled_from([0.0, 1e-8, 0.5, 1 - 2**-24]))
 def test_filtered_tokens_are_never_sampled(kept, uniform):
     logits = torch.full((1, 11), -math.inf)

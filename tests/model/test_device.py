@@ -5,23 +5,28 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from groupwise.errors import InputError
+from groupwise.generate.engine import _can_capture
 from groupwise.model import device as dev
 from groupwise.model.device import (
     compute_dtype,
     cpu_has_bfloat16,
+    float64_device,
     free_memory,
     resolve_device,
     resolve_dtype,
     set_threads,
     usable_cpus,
 )
+from groupwise.model.packing import CPU_TOKENS, default_token_budget
+from groupwise.training.errors import is_out_of_memory
 
-CPU = torch.device("cpu")
+CPU, MPS = torch.device("cpu"), torch.device("mps")
 GIB = 2**30
 
 
@@ -44,9 +49,38 @@ def test_the_cpu(device):
     assert resolve_device(device) == CPU
 
 
-def test_auto_is_cuda_if_available():
-    assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert resolve_device() == resolve_device("auto")
+@pytest.mark.parametrize(
+    ("cuda", "mps", "device"),
+    [(False, False, "cpu"), (False, True, "mps"), (True, False, "cuda:1"), (True, True, "cuda:1")],
+)
+def test_auto_is_cuda_then_mps_then_the_cpu(two_gpus, monkeypatch, cuda, mps, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert resolve_device() == resolve_device("auto") == torch.device(device)
+
+
+def test_a_mac_computes_in_float32_on_plain_operations(monkeypatch):
+    """What MPS does not have is not tried. Nothing here runs on a Mac: the device is only a name."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert compute_dtype() == resolve_dtype("auto", MPS) == torch.float32
+    assert resolve_dtype("bfloat16", MPS) == torch.bfloat16
+    with pytest.raises(InputError, match=r"mps has no float64; use float32 \(model.dtype\), or the device 'cpu'"):
+        resolve_dtype("float64", MPS)
+    with pytest.raises(InputError, match="mps has no float64"):
+        resolve_dtype(torch.float64, MPS)
+    assert float64_device(MPS) == CPU
+    assert float64_device(CPU) == CPU
+    handle = SimpleNamespace(device=MPS, dtype=torch.float32)
+    assert not _can_capture(handle)
+    assert default_token_budget(handle) == CPU_TOKENS
+    assert is_out_of_memory(RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, …)"))
+
+
+def test_mps_without_a_mac(monkeypatch):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    with pytest.raises(InputError, match="finds no Apple GPU; use 'cpu'"):
+        resolve_device("mps")
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "", None, 1.5])

@@ -128,6 +128,7 @@ class RolloutCollector:
             top_k=settings.top_k or None,
             top_p=settings.top_p,
             min_p=settings.min_p or None,
+            order=settings.order,
             seed=derive_seed("sampling", self.seed, step, number),
             keep_sets=step_recipe.masks.keep_sampling_mask,
         )

@@ -17,6 +17,7 @@ from groupwise.config import Recipe
 from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
+from groupwise.model.device import float64_device
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
 from groupwise.user_code import load_function
 
@@ -242,17 +243,17 @@ def preference_term(objective: Objective, micro_batch: MicroBatch, weight: float
     if pairs is None:
         return None
     # In float64: a float32 sum over a long completion would lose the effect of a small update.
-    sums = micro_batch.logps.double().sum(1)
+    sums = micro_batch.logps.to(float64_device(micro_batch.logps.device)).double().sum(1)
     if isinstance(pairs, PairGradients):
         linear = (pairs.grads * sums).sum()
         value = linear - linear.detach() + pairs.value
         statistics = {name: linear.new_tensor(number) for name, number in pairs.statistics.items()}
     else:
-        lengths = micro_batch.mask.sum(1)[pairs.rows]
+        lengths = micro_batch.mask.sum(1).to(sums.device)[pairs.rows]
         value, statistics = pairs_loss(
             objective.recipe, sums[pairs.rows], pairs.reference, lengths, objective.totals.pairs
         )
-    return (weight * value).to(micro_batch.logps.dtype), statistics
+    return (weight * value).to(micro_batch.logps), statistics
 
 
 def pairs_loss(

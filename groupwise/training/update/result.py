@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.model.device import float64_device
 from groupwise.training.update.objective import TERMS
 
 
@@ -24,7 +25,7 @@ class LogProbMismatch:
     def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
         difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
         self.tokens += int(mask.sum())
-        self.total += float(difference.double().sum())
+        self.total += float(difference.to(float64_device(difference.device)).double().sum())
         self.largest = max(self.largest, float(difference.max()))
 
     @property

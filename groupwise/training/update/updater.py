@@ -17,6 +17,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
+from groupwise.model.device import float64_device
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import TokenLogps, completion_logps, iter_pack_states, iter_packs
 from groupwise.model.precision import MasterWeights
@@ -96,7 +97,8 @@ class Updater:
         members[minibatch.pairs.rows.flatten()] = True
         sums = torch.zeros(len(minibatch), dtype=torch.float64)
         if bool(members.any()):
-            sums[members] = self._logps(minibatch.select(members), step_recipe).logps.double().sum(1).cpu()
+            logps = self._logps(minibatch.select(members), step_recipe).logps
+            sums[members] = logps.to(float64_device(logps.device)).double().sum(1).cpu()
         return sums[minibatch.pairs.rows]
 
     def _dataset_pair_logps(self, minibatch: MiniBatch) -> Tensor:
@@ -218,7 +220,7 @@ class Updater:
         if with_dataset and minibatch.pairs.dataset.pairs:
             prompts, completions = pair_completions(minibatch.pairs.dataset.pairs)
             for rows, pack in iter_packs(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
-                yield MicroBatch(pack.logps, pack.mask, pairs=dataset.for_pack(rows, pack.logps.device))
+                yield MicroBatch(pack.logps, pack.mask, pairs=dataset.for_pack(rows, float64_device(pack.logps.device)))
 
     def _sample_micro_batches(
         self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex
@@ -238,14 +240,14 @@ class Updater:
             yield MicroBatch(
                 logps=pack.logps,
                 mask=pack.mask,
-                advantages=minibatch.advantages[rows].to(pack.logps.device),
+                advantages=minibatch.advantages[rows].to(pack.logps),
                 policy_mask=_rows(policy_mask, rows, pack.logps),
                 sampler_logps=_rows(minibatch.sampler_logps, rows, pack.logps),
                 old_logps=_rows(minibatch.old_logps, rows, pack.logps),
                 ref_logps=_rows(minibatch.ref_logps, rows, pack.logps),
                 entropy=pack.entropy,
                 exact_kl=None if exact_kl is None or pack.states is None else exact_kl.next(pack.states, pack.mask),
-                pairs=pairs.for_pack(rows, pack.logps.device),
+                pairs=pairs.for_pack(rows, float64_device(pack.logps.device)),
             )
 
     def _exact_kl(self, minibatch: MiniBatch, step_recipe: Recipe) -> ExactKL | None:

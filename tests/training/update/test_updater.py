@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import groupwise.training.update.updater as updater_module
+from groupwise.core.filters import KeptSets, filter_logits
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
 from groupwise.training.errors import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -33,6 +34,7 @@ from tests.training.factories import (
     small_llama,
 )
 
+MLX_LM = {"sampling.order": "mlx_lm"}
 SEPARABLE = [name for name, loss in LOSSES.items() if loss.aggregation != "local_token_mean"]
 QUICK_LOSSES = ("grpo", "gspo", "cispo")
 CASES = {
@@ -55,6 +57,7 @@ CASES = {
         "loss.denominator": "policy_mask",
     },
     "importance": {"loss.importance_cap": 1.05},
+    "product ratio": {"loss.name": "grpo", "loss.ratio": "sequence_product", "masks.truncated": True},
     "kept sets": {"masks.keep_sampling_mask": True, "sampling.top_k": 5},
 }
 RICH = {
@@ -302,6 +305,8 @@ class ChangesWeights(Callback):
         {"sampling.temperature": 0.7, "sampling.top_k": 20},
         {"sampling.temperature": 0.7, "sampling.top_k": 20, "masks.keep_sampling_mask": True},
         {"sampling.temperature": 1.3, "sampling.top_p": 0.8, "masks.keep_sampling_mask": True, "train.iterations": 2},
+        {"sampling.temperature": 1.3, "sampling.top_p": 0.8, "masks.keep_sampling_mask": True, **MLX_LM},
+        {"sampling.temperature": 1.3, "sampling.top_p": 0.8, **MLX_LM},
     ],
 )
 def test_sampler_and_trainer_agree(tmp_path, settings):
@@ -313,6 +318,47 @@ def test_sampler_and_trainer_agree(tmp_path, settings):
         assert report.metrics["sampler/logp_difference_max"] < 1e-3
         assert report.metrics["entropy"] < 5.4
     assert trainer.display.said == []
+
+
+class CountsKept(Callback):
+    """Counts the tokens that passed the filters, and checks the sets against the model's own logits."""
+
+    kept = 0
+
+    def on_rollout(self, trainer, batch, group_advantages):
+        sampling, model = trainer.recipe.sampling, trainer.components.model
+        for sample, ids in enumerate(batch.ids):
+            prompt = torch.tensor(batch.prompts[sample // batch.samples].ids)
+            with torch.no_grad():
+                logits = model(torch.cat([prompt, ids])[None], use_cache=False).logits[0, len(prompt) - 1 : -1]
+            filtered = filter_logits(logits, temperature=1.5, top_p=0.9, min_p=0.1, order=sampling.order)
+            sets = batch.kept.select(batch.token_indices([sample]))
+            wanted = KeptSets.from_logits(filtered)
+            assert torch.equal(sets.ids, wanted.ids)
+            assert torch.equal(sets.offsets, wanted.offsets)
+            logps = filtered.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+            torch.testing.assert_close(batch.sampler_logps[sample], logps, rtol=0, atol=1e-5)
+            self.kept += len(sets.ids)
+
+
+def test_the_order_of_the_filters_is_the_recipes(tmp_path):
+    """A temperature above 1 flattens the distribution before top-p, or after it."""
+    kept = {}
+    for order in ("transformers", "vllm", "mlx_lm"):
+        settings = {
+            "sampling.temperature": 1.5,
+            "sampling.top_p": 0.9,
+            "sampling.min_p": 0.1,
+            "sampling.order": order,
+            "masks.keep_sampling_mask": True,
+        }
+        counts = CountsKept()
+        with make_trainer(tmp_path / order, settings, callbacks=[counts]) as trainer:
+            perturb(trainer.components.model, size=0.1)
+            reports = list(trainer.steps())
+        assert all(report.metrics["sampler/logp_difference_max"] < 1e-3 for report in reports)
+        kept[order] = counts.kept
+    assert kept["mlx_lm"] < kept["vllm"] < kept["transformers"]
 
 
 @pytest.mark.parametrize(
