@@ -171,7 +171,7 @@ def score(task, completions=COMPLETIONS, answer="A", options=OPTIONS):
 
 
 def test_the_strict_reward():
-    scores = score(task_of())
+    scores = score(task_of({"reading": "strict"}))
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
     assert scores.extra == {
         "predicted": ["A", "B", None, None],
@@ -184,14 +184,14 @@ def test_the_strict_reward():
 
 
 def test_the_lenient_reward():
-    scores = score(task_of({"reading": "lenient"}))
+    scores = score(task_of())
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
     assert scores.extra["predicted"] == ["A", "B", "A", None]
     assert scores.extra["has_valid_answer"] == [True, True, True, False]
 
 
 def test_metrics_of_the_letters():
-    task = task_of()
+    task = task_of({"reading": "strict"})
     scores = score(task)
     assert scores.metrics == {
         "chance": 0.25,
@@ -264,7 +264,6 @@ def test_the_weights_of_the_enhanced_reward(tmp_path):
         "short_penalty": 0.3,
         "short_length": 64,
         "vocabulary": str(tmp_path / "words.txt"),
-        "reading": "lenient",
     }
     task = task_of(options)
     assert [each.name for each in task.rewards] == ["enhanced"]
@@ -309,7 +308,7 @@ def test_the_packaged_sample():
     assert (task.name, len(task.train), len(task.held_out)) == ("usmle", 48, 16)
     assert not {row["id"] for row in task.train} & {row["id"] for row in task.held_out}
     assert [row["id"] for row in task.held_out] == [f"s{number:03}" for number in range(49, 65)]
-    assert (list(task.grades), task.metric) == (["accuracy", "accuracy_lenient"], "accuracy")
+    assert (list(task.grades), task.metric) == (["accuracy", "accuracy_strict", "accuracy_lenient"], "accuracy")
     assert [(each.name, each.weight) for each in task.rewards] == [("correct", 1.0)]
     assert task.train[0]["metadata"] == {"difficulty": "hard"}
     row = task.held_out[0]
@@ -376,7 +375,7 @@ def test_the_defaults():
     assert USMLE.read_options(make_recipe({"task": "usmle"})) == UsmleOptions()
     assert UsmleOptions().model_dump() == {
         "prompt": "chat",
-        "reading": "strict",
+        "reading": "lenient",
         "reward": "binary",
         "term_bonus": 0.05,
         "short_penalty": 0.1,
