@@ -239,7 +239,7 @@ def steps_in(folder):
     return [row for row in metrics_of(folder) if "reward" in row]
 
 
-@pytest.mark.parametrize("at", [(1,), (3,), (2, 4)], ids=str)
+@pytest.mark.parametrize("at", [(4,), pytest.param((1, 3), marks=pytest.mark.slow)], ids=str)
 def test_a_run_of_epochs_is_resumed_exactly(tmp_path, at):
     """Ten rows, three in a step: phases of 1, 3.33 and 1.67 steps, stopped at and beside their borders."""
     phases = [
