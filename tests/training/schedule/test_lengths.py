@@ -289,3 +289,39 @@ def test_shares_in_a_run(tmp_path):
     trainer = small_trainer(tmp_path / "run", {"phases": phases})
     assert (trainer.run().steps, small_recipe({"phases": phases}).ends_with_phases) == (4, False)
     assert [row["temperature"] for row in steps_in(tmp_path / "run")] == [0.6, 1.2, 1.2, 1.2]
+
+
+# --- the recipe usmle -------------------------------------------------------------------------------------------------
+
+
+def test_the_usmle_recipe_is_the_designs_procedure():
+    recipe = load_recipe("usmle")
+    values = {
+        "algorithm": "enhanced_grpo",
+        "task_options": {"prompt": "chat", "reading": "lenient"},
+        "sampling.samples_per_prompt": 16,
+        "sampling.temperature": 1.0,
+        "sampling.top_k": 40,
+        "sampling.max_new_tokens": 512,
+        "train.batch_size": 16,
+        "train.accumulation": 1,
+        "optimizer.learning_rate": 1e-5,
+        "optimizer.embedding_learning_rate": 2e-4,
+        "optimizer.max_grad_norm": 1.0,
+        "loss.kl_coef": 0.01,
+        "loss.kl_aggregation": "token_mean",
+        "advantages.baseline": "mean",
+        "advantages.scale": "none",
+        "masks.off_policy_threshold": 0.5,
+        "reference.refresh_every": 100,
+        "run.log_every": 10,
+        "evaluate.every": 50,
+    }
+    assert {name: recipe.get(name) for name in values} == values
+    assert recipe.phases == [
+        {"name": "warm-up", "steps": 100, "temperature": 0.7, "kl_coef": 0.02, "samples_per_prompt": 8},
+        {"name": "main", "epochs": 2, "temperature": 1.0, "kl_coef": 0.01, "samples_per_prompt": 16},
+        {"name": "final", "epochs": 0.44, "temperature": 0.8, "learning_rate": 5e-6},
+    ]
+    [rule] = recipe.rules
+    assert (rule["when"], rule["then"], rule["during"]) == ("accuracy < 0.15", "learning_rate * 0.5", "warm-up")
