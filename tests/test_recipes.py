@@ -26,7 +26,7 @@ FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = sorted(path.stem for path in FOLDER.glob("*.toml"))
 HUB = "gsm8k"  # the recipe that reads a hub data set
 EMBEDDER = ("creative", "modes")  # need real weights of an embedder
-SLOW = (*EMBEDDER, "usmle")  # tests/cli/test_usmle.py runs two steps of the last
+SLOW = (*EMBEDDER, "usmle", "usmle-short")  # tests/cli/test_usmle.py runs two steps of the first
 STARTS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RECIPES]
 LARGE = 1_000_000_000  # weights; 16 bytes of each are in a checkpoint that can be resumed
 
@@ -100,7 +100,7 @@ def hub(monkeypatch):
 
 
 def test_there_are_recipes():
-    expected = ["creative", "format", "gsm8k", "modes", "preference", "preference-data", "quiz", "usmle"]
+    expected = ["creative", "format", "gsm8k", "modes", "preference", "preference-data", "quiz", "usmle", "usmle-short"]
     assert expected == RECIPES == sorted(packaged_recipes())
     assert recipes_folder() == FOLDER
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SHORT = ["--train.steps", "5", "--evaluate.every", "3", "--run.tensorboard", "false", "--run.plot", "false"]
 QUIZ = ["recipes/quiz.toml", "--train.batch_size", "8", "--data.held_out_rows", "32", "--sft.steps", "20", *SHORT]
 TINY = ["--model.source", "tiny", "--model.threads", "1"]
-USMLE = ["recipes/usmle.toml", *TINY, "--sampling.max_new_tokens", "12", "--sampling.samples_per_prompt", "8",
+USMLE = ["recipes/usmle-short.toml", *TINY, "--sampling.max_new_tokens", "12", "--sampling.samples_per_prompt", "8",
          "--train.batch_size", "4", "--run.resumable", "true", *SHORT]  # fmt: skip
 
 TRAIN_RUNS: dict[str, list[str]] = {
@@ -36,8 +36,8 @@ TRAIN_RUNS: dict[str, list[str]] = {
     "similarity": ["recipes/modes.toml", "--train.batch_size", "4", "--sft.steps", "30", *SHORT],
     "preference": ["recipes/preference.toml", "--train.batch_size", "8", "--data.held_out_rows", "32",
                    "--sft.steps", "20", *SHORT],
-    "usmle": USMLE,
-    "usmle_literal": [*USMLE, "--algorithm", "enhanced_grpo_literal"],
+    "usmle_short": USMLE,
+    "usmle_short_literal": [*USMLE, "--algorithm", "enhanced_grpo_literal"],
 }  # fmt: skip
 DATA_RUNS: dict[str, list[str]] = {
     "pairs": ["recipes/preference-data.toml", *TINY, "--data.train", "{data}/creative_prompts.jsonl",

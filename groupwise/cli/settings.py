@@ -43,7 +43,7 @@ SHORT = {
     "loss.clip_low": "the ratio is clipped below 1 − this",
     "loss.clip_high": "the ratio is clipped above 1 + this [clip_low]",
     "optimizer.learning_rate": "learning rate of AdamW",
-    "train.steps": "number of steps [as many as train.epochs takes]",
+    "train.steps": "number of steps [by epochs or phases]",
     "train.accumulation": "a step: batch_size × accumulation prompts",
     "train.seed": "seed of the row order and the sampling",
     "evaluate.every": "steps between evaluations; 0: at the end",
@@ -53,7 +53,7 @@ SHORT = {
     "run.checkpoint_every": "steps between checkpoints",
 }
 TABLE_SUMMARIES = {
-    "phases": "settings for a number of steps or tokens, one after another",
+    "phases": "settings for some steps, tokens or epochs, one after another",
     "ramps": "settings that are interpolated between points",
     "rules": "settings that change when a metric crosses a threshold",
     "task_options": "the task's own settings; `groupwise check RECIPE` shows them",
@@ -76,16 +76,18 @@ EXAMPLES = {
       options = {{low = 80, high = 200}}    # {options}
 """,
     "phases": """
-  [[phases]], one after another; a phase lasts a number of steps or tokens, the last one to the end if it has neither:
+  [[phases]], one after another; a phase lasts a number of steps, tokens or epochs, or a share of the run (0 to 1).
+  If all have steps, tokens or epochs, the run ends with the last one; one without a length lasts to the run's end:
 
       [[phases]]
       name = "warm-up"
-      steps = 100
+      steps = 100                         # or tokens = 50_000_000, epochs = 0.5, share = 0.1
       temperature = 0.7
       kl_coef = 0.02
 
       [[phases]]
       name = "main"
+      epochs = 2
       temperature = 1.0
 """,
     "ramps": """

@@ -33,7 +33,7 @@ def _loss(recipe: Recipe) -> Iterator[str]:
 
 def _sampling(recipe: Recipe) -> Iterator[str]:
     sampling = recipe.sampling
-    if recipe.train.steps is None and recipe.train.epochs is None:
+    if recipe.train.steps is None and recipe.train.epochs is None and not recipe.ends_with_phases:
         yield "set train.steps or train.epochs; without both the run would never end"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (

@@ -30,6 +30,12 @@ FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("
 # Tables with keys of the user's choice: a new table replaces the old one.
 REPLACED = {"chat_template_kwargs", "ramps"}
 
+EPOCHS_BESIDE_PHASES = (
+    "train.epochs cannot be set beside [[phases]] that all have a length of their own: the run ends with the last "
+    "phase. Change the phases, leave train.epochs out (--train.epochs none), or leave out the last phase's length; "
+    "train.steps ends a run earlier"
+)
+
 
 def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) -> Recipe:
     """The recipe in a TOML file, in a run's ``recipe.json``, or the packaged one of a name, with ``overrides`` on top.
@@ -142,7 +148,11 @@ def make_recipe(
     except ValidationError as error:
         faults = dict.fromkeys(recipe_fault(fault, merged, where, overrides) for fault in error.errors())
         raise _error_of(list(faults)) from error
-    if problems := [(where, problem) for problem in contradictions(recipe)]:
+    problems = [(where, problem) for problem in contradictions(recipe)]
+    given = table if base is None else nested(overrides)  # a base, such as a run's recipe.json, has every setting
+    if recipe.ends_with_phases and given.get("train", {}).get("epochs") is not None:
+        problems.append((source_of(["train", "epochs"], where, overrides), EPOCHS_BESIDE_PHASES))
+    if problems:
         raise _error_of(problems)
     return recipe
 

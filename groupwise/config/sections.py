@@ -382,9 +382,9 @@ class TrainSection(Section):
     """steps, batch size, accumulation, updates per rollout, seed"""
 
     steps: CountOrZero | None = None
-    """number of steps; overrides epochs. 0 runs only [sft]"""
+    """number of steps; overrides epochs, and ends a run within its [[phases]]. 0 runs only [sft]"""
     epochs: Positive | None = 3.0
-    """number of passes over the training rows"""
+    """number of passes over the training rows; not used if each of the [[phases]] has its own length"""
     batch_size: Count = 4
     """prompts per accumulation step"""
     accumulation: Count = 4
@@ -488,11 +488,17 @@ class Recipe(Section):
     evaluate: EvaluateSection = Field(default_factory=EvaluateSection)
     run: RunSection = Field(default_factory=RunSection)
     phases: list[dict[str, Any]] = Field(default_factory=list)
-    """[[phases]]: settings for a number of steps or tokens, one phase after another"""
+    """[[phases]]: settings for a number of steps, tokens, epochs, or a share of the run, one phase after another"""
     ramps: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """[ramps]: settings that are interpolated between points"""
     rules: list[dict[str, Any]] = Field(default_factory=list)
     """[[rules]]: settings that change when a metric crosses a threshold"""
+
+    @property
+    def ends_with_phases(self) -> bool:
+        """Whether the run ends with its last phase: each has its own length, and train.steps is not set."""
+        own = [any(phase.get(unit) is not None for unit in ("steps", "tokens", "epochs")) for phase in self.phases]
+        return self.train.steps is None and bool(own) and all(own)
 
     def get(self, name: str) -> Any:
         """The value of a dotted setting; None in a section that is off."""

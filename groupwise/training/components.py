@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
+from groupwise.training.schedule.lengths import BATCH, RunLength, run_length
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
+from groupwise.training.schedule.rules import Phase
 from groupwise.training.schedule.schedule import Schedule
 from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
 
@@ -188,9 +191,12 @@ def load_inputs(
 
 
 def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
-    """Raise an error if a training run has no rows or names an embedder that does not exist."""
-    if inputs.samples and not inputs.task.train:
+    """Raise an error if a training run has no rows, phases that do not fit, or an embedder that does not exist."""
+    rows = len(inputs.task.train)
+    if inputs.samples and not rows:
         raise ConfigError(f"the task {inputs.task.name!r} has no rows to train on; set data.train")
+    if inputs.samples:
+        run_length(recipe, _phases(recipe), rows, samples=True)  # again later, without the rows that are too long
     if groups_by_similarity(recipe):
         check_embedder(recipe.grouping.embedder)
 
@@ -300,15 +306,17 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def count_steps(components: RunComponents) -> int:
-    """The number of steps: train.steps, or as many as the epochs over the rows (or the pairs) take."""
-    train = components.recipe.train
-    if train.steps is not None:
-        return train.steps
-    rows, batch = len(components.train), train.batch_size * train.accumulation
-    if not components.samples:
-        rows, batch = len(components.pairs.train), components.recipe.preference.batch_size
-    return max(1, round(rows * (train.epochs or 1.0) / batch))
+def length_of(components: RunComponents) -> RunLength:
+    """The number of steps and the phases of a run over its rows, or over its pairs if nothing is sampled."""
+    recipe, samples = components.recipe, components.samples
+    rows = len(components.train) if samples else len(components.pairs.train)
+    return run_length(recipe, _phases(recipe), rows, samples=samples)
+
+
+def most_tokens(recipe: Recipe) -> int:
+    """The tokens of a step if every completion has full length."""
+    sampling, train = recipe.sampling, recipe.train
+    return train.batch_size * train.accumulation * sampling.samples_per_prompt * sampling.max_new_tokens
 
 
 def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
@@ -327,13 +335,10 @@ def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: b
     return None
 
 
-def make_schedule(recipe: Recipe) -> Schedule:
-    """The phases, ramps and rules of a recipe."""
-
-    def resolve(name: str) -> str:
-        return resolve_scheduled(recipe, name)
-
-    phases, ramps = parse_phases(recipe.phases, resolve), parse_ramps(recipe.ramps, resolve)
+def make_schedule(recipe: Recipe, length: RunLength | None = None) -> Schedule:
+    """The phases, ramps and rules of a recipe. To use its phases, give the run's `length_of`."""
+    resolve = partial(resolve_scheduled, recipe)
+    phases, ramps = _phases(recipe), parse_ramps(recipe.ramps, resolve)
     for phase in phases:
         _check_scheduled(recipe, dict(phase.set), f"phase {phase.name!r}")
     for ramp in ramps:
@@ -350,7 +355,38 @@ def make_schedule(recipe: Recipe) -> Schedule:
         return None
 
     rules = parse_rules(recipe.rules, resolve)
-    return Schedule(scheduled_names(recipe), phases=phases, ramps=ramps, rules=rules, refusal=refusal)
+    _check_lengths(recipe, phases, [*(ramp.setting for ramp in ramps), *(rule.setting for rule in rules)])
+    return Schedule(
+        scheduled_names(recipe),
+        phases=phases if length is None else length.phases,
+        ramps=ramps,
+        rules=rules,
+        ends=recipe.ends_with_phases,
+        refusal=refusal,
+    )
+
+
+def _phases(recipe: Recipe) -> tuple[Phase, ...]:
+    return parse_phases(recipe.phases, partial(resolve_scheduled, recipe))
+
+
+def _check_lengths(recipe: Recipe, phases: Sequence[Phase], changed: Collection[str]) -> None:
+    """Raise an error if a phase's or the run's number of steps is needed, but cannot be known.
+
+    changed: the settings of ramps and rules.
+    """
+    for phase in phases:
+        if phase.epochs is not None and (settings := [name for name in BATCH if name in changed]):
+            raise ConfigError(
+                f"phase {phase.name!r} is counted in epochs, but a ramp or a rule changes {settings[0]}, so its number "
+                "of steps is not known; count it in steps, or change the batch by phases"
+            )
+        if phase.tokens is not None and recipe.ends_with_phases and recipe.optimizer.lr_schedule != "constant":
+            raise ConfigError(
+                f"phase {phase.name!r} is counted in tokens, so the number of steps is not known, over which "
+                f"optimizer.lr_schedule {recipe.optimizer.lr_schedule!r} decays; set train.steps, count the phases in "
+                "steps or epochs, or use a [ramps] entry over tokens for the learning rate"
+            )
 
 
 def _check_scheduled(recipe: Recipe, values: dict[str, Any], where: str) -> None:

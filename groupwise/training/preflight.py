@@ -22,15 +22,17 @@ from groupwise.text import format_duration, plural
 from groupwise.training.components import (
     RunComponents,
     check_training_inputs,
-    count_steps,
+    length_of,
     load_components,
     load_inputs,
     make_schedule,
+    most_tokens,
 )
 from groupwise.training.display import Display
 from groupwise.training.evaluation import NO_STEPS
 from groupwise.training.extras import check_extras
 from groupwise.training.preference.reference_cache import TokenPair
+from groupwise.training.schedule.lengths import RunLength
 from groupwise.training.sft import SupervisedFineTuning
 
 PROBE_TOKENS, PROBE_PAIRS = 16, 4
@@ -51,7 +53,6 @@ def describe_run(
     inputs = load_inputs(recipe, say=notices.append, display=display)
     check_training_inputs(recipe, inputs)
     components = load_components(recipe, inputs, notices.append, display=display)
-    schedule = make_schedule(recipe)
     yield from _settings(recipe, all_settings)
     yield ""
     yield from _data(components)
@@ -59,23 +60,33 @@ def describe_run(
     yield from notices
     yield ""
     yield from _memory(components)
-    steps = count_steps(components)
-    if not steps:
+    length = length_of(components)
+    if length.steps == 0:
         yield f"steps: {SupervisedFineTuning(components).steps:,}, all of them SFT (train.steps is 0)"
         return
+    steps, least = length.steps, ""
+    if steps is None:
+        steps, least = make_schedule(recipe, length).steps_left(0, 0, most_tokens(recipe)), "at least "
     sizes, pairs = [], components.pairs.train if components.learns_from_pairs else []
     if components.samples:
         count = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
         sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
     if pairs:
         sizes.append(plural(recipe.preference.batch_size, "pair") + (" of the data set" if components.samples else ""))
-    yield f"steps: {steps:,}, each with {' and '.join(sizes)}"
-    phase = schedule.phase(0, 0)
-    if phase is not None:
-        yield f"the first phase is {phase!r}"
+    yield f"steps: {least}{steps:,}, each with {' and '.join(sizes)}"
+    if length.phases:
+        yield f"phases: {', '.join(_phases(length))}"
     if timed:
         display.stage("timing a small batch")
         yield from _time(components, steps, pairs)
+
+
+def _phases(length: RunLength) -> Iterator[str]:
+    """Each phase with its length, and whether the run reaches it."""
+    for phase in length.phases:
+        lasts = "to the end" if phase.steps is None else plural(phase.steps, "step")
+        lasts = lasts if phase.tokens is None else plural(phase.tokens, "token")
+        yield f"{phase.name} ({lasts}{', not reached' if phase.name in length.unreached else ''})"
 
 
 def _settings(recipe: Recipe, all_settings: bool) -> Iterator[str]:

@@ -33,10 +33,11 @@ from groupwise.tasks.base import Task
 from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
-    count_steps,
+    length_of,
     load_components,
     load_inputs,
     make_schedule,
+    most_tokens,
     names_rows,
 )
 from groupwise.training.display import Display, LineDisplay
@@ -155,7 +156,10 @@ class Trainer:
         self.metric = components.metric
         self.metric_aliases = find_algorithm(recipe.algorithm).metrics
         self.sft = SupervisedFineTuning(components) if recipe.sft.steps or recipe.sft.epochs else None
-        self.total_steps = count_steps(components) or (self.sft.steps if self.sft is not None else 0)
+        length = length_of(components)
+        if length.steps and length.unreached:
+            self.say(f"train.steps {length.steps} ends the run before {', '.join(map(repr, length.unreached))}")
+        self._steps = self.sft.steps if length.steps == 0 and self.sft is not None else length.steps
         self.grouper = make_grouper(recipe.grouping, self.say) if groups_by_similarity(recipe) else None
 
         if recipe.model.gradient_checkpointing:
@@ -178,7 +182,7 @@ class Trainer:
         )
 
         self.state = TrainState()
-        self.schedule = make_schedule(recipe)
+        self.schedule = make_schedule(recipe, length)
         self.order = Order(max(1, len(components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
         self.pairs = PairSampler(components.pairs, recipe)
         self.health_checks = HealthChecks(task.metric, task.health_checks)
@@ -262,6 +266,15 @@ class Trainer:
     def step(self) -> int:
         """The number of finished steps."""
         return self.state.step
+
+    @property
+    def total_steps(self) -> int:
+        """The number of steps of the run; an estimate until its last phase is over, if that depends on tokens."""
+        if self._steps is not None:
+            return self._steps
+        step, tokens = self.state.step, self.state.tokens
+        rate = tokens / step if tokens else most_tokens(self.recipe)
+        return step + self.schedule.steps_left(step, tokens, rate)
 
     def run(self) -> RunResult:
         """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and the result says so."""
@@ -457,6 +470,7 @@ class Trainer:
         recorder.step(step, report.metrics)
         if self.recipe.run.show_samples and len(report.batch):
             self.display.samples(self._choose_samples(report))
+        self.display.expect(self.total_steps)
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
         self._call("on_step", report)

@@ -54,13 +54,18 @@ class Choice:
 
 
 NO_CHOICE = Choice(None, NOTHING)
+FOUR_LETTERS = "ABCD"
 
 
-def extract_answer(text: str, options: Mapping[str, str] | Sequence[str], *, strict: bool = False) -> Choice:
-    """The answer in a model's text to a question with these options: letters with their texts, or letters alone.
+def extract_answer(
+    text: str, options: Mapping[str, str] | Sequence[str] | None = None, *, strict: bool = False
+) -> Choice:
+    """The answer in a model's text, by the lenient reader or the strict one.
 
+    options: letters with their texts, or letters alone; None is A to D. Without texts an answer must have its letter.
     A letter of the strict reader is also the letter of the lenient one.
     """
+    options = FOUR_LETTERS if options is None else options
     lenient, exact = _readings(shortened(text), _checked(options))
     return exact if strict else lenient
 

@@ -56,6 +56,20 @@ def enhanced_reward(
     return EnhancedReward(total, correctness, bonus, penalty, clamped=total - added)
 
 
+def compute_reward(row: TaskRow, text: str, *, strict: bool = False) -> tuple[float, dict[str, Any]]:
+    """1 for the right letter, 0 for any other and for none; and what was read, by which rule."""
+    choice = extract_answer(text, row["options"], strict=strict)
+    correct = choice.letter == row["answer"]
+    return float(correct), {
+        "predicted": choice.letter,
+        "ground_truth": row["answer"],
+        "correct": correct,
+        "has_valid_answer": choice.letter is not None,
+        "response_length": len(text),
+        "rule": choice.rule,
+    }
+
+
 def correct_letter(
     completions: Sequence[Any],
     options: Sequence[Mapping[str, str]],
@@ -63,26 +77,22 @@ def correct_letter(
     log_extra: LogExtra,
     log_metric: LogMetric,
     *,
-    strict: bool = True,
+    strict: bool = False,
 ) -> list[float]:
-    """1 for the right letter, 0 for any other and for none."""
-    texts = [text_of(completion) for completion in completions]
-    choices = [extract_answer(text, letters, strict=strict) for text, letters in zip(texts, options, strict=True)]
-    predicted = [choice.letter for choice in choices]
-    correct = [letter == right for letter, right in zip(predicted, answer, strict=True)]
-    log_extra("predicted", predicted)
-    log_extra("ground_truth", list(answer))
-    log_extra("correct", correct)
-    log_extra("has_valid_answer", [letter is not None for letter in predicted])
-    log_extra("response_length", [len(text) for text in texts])
-    log_extra("rule", [choice.rule for choice in choices])
+    """`compute_reward` of each completion; what was read is logged."""
+    scored = [
+        compute_reward({"options": letters, "answer": right}, text_of(completion), strict=strict)
+        for completion, letters, right in zip(completions, options, answer, strict=True)
+    ]
+    for name in scored[0][1]:
+        log_extra(name, [info[name] for _, info in scored])
     # The accuracy of guessing, and each letter's share of the predicted and of the right answers.
     log_metric("chance", sum(1 / len(letters) for letters in options) / len(options))
-    answered = [letter for letter in predicted if letter is not None]
+    answered = [info["predicted"] for _, info in scored if info["has_valid_answer"]]
     for letter in sorted({letter for letters in options for letter in letters}):
         log_metric(f"letters/{letter}", answered.count(letter) / max(len(answered), 1))
         log_metric(f"letters_right/{letter}", list(answer).count(letter) / len(answer))
-    return [float(right) for right in correct]
+    return [reward for reward, _ in scored]
 
 
 def enhanced(
@@ -92,7 +102,7 @@ def enhanced(
     log_extra: LogExtra,
     log_metric: LogMetric,
     *,
-    strict: bool = True,
+    strict: bool = False,
     score: Callable[[bool, str], EnhancedReward] = enhanced_reward,
 ) -> list[float]:
     """`enhanced_reward` of each completion; its parts are logged."""

@@ -1,12 +1,13 @@
 """The task ``usmle``: multiple-choice questions of medical exams (MedQA, MedMCQA, MMLU), or the packaged sample.
 
-Completions are graded by two readers: ``accuracy`` counts an answer only in the form that the prompt asked for,
-``accuracy_lenient`` in any form that a careful reader understands.
+Completions are graded by two readers: ``accuracy_strict`` counts an answer only in the form that the prompt asked for,
+``accuracy_lenient`` in any form that a careful reader understands. ``accuracy`` is that of the reward's reader.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from typing import Literal
 
@@ -14,6 +15,7 @@ from groupwise.config import Recipe
 from groupwise.config.sections import Count, CountOrZero, NotNegative, Section
 from groupwise.rewards import RewardFunction
 from groupwise.tasks.base import Task, TaskDefinition
+from groupwise.text import plural
 from groupwise.usmle.evaluation import report_on_model
 from groupwise.usmle.health_checks import HEALTH_CHECKS
 from groupwise.usmle.medical_words import load_medical_vocabulary
@@ -27,8 +29,9 @@ class UsmleOptions(Section):
 
     prompt: Literal["chat", "direct", "completion"] = "chat"
     """the prompt asks for reasoning and a last line "Answer: X"; for that line alone; or ends before a bare letter"""
-    reading: Literal["strict", "lenient"] = "strict"
-    """what the reward takes as an answer: the required form only, or any form that is clear to a careful reader"""
+    reading: Literal["lenient", "strict"] = "lenient"
+    """what the reward and accuracy take as an answer: any form that a careful reader understands, or only the requested
+    form"""
     reward: Literal["binary", "enhanced", "enhanced_when_right"] = "binary"
     """1 for the right letter; that with a bonus and a penalty; or with the bonus for right answers only"""
     term_bonus: NotNegative = 0.05
@@ -52,7 +55,7 @@ def usmle_task(recipe: Recipe, options: UsmleOptions) -> Task:
         train, held_out = sample_questions(recipe)
     else:
         train, held_out = read_questions(recipe, skipped if options.bad_rows == "skip" else None)
-    form = options.prompt
+    form, strict = options.prompt, options.reading == "strict"
     rows = [with_prompt(row, form=form) for row in train]
     for copy in range(1, options.copies):
         rows += [
@@ -63,20 +66,33 @@ def usmle_task(recipe: Recipe, options: UsmleOptions) -> Task:
         "usmle",
         rows,
         [with_prompt(row, form=form) for row in held_out],
-        rewards=(_reward(options),),
-        grades={"accuracy": partial(grade, strict=True), "accuracy_lenient": partial(grade, strict=False)},
+        rewards=(_reward(options, strict=strict),),
+        grades={
+            "accuracy": partial(grade, strict=strict),
+            "accuracy_strict": partial(grade, strict=True),
+            "accuracy_lenient": partial(grade, strict=False),
+        },
         metric="accuracy",
         examples=[(row["prompt"], worked_answer(row, form)) for row in rows],
-        notes=tuple(
-            f"{number} {'row is' if number == 1 else 'rows are'} left out: {reason}"
-            for reason, number in skipped.items()
+        notes=(
+            *(f"{plural(number, 'row is', 'rows are')} left out: {reason}" for reason, number in skipped.items()),
+            *_length_note(recipe, form),
         ),
         health_checks=HEALTH_CHECKS,
     )
 
 
-def _reward(options: UsmleOptions) -> RewardFunction:
-    strict = options.reading == "strict"
+def _length_note(recipe: Recipe, form: str) -> Iterator[str]:
+    """A warning if the validity mask takes every answer of the requested form for too short."""
+    masks, requested = recipe.masks, "Answer: X"
+    if form == "direct" and masks.validity and masks.min_length > len(requested):
+        yield (
+            f"masks.min_length {masks.min_length} masks every answer that task_options.prompt 'direct' asks for "
+            f"({requested!r} has {len(requested)} characters); set it to {len(requested)} or less"
+        )
+
+
+def _reward(options: UsmleOptions, *, strict: bool) -> RewardFunction:
     if options.reward == "binary":
         return RewardFunction("correct", partial(correct_letter, strict=strict))
     score = partial(

@@ -154,8 +154,8 @@ def test_wrong_arguments(folder, error_of, words, message):
 
 def test_without_a_report_there_is_a_table(folder, output_of):
     out = output_of(*EVAL, "--answers", "answers.jsonl")
-    rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()[1:3]}
-    assert rows == {"accuracy *": "100.0%", "accuracy_lenient": "100.0%"}  # without an answer
+    rows = {line.split("  ")[0]: line.split()[-1] for line in out.splitlines()[1:4]}
+    assert rows == dict.fromkeys(("accuracy *", "accuracy_strict", "accuracy_lenient"), "100.0%")  # without an answer
     assert "2 answers by tiny: 4.0 tokens on average" in out
     assert out.splitlines()[-1] == "answers: answers.jsonl"
     assert len((folder / "answers.jsonl").read_text().splitlines()) == 2
@@ -193,4 +193,4 @@ def test_held_out_pairs_are_measured_without_a_reference(folder, output_of):
     assert lines[1].split()[:2] == ["preference_logp_accuracy", f"{right / 12:.4f}"]
     assert len(lines) == 2
     names = [line.split("  ")[0] for line in output_of(*EVAL, "--preference.held_out", "pairs.jsonl").splitlines()]
-    assert names[1:4] == ["accuracy *", "accuracy_lenient", "preference_logp_accuracy"]
+    assert names[1:5] == ["accuracy *", "accuracy_strict", "accuracy_lenient", "preference_logp_accuracy"]

@@ -20,7 +20,7 @@ from groupwise.packaged import find_recipe, packaged_recipes, recipes_folder
 from groupwise.rundir import read_metrics
 from groupwise.tasks import load_task
 
-NAMES = ["creative", "format", "gsm8k", "modes", "preference", "preference-data", "quiz", "usmle"]
+NAMES = ["creative", "format", "gsm8k", "modes", "preference", "preference-data", "quiz", "usmle", "usmle-short"]
 SMALL = {
     "train.steps": 2,
     "train.batch_size": 2,

@@ -549,6 +549,41 @@ def test_check_quick_has_no_time(capsys):
     assert "time: about" not in capsys.readouterr().out
 
 
+PHASES = """
+data = { train = "rows.jsonl", chat = false }
+rewards = [{ function = "scores.py:vowels" }]
+train = { batch_size = 2, accumulation = 1 }
+sampling = { samples_per_prompt = 2, max_new_tokens = 4 }
+phases = [{ name = "first", steps = 4, kl_coef = 0.1 }, { name = "second", LENGTH, kl_coef = 0.2 }]
+"""
+
+
+@pytest.mark.parametrize(
+    ("length", "words", "steps", "phases"),
+    [
+        ("epochs = 2", [], "8", "first (4 steps), second (4 steps)"),  # of four rows
+        ("epochs = 2", ["--train.steps=4"], "4", "first (4 steps), second (4 steps, not reached)"),
+        ("tokens = 65", [], "at least 9", "first (4 steps), second (65 tokens)"),  # at most 16 a step
+        ("share = 0.5", ["--train.epochs=5"], "10", "first (4 steps), second (5 steps)"),
+    ],
+)
+def test_check_shows_the_phases(capsys, here, length, words, steps, phases):
+    (here / "r.toml").write_text(PHASES.replace("LENGTH", length))
+    assert main(["check", "r.toml", "--quick", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"steps: {steps}, each with 4 completions of up to 4 tokens" in lines
+    assert f"phases: {phases}" in lines
+
+
+@pytest.mark.parametrize("command", ["check", "train"])
+def test_phases_that_do_not_fit(here, complaint, command):
+    (here / "r.toml").write_text(PHASES.replace("LENGTH", "share = 0.5"))
+    error = complaint(command, "r.toml")
+    assert "no room for phase 'second'" in error
+    assert "7 steps or more, and the run has 6 (train.epochs 3)" in error
+    assert not list((here / "runs").glob("*"))
+
+
 def test_check_with_many_settings(capsys, here):
     words = ["--model.lora.rank", "4", "--loss.kl_coef", "0.1", "--phases", '[{ name = "first", temperature = 0.5 }]',
              "--data.max_prompt_length", "6", "--data.on_too_long", "drop"]  # fmt: skip
@@ -556,7 +591,7 @@ def test_check_with_many_settings(capsys, here):
     assert main(["check", "r.toml", "--quick", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "  model.lora.rank = 4" in lines
-    assert "the first phase is 'first'" in lines
+    assert "phases: first (to the end)" in lines
     assert "1 of 2 training rows are left out: their prompts have more than 6 tokens" in lines
     assert any(line.endswith("  reference") for line in lines)
 

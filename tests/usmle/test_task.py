@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,12 @@ from groupwise.config import load_recipe, make_recipe
 from groupwise.errors import ConfigError, DataError
 from groupwise.rewards import Scorer
 from groupwise.tasks import load_task
+from groupwise.training.rollout.advantages import compute_group_advantages
+from groupwise.usmle.answers import extract_answer
 from groupwise.usmle.prompts import format_prompt, letter_answers, shuffle_options, with_prompt, worked_answer
-from groupwise.usmle.rewards import grade
+from groupwise.usmle.rewards import compute_reward, grade
 from groupwise.usmle.task import USMLE, UsmleOptions
+from tests.training.factories import make_batch
 
 FORMS = ("chat", "direct", "completion")
 ROW = {
@@ -62,6 +66,22 @@ def test_the_completion_prompt():
         "\n"
         "Analyze the case and provide the correct answer (A, B, C, or D): "
     )
+
+
+def prompt_of_the_design(example):
+    """`format_usmle_prompt`, as the design has it."""
+    prompt = f"Medical Question: {example['question']}\n\n"
+    prompt += "Options:\n"
+    for key, value in sorted(example["options"].items()):
+        prompt += f"{key}. {value}\n"
+    prompt += "\nAnalyze the case and provide the correct answer (A, B, C, or D): "
+    return prompt
+
+
+@given(st.text(), st.lists(st.text(), min_size=4, max_size=4))
+def test_the_completion_prompt_is_the_designs_to_the_character(question, texts):
+    example = {"question": question, "options": dict(zip("BADC", texts, strict=True))}
+    assert format_prompt(example, "completion") == prompt_of_the_design(example)
 
 
 def test_the_chat_and_direct_prompts():
@@ -171,7 +191,7 @@ def score(task, completions=COMPLETIONS, answer="A", options=OPTIONS):
 
 
 def test_the_strict_reward():
-    scores = score(task_of())
+    scores = score(task_of({"reading": "strict"}))
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 0.0, 0.0]
     assert scores.extra == {
         "predicted": ["A", "B", None, None],
@@ -184,14 +204,101 @@ def test_the_strict_reward():
 
 
 def test_the_lenient_reward():
-    scores = score(task_of({"reading": "lenient"}))
+    scores = score(task_of())
     assert scores.rewards.flatten().tolist() == [1.0, 0.0, 1.0, 0.0]
     assert scores.extra["predicted"] == ["A", "B", "A", None]
     assert scores.extra["has_valid_answer"] == [True, True, True, False]
 
 
+DESIGN_ANSWERS = {
+    "D": [
+        "Given the sudden onset of chest pain radiating to the back, along with the patient's age and risk factors, "
+        "the most likely diagnosis is D. Aortic dissection."
+    ],
+    "A": [
+        "The answer is A",
+        "A. Myocardial infarction",
+        "Based on the symptoms, A",
+        "Answer: A",
+        "Option A",
+        "A. Myocardial infarction is correct",
+    ],
+    None: ["This patient could have several conditions. Chest pain is concerning..."],
+}
+DESIGN_CASES = [(text, letter) for letter, texts in DESIGN_ANSWERS.items() for text in texts]
+
+
+@pytest.mark.parametrize("options", [ROW["options"], None], ids=["options", "letters"])
+@pytest.mark.parametrize(("text", "letter"), DESIGN_CASES)
+def test_the_designs_own_answers(text, letter, options):
+    """They are read with the question's options and without; also behind the prompt, as some models return it."""
+    assert extract_answer(text, options).letter == letter
+    if options is not None:
+        assert extract_answer(prompt_of_the_design(ROW) + text, options).letter == letter
+
+
+@pytest.mark.parametrize("recipe", ["usmle", "default"])
+def test_the_designs_good_answers_earn_the_reward(recipe):
+    task = task_of() if recipe == "default" else load_task(load_recipe(recipe))
+    texts = [text for text, _ in DESIGN_CASES]
+    for right in "AD":
+        wanted = [float(letter == right) for _, letter in DESIGN_CASES]
+        assert score(task, texts, right, ROW["options"]).rewards.flatten().tolist() == wanted
+        row = {**ROW, "answer": right}
+        graded = [None if letter is None else letter == right for _, letter in DESIGN_CASES]
+        assert [task.grades["accuracy"](row, text) for text in texts] == graded
+
+
+def test_the_reward_of_one_answer():
+    reward, info = compute_reward(ROW, "The pain tears, so the answer is D.")
+    assert (reward, info) == (
+        1.0,
+        {
+            "predicted": "D",
+            "ground_truth": "D",
+            "correct": True,
+            "has_valid_answer": True,
+            "response_length": 35,
+            "rule": "stated",
+        },
+    )
+    assert compute_reward(ROW, "Option D")[0] == 1.0
+    assert compute_reward(ROW, "Option D", strict=True)[0] == 0.0
+    reward, info = compute_reward(ROW, "No idea.")
+    assert (reward, info["predicted"], info["has_valid_answer"], info["correct"]) == (0.0, None, False, False)
+
+
+def test_accuracy_is_by_the_rewards_reader():
+    for reading, accuracy in (("lenient", True), ("strict", None)):
+        grades = task_of({"reading": reading}).grades
+        graded = {name: grade(ROW, "Based on the symptoms, D") for name, grade in grades.items()}
+        assert graded == {"accuracy": accuracy, "accuracy_strict": None, "accuracy_lenient": True}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "masked"),
+    [
+        # Each answer as the recipe's prompt asks for it, then one without an answer, and a repetition.
+        ("usmle", {}, []),
+        ("usmle-short", {}, []),
+        ("usmle", {"task_options.prompt": "completion"}, []),
+        ("usmle", {"task_options.prompt": "direct"}, ["too_short"]),
+    ],
+)
+def test_the_literal_masks_leave_the_answers_that_the_recipes_ask_for(recipe, overrides, masked):
+    recipe = load_recipe(recipe, {"algorithm": "enhanced_grpo_literal", **overrides})
+    task = load_task(recipe)
+    asked = [text for _, text in task.examples[:2]]
+    texts = [*asked, "I cannot say anything about this case.", "and that is that " * 9 + "\nAnswer: A"]
+    batch = replace(make_batch([[1.0] * 4], [[3] * 4], texts=texts), rows=[task.train[0]])
+    result = compute_group_advantages(batch, recipe, [1.0], grades=task.grades, metric=task.metric)
+    reasons = [sorted(name for name, out in result.masked_out.items() if out[sample]) for sample in range(4)]
+    assert reasons == [masked, masked, ["no_answer"], ["repetitive"]]
+    assert ["masks.min_length 10" in note for note in task.notes] == [True] * len(masked)
+
+
 def test_metrics_of_the_letters():
-    task = task_of()
+    task = task_of({"reading": "strict"})
     scores = score(task)
     assert scores.metrics == {
         "chance": 0.25,
@@ -264,7 +371,6 @@ def test_the_weights_of_the_enhanced_reward(tmp_path):
         "short_penalty": 0.3,
         "short_length": 64,
         "vocabulary": str(tmp_path / "words.txt"),
-        "reading": "lenient",
     }
     task = task_of(options)
     assert [each.name for each in task.rewards] == ["enhanced"]
@@ -309,7 +415,7 @@ def test_the_packaged_sample():
     assert (task.name, len(task.train), len(task.held_out)) == ("usmle", 48, 16)
     assert not {row["id"] for row in task.train} & {row["id"] for row in task.held_out}
     assert [row["id"] for row in task.held_out] == [f"s{number:03}" for number in range(49, 65)]
-    assert (list(task.grades), task.metric) == (["accuracy", "accuracy_lenient"], "accuracy")
+    assert (list(task.grades), task.metric) == (["accuracy", "accuracy_strict", "accuracy_lenient"], "accuracy")
     assert [(each.name, each.weight) for each in task.rewards] == [("correct", 1.0)]
     assert task.train[0]["metadata"] == {"difficulty": "hard"}
     row = task.held_out[0]
@@ -376,7 +482,7 @@ def test_the_defaults():
     assert USMLE.read_options(make_recipe({"task": "usmle"})) == UsmleOptions()
     assert UsmleOptions().model_dump() == {
         "prompt": "chat",
-        "reading": "strict",
+        "reading": "lenient",
         "reward": "binary",
         "term_bonus": 0.05,
         "short_penalty": 0.1,

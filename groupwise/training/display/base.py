@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -164,6 +164,11 @@ class Display:
         """A step begins, the first one as 1; it is shown until the next one begins."""
         with self._lock:
             self._step, self._current = step - 1, min(step, max(self.facts.steps, step - 1))
+
+    def expect(self, steps: int) -> None:
+        """The number of steps of the run, which may change if it depends on sampled tokens."""
+        with self._lock:
+            self.facts = replace(self.facts, steps=steps)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is finished."""

@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ConfigError, check_choice, check_integer, did_you_mean
-from groupwise.training.schedule.rules import UNITS, Phase, Ramp, Rule
+from groupwise.training.schedule.rules import LENGTHS, UNITS, Phase, Ramp, Rule
 
 ResolveName = Callable[[str], str]
 """A setting's full dotted name, from any name the recipe accepts."""
 
-PHASE_FIELDS = ("name", "steps", "tokens")
+PHASE_FIELDS = ("name", *LENGTHS)
 RAMP_FIELDS = ("from", "to", "steps", "tokens", "start", "shape", "at", "over")
 RULE_LIMITS = ("at_least", "at_most", "cooldown", "times", "during")
 
 
 def parse_phases(tables: Sequence[Mapping[str, Any]], resolve: ResolveName) -> tuple[Phase, ...]:
-    """Parse ``[[phases]]``: a name, steps or tokens, and settings."""
+    """Parse ``[[phases]]``: a name, a length (steps, tokens, epochs or share), and settings."""
     phases = []
     for number, table in enumerate(tables, start=1):
         where = f"[[phases]] number {number}"
@@ -35,8 +35,14 @@ def parse_phases(tables: Sequence[Mapping[str, Any]], resolve: ResolveName) -> t
             changes[setting] = value
         phases.append(Phase(**fields, set=changes))
     for phase in phases[:-1]:
-        if phase.steps is None and phase.tokens is None:
-            raise ConfigError(f"phase {phase.name!r} has no length, so the next would never begin; add steps or tokens")
+        if not phase.has_length:
+            raise ConfigError(
+                f"phase {phase.name!r} has no length, so the next would never begin; add {', '.join(LENGTHS[:-1])} or "
+                f"{LENGTHS[-1]}"
+            )
+    shares = math.fsum(phase.share or 0.0 for phase in phases)
+    if shares > 1 + 1e-9:  # 0.7 + 0.2 + 0.1 is not exactly 1
+        raise ConfigError(f"the shares of the phases add up to {shares:g}, more than the run; lower them to 1 in all")
     for name, count in Counter(phase.name for phase in phases).items():
         if count > 1:
             raise ConfigError(f"two phases are called {name!r}; names must be unique")

@@ -12,37 +12,52 @@ from typing import Any
 from groupwise.errors import ConfigError, check_choice, check_integer
 
 SHAPES = ("linear", "cosine", "exponential", "constant")
-UNITS = ("steps", "tokens")
+UNITS = ("steps", "tokens")  # of ramps
+LENGTHS = ("steps", "tokens", "epochs", "share")  # of phases
 HUGE = 1e300  # the largest number allowed; infinite metrics are clipped to it, because JSON has no infinity
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the run with its own settings. Its length is a number of steps or of sampled tokens.
+    """A part of the run with its own settings.
 
-    The last phase may have no length and then lasts to the end of the run; after a last phase with a length, the
-    recipe's settings apply again. A phase counted in tokens ends with the step that reaches them, so every phase lasts
-    at least one step.
+    Its length is a number of steps, of sampled tokens, of epochs (passes over the rows), or a share of the run. The
+    last phase may have no length and then lasts to the end of the run. If a run goes on after a last phase with a
+    length, the recipe's settings apply again. A phase counted in tokens ends with the step that reaches them; every
+    phase lasts at least one step.
     """
 
     name: str
     steps: int | None = None
     tokens: int | None = None
+    epochs: float | None = None
+    share: float | None = None
     set: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"a phase's name must be a non-empty string, got {self.name!r}")
         where = f"phase {self.name!r}"
-        if self.steps is not None and self.tokens is not None:
-            raise ConfigError(f"{where} has both steps and tokens; keep one of them")
-        for unit, length in (("steps", self.steps), ("tokens", self.tokens)):
-            if length is not None:
+        given = [unit for unit in LENGTHS if getattr(self, unit) is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{where} has both {' and '.join(given)}; keep one of them")
+        for unit in given:
+            length = getattr(self, unit)
+            if unit in UNITS:
                 check_integer(f"{where}: {unit}", length, 1, ConfigError)
+            else:
+                check_number(f"{where}: {unit}", length)
+                if length <= 0 or (unit == "share" and length > 1):
+                    limit = "above 0 and at most 1" if unit == "share" else "above 0"
+                    raise ConfigError(f"{where}: {unit} must be {limit}, got {length!r}")
         if not self.set:
             raise ConfigError(f"{where} changes no setting; add one, such as temperature = 0.7, or remove the phase")
         for name, value in self.set.items():
             check_number(f"{where}: {name}", value)
+
+    @property
+    def has_length(self) -> bool:
+        return any(getattr(self, unit) is not None for unit in LENGTHS)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ class Schedule:
     step and `observe` after it. Phases counted in tokens begin at the step where `values` first sees enough tokens, so
     use a second schedule to look ahead.
 
+    phases: their lengths are steps or tokens (`groupwise.training.schedule.lengths` resolves the others).
+    ends: the run ends with the last phase, so its settings apply until the end, also in the last evaluation.
     refusal: says why the recipe cannot have these values, or None. A rule's change that it refuses is left out.
     """
 
@@ -39,10 +41,11 @@ class Schedule:
         phases: Sequence[Phase] = (),
         ramps: Sequence[Ramp] = (),
         rules: Sequence[Rule] = (),
+        ends: bool = False,
         refusal: Callable[[dict[str, float | int]], str | None] = lambda values: None,
     ) -> None:
         self._refusal = refusal
-        self._phases, self._rules = tuple(phases), tuple(rules)
+        self._phases, self._rules, self._ends = tuple(phases), tuple(rules), ends
         self._ramps = {ramp.setting: ramp for ramp in ramps}
         changes: list[tuple[str, str, float | None]] = []  # (where, setting, value)
         changes += [(f"phase {phase.name!r}", name, value) for phase in phases for name, value in phase.set.items()]
@@ -87,6 +90,23 @@ class Schedule:
         """The name of the current phase, None if there is none."""
         self._advance(step, tokens)
         return self._name(self._phase_at(step))
+
+    def steps_left(self, step: int, tokens: int, tokens_per_step: float) -> int:
+        """The steps until the last phase ends; of a phase counted in tokens, as many as this rate of tokens takes.
+
+        All phases must have a length. The result is 0 exactly if the last phase is over.
+        """
+        self._advance(step, tokens)
+        current = len(self._begun) - 1
+        begun_step, begun_tokens = self._begun[-1]
+        done = {"steps": step - begun_step, "tokens": tokens - begun_tokens}
+        left = 0
+        for number, phase in enumerate(self._phases[current:]):
+            if phase.tokens is not None:
+                left += max(0, math.ceil((phase.tokens - (0 if number else done["tokens"])) / tokens_per_step))
+            elif phase.steps is not None:
+                left += max(0, phase.steps - (0 if number else done["steps"]))
+        return left
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
         """Apply the rules to a finished step's metrics; returns messages: rules that fired, metrics never reported.
@@ -153,12 +173,14 @@ class Schedule:
             )
         if rules != [_as_json(rule) for rule in self._rules]:
             raise ConfigError("the recipe's rules differ from those of the saved run; restore them or start a new run")
+        if self._ends:  # the saved run went on after its last phase, or was cut there by train.steps
+            del begun[len(self._phases) :]
         self._begun, self._windows, self._waits, self._fired = begun, windows, waits, fired
         self._reported, self._observed, self._last, self._tokens = reported, observed, last, tokens
 
     def _advance(self, step: int, tokens: int) -> None:
         self._tokens = max(self._tokens, tokens)
-        while len(self._begun) <= len(self._phases):
+        while len(self._begun) < len(self._phases) + (not self._ends):
             phase, (first_step, first_token) = self._phases[len(self._begun) - 1], self._begun[-1]
             if phase.steps is not None and step >= first_step + phase.steps:
                 self._begun.append((first_step + phase.steps, tokens))

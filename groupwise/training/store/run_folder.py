@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 # Settings that decide how many steps a run has, and those that are used after its last step.
-NUMBER_OF_STEPS = ("train.steps", "train.epochs", "train.batch_size", "train.accumulation", "evaluate.patience")
+NUMBER_OF_STEPS = (
+    *("train.steps", "train.epochs", "train.batch_size", "train.accumulation", "phases", "evaluate.patience"),
+)
 AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
@@ -111,7 +113,11 @@ def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
     else:
         state = f"has finished its {plural(step, 'step')}"
         more = f"raise train.steps (--train.steps {2 * step})"
-        if steps is None:
+        if recipe.ends_with_phases:
+            last = recipe.phases[-1]
+            unit = next(unit for unit in ("steps", "tokens", "epochs") if last.get(unit) is not None)
+            more = f"make a phase longer (--phases.{len(recipe.phases) - 1}.{unit} {2 * last[unit]:g})"
+        elif steps is None:
             more = f"raise train.epochs (--train.epochs {2 * (recipe.train.epochs or 1):g})"
     anew = "leave out --resume" + (" and choose another --run.folder" if recipe.run.folder else "")
     # A supervised run has no more steps.

@@ -37,6 +37,16 @@ tokens = 50_000_000
 temperature = 1
 
 [[phases]]
+name = "half"
+epochs = 0.5
+kl_coef = 0.1
+
+[[phases]]
+name = "third"
+share = 0.3
+kl_coef = 0.2
+
+[[phases]]
 name = "rest"
 kl_coef = 0
 
@@ -67,6 +77,8 @@ def test_the_tables_of_a_recipe():
     assert parse_phases(recipe["phases"], resolve) == (
         Phase("warm-up", steps=100, set={T: 0.7, KL: 0.02, G: 8}),
         Phase("main", tokens=50_000_000, set={T: 1}),
+        Phase("half", epochs=0.5, set={KL: 0.1}),
+        Phase("third", share=0.3, set={KL: 0.2}),
         Phase("rest", set={KL: 0}),
     )
     assert parse_ramps(recipe["ramps"], resolve) == (
@@ -111,6 +123,7 @@ def test_rule_conditions(sign):
 
 
 A = {"name": "a", "steps": 3, "temperature": 0.7}
+E = {"name": "a", "temperature": 0.7}
 
 
 @pytest.mark.parametrize(
@@ -127,6 +140,19 @@ A = {"name": "a", "steps": 3, "temperature": 0.7}
         ([A | {"sampling": {"temp": 1}}], r"\[\[phases\]\] number 1: unknown setting 'sampling.temp'"),
         ([A | {"sampling": {}}], r"\[\[phases\]\] number 1: unknown setting 'sampling'"),
         ([A | {"tokens": 5}], "phase 'a' has both steps and tokens"),
+        ([A | {"epochs": 5}], "phase 'a' has both steps and epochs"),
+        ([A | {"share": 0.5, "epochs": 1}], "phase 'a' has both steps and epochs and share"),
+        ([E | {"epochs": 0}], "phase 'a': epochs must be above 0, got 0"),
+        ([E | {"epochs": -0.5}], "phase 'a': epochs must be above 0, got -0.5"),
+        ([E | {"epochs": math.inf}], "phase 'a': epochs must be a finite number, got inf"),
+        ([E | {"epochs": "two"}], "phase 'a': epochs must be a finite number, got 'two'"),
+        ([E | {"share": 0.0}], "phase 'a': share must be above 0 and at most 1, got 0.0"),
+        ([E | {"share": 1.1}], "phase 'a': share must be above 0 and at most 1, got 1.1"),
+        ([E | {"share": True}], "phase 'a': share must be a finite number, got True"),
+        (
+            [E | {"share": 0.6}, E | {"share": 0.6, "name": "b"}],
+            "shares of the phases add up to 1.2, more",
+        ),
         ([{"name": "a", "steps": 3}], "phase 'a' changes no setting"),
         ([{"name": "a", "kl_coef": 1}, A | {"name": "b"}], "phase 'a' has no length"),
         ([A, A], "two phases are called 'a'"),

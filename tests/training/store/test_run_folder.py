@@ -120,6 +120,22 @@ def test_a_finished_run_is_not_resumed(tmp_path, monkeypatch):
         assert sentence()[1] is None  # it was continued and stopped
 
 
+def test_a_finished_run_of_phases_is_continued_by_a_longer_phase(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def recipe(**length):
+        phases = [{"name": "a", "steps": 3, "kl_coef": 0.1}, {"name": "b", "kl_coef": 0.2, **length}]
+        return make_recipe({"phases": phases, "run": {"folder": "run"}})
+
+    with RunDir.create("run") as run:
+        write_recipe(run, recipe(epochs=0.5), lambda text: None, resuming=False)
+        mark_finished(run, 7, 7)
+        (run.path / "checkpoint-7").mkdir()
+        assert "make a phase longer (--phases.1.epochs 1)" in nothing_to_resume(recipe(epochs=0.5), Path("run"))
+        assert nothing_to_resume(recipe(epochs=1), Path("run")) is None
+        assert nothing_to_resume(recipe(steps=5), Path("run")) is None
+
+
 def test_a_run_that_failed_before_its_first_step_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
