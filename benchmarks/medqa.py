@@ -59,12 +59,19 @@ SHARED: Settings = {
     "run.log_every": 5,
     "run.plot": "false",
 }
-SFT: Settings = {"train.steps": 0, "sft.batch_size": 32, "sft.epochs": 1, "task_options.copies": 4}
+SFT: Settings = {
+    "train.steps": 0,
+    "sft.batch_size": 32,
+    "sft.epochs": 1,
+    "sft.learning_rate": 2e-5,
+    "task_options.copies": 2,
+}
 GRPO: Settings = {
     "train.batch_size": 64,
     "sampling.samples_per_prompt": 8,
+    "optimizer.learning_rate": 2e-6,
+    "optimizer.embedding_learning_rate": 2e-6,
     "optimizer.warmup_steps": 5,
-    "task_options.copies": 2,
 }
 
 
@@ -76,43 +83,28 @@ class Row:
     form: Settings
     training: Settings = field(default_factory=dict)  # none: the model as it is
     start: str = ""  # the row whose model it starts from
-    model: str = "qwen2.5-coder-1.5b"
-    only_medqa: bool = False
+    only_medqa: bool = False  # the other files' questions are left out
 
     @property
     def base(self) -> str:
-        """The row of the same model and the same prompt before training."""
-        return next(n for n, r in ROWS.items() if not r.training and r.model == self.model and r.form is self.form)
+        """The row with the same prompt before training."""
+        return next(name for name, row in ROWS.items() if not row.training and row.form is self.form)
 
 
-QWEN, SMOL = "qwen2.5-coder-1.5b", "smollm2-135m"
-FULL: Settings = {"optimizer.learning_rate": 2e-6, "optimizer.embedding_learning_rate": 2e-6}
+STEPS: Settings = {"train.steps": 60, "evaluate.every": 30}
 ROWS = {
     "base": Row("before, short answers", SHORT),
-    "sft": Row("SFT, short answers", SHORT, SFT | {"sft.learning_rate": 2e-5}),
-    "grpo": Row("GRPO, short answers", SHORT, GRPO | FULL | {"train.steps": 120, "evaluate.every": 40}),
-    "both": Row(
-        "SFT, then GRPO, short answers", SHORT, GRPO | FULL | {"train.steps": 80, "evaluate.every": 40}, start="sft"
-    ),
+    "sft": Row("SFT, short answers", SHORT, SFT),
+    "grpo": Row("GRPO, short answers", SHORT, GRPO | STEPS),
+    "both": Row("SFT, then GRPO, short answers", SHORT, GRPO | STEPS | {"task_options.copies": 2}, start="sft"),
     "reasoning-base": Row("before, reasoning", REASONING),
     "reasoning-grpo": Row(
-        "GRPO, reasoning", REASONING, GRPO | FULL | {"train.steps": 116, "evaluate.every": 29}, only_medqa=True
+        "GRPO, reasoning",
+        REASONING,
+        GRPO | {"train.steps": 116, "evaluate.every": 29, "task_options.copies": 2},
+        only_medqa=True,
     ),
-    "reasoning-sft": Row(
-        "SFT with explanations, reasoning", REASONING, SFT | {"sft.learning_rate": 2e-5}
-    ),
-    "smol-base": Row("SmolLM2-135M before, short answers", SHORT, model=SMOL),
-    "smol-sft": Row(
-        "SmolLM2-135M, SFT", SHORT, SFT | {"sft.learning_rate": 5e-5}, model=SMOL
-    ),
-    "smol-grpo": Row(
-        "SmolLM2-135M, GRPO",
-        SHORT,
-        GRPO | {"optimizer.learning_rate": 1e-5, "optimizer.embedding_learning_rate": 1e-5, "train.steps": 120,
-                "evaluate.every": 40},
-        model=SMOL,
-    ),
-}  # fmt: skip
+}
 
 
 def main() -> None:
@@ -120,8 +112,7 @@ def main() -> None:
     parser.add_argument("data", type=Path, nargs="?", help="the folder with the questions")
     parser.add_argument("--out", type=Path, default=Path("runs/medqa"))
     parser.add_argument("--only", nargs="+", choices=list(ROWS), help="only these rows")
-    parser.add_argument("--model", nargs=2, action="append", default=[], metavar=("NAME", "FOLDER"),
-                        help="the folder of a model of the table")  # fmt: skip
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b", help="a name, a folder or a hub id")
     parser.add_argument("--set", nargs=2, action="append", default=[], metavar=("KEY", "VALUE"),
                         help="another value of a setting of training, e.g. --set train.steps 4")  # fmt: skip
     parser.add_argument("--exams", nargs="+", choices=list(EXAMS), default=list(EXAMS), help="ask only these exams")
@@ -139,7 +130,7 @@ def main() -> None:
         "data.held_out": str(held_out),
     }
     for name in args.only or ROWS:
-        run_row(name, args.out, args.data, data, args.exams, dict(args.model), dict(args.set))
+        run_row(name, args.out, args.data, data, args.exams, args.model, dict(args.set))
 
 
 def split_pool(pool: Path, out: Path) -> tuple[Path, Path]:
@@ -159,12 +150,12 @@ def run_row(
     data: Path,
     rows: Settings,
     exams: Sequence[str],
-    folders: dict[str, str],
+    model: str,
     changes: Settings,
 ) -> None:
     """Train the row's model, unless that is done, and ask it the exams that it has not had."""
     row, folder = ROWS[name], out / name
-    source = str(out / row.start / "run" / "model") if row.start else folders.get(row.model, row.model)
+    source = str(out / row.start / "run" / "model") if row.start else model
     folder.mkdir(exist_ok=True)
     if row.training and not (folder / "run" / "model").exists():
         if row.only_medqa:

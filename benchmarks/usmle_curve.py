@@ -23,6 +23,7 @@ EXPECTED = (
     (450e6, 0.41, 0.41, 0.32),
     (600e6, 0.42, 0.42, 0.35),
 )
+MEASURE = "eval/accuracy_lenient"
 WINDOW = 10  # steps before an evaluation over which reward and KL are averaged
 
 
@@ -48,7 +49,7 @@ def curve(run: Path) -> list[dict[str, float]]:
     steps: list[dict[str, float]] = []
     points = []
     for row in read_metrics(run / "metrics.jsonl"):
-        if "eval/accuracy" not in row:
+        if MEASURE not in row:
             steps.append(row)
             continue
         recent = steps[-WINDOW:]
@@ -56,9 +57,9 @@ def curve(run: Path) -> list[dict[str, float]]:
             {
                 "step": row["step"],
                 "tokens": steps[-1].get("num_tokens", 0) if steps else 0,
-                "accuracy": row["eval/accuracy"],
-                "low": row["eval/accuracy_low"],
-                "high": row["eval/accuracy_high"],
+                "accuracy": row[MEASURE],
+                "low": row[f"{MEASURE}_low"],
+                "high": row[f"{MEASURE}_high"],
                 "reward": mean(recent, "reward"),
                 "kl": mean(recent, "kl"),
             }

@@ -57,12 +57,19 @@ def test_a_report(folder, output_of):
     assert (report_folder / "report.png").read_bytes().startswith(b"\x89PNG")
     lines = out.splitlines()
     assert lines[0].split() == ["measure", "value", "95", "%", "interval"]
-    shown = {re.split(r"  +", line)[0]: re.split(r"  +", line)[1] for line in lines[1:6]}
+    shown = {re.split(r"  +", line)[0]: re.split(r"  +", line)[1] for line in lines[1:7]}
     assert shown == {name: f"{share.value:.1%}" for name, share in report.accuracies().items()}
-    assert list(shown) == ["strict", "lenient", "majority vote", "likeliest letter", "shuffled"]
-    assert lines[6].startswith("2 questions; without an answer: ")
-    assert lines[6].endswith("4.0 tokens per answer, 100.0% cut off")
-    assert lines[7:-1] == [f"deep/report/report.{ending}" for ending in ("json", "png", "md")]
+    assert list(shown) == [
+        "strict",
+        "lenient",
+        "majority vote",
+        "likeliest letter",
+        "likeliest, all orders",
+        "shuffled",
+    ]
+    assert lines[7].startswith("2 questions; without an answer: ")
+    assert lines[7].endswith("4.0 tokens per answer, 100.0% cut off")
+    assert lines[8:-1] == [f"deep/report/report.{ending}" for ending in ("json", "png", "md")]
     assert lines[-1] == "answers: answers.jsonl"
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [(answer["number"], answer["sample"], answer["tokens"]) for answer in answers] == [(0, 0, 4), (1, 0, 4)]
@@ -112,6 +119,7 @@ def test_progress_in_a_log(folder, capsys):
         "tiny: answering with shuffled options, done",
         "tiny: scoring letters, done",
         "tiny: scoring letters with shuffled options, done",
+        "tiny: scoring letters in all orders, done",
     ]
 
 
