@@ -58,18 +58,18 @@ def grpo_updates(agent: GRPOAgent, environments: Environments, rng: np.random.Ge
         seeds = rng.integers(HELD_OUT, size=settings.groups if settings.same_start else number)
         seeds = seeds.repeat(number // len(seeds))
         noise = rng.integers(HELD_OUT, size=number).tolist() if settings.independent_noise else None
-        members = np.arange(number)
+        members, taken = np.arange(number), 0
         states = environments.reset(members, seeds.tolist(), noise)
         while len(members):
             actions, logps = agent.get_action(states)
             steps = environments.step(members, actions)
-            buffer.store(members, states=states, actions=actions, logps=logps, rewards=steps.rewards)
+            buffer.store(states, actions, steps.rewards, logps, members)
+            taken += len(members)
             states, done = steps.observations, steps.done
             if done.any():
                 buffer.end_episode(*members[done].tolist())
                 members, states = members[~done], states[~done]
-        episodes = buffer.episodes()
-        yield sum(len(episode["rewards"]) for episode in episodes), agent.update(episodes)
+        yield taken, agent.update(buffer)
 
 
 def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Updates:
@@ -84,8 +84,7 @@ def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Gene
         for _ in range(settings.steps // settings.environments):
             actions, logps = agent.get_action(states)
             steps = environments.step(members, actions)
-            ends = {"rewards": steps.rewards, "terminated": steps.terminated, "truncated": steps.truncated}
-            buffer.store(states=states, actions=actions, logps=logps, next_states=steps.observations, **ends)
+            buffer.store(states, actions, steps.rewards, steps.observations, logps, steps.terminated, steps.truncated)
             states = steps.observations
             returns, lengths = returns + steps.rewards, lengths + 1
             if steps.done.any():
@@ -241,7 +240,7 @@ class Training:
         return {
             "format": MODEL_FORMAT,
             "config": self.config.model_dump(mode="json"),
-            "weights": self.agent.networks.state_dict(),
+            "weights": self.agent.state_dict(),
             "versions": self._versions,
             "scores": self.progress.rows[-1],
         }

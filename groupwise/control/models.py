@@ -59,7 +59,7 @@ def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
 
 def load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: Path) -> None:
     try:
-        agent.networks.load_state_dict(model["weights"])
+        agent.load_state_dict(model["weights"])
     except RuntimeError as error:
         name = model["config"].get("environment")
         raise CheckpointError(f"{path} does not fit the installed {name}: {error}") from error
