@@ -66,7 +66,8 @@ Policy = CategoricalPolicy | GaussianPolicy
 
 def gaussian_logps(actions: Array, means: Array, log_std: Array, std: Array) -> Array:
     """log π(a) = −Σ ½((a − μ)/σ)² + log σ + ½ log 2π, over the last dimension."""
-    return -(0.5 * ((actions - means) / std) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+    logps: Array = -(0.5 * ((actions - means) / std) ** 2 + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
+    return logps
 
 
 def make_policy(shape: Shape, hidden: Sequence[int]) -> Policy:

@@ -65,8 +65,9 @@ class SeededGymEnv:
     """A Gymnasium environment with flat observations, a seeded first state, and actions as a policy draws them.
 
     Discrete actions are 0 … n − 1. Continuous ones are vectors: −1 … 1 is the range of each bounded dimension, so that
-    a new policy fits a box of any size; what lies outside is clipped. ``reset(seed)`` gives every member of a group the same first state s0, and the same noise in its transitions;
-    ``noise_seed`` sets another noise. Errors of the environment are reported with its name, the seed and the step.
+    a new policy fits a box of any size; what lies outside is clipped. ``reset(seed)`` gives every member of a group
+    the same first state s0, and the same noise in its transitions; ``noise_seed`` sets another noise. Errors of the
+    environment are reported with its name, the seed and the step.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, render_mode: str | None = None) -> None:
@@ -172,7 +173,7 @@ def _action_reader(name: str, space: Any) -> Callable[[Any], Any]:
         if not np.isfinite(action).all():
             raise ValueError("the policy gave an action with NaN or an infinity; a smaller learning rate may help")
         values = middle + half * np.reshape(action, space.shape)
-        return np.clip(values, space.low, space.high).astype(space.dtype)
+        return np.asarray(np.clip(values, space.low, space.high), dtype=space.dtype)
 
     return scaled
 
