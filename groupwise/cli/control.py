@@ -17,13 +17,14 @@ from groupwise.errors import ConfigError
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
-SETTINGS_HELP = "a preset, optionally with changed settings: grpo:same_start=false:lr=0.01 (default: %(default)s)"
+SETTINGS_HELP = "a preset, optionally with changes: grpo:same_start=false:lr=0.01; see below (default: %(default)s)"
 
 
 EXAMPLES = {
     "train": (
-        "groupwise control train --env CartPole-v1 --out runs/cartpole --stop-when-solved",
+        "groupwise control train --env CartPole-v1 --algo grpo-fast --out runs/cartpole --stop-when-solved",
         "groupwise control train --env Acrobot-v1 --algo ppo:lr=0.001 --seed 3",
+        "groupwise control train --env Pendulum-v1 --algo ppo:gamma=0.9:lr=0.001",
         "groupwise control train --env my_envs:MyEnv-v0 --threshold 200",
     ),
     "compare": (

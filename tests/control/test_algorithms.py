@@ -6,6 +6,7 @@ import copy
 import itertools
 import math
 import re
+from pathlib import Path
 
 import gymnasium
 import numpy as np
@@ -675,6 +676,17 @@ def test_the_values_of_the_presets():
         agent = make_agent(SHAPE, settings_of(name), 0)
         assert type(agent.optimizer) is torch.optim.Adam
         assert agent.optimizer.param_groups[0]["lr"] == settings_of(name).lr
+
+
+def test_the_settings_in_the_sources_have_their_values():
+    """docs/sources.md writes a setting of the design as a change of its preset that changes nothing."""
+    text = (
+        (Path(__file__).parents[2] / "docs/sources.md").read_text().partition("## GRPO against PPO on Gymnasium\n")[2]
+    )
+    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    changes = re.findall(r"`groupwise control train --algo ((\w+):[^`]+)`", "\n".join(cells))
+    assert len(changes) > 15
+    assert [change for change, preset in changes if settings_of(change) != PRESETS[preset]] == []
 
 
 def test_settings_are_changed_by_name():
