@@ -150,7 +150,7 @@ def evaluation_callback(outcome: Outcome) -> Any:
     return Evaluation()
 
 
-CONTENDERS = dict.fromkeys(("ppo-fast", "ppo", "grpo-fast", "grpo-paper"), run_groupwise)
+CONTENDERS = dict.fromkeys(("ppo-fast", "ppo", "grpo-fast", "grpo"), run_groupwise)
 CONTENDERS |= dict.fromkeys(("sb3-default", "sb3-tuned"), run_sb3)
 
 
@@ -231,7 +231,7 @@ SOLVES = {  # environment steps and CPU seconds within which nine of ten seeds m
     "ppo-fast": (30_000, 5.0),
     "ppo": (math.inf, math.inf),
     "grpo-fast": (60_000, 1.0),
-    "grpo-paper": (500_000, math.inf),
+    "grpo": (500_000, math.inf),
 }
 TIMES_AS_FAST = {("sb3-default", "ppo-fast"): 5, ("sb3-tuned", "ppo-fast"): 2}  # by the ratio of medians
 
@@ -273,7 +273,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, default=0, help="the first of them (default: 0)")
     parser.add_argument("--only", metavar="NAME,...", help=f"only these contenders, of {', '.join(CONTENDERS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file; null is infinite")
-    for name, steps in (("ppo", 100_000), ("grpo-fast", 60_000), ("grpo-paper", 500_000)):
+    for name, steps in (("ppo", 100_000), ("grpo-fast", 60_000), ("grpo", 500_000)):
         runs = "of every PPO, SB3's too," if name == "ppo" else f"of {name}"
         words = f"environment steps after which a run {runs} is stopped (default: {steps:,})"
         parser.add_argument(f"--{name}-steps", type=int, default=steps, metavar="STEPS", help=words)
@@ -283,7 +283,7 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--only: there is no contender {unknown[0]!r}; there are {', '.join(CONTENDERS)}")
     if args.first_seed < 0:
         parser.error("--first-seed must be 0 or more")
-    if min(args.seeds, args.ppo_steps, args.grpo_fast_steps, args.grpo_paper_steps) < 1:
+    if min(args.seeds, args.ppo_steps, args.grpo_fast_steps, args.grpo_steps) < 1:
         parser.error("seeds and steps must be 1 or more")
     if args.json and not args.json.parent.is_dir():
         parser.error(f"--json: there is no folder {args.json.parent}")
@@ -297,7 +297,7 @@ def main() -> None:
     args = arguments()
     torch.set_num_threads(1)
     budgets = dict.fromkeys(CONTENDERS, args.ppo_steps)
-    budgets |= {"grpo-fast": args.grpo_fast_steps, "grpo-paper": args.grpo_paper_steps}
+    budgets |= {"grpo-fast": args.grpo_fast_steps, "grpo": args.grpo_steps}
     try:
         outcomes = measure(args.names, range(args.first_seed, args.first_seed + args.seeds), budgets)
     except KeyboardInterrupt:

@@ -17,13 +17,14 @@ from groupwise.errors import ConfigError
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
-SETTINGS_HELP = "a preset, optionally with changed settings: grpo-fast:same_start=false:lr=0.01 (see below)"
+SETTINGS_HELP = "a preset, optionally with changes: grpo:same_start=false:lr=0.01; see below (default: %(default)s)"
 
 
 EXAMPLES = {
     "train": (
-        "groupwise control train --env CartPole-v1 --out runs/cartpole --stop-when-solved",
+        "groupwise control train --env CartPole-v1 --algo grpo-fast --out runs/cartpole --stop-when-solved",
         "groupwise control train --env Acrobot-v1 --algo ppo:lr=0.001 --seed 3",
+        "groupwise control train --env Pendulum-v1 --algo ppo:gamma=0.9:lr=0.001",
         "groupwise control train --env my_envs:MyEnv-v0 --threshold 200",
     ),
     "compare": (
@@ -64,7 +65,7 @@ def add_control(commands: Commands) -> None:
 
     action = _add(actions, "train", _train, "train one agent; Ctrl-C finishes the update and saves")
     action.add_argument("--env", default="CartPole-v1", metavar="ID", help=ENV_HELP)
-    action.add_argument("--algo", default="grpo-fast", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
+    action.add_argument("--algo", default="grpo", metavar="PRESET[:KEY=VALUE…]", help=SETTINGS_HELP)
     _add_integer(action, "--seed", 0, "seed of the weights, first states and sampling", least=0)
     action.add_argument("--out", type=Path, metavar="DIR", help="folder of the run (default: a new one below runs/)")
     _add_common(action)
@@ -106,7 +107,7 @@ def _suggest_option(word: str) -> str:
     from groupwise.control.settings import PRESETS
 
     key = word.lstrip("-").replace("-", "_")
-    preset = next((name for name in ("grpo-fast", "ppo-fast") if key in type(PRESETS[name]).model_fields), None)
+    preset = next((name for name in ("grpo", "ppo") if key in type(PRESETS[name]).model_fields), None)
     return f"; it is a setting of the algorithm: --algo {preset}:{key}=VALUE" if preset else ""
 
 
@@ -213,17 +214,14 @@ def _option(word: str) -> tuple[str, Any]:
 
 
 def _presets_help() -> str:
-    from groupwise.control.settings import ALIASES, PRESET_HELP, PRESETS
+    from groupwise.control.settings import PRESET_HELP, PRESETS
 
     lines = ["presets:"]
     for name, text in PRESET_HELP.items():
-        aliases = [alias for alias, preset in ALIASES.items() if preset == name]
-        lines += [
-            f"  {' or '.join([name, *aliases])}",
-            textwrap.indent(textwrap.fill(text, 114, break_on_hyphens=False), " " * 6),
-        ]
-    for title, settings in (("grpo", PRESETS["grpo-paper"]), ("ppo", PRESETS["ppo"])):
-        lines += ["", f"settings of {title} and their defaults:"]
+        lines += [f"  {name}", textwrap.indent(textwrap.fill(text, 114, break_on_hyphens=False), " " * 6)]
+    for name in ("grpo", "ppo"):
+        settings = PRESETS[name]
+        lines += ["", f"settings of {name} and their defaults:"]
         for key, field in type(settings).model_fields.items():
             if key != "algorithm":
                 value = getattr(settings, key)

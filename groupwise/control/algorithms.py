@@ -3,8 +3,9 @@
 GRPO: the advantage is A_i = (R_i − mean) / std within the episodes of one first state, the same for every step of an
 episode, and each episode has the weight 1/T_i (DeepSeekMath, arXiv 2402.03300, with the return as the reward). PPO
 (arXiv 1707.06347): GAE (arXiv 1506.02438) from a critic, c₁ times the critic's loss, c₂ times the entropy. Clipping,
-group advantages, KL and GAE come from `groupwise.core`. All episodes go through the network in one batch, and a group
-of equal returns, which has no gradient, is left out.
+group advantages, KL and GAE come from `groupwise.core`. Episodes stay a list, group after group, until each has its
+advantage; then one forward pass serves the states of all of them, and each keeps its own weight. A group of equal
+returns, which has no gradient, is left out.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.control.environments import Environments
+from groupwise.control.policies import make_policy
 from groupwise.control.settings import AgentSettings, GRPOSettings, PPOSettings
-from groupwise.control.utils import MLP, AnyArray, Episode, PPOBuffer, Shape
+from groupwise.control.utils import MLP, AnyArray, Episode, GRPOBuffer, PPOBuffer, Shape
 from groupwise.core import aggregate, group_advantages, group_statistics, kl_estimate, policy_loss, value_loss
-from groupwise.errors import ControlError
+from groupwise.errors import ControlError, InputError
 
 
-class Agent:
+class Agent(nn.Module):
     """An actor and its optimizer. ``generator`` is the source of all sampling."""
 
-    def __init__(self, shape: Shape, settings: AgentSettings, seed: int = 0, *, with_critic: bool = False) -> None:
+    def __init__(self, shape: Shape, settings: AgentSettings, seed: int, *, with_critic: bool = False) -> None:
+        super().__init__()
         self.settings = settings
         self.generator = np.random.default_rng(seed)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.actor = MLP(shape.observation, shape.actions, settings.hidden, gain=0.01)
-            self.networks = nn.ModuleDict({"actor": self.actor})
+            self.actor = make_policy(shape, settings.hidden)
             if with_critic:
-                self.networks["critic"] = MLP(shape.observation, 1, settings.hidden)
-        self._weights = list(self.networks.parameters())
+                self.critic = MLP(shape.observation, 1, settings.hidden)
+        self._weights = list(self.parameters())
         self.optimizer = torch.optim.Adam(self._weights, lr=settings.lr, fused=True)
         linear = [layer for layer in self.actor if isinstance(layer, nn.Linear)]
         self._layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in linear]  # views
@@ -44,28 +46,18 @@ class Agent:
     def get_action(
         self, states: AnyArray, *, greedy: bool = False, generator: np.random.Generator | None = None
     ) -> tuple[AnyArray, AnyArray]:
-        """An action for each state and its log-probability: sampled, or with ``greedy`` the most likely one.
+        """The action for a state and its log-probability: sampled, or with ``greedy`` the most likely one.
 
-        This is NumPy, which for the few rows of one step is several times faster than torch.
+        For a batch of states, ``(B, observation)``, both have a row for each. This is NumPy, which for the few rows of
+        one step is several times faster than torch.
         """
-        logits = states
+        outputs = np.atleast_2d(states)
         for weight, bias in self._layers[:-1]:
-            logits = np.tanh(logits @ weight.T + bias)
+            outputs = np.tanh(outputs @ weight.T + bias)
         weight, bias = self._layers[-1]
-        logits = logits @ weight.T + bias
-        logps = logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True)
-        if greedy:
-            actions = logps.argmax(-1)
-        else:  # the Gumbel-max trick
-            actions = (logps + (generator or self.generator).gumbel(size=logps.shape)).argmax(-1)
-        return actions, logps[np.arange(len(actions)), actions]
-
-    @staticmethod
-    def _logps(policy: nn.Module, states: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-        """The log-probabilities of actions under a policy, and the policy's mean entropy."""
-        all_logps = policy(states).log_softmax(-1)
-        entropy = -(all_logps.exp() * all_logps).sum(-1).mean()
-        return all_logps.gather(-1, actions.unsqueeze(-1)).squeeze(-1), entropy
+        outputs = outputs @ weight.T + bias
+        actions, logps = self.actor.draw(outputs, None if greedy else generator or self.generator)
+        return (actions, logps) if np.ndim(states) > 1 else (actions[0], logps[0])
 
     def _step(self, loss: Tensor) -> None:
         if not bool(torch.isfinite(loss)):
@@ -82,14 +74,22 @@ class GRPOAgent(Agent):
 
     settings: GRPOSettings
 
-    def __init__(self, shape: Shape, settings: GRPOSettings, seed: int = 0) -> None:
-        super().__init__(shape, settings, seed)
-        if settings.kl_coef:
-            self.networks["reference"] = copy.deepcopy(self.actor).requires_grad_(False)
+    def __init__(self, shape: Shape, settings: GRPOSettings | None = None, seed: int = 0) -> None:
+        super().__init__(shape, settings or GRPOSettings(), seed)
+        if self.settings.kl_coef:
+            self.reference = copy.deepcopy(self.actor).requires_grad_(False)
 
-    def update(self, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Learn from episodes, of which each consecutive ``group_size`` are a group; return the metrics."""
+    def update(self, buffer: GRPOBuffer | Sequence[Episode]) -> dict[str, float]:
+        """Learn from the episodes of a buffer, or from a list of them; return the metrics.
+
+        Each consecutive ``group_size`` episodes are a group.
+        """
         settings = self.settings
+        episodes = buffer.episodes() if isinstance(buffer, GRPOBuffer) else buffer
+        if not episodes or len(episodes) % settings.group_size:
+            raise InputError(
+                f"an update needs complete groups of {settings.group_size} episodes (group_size), got {len(episodes)}"
+            )
         returns = torch.stack([episode["return"] for episode in episodes])
         groups = group_statistics(returns, settings.group_size, unbiased=False)
         metrics = {
@@ -112,9 +112,9 @@ class GRPOAgent(Agent):
         loss_name, mean = ("grpo", "sequence_mean") if settings.length_norm == "episode" else ("dapo", "token_mean")
         if settings.kl_coef:
             with torch.no_grad():
-                reference = _padded(self._logps(self.networks["reference"], states, actions)[0], present)
+                reference = _padded(self.reference.evaluate(states, actions)[0], present)
         for _ in range(settings.epochs):
-            flat, entropy = self._logps(self.actor, states, actions)
+            flat, entropy = self.actor.evaluate(states, actions)
             logps = _padded(flat, present)
             loss, statistics = policy_loss(
                 logps, old_logps, advantages, present, loss=loss_name, clip_low=settings.clip, **totals
@@ -153,9 +153,8 @@ class PPOAgent(Agent):
 
     settings: PPOSettings
 
-    def __init__(self, shape: Shape, settings: PPOSettings, seed: int = 0) -> None:
-        super().__init__(shape, settings, seed, with_critic=True)
-        self.critic = self.networks["critic"]
+    def __init__(self, shape: Shape, settings: PPOSettings | None = None, seed: int = 0) -> None:
+        super().__init__(shape, settings or PPOSettings(), seed, with_critic=True)
 
     def update(self, buffer: PPOBuffer) -> dict[str, float]:
         """Learn from the transitions of a buffer in mini-batches; return the metrics of the last one."""
@@ -169,7 +168,7 @@ class PPOAgent(Agent):
             order = torch.from_numpy(self.generator.permutation(len(batch[0])))
             for rows in torch.split(order, settings.minibatch):
                 states, actions, old_logps, advantage, target = (column[rows] for column in batch)
-                logps, entropy = self._logps(self.actor, states, actions)
+                logps, entropy = self.actor.evaluate(states, actions)
                 # One row, so that every step has the same weight.
                 policy, statistics = policy_loss(
                     logps[None], old_logps[None], advantage[None], torch.ones_like(logps[None]), clip_low=settings.clip

@@ -8,7 +8,7 @@ UPDATE_METRICS = {
     "train_return": "mean return of the episodes that ended since the last update",
     "episode_length": "mean length of these episodes",
     "loss": "the loss of the last optimizer step",
-    "entropy": "entropy of the policy",
+    "entropy": "entropy of the policy; of continuous actions the differential one, which may be negative",
     "clip_fraction": "share of steps whose ratio was clipped",
     "approx_kl": "k3 estimate of KL(π_old ‖ π_θ)",
     "kl": "KL to the initial policy (GRPO with `kl_coef`)",

@@ -21,7 +21,15 @@ import torch
 
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
 from groupwise.control.environments import HELD_OUT, Environments, make_environments, shape_of
-from groupwise.control.models import BEST_FILE, MODEL_FORMAT, STATE_FILE, load_weights, read_model, write_model
+from groupwise.control.models import (
+    BEST_FILE,
+    MODEL_FORMAT,
+    STATE_FILE,
+    load_weights,
+    read_model,
+    write_model,
+    write_torch,
+)
 from groupwise.control.play import play
 from groupwise.control.settings import Config, PPOSettings, config_of
 from groupwise.control.utils import GRPOBuffer, LivePlotter, PPOBuffer, Shape
@@ -31,9 +39,10 @@ from groupwise.rundir import RunDir, StopRequest, package_versions, stop_on_sign
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
     "environment": "CartPole-v1",
-    "algorithms": ["grpo-fast", "ppo-fast"],  # presets: grpo, grpo-fast, ppo, ppo-fast; "grpo-fast:lr=0.003"
+    "algorithms": ["grpo", "ppo"],  # presets: grpo, grpo-fast, ppo, ppo-fast; "grpo-fast:lr=0.003"
     "seed": 0,
-    "steps": 40_000,  # environment steps for each
+    "steps": 500_000,  # environment steps for each, at most
+    "stop_when_solved": True,
     "live_plot": True,  # in a window; without a display, an image file in the folder
     "folder": "runs/control",
 }
@@ -58,18 +67,18 @@ def grpo_updates(agent: GRPOAgent, environments: Environments, rng: np.random.Ge
         seeds = rng.integers(HELD_OUT, size=settings.groups if settings.same_start else number)
         seeds = seeds.repeat(number // len(seeds))
         noise = rng.integers(HELD_OUT, size=number).tolist() if settings.independent_noise else None
-        members = np.arange(number)
+        members, taken = np.arange(number), 0
         states = environments.reset(members, seeds.tolist(), noise)
         while len(members):
             actions, logps = agent.get_action(states)
             steps = environments.step(members, actions)
-            buffer.store(members, states=states, actions=actions, logps=logps, rewards=steps.rewards)
+            buffer.store(states, actions, steps.rewards, logps, members)
+            taken += len(members)
             states, done = steps.observations, steps.done
             if done.any():
                 buffer.end_episode(*members[done].tolist())
                 members, states = members[~done], states[~done]
-        episodes = buffer.episodes()
-        yield sum(len(episode["rewards"]) for episode in episodes), agent.update(episodes)
+        yield taken, agent.update(buffer)
 
 
 def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Generator) -> Updates:
@@ -84,8 +93,7 @@ def ppo_updates(agent: PPOAgent, environments: Environments, rng: np.random.Gene
         for _ in range(settings.steps // settings.environments):
             actions, logps = agent.get_action(states)
             steps = environments.step(members, actions)
-            ends = {"rewards": steps.rewards, "terminated": steps.terminated, "truncated": steps.truncated}
-            buffer.store(states=states, actions=actions, logps=logps, next_states=steps.observations, **ends)
+            buffer.store(states, actions, steps.rewards, steps.observations, logps, steps.terminated, steps.truncated)
             states = steps.observations
             returns, lengths = returns + steps.rewards, lengths + 1
             if steps.done.any():
@@ -176,7 +184,7 @@ class Training:
                 if self._evaluation_is_due:
                     report(self.evaluate(run))
                 if progress.update % config.save_every == 0:
-                    write_model(run.path / "models" / f"update-{progress.update}.pt", self.model())
+                    self._write_model(run.path / "models" / f"update-{progress.update}.pt")
                     self.save(run)
                 if stopping:
                     break
@@ -228,7 +236,7 @@ class Training:
             progress.solved_at = progress.env_steps, progress.cpu_seconds
         if progress.best is None or (greedy, sampled) > progress.best:
             progress.best = greedy, sampled
-            write_model(run.path / BEST_FILE, self.model())
+            self._write_model(run.path / BEST_FILE)
         write_csv(run.path / PROGRESS_FILE, progress.rows)
         return row
 
@@ -236,24 +244,27 @@ class Training:
         self.environments.close()
         self.evaluation.close()
 
-    def model(self) -> dict[str, Any]:
-        """The weights with their configuration, versions and scores: only tensors and plain values."""
+    def _about(self) -> dict[str, Any]:
+        """The configuration, versions and scores of the current weights: only plain values."""
         return {
             "format": MODEL_FORMAT,
             "config": self.config.model_dump(mode="json"),
-            "weights": self.agent.networks.state_dict(),
             "versions": self._versions,
             "scores": self.progress.rows[-1],
         }
 
+    def _write_model(self, path: Path) -> None:
+        write_model(path, self.agent.state_dict(), self._about())
+
     def save(self, run: RunDir) -> None:
         """Write the checkpoint: the model, the optimizer, the generators and the progress after the last update."""
         state = {
+            "weights": self.agent.state_dict(),
             "optimizer": self.agent.optimizer.state_dict(),
             "generators": json.dumps(self._generators),
             "progress": asdict(self.progress),
         }
-        write_model(run.path / STATE_FILE, self.model() | state)
+        write_torch(run.path / STATE_FILE, self._about() | state)
 
     def restore(self, run: RunDir) -> None:
         """Load the checkpoint of a run with the same configuration; see `check_same_config`."""
@@ -332,7 +343,7 @@ def main(config: Mapping[str, Any] = CONFIG) -> None:
     """Train the algorithms of ``config`` one after the other with a live plot, then let them play."""
     check_choice("mode", config["mode"], ("train", "play"), ConfigError)
     folder = Path(config["folder"])
-    common = {name: config[name] for name in ("environment", "seed", "steps")}
+    common = {name: config[name] for name in ("environment", "seed", "steps", "stop_when_solved")}
     runs = {
         name: (config_of(algorithm=name, **common), folder / name.replace(":", "_")) for name in config["algorithms"]
     }

@@ -1,4 +1,4 @@
-"""Saved models: the weights of an agent with its configuration, and the agents made from them."""
+"""Saved models: the state dict of an agent, and in a JSON file beside it its configuration; agents made from them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent
 from groupwise.control.environments import shape_of
 from groupwise.control.settings import Config, config_of
 from groupwise.errors import CheckpointError, nearest_file
-from groupwise.rundir import write_bytes
+from groupwise.rundir import read_json, write_bytes, write_json
 from groupwise.text import one_line
 
 BEST_FILE, STATE_FILE, MODEL_FORMAT = "best_model.pt", "state.pt", 1
 
 
-def write_model(path: Path, model: Mapping[str, Any]) -> None:
+def write_model(path: Path, weights: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write the weights, and what ``about`` says about them to a JSON file of the same name."""
+    write_torch(path, weights)
+    write_json(path.with_suffix(".json"), about)
+
+
+def write_torch(path: Path, value: Mapping[str, Any]) -> None:
     content = io.BytesIO()
-    torch.save(dict(model), content)
+    torch.save(dict(value), content)
     write_bytes(path, content.getvalue())
 
 
 def read_model(path: Path) -> dict[str, Any]:
-    """A saved model. Only tensors and plain values are loaded, so an untrusted file cannot run code."""
+    """A saved model or checkpoint with its "config" and "weights".
+
+    Models of earlier versions had their configuration in the same file, as a checkpoint still has. Only tensors and
+    plain values are loaded, so an untrusted file cannot run code.
+    """
     if not path.exists() and path.name not in (BEST_FILE, STATE_FILE):
         near = nearest_file(path.name, [entry.name for entry in path.parent.glob("*")])
         hint = f"did you mean {path.parent / near}?" if near else "`groupwise control train --out FOLDER` writes one"
@@ -42,10 +53,26 @@ def read_model(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is not a model, or is damaged: {one_line(str(error))[:200] or type(error).__name__}"
         ) from error
+    if isinstance(model, dict) and model and all(isinstance(weight, Tensor) for weight in model.values()):
+        model = _read_about(path) | {"weights": model}
     parts = (model.get(name) for name in ("config", "weights")) if isinstance(model, dict) else (None,)
     if not all(isinstance(part, dict) for part in parts) or model.get("format") != MODEL_FORMAT:
         raise CheckpointError(f"{path} is not a model of format {MODEL_FORMAT}, which this groupwise needs")
     return dict(model)
+
+
+def _read_about(path: Path) -> dict[str, Any]:
+    """The JSON file of a model."""
+    file = path.with_suffix(".json")
+    if not file.exists():
+        raise CheckpointError(
+            f"{path} is a model without {file.name}, which has its configuration; put that beside it, or load the "
+            "weights alone with agent.load_state_dict(torch.load(path, weights_only=True))"
+        )
+    about = read_json(file)
+    if not isinstance(about, dict):
+        raise CheckpointError(f"{file} is not the configuration of a model")
+    return about
 
 
 def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
@@ -59,7 +86,7 @@ def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
 
 def load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: Path) -> None:
     try:
-        agent.networks.load_state_dict(model["weights"])
+        agent.load_state_dict(model["weights"])
     except RuntimeError as error:
         name = model["config"].get("environment")
         raise CheckpointError(f"{path} does not fit the installed {name}: {error}") from error

@@ -47,8 +47,8 @@ def _episode(
         raise ControlError(f"{environment.name} does not render frames (rgb_array) for a video")
     yield frame, name, total
     while not done:
-        actions, _ = agent.get_action(state[None], greedy=True)
-        state, reward, terminated, truncated = environment.step(actions[0])
+        action, _ = agent.get_action(state, greedy=True)
+        state, reward, terminated, truncated = environment.step(action)
         total, number, done = total + reward, number + 1, terminated or truncated
         yield environment.render(), f"{name}   step {number}   return {total:g}", total
 

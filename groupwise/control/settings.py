@@ -79,14 +79,14 @@ class PPOSettings(AgentSettings):
 
 
 PRESETS: dict[str, GRPOSettings | PPOSettings] = {
-    "grpo-paper": GRPOSettings(),
+    "grpo": GRPOSettings(),
     "grpo-fast": GRPOSettings(lr=0.02, group_size=8, groups=3),
     "ppo": PPOSettings(),
     "ppo-fast": PPOSettings(lr=0.003, environments=16, minibatch=256, epochs=6, gamma=0.98, clip=0.3, value_coef=0.25),
 }
-ALIASES = {"grpo": "grpo-paper"}
+RENAMED = {"grpo-paper": "grpo"}
 PRESET_HELP = {
-    "grpo-paper": "GRPO with lr 3e-4, two groups of 16, population std, clip 0.2 and one optimizer step per batch. "
+    "grpo": "GRPO with lr 3e-4, two groups of 16, population std, clip 0.2 and one optimizer step per batch. "
     "With one step per batch the trained policy is the one that sampled: the ratio is always 1, clipping never acts, "
     "and this is REINFORCE with the group mean as its baseline.",
     "grpo-fast": "GRPO with three groups of 8 and lr 0.02: solves CartPole in a tenth of the steps. Still one pass "
@@ -102,7 +102,7 @@ class Config(StrictModel):
 
     environment: str = Field(default="CartPole-v1", description="a Gymnasium id, or MODULE:ID")
     options: dict[str, Any] = Field(default={}, description="keyword arguments of the environment")
-    algorithm: str = Field(default="grpo-fast", description="a preset, with changes: grpo-fast:same_start=false")
+    algorithm: str = Field(default="grpo", description="a preset, with changes: grpo:same_start=false")
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the weights, first states and sampling")
     steps: int = Field(default=100_000, ge=1, description="environment steps to train for; the last update is finished")
     evaluate_every: int = Field(default=2048, ge=1, description="environment steps between evaluations")
@@ -123,10 +123,11 @@ def config_of(**values: Any) -> Config:
 
 
 def settings_of(algorithm: str) -> GRPOSettings | PPOSettings:
-    """The settings of a preset, optionally changed: ``grpo-fast``, or ``grpo-fast:same_start=false:lr=0.003``."""
+    """The settings of a preset, optionally changed: ``grpo``, or ``grpo-fast:same_start=false:lr=0.003``."""
     name, *changes = algorithm.split(":")
-    name = ALIASES.get(name, name)
-    check_choice("algorithm", name, [*PRESETS, *ALIASES], ConfigError)
+    if name in RENAMED:
+        raise ConfigError(f"the algorithm {name!r} is called {RENAMED[name]!r} now")
+    check_choice("algorithm", name, PRESETS, ConfigError)
     preset = PRESETS[name]
     values = preset.model_dump()
     for change in changes:

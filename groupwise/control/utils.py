@@ -55,16 +55,19 @@ class Shape:
     """What the agents need to know about an environment."""
 
     observation: int  # size of a flattened observation
-    actions: int
+    actions: int  # their number, or the number of their dimensions if they are continuous
     threshold: float | None  # the mean return that counts as solved, if the environment defines one
     time_limit: int
+    continuous: bool = False
 
 
 class SeededGymEnv:
-    """A Gymnasium environment with flat observations, actions 0 … n − 1, and a seeded first state.
+    """A Gymnasium environment with flat observations, a seeded first state, and actions as a policy draws them.
 
-    ``reset(seed=s)`` gives every member of a group the same first state s0, and the same noise in its transitions;
-    ``noise_seed`` sets another noise. Errors of the environment are reported with its name, the seed and the step.
+    Discrete actions are 0 … n − 1. Continuous ones are vectors: −1 … 1 is the range of each bounded dimension, so that
+    a new policy fits a box of any size; what lies outside is clipped. ``reset(seed)`` gives every member of a group
+    the same first state s0, and the same noise in its transitions; ``noise_seed`` sets another noise. Errors of the
+    environment are reported with its name, the seed and the step.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, render_mode: str | None = None) -> None:
@@ -89,19 +92,17 @@ class SeededGymEnv:
         if limit is None:
             self.env = gym.wrappers.TimeLimit(self.env, LONGEST_EPISODE)
         space, actions = self.env.observation_space, self.env.action_space
-        if not isinstance(actions, gym.spaces.Discrete):
-            raise ControlError(
-                f"{name} has the action space {actions}: only discrete actions (Discrete) are supported. "
-                "gymnasium.wrappers.DiscretizeAction makes a continuous one discrete"
-            )
-        self._first_action = int(actions.start)
+        self._to_action = _action_reader(name, actions)
         self._flatten = _flattener(name, space)
         threshold = self.env.spec.reward_threshold if self.env.spec else None
-        size = int(gym.spaces.flatdim(space))
-        self.shape = Shape(size, int(actions.n), threshold, int(limit or LONGEST_EPISODE))
-        self._seed, self._steps = 0, 0
+        continuous = isinstance(actions, gym.spaces.Box)
+        sizes = int(gym.spaces.flatdim(space)), int(gym.spaces.flatdim(actions))
+        self.shape = Shape(*sizes, threshold, int(limit or LONGEST_EPISODE), continuous)
+        self._seed: int | None = None
+        self._steps = 0
 
-    def reset(self, *, seed: int, noise_seed: int | None = None) -> AnyArray:
+    def reset(self, seed: int | None = None, *, noise_seed: int | None = None) -> AnyArray:
+        """The first state of an episode; without a seed, a new one."""
         self._seed, self._steps = seed, 0
         try:
             observation, _ = self.env.reset(seed=seed)
@@ -111,11 +112,11 @@ class SeededGymEnv:
             raise ControlError(f"{self.name} could not be reset with seed {seed}: {_describe(error)}") from error
         return self._checked(observation)
 
-    def step(self, action: int) -> tuple[AnyArray, float, bool, bool]:
+    def step(self, action: Any) -> tuple[AnyArray, float, bool, bool]:
         """The next observation, the reward, and whether the episode terminated or was truncated."""
         self._steps += 1
         try:
-            observation, reward, terminated, truncated, _ = self.env.step(self._first_action + int(action))
+            observation, reward, terminated, truncated, _ = self.env.step(self._to_action(action))
             reward = float(reward)
         except Exception as error:
             raise ControlError(f"{self._where} failed on action {action}: {_describe(error)}") from error
@@ -150,6 +151,31 @@ class SeededGymEnv:
         if not np.isfinite(flat).all():
             raise ControlError(f"{self._where} gave an observation with NaN or an infinity: {flat.tolist()}")
         return flat
+
+
+def _action_reader(name: str, space: Any) -> Callable[[Any], Any]:
+    """A function from an action of the policy to one of the environment."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Discrete):
+        first = int(space.start)
+        return lambda action: first + int(action)
+    if not isinstance(space, spaces.Box) or not np.issubdtype(space.dtype, np.floating) or not np.prod(space.shape):
+        raise ControlError(
+            f"{name} has the action space {space}: only discrete actions (Discrete) and continuous ones (a Box of "
+            "floats) are supported. gymnasium.wrappers.TransformAction can map one of these to it"
+        )
+    bounded = np.isfinite(space.low) & np.isfinite(space.high)
+    low, high = np.where(bounded, space.low, -1.0), np.where(bounded, space.high, 1.0)
+    middle, half = (high + low) / 2, (high - low) / 2
+
+    def scaled(action: Any) -> AnyArray:
+        if not np.isfinite(action).all():
+            raise ValueError("the policy gave an action with NaN or an infinity; a smaller learning rate may help")
+        values = middle + half * np.reshape(action, space.shape)
+        return np.asarray(np.clip(values, space.low, space.high), dtype=space.dtype)
+
+    return scaled
 
 
 def _flattener(name: str, space: Any) -> Callable[[Any], AnyArray]:
@@ -233,38 +259,54 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {one_line(str(error))}"
 
 
-Episode = dict[str, Tensor]  # states (T, observation), actions (T,), logps (T,), rewards (T,), return (), weight ()
+# states (T, observation), actions (T,) or (T, dimensions), rewards (T,), logps (T,), return (), weight ()
+Episode = dict[str, Tensor]
 
 
 class GRPOBuffer:
-    """Complete episodes of several members, played at the same time."""
+    """Complete episodes, played one after the other, or by several members at the same time."""
 
     def __init__(self, members: int = 1) -> None:
         self._members = members
+        self._clear()
+
+    def _clear(self) -> None:
         self._steps: list[dict[str, AnyArray]] = []
+        self._playing = np.arange(self._members)  # the number of the episode that each member plays
+        self._begun = self._members
         self._ended: set[int] = set()
 
-    def store(self, members: AnyArray, **rows: AnyArray) -> None:
-        """Add one step of each of ``members``: states, actions, logps and rewards, a row per member."""
-        self._steps.append({"members": members, **rows})
+    def store(self, states: Any, actions: Any, rewards: Any, logps: Any, members: AnyArray | None = None) -> None:
+        """Add one transition of an episode, or one of the episode of each of ``members``, a row per member."""
+        rows = {"states": states, "actions": actions, "rewards": rewards, "logps": logps}
+        if members is None:
+            members, rows = np.zeros(1, dtype=np.int64), _as_rows(rows)
+        self._steps.append({"numbers": self._playing[members], **rows})
 
     def end_episode(self, *members: int) -> None:
-        """End the episodes of these members (by default of member 0)."""
-        self._ended.update(members or (0,))
+        """End the episode, or the episodes of these members. The next transition begins another one."""
+        for member in members or (0,):
+            self._ended.add(int(self._playing[member]))
+            self._playing[member] = self._begun
+            self._begun += 1
 
     def episodes(self) -> list[Episode]:
-        """The episodes of all members, in order, so that groups stay together. The buffer is empty afterwards.
+        """The episodes in the order of the members and of time, so that groups stay together; empties the buffer.
 
         Each has its return and its weight 1 / T_i.
         """
-        if len(self._ended) < self._members:
-            raise InputError(f"{self._members - len(self._ended)} of {self._members} episodes have not ended yet")
-        columns = {name: np.concatenate([step[name] for step in self._steps]) for name in self._steps[0]}
-        self._steps, self._ended = [], set()
-        members = columns.pop("members")
-        order, lengths = members.argsort(kind="stable"), np.bincount(members).tolist()
-        parts = {name: torch.split(torch.from_numpy(column[order]), lengths) for name, column in columns.items()}
-        episodes = [{name: part[member] for name, part in parts.items()} for member in range(self._members)]
+        numbers = np.concatenate([np.arange(0), *(step["numbers"] for step in self._steps)])
+        order, (played, lengths) = numbers.argsort(kind="stable"), np.unique(numbers, return_counts=True)
+        expected = {*played.tolist(), *range(self._members)}
+        if missing := len(expected - self._ended):
+            raise InputError(f"{missing} of {len(expected)} episodes have not ended yet; end_episode() ends one")
+        if self._ended != expected:
+            raise InputError("end_episode() ended an episode that has no transitions")
+        names = ("states", "actions", "rewards", "logps")
+        columns = {name: np.concatenate([step[name] for step in self._steps]) for name in names}
+        self._clear()
+        parts = {n: torch.split(torch.from_numpy(column[order]), lengths.tolist()) for n, column in columns.items()}
+        episodes = [{name: part[place] for name, part in parts.items()} for place in range(len(played))]
         for episode in episodes:
             episode["return"] = episode["rewards"].sum(dtype=torch.float64)
             episode["weight"] = torch.tensor(1 / len(episode["rewards"]))
@@ -277,15 +319,21 @@ class PPOBuffer:
     def __init__(self) -> None:
         self._steps: list[dict[str, AnyArray]] = []
 
-    def store(self, **rows: AnyArray) -> None:
-        """Add one step of all environments: states, actions, logps, rewards, next_states, terminated and truncated.
+    def store(
+        self, states: Any, actions: Any, rewards: Any, next_states: Any, logps: Any, terminated: Any, truncated: Any
+    ) -> None:
+        """Add one transition, or one of each environment, a row per environment.
 
         At the end of an episode, next_states has the final state, not the first one of the next episode.
         """
-        self._steps.append(rows)
+        rows = {"states": states, "actions": actions, "rewards": rewards, "next_states": next_states, "logps": logps}
+        rows |= {"terminated": terminated, "truncated": truncated}
+        self._steps.append(rows if np.ndim(states) > 1 else _as_rows(rows))
 
     def transitions(self) -> dict[str, Tensor]:
         """All steps, (time, environment, …). The buffer is empty afterwards."""
+        if not self._steps:
+            raise InputError("the buffer has no transitions")
         names = self._steps[0]
         columns = {name: torch.from_numpy(np.stack([step[name] for step in self._steps])) for name in names}
         self._steps = []
@@ -299,6 +347,10 @@ class PPOBuffer:
         terminated, truncated = steps["terminated"], steps["truncated"]
         rewards = steps["rewards"].to(values.dtype)
         return gae(rewards, values, terminated, truncated, next_values=next_values, gamma=gamma, lam=lam)
+
+
+def _as_rows(transition: Mapping[str, Any]) -> dict[str, AnyArray]:
+    return {name: np.asarray(value)[None] for name, value in transition.items()}
 
 
 class LivePlotter:

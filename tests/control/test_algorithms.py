@@ -6,20 +6,24 @@ import copy
 import itertools
 import math
 import re
+from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
 import torch
-from torch.distributions import Categorical
+from torch.distributions import Categorical, Independent, Normal
 
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
 from groupwise.control.environments import make_environments
-from groupwise.control.settings import PRESETS, GRPOSettings, PPOSettings, settings_of
+from groupwise.control.main import CONFIG
+from groupwise.control.policies import GaussianPolicy
+from groupwise.control.settings import PRESETS, GRPOSettings, PPOSettings, config_of, settings_of
 from groupwise.control.utils import GRPOBuffer, PPOBuffer, Shape
-from groupwise.errors import ConfigError, ControlError
+from groupwise.errors import ConfigError, ControlError, InputError
 
 SHAPE = Shape(observation=3, actions=4, threshold=None, time_limit=100)
+BOX = Shape(observation=3, actions=2, threshold=None, time_limit=100, continuous=True)
 
 
 @pytest.fixture
@@ -28,6 +32,13 @@ def _doubles():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+def policy_of(actor, states):
+    """The distribution of torch for the outputs of an actor."""
+    if isinstance(actor, GaussianPolicy):
+        return Independent(Normal(actor(states), actor.log_std.exp()), 1)
+    return Categorical(logits=actor(states))
 
 
 def random_episodes(rng, agent, groups, *, spread=True):
@@ -41,12 +52,15 @@ def random_episodes(rng, agent, groups, *, spread=True):
         for _ in range(agent.settings.group_size):
             length = int(rng.integers(1, 9))
             states = torch.from_numpy(rng.normal(size=(length, SHAPE.observation))).to(kind)
-            actions = torch.from_numpy(rng.integers(SHAPE.actions, size=length))
+            if isinstance(sampler, GaussianPolicy):
+                actions = torch.from_numpy(rng.normal(size=(length, BOX.actions))).to(kind)
+            else:
+                actions = torch.from_numpy(rng.integers(SHAPE.actions, size=length))
             rewards = torch.from_numpy(rng.normal(size=length))
             if group % 3 == 1 or not spread:
                 rewards = torch.zeros(length, dtype=torch.float64)
                 rewards[rng.integers(length)] = 2.0
-            logps = Categorical(logits=sampler(states)).log_prob(actions).detach()
+            logps = policy_of(sampler, states).log_prob(actions).detach()
             episode = {"states": states, "actions": actions, "logps": logps, "rewards": rewards}
             episodes.append(episode | {"return": rewards.sum(), "weight": torch.tensor(1 / length)})
     return episodes
@@ -95,13 +109,13 @@ class ReferenceGRPO:
             loss, clipped = torch.zeros(()), 0
             for episode, values in zip(episodes, advantages, strict=True):
                 advantage = torch.tensor(values)
-                logps = Categorical(logits=self.actor(episode["states"])).log_prob(episode["actions"])
+                logps = policy_of(self.actor, episode["states"]).log_prob(episode["actions"])
                 ratio = torch.exp(logps - episode["logps"])
                 clipped_ratio = ratio.clip(1 - settings.clip, 1 + settings.clip)
                 objective = torch.minimum(ratio * advantage, clipped_ratio * advantage)
                 clipped += int((clipped_ratio * advantage < ratio * advantage).sum())
                 if settings.kl_coef:
-                    before = Categorical(logits=self.reference(episode["states"])).log_prob(episode["actions"])
+                    before = policy_of(self.reference, episode["states"]).log_prob(episode["actions"])
                     distance = before.detach() - logps
                     objective = objective - settings.kl_coef * (distance.exp() - distance - 1)
                 weight = 1 / total_steps
@@ -133,7 +147,7 @@ def assert_same_weights(network, reference, before, lr):
 
 
 def bits(agent):
-    return [weight.detach().clone() for weight in agent.networks.parameters()]
+    return [weight.detach().clone() for weight in agent.parameters()]
 
 
 # --- GRPO ------------------------------------------------------------------------------------------------------------
@@ -141,27 +155,28 @@ def bits(agent):
 
 @pytest.mark.usefixtures("_doubles")
 @pytest.mark.parametrize(
-    ("length_norm", "divide_by_std", "kl_coef", "credit", "epochs"),
+    ("length_norm", "divide_by_std", "kl_coef", "credit", "epochs", "shape"),
     [
-        ("episode", True, 0.0, "outcome", 4),
-        ("episode", False, 0.3, "reward_to_go", 4),
-        ("step", True, 0.3, "outcome", 4),
-        ("step", False, 0.0, "reward_to_go", 1),
+        ("episode", True, 0.0, "outcome", 4, SHAPE),
+        ("episode", False, 0.3, "reward_to_go", 4, SHAPE),
+        ("step", True, 0.3, "outcome", 4, SHAPE),
+        ("step", False, 0.0, "reward_to_go", 1, SHAPE),
+        ("episode", True, 0.3, "outcome", 4, BOX),
     ],
 )
-def test_grpo_is_the_reference_loop(length_norm, divide_by_std, kl_coef, credit, epochs):
-    check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs)
+def test_grpo_is_the_reference_loop(length_norm, divide_by_std, kl_coef, credit, epochs, shape):
+    check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs, shape)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_doubles")
 def test_grpo_is_the_reference_loop_with_all_settings():
     switches = ("episode", "step"), (True, False), (0.0, 0.3), ("outcome", "reward_to_go"), (1, 4)
-    for values in itertools.product(*switches):
+    for values in itertools.product(*switches, (SHAPE, BOX)):
         check_grpo(*values)
 
 
-def check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs):
+def check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs, shape):
     settings = GRPOSettings(
         lr=0.01,
         epochs=epochs,
@@ -174,7 +189,7 @@ def check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs):
         hidden=(8, 7),
         max_grad_norm=0.3 if epochs == 4 else 100.0,
     )
-    agent = GRPOAgent(SHAPE, settings, seed=1)
+    agent = GRPOAgent(shape, settings, seed=1)
     reference, before = ReferenceGRPO(agent), copy.deepcopy(agent.actor)
     rng = np.random.default_rng(5)
     for groups in (3, 4):  # the second update also depends on Adam's moments
@@ -184,6 +199,51 @@ def check_grpo(length_norm, divide_by_std, kl_coef, credit, epochs):
         assert metrics["clip_fraction"] == pytest.approx(expected["clip_fraction"], abs=1e-6)
         assert expected["clip_fraction"] > 0.02
         assert_same_weights(agent.actor, reference.actor, before, settings.lr)
+
+
+def buffer_with(episodes):
+    """A buffer to which the transitions of episodes were added one by one."""
+    buffer = GRPOBuffer()
+    for episode in episodes:
+        columns = (episode[name].numpy() for name in ("states", "actions", "rewards", "logps"))
+        for transition in zip(*columns, strict=True):
+            buffer.store(*transition)
+        buffer.end_episode()
+    return buffer
+
+
+@pytest.mark.usefixtures("_doubles")
+@pytest.mark.parametrize("shape", [SHAPE, BOX], ids=["discrete", "continuous"])
+def test_one_forward_pass_has_the_loss_and_gradient_of_a_loop_over_groups_and_episodes(shape):
+    """The loop of the design: chunks of G, an advantage per episode, a forward pass per episode, a sum of losses."""
+    agent = GRPOAgent(shape, GRPOSettings(group_size=4, hidden=(8, 7)), seed=1)
+    episodes = random_episodes(np.random.default_rng(5), agent, 4)
+    actor, total = copy.deepcopy(agent.actor), torch.zeros(())
+    clipped = 0
+    for start in range(0, len(episodes), 4):
+        group = episodes[start : start + 4]
+        mean, std = population([episode["return"].item() for episode in group])
+        for episode in group:
+            advantage = (episode["return"] - mean) / (std + 1e-8)
+            ratio = (policy_of(actor, episode["states"]).log_prob(episode["actions"]) - episode["logps"]).exp()
+            objective = torch.min(ratio * advantage, ratio.clip(0.8, 1.2) * advantage)
+            clipped += int((objective < ratio * advantage).sum())
+            total = total - objective.sum() * episode["weight"]
+    total.backward()
+    metrics = agent.update(buffer_with(episodes))
+    assert clipped > 3
+    assert metrics["loss"] == pytest.approx(total.item() / len(episodes), rel=1e-6)
+    for (name, weight), expected in zip(agent.actor.named_parameters(), actor.parameters(), strict=True):
+        assert expected.grad.abs().max() > 1e-4, name
+        torch.testing.assert_close(weight.grad * len(episodes), expected.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("number", [0, 3, 6])
+def test_an_update_needs_complete_groups(number):
+    agent = GRPOAgent(SHAPE, GRPOSettings(group_size=4))
+    episodes = random_episodes(np.random.default_rng(0), agent, 2)[:number]
+    with pytest.raises(InputError, match=rf"complete groups of 4 episodes \(group_size\), got {number}"):
+        agent.update(episodes)
 
 
 def test_metrics_of_an_update():
@@ -208,7 +268,7 @@ def played(agent, seed=0):
     while len(members):
         actions, logps = agent.get_action(states)
         steps = environments.step(members, actions)
-        buffer.store(members, states=states, actions=actions, logps=logps, rewards=steps.rewards)
+        buffer.store(states, actions, steps.rewards, logps, members)
         if steps.done.any():
             buffer.end_episode(*members[steps.done].tolist())
         members, states = members[~steps.done], steps.observations[~steps.done]
@@ -219,7 +279,7 @@ CART_POLE = Shape(observation=4, actions=2, threshold=475.0, time_limit=500)
 
 
 def test_with_one_epoch_the_ratio_is_one():
-    agent = GRPOAgent(CART_POLE, settings_of("grpo-paper"))
+    agent = GRPOAgent(CART_POLE, settings_of("grpo"))
     for update in range(3):
         metrics = agent.update(played(agent, 10 * update))
         assert metrics["clip_fraction"] == 0
@@ -228,7 +288,7 @@ def test_with_one_epoch_the_ratio_is_one():
 
 
 def test_with_more_epochs_and_a_large_learning_rate_the_ratio_is_clipped():
-    agent = GRPOAgent(CART_POLE, settings_of("grpo-paper:epochs=8:lr=0.02"))
+    agent = GRPOAgent(CART_POLE, settings_of("grpo:epochs=8:lr=0.02"))
     metrics = agent.update(played(agent))
     assert metrics["clip_fraction"] > 0.05
     assert metrics["approx_kl"] > 0.01
@@ -250,7 +310,7 @@ def test_equal_returns_still_have_the_kl_term():
     start = copy.deepcopy(agent.actor)
     for _ in range(3):
         agent.update(random_episodes(rng, agent, 1))
-    reference = agent.networks["reference"]
+    reference = agent.reference
     assert all(map(torch.equal, start.parameters(), reference.parameters()))
     before, metrics = bits(agent), []
     for _ in range(15):
@@ -328,6 +388,20 @@ def test_a_batch_gives_the_same_as_its_rows_one_by_one():
     np.testing.assert_allclose(logps, np.concatenate([row[1] for row in rows]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [SHAPE, BOX], ids=["discrete", "continuous"])
+@pytest.mark.parametrize("kind", [GRPOAgent, PPOAgent])
+def test_one_state_gives_one_action_and_its_log_probability(kind, shape):
+    agent, states = kind(shape), states_of(20)
+    for greedy in (False, True):
+        actions, logps = agent.get_action(states, greedy=greedy, generator=np.random.default_rng(3))
+        generator = np.random.default_rng(3)
+        for state, expected_action, expected_logp in zip(states, actions, logps, strict=True):
+            action, logp = agent.get_action(state, greedy=greedy, generator=generator)
+            assert np.shape(action) == ((2,) if shape is BOX else ())
+            np.testing.assert_allclose(action, expected_action, rtol=1e-5, atol=1e-6)
+            assert float(logp) == pytest.approx(float(expected_logp), rel=1e-5, abs=1e-6)
+
+
 def test_another_generator_leaves_the_agents_generator_alone():
     one, two = opinionated(), opinionated()
     one.get_action(states_of(9), generator=np.random.default_rng(3))
@@ -341,7 +415,7 @@ def test_actions_follow_the_weights():
     for change in (
         lambda: None,
         lambda: agent.update(random_episodes(np.random.default_rng(2), agent, 2)),
-        lambda: agent.networks.load_state_dict(other.networks.state_dict()),
+        lambda: agent.load_state_dict(other.state_dict()),
         lambda: agent.update(random_episodes(np.random.default_rng(3), agent, 2)),
     ):
         change()
@@ -444,7 +518,7 @@ def reference_ppo(rows, actor, critic, optimizer, settings, generator):
         order = generator.permutation(number)
         for start in range(0, number, settings.minibatch):
             chosen = order[start : start + settings.minibatch]
-            policy = Categorical(logits=actor(flat["states"][chosen]))
+            policy = policy_of(actor, flat["states"][chosen])
             ratio = (policy.log_prob(flat["actions"][chosen]) - flat["logps"][chosen]).exp()
             clipped = ratio.clip(1 - settings.clip, 1 + settings.clip)
             objective = torch.minimum(ratio * advantages[chosen], clipped * advantages[chosen]).mean()
@@ -456,9 +530,10 @@ def reference_ppo(rows, actor, critic, optimizer, settings, generator):
 
 @pytest.mark.usefixtures("_doubles")
 @pytest.mark.parametrize(
-    ("value_coef", "entropy_coef", "max_grad_norm"), [(0.5, 0.0, 0.5), (1.3, 0.2, 100.0), (0.7, 0.05, 0.05)]
+    ("value_coef", "entropy_coef", "max_grad_norm", "shape"),
+    [(0.5, 0.0, 0.5, SHAPE), (1.3, 0.2, 100.0, SHAPE), (0.7, 0.05, 0.05, SHAPE), (0.7, 0.1, 0.5, BOX)],
 )
-def test_ppo_is_the_reference_loop(value_coef, entropy_coef, max_grad_norm):
+def test_ppo_is_the_reference_loop(value_coef, entropy_coef, max_grad_norm, shape):
     settings = PPOSettings(
         lr=0.01,
         epochs=3,
@@ -472,7 +547,7 @@ def test_ppo_is_the_reference_loop(value_coef, entropy_coef, max_grad_norm):
         max_grad_norm=max_grad_norm,
         hidden=(8, 7),
     )
-    agent, rng = PPOAgent(SHAPE, settings, seed=4), np.random.default_rng(6)
+    agent, rng = PPOAgent(shape, settings, seed=4), np.random.default_rng(6)
     before = copy.deepcopy((agent.actor, agent.critic))
     actor, critic = copy.deepcopy(before)
     optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()], lr=settings.lr)
@@ -566,6 +641,11 @@ def _play_for_both(agent, peer, environments, steps):
     return rows
 
 
+def test_an_empty_buffer_is_an_error():
+    with pytest.raises(InputError, match="the buffer has no transitions"):
+        PPOAgent(SHAPE).update(PPOBuffer())
+
+
 def test_ppo_stops_before_a_loss_that_is_not_finite_moves_anything():
     agent = PPOAgent(SHAPE, PPOSettings(environments=2, steps=8, minibatch=8))
     rows = random_rows(np.random.default_rng(0), agent, 4, 2)
@@ -581,19 +661,32 @@ def test_ppo_stops_before_a_loss_that_is_not_finite_moves_anything():
 
 
 def test_the_values_of_the_presets():
-    grpo, ppo = settings_of("grpo-paper"), settings_of("ppo")
-    assert grpo == settings_of("grpo")
+    grpo, ppo = settings_of("grpo"), settings_of("ppo")
     assert isinstance(grpo, GRPOSettings)
     assert isinstance(ppo, PPOSettings)
     assert grpo.groups * grpo.group_size == 32
     assert (grpo.lr, grpo.group_size, grpo.clip, grpo.kl_coef, grpo.epochs) == (3e-4, 16, 0.2, 0.0, 1)
     assert (grpo.credit, grpo.length_norm, grpo.divide_by_std, grpo.same_start) == ("outcome", "episode", True, True)
     assert (ppo.lr, ppo.steps, ppo.clip) == (3e-4, 2048, 0.2)
+    assert config_of().settings == grpo == GRPOAgent(SHAPE).settings
+    assert PPOAgent(SHAPE).settings == ppo
+    assert [settings_of(name) for name in CONFIG["algorithms"]] == [grpo, ppo]
     for name, preset in PRESETS.items():
         assert settings_of(name) == preset
         agent = make_agent(SHAPE, settings_of(name), 0)
         assert type(agent.optimizer) is torch.optim.Adam
         assert agent.optimizer.param_groups[0]["lr"] == settings_of(name).lr
+
+
+def test_the_settings_in_the_sources_have_their_values():
+    """docs/sources.md writes a setting of the design as a change of its preset that changes nothing."""
+    text = (
+        (Path(__file__).parents[2] / "docs/sources.md").read_text().partition("## GRPO against PPO on Gymnasium\n")[2]
+    )
+    cells = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ")]
+    changes = re.findall(r"`groupwise control train --algo ((\w+):[^`]+)`", "\n".join(cells))
+    assert len(changes) > 15
+    assert [change for change, preset in changes if settings_of(change) != PRESETS[preset]] == []
 
 
 def test_settings_are_changed_by_name():
@@ -607,12 +700,13 @@ def test_settings_are_changed_by_name():
 
 REFUSED = [
     ("grpo-fest", "unknown algorithm 'grpo-fest'; did you mean 'grpo-fast'"),
-    ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo-paper', 'grpo-fast', 'ppo', 'ppo-fast', 'grpo'\)"),
-    ("grpo:group=5", "unknown setting of grpo-paper 'group'; did you mean 'groups'"),
-    ("grpo:steps=5", "unknown setting of grpo-paper 'steps'"),
+    ("dqn", r"unknown algorithm 'dqn' \(allowed: 'grpo', 'grpo-fast', 'ppo', 'ppo-fast'\)"),
+    ("grpo-paper:lr=0.1", "the algorithm 'grpo-paper' is called 'grpo' now"),
+    ("grpo:group=5", "unknown setting of grpo 'group'; did you mean 'groups'"),
+    ("grpo:steps=5", "unknown setting of grpo 'steps'"),
     ("ppo:group_size=5", "unknown setting of ppo 'group_size'"),
     ("ppo:algorithm=grpo", "unknown setting of ppo 'algorithm'"),
-    ("grpo:lr", "'lr' does not change a setting; write grpo-paper:KEY=VALUE"),
+    ("grpo:lr", "'lr' does not change a setting; write grpo:KEY=VALUE"),
     ("grpo:", "'' does not change a setting"),
     ("grpo:lr=fast", "grpo:lr=fast: lr must be a number, got 'fast'"),
     ("grpo:lr=0", "lr must be greater than 0, got '0'"),

@@ -31,6 +31,7 @@ ALGORITHMS = ("grpo-fast", "ppo-fast:steps=512:epochs=2")
 FOLDERS = ("grpo-fast", "ppo-fast_steps=512_epochs=2")
 SMALL = {"steps": 1000, "starts": 4, "evaluate_every": 500, "save_every": 2}
 TROUBLED = "troubled_environment:GroupwiseTroubled-v0"
+LEVERS = "GroupwiseLevers-v0"
 
 # A custom environment. The file "trouble" beside it says what happens at its hundredth step.
 ENVIRONMENT = """
@@ -265,10 +266,34 @@ def test_other_settings_in_the_same_folder_are_refused(copy, changes, message, f
     assert states(copy) == before
 
 
+@pytest.fixture
+def _levers():
+    """An environment with two actions at a time, which the agents do not have."""
+    space = gymnasium.spaces.MultiDiscrete([2, 2])
+    gymnasium.register(
+        LEVERS, lambda: gymnasium.wrappers.TransformAction(gymnasium.make("CartPole-v1"), lambda both: both[0], space)
+    )
+    yield
+    gymnasium.registry.pop(LEVERS)
+
+
+@pytest.mark.usefixtures("_levers")
 def test_an_unsupported_environment_is_refused_before_any_training(tmp_path):
-    with pytest.raises(ControlError, match=r"Pendulum-v1 has the action space .* only discrete actions"):
-        compare(configs_of(environments=("CartPole-v1", "Pendulum-v1")), tmp_path / "new", jobs=2, report=refuse)
+    with pytest.raises(ControlError, match=rf"{LEVERS} has the action space MultiDiscrete.* only discrete actions"):
+        compare(configs_of(environments=("CartPole-v1", LEVERS)), tmp_path / "new", jobs=2, report=refuse)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_both_algorithms_are_compared_on_continuous_actions(tmp_path):
+    names = ("Pendulum-v1", "MountainCarContinuous-v0")
+    configs = configs_of(seeds=1, environments=names, options={"max_episode_steps": 60})
+    text = compare(configs, tmp_path / "new", jobs=2, report=print)
+    for name in names:
+        assert f"## {name}" in text
+        assert {row["algorithm"] for row in table(tmp_path / "new/runs.csv") if row["environment"] == name} == {
+            *ALGORITHMS
+        }
 
 
 # --- interrupts ------------------------------------------------------------------------------------------------------

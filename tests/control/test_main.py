@@ -26,7 +26,7 @@ from groupwise.control.play import play
 from groupwise.control.settings import config_of, settings_of
 from groupwise.control.utils import SeededGymEnv
 from groupwise.errors import CheckpointError, ConfigError, ControlError, RunDirError
-from groupwise.rundir import RunDir, read_json, read_metrics
+from groupwise.rundir import RunDir, read_json, read_metrics, write_json
 
 SMALL = {"steps": 1000, "starts": 3, "evaluate_every": 256, "save_every": 2}
 GRPO = "grpo-fast:groups=2:group_size=4"  # 8 episodes an update
@@ -111,16 +111,24 @@ class Blank(Walk):
         return None
 
 
+class Levers(Walk):
+    """Two actions at a time, which the agents do not have."""
+
+    action_space = spaces.MultiDiscrete([2, 3])
+
+
 WALK, SCRIPTED, BLANK = "GroupwiseWalk-v0", "GroupwiseScripted-v0", "GroupwiseBlank-v0"
+LEVERS = "GroupwiseLevers-v0"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _environments():
     gymnasium.register(WALK, entry_point=Walk, max_episode_steps=60)
     gymnasium.register(BLANK, entry_point=Blank, max_episode_steps=60)
+    gymnasium.register(LEVERS, entry_point=Levers)
     gymnasium.register(SCRIPTED, entry_point=Scripted, reward_threshold=9.0)
     yield
-    for name in (WALK, BLANK, SCRIPTED):
+    for name in (WALK, BLANK, LEVERS, SCRIPTED):
         gymnasium.registry.pop(name)
 
 
@@ -191,10 +199,10 @@ def test_the_files_of_a_run(tmp_path, algorithm):
     assert (torch.get_num_threads(), torch.backends.mkldnn.enabled) == (threads, one_dnn)
     folder, updates = tmp_path / "run", training.progress.update
     assert updates > 3
-    saved = {f"models/update-{number}.pt" for number in range(2, updates + 1, 2)}
+    saved = {f"models/update-{number}.{kind}" for number in range(2, updates + 1, 2) for kind in ("pt", "json")}
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} - {".lock"}
-    expected = {"config.json", "progress.csv", "result.json", "best_model.pt", "state.pt", "metrics.jsonl", "run.json"}
-    assert files == expected | saved
+    expected = {"config.json", "progress.csv", "result.json", "state.pt", "metrics.jsonl", "run.json"}
+    assert files == expected | {"best_model.pt", "best_model.json"} | saved
     assert read_json(folder / "config.json") == small(algorithm=algorithm).model_dump(mode="json")
 
     rows = read_progress(folder / "progress.csv")
@@ -279,7 +287,7 @@ def test_an_existing_run_is_not_overwritten_unless_asked(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"environment": "Pendulum-v1"}, ControlError, "only discrete actions"),
+        ({"environment": LEVERS}, ControlError, "only discrete actions .* and continuous"),
         ({"environment": "CartPole-v7"}, ControlError, "'CartPole-v7' cannot be created"),
         ({"options": {"wind": 3}}, ControlError, "cannot be created: .*wind"),
         ({"algorithm": "grpo-fest"}, ConfigError, "did you mean 'grpo-fast'"),
@@ -327,6 +335,33 @@ def test_grpo_resumes_to_the_same_bits(tmp_path, changes):
         assert_same_run(folder, tmp_path / "uninterrupted")
 
 
+@pytest.mark.parametrize(
+    "environment", ["Pendulum-v1", pytest.param("MountainCarContinuous-v0", marks=pytest.mark.slow)]
+)
+def test_continuous_actions_are_trained_resumed_and_played(tmp_path, environment):
+    for algorithm in (GRPO, PPO):
+        config = small(environment=environment, algorithm=algorithm, options={"max_episode_steps": 40}, save_every=1)
+        folder = tmp_path / algorithm.partition(":")[0]
+        stopped = train(config, folder, report=stop_at(1))
+        assert 0 < stopped.progress.env_steps < config.steps
+        training = train(config, folder, resume=True)
+        assert training.progress.env_steps >= config.steps
+        weights = torch.load(folder / "best_model.pt", weights_only=True)
+        assert weights["actor.log_std"].shape == (1,)
+        make_agent(training.environments.shape, config.settings, 5).load_state_dict(weights)
+        last = read_metrics(folder / "metrics.jsonl")[-1]
+        assert last["entropy"] == pytest.approx(1.42, abs=0.2)  # ½ log 2πe for a standard deviation of 1
+        if algorithm == GRPO:
+            assert training.agent.actor.log_std.item() != 0
+            train(config, tmp_path / "uninterrupted")
+            assert_same_run(folder, tmp_path / "uninterrupted")
+    _, agent = load_agent(folder)
+    returns = play_out(agent, training.evaluation, range(HELD_OUT, HELD_OUT + 3), greedy=True)
+    assert returns.mean() == pytest.approx(read_json(folder / "best_model.json")["scores"]["greedy_return"])
+    assert play([folder], out=tmp_path / "play.gif") == pytest.approx(returns[:1], rel=1e-4)
+    assert read_gif(tmp_path / "play.gif")[1] > 3
+
+
 def test_ppo_resumes_with_its_weights_optimizer_and_counters(tmp_path):
     config = small(algorithm=PPO, save_every=50)
     stopped = train(config, tmp_path / "run", report=stop_at(3))
@@ -336,7 +371,7 @@ def test_ppo_resumes_with_its_weights_optimizer_and_counters(tmp_path):
     with RunDir.resume(tmp_path / "run") as run:
         again.restore(run)
     assert again.progress == progress
-    pairs = zip(again.agent.networks.parameters(), stopped.agent.networks.parameters(), strict=True)
+    pairs = zip(again.agent.parameters(), stopped.agent.parameters(), strict=True)
     assert all(torch.equal(one, other) for one, other in pairs)
     before, after = (agent.optimizer.state_dict()["state"] for agent in (stopped.agent, again.agent))
     assert {place: {name: value.tolist() for name, value in state.items()} for place, state in after.items()} == {
@@ -482,7 +517,7 @@ def test_the_best_model_is_that_of_the_best_row(tmp_path, environment, options, 
     config = small(environment=environment, options=options, algorithm=algorithm, starts=6, steps=1500)
     train(config, tmp_path / "run")
     rows = read_progress(tmp_path / "run/progress.csv")
-    model = torch.load(tmp_path / "run/best_model.pt", weights_only=True)
+    model = read_json(tmp_path / "run/best_model.json")
     assert model["scores"] == max(rows, key=lambda row: (row["greedy_return"], row["sampled_return"]))
     assert model["config"] == config.model_dump(mode="json")
     assert model["config"]["seed"] == 0
@@ -589,42 +624,80 @@ def saved_model(tmp_path_factory):
 
 
 def in_torchs_format(value):
-    def write(path, model):
-        torch.save(value(path, model) if callable(value) else value, path)
+    def write(path, weights):
+        torch.save(value(path, weights) if callable(value) else value, path)
+
+    return write
+
+
+def with_about(change):
+    """Damage to the JSON file beside the weights."""
+
+    def write(path, weights):
+        about = path.with_suffix(".json")
+        write_json(about, change(read_json(about)))
 
     return write
 
 
 DAMAGE = {
-    "empty": lambda path, model: path.write_bytes(b""),
-    "half": lambda path, model: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
-    "text": lambda path, model: path.write_text("no model at all"),
-    "a pickle with code": lambda path, model: path.write_bytes(pickle.dumps(Harm(str(path.parent / "harmed")))),
-    "code": in_torchs_format(lambda path, model: model | {"more": Harm(str(path.parent / "harmed"))}),
+    "empty": lambda path, weights: path.write_bytes(b""),
+    "half": lambda path, weights: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "text": lambda path, weights: path.write_text("no model at all"),
+    "a pickle with code": lambda path, weights: path.write_bytes(pickle.dumps(Harm(str(path.parent / "harmed")))),
+    "code": in_torchs_format(lambda path, weights: weights | {"more": Harm(str(path.parent / "harmed"))}),
     "a tensor": in_torchs_format(torch.zeros(3)),
+    "nothing": in_torchs_format({}),
     "somebody else's": in_torchs_format({"state_dict": {}}),
-    "another format": in_torchs_format(lambda path, model: model | {"format": 2}),
-    "no config": in_torchs_format({"format": 1, "weights": {}}),
-    "no weights": in_torchs_format(lambda path, model: model | {"weights": None}),
-    "of another environment": in_torchs_format(
-        lambda path, model: model | {"config": model["config"] | {"environment": "Acrobot-v1"}}
+    "another format": with_about(lambda about: about | {"format": 2}),
+    "no config": with_about(lambda about: {"format": 1}),
+    "not an object": with_about(lambda about: [1]),
+    "not JSON": lambda path, weights: path.with_suffix(".json").write_text("{"),
+    "without its JSON file": lambda path, weights: path.with_suffix(".json").unlink(),
+    "no weights": in_torchs_format({"format": 1, "config": {}, "weights": None}),
+    "of another environment": with_about(
+        lambda about: about | {"config": about["config"] | {"environment": "Acrobot-v1"}}
     ),
-    "with a layer too few": in_torchs_format(
-        lambda path, model: model | {"weights": {name: model["weights"][name] for name in list(model["weights"])[:-1]}}
-    ),
+    "with a layer too few": in_torchs_format(lambda path, weights: dict(list(weights.items())[:-1])),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_model_is_refused(tmp_path, saved_model, damage):
     path = tmp_path / "best_model.pt"
-    path.write_bytes(saved_model.read_bytes())
+    for file in (path, path.with_suffix(".json")):
+        file.write_bytes(saved_model.with_suffix(file.suffix).read_bytes())
     DAMAGE[damage](path, torch.load(path, weights_only=True))
     for place in (path, tmp_path):
-        with pytest.raises(CheckpointError, match=r"is not a model|does not fit") as caught:
+        with pytest.raises(CheckpointError, match=r"is not |does not fit|is damaged|without best_model.json") as caught:
             load_agent(place)
         assert str(tmp_path) in str(caught.value)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["best_model.pt"]
+    assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.parametrize("algorithm", [f"{GRPO}:kl_coef=0.1", PPO])
+def test_every_saved_model_is_a_state_dict(tmp_path, algorithm):
+    training = train(small(algorithm=algorithm, save_every=1), tmp_path / "run")
+    files = [tmp_path / "run/best_model.pt", *(tmp_path / "run/models").glob("*.pt")]
+    assert len(files) == 1 + training.progress.update
+    for path in files:
+        model = make_agent(training.environments.shape, settings_of(algorithm), seed=9)
+        model.load_state_dict(torch.load(path, weights_only=True))
+        for name, weight in load_agent(path)[1].state_dict().items():
+            assert torch.equal(weight, model.state_dict()[name])
+    last = training.agent.state_dict()
+    saved = torch.load(tmp_path / f"run/models/update-{training.progress.update}.pt", weights_only=True)
+    assert all(torch.equal(saved[name], weight) for name, weight in last.items())
+
+
+def test_models_of_earlier_versions_still_load(tmp_path, saved_model):
+    weights = torch.load(saved_model, weights_only=True)
+    about = read_json(saved_model.with_suffix(".json"))
+    about["config"] |= {"algorithm": "grpo-paper", "settings": settings_of("grpo").model_dump(mode="json")}
+    torch.save(about | {"weights": weights}, tmp_path / "best_model.pt")
+    config, agent = load_agent(tmp_path)
+    assert config.settings == settings_of("grpo")
+    assert all(torch.equal(weight, weights[name]) for name, weight in agent.state_dict().items())
 
 
 def test_a_missing_model_is_an_error(tmp_path):
@@ -701,10 +774,9 @@ class RecordingAgent(GRPOAgent):
     def get_action(self, states, **options):
         return super().get_action(states, **{"greedy": self.greedy, **options})
 
-    def update(self, episodes):
-        self.groups = [
-            episodes[i : i + self.settings.group_size] for i in range(0, len(episodes), self.settings.group_size)
-        ]
+    def update(self, buffer):
+        episodes, size = buffer.episodes(), self.settings.group_size
+        self.groups = [episodes[i : i + size] for i in range(0, len(episodes), size)]
         return super().update(episodes)
 
 

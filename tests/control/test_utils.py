@@ -218,6 +218,44 @@ def test_actions_start_at_zero():
     assert environment.env.unwrapped.taken == [5, 6, 7, 6]
 
 
+@pytest.mark.parametrize(
+    ("space", "drawn", "taken"),
+    [
+        (spaces.Box(-2, 2, (1,)), [[0.5], [-1.0], [3.0]], [[1.0], [-2.0], [2.0]]),
+        (spaces.Box(0, 10, ()), [[0.0], [1.0], [-9.0]], [5.0, 10.0, 0.0]),
+        (spaces.Box(-4, 0, (2, 2), np.float64), [[0.0, 1.0, -1.0, 0.5]], [[[-2.0, 0.0], [-4.0, -1.0]]]),
+        (spaces.Box(np.array([-1, -5]), np.array([1, 5]), dtype=np.float32), [[0.3, 0.3]], [[0.3, 1.5]]),
+        (spaces.Box(-np.inf, np.inf, (2,)), [[7.5, -0.25]], [[7.5, -0.25]]),
+        (spaces.Box(0, np.inf, (2,)), [[7.5, -0.25]], [[7.5, 0.0]]),  # bounded on one side: clipped, not scaled
+    ],
+    ids=str,
+)
+def test_continuous_actions_are_scaled_and_clipped_to_the_box(space, drawn, taken):
+    environment = SeededGymEnv(TOY, {"actions": space})
+    assert environment.shape.continuous
+    assert environment.shape.actions == len(drawn[0])
+    environment.reset(seed=0)
+    walk(environment, np.float32(drawn))
+    for action, expected in zip(environment.env.unwrapped.taken, taken, strict=True):
+        assert (action.shape, action.dtype) == (space.shape, space.dtype)
+        assert space.contains(action)
+        np.testing.assert_allclose(action, expected, rtol=1e-6)
+
+
+def test_an_action_that_is_not_finite_is_refused():
+    environment = SeededGymEnv("Pendulum-v1")
+    environment.reset(4)
+    with pytest.raises(ControlError, match=r"Pendulum-v1, step 1 .* seed 4, failed on action \[nan\]: .*learning rate"):
+        environment.step([math.nan])
+
+
+def test_the_seed_may_be_positional_or_missing():
+    environment = SeededGymEnv("CartPole-v1")
+    np.testing.assert_array_equal(environment.reset(7), environment.reset(seed=7))
+    first, second = environment.reset(), environment.reset()
+    assert first.tolist() != second.tolist()
+
+
 def test_an_endless_episode_is_truncated():
     environment = SeededGymEnv(TOY)
     assert environment.shape.time_limit == LONGEST_EPISODE == 10_000
@@ -240,8 +278,12 @@ def test_the_threshold_is_the_environments():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("Pendulum-v1", {}, r"Pendulum-v1 has the action space Box.*only discrete actions.*DiscretizeAction"),
-        (TOY, {"actions": spaces.MultiDiscrete([2, 3])}, r"has the action space MultiDiscrete\(\[2 3\]\)"),
+        (TOY, {"actions": spaces.MultiDiscrete([2, 3])}, r"has the action space MultiDiscrete\(\[2 3\]\).*TransformAc"),
+        (TOY, {"actions": spaces.MultiBinary(3)}, "action space MultiBinary.*only discrete .* and continuous ones"),
+        (TOY, {"actions": spaces.Dict(a=spaces.Discrete(2))}, "action space Dict"),
+        (TOY, {"actions": spaces.Tuple([spaces.Box(-1, 1, (2,))])}, "action space Tuple"),
+        (TOY, {"actions": spaces.Box(0, 9, (2,), np.int64)}, r"action space Box\(0, 9, \(2,\), int64\).*Box of floats"),
+        (TOY, {"actions": spaces.Box(-1, 1, (0,))}, r"action space Box.*\(0,\)"),
         (
             TOY,
             {"space": spaces.Box(0, 255, (8, 9, 3), np.uint8)},
@@ -442,7 +484,7 @@ def test_the_buffer_returns_the_steps_of_each_member(lengths, seed):
                 "logps": rng.normal(size=len(members)).astype(np.float32),
                 "rewards": rng.normal(size=len(members)),
             }
-            buffer.store(members, **row)
+            buffer.store(**row, members=members)
             for place, member in enumerate(members):
                 for name, values in row.items():
                     expected_episodes[member][name].append(values[place])
@@ -465,13 +507,33 @@ def one_step(*members):
     return {"members": np.array(members), "rewards": np.ones(size), **columns}
 
 
-def test_a_single_episode_needs_no_member_numbers():
+def test_episodes_are_stored_one_transition_after_the_other():
     buffer = GRPOBuffer()
-    for _ in range(4):
-        buffer.store(**one_step(0))
-    buffer.end_episode()
-    (episode,) = buffer.episodes()
-    assert (len(episode["states"]), episode["return"].item(), episode["weight"].item()) == (4, 4.0, 0.25)
+    for _ in range(2):  # the buffer is used again
+        for length in (4, 1, 2):
+            for step in range(length):
+                buffer.store(np.float32([length, step]), np.int64(1), 0.5 * length, np.float32(-0.25))
+            buffer.end_episode()
+        episodes = buffer.episodes()
+        assert [episode["states"].tolist() for episode in episodes] == [
+            [[length, step] for step in range(length)] for length in (4, 1, 2)
+        ]
+        assert [episode["return"].item() for episode in episodes] == [8.0, 0.5, 2.0]
+        assert [episode["weight"].item() for episode in episodes] == [0.25, 1.0, 0.5]
+        assert [episode["actions"].tolist() for episode in episodes] == [[1] * 4, [1], [1] * 2]
+        assert [episode["logps"].tolist() for episode in episodes] == [[-0.25] * 4, [-0.25], [-0.25] * 2]
+        assert all(episode["logps"].dtype == torch.float32 for episode in episodes)
+
+
+def test_a_member_plays_one_episode_after_the_other():
+    buffer = GRPOBuffer(2)
+    for members in ([0, 1], [1, 0], [0], [1]):
+        buffer.store(**one_step(*members))
+        if members == [1, 0]:
+            buffer.end_episode(0, 1)
+    buffer.end_episode(1)
+    buffer.end_episode(0)
+    assert [len(episode["rewards"]) for episode in buffer.episodes()] == [2, 2, 1, 1]
 
 
 def test_all_episodes_must_have_ended():
@@ -479,6 +541,18 @@ def test_all_episodes_must_have_ended():
     buffer.store(**one_step(0, 1))
     buffer.end_episode(0)
     with pytest.raises(InputError, match="2 of 3 episodes have not ended yet"):
+        buffer.episodes()
+    buffer = GRPOBuffer()
+    with pytest.raises(InputError, match="1 of 1 episodes have not ended yet"):
+        buffer.episodes()
+    buffer.store(np.zeros(2), 1, 1.0, 0.0)
+    buffer.end_episode()
+    buffer.store(np.zeros(2), 1, 1.0, 0.0)
+    with pytest.raises(InputError, match=r"1 of 2 episodes have not ended yet; end_episode\(\) ends one"):
+        buffer.episodes()
+    buffer.end_episode()
+    buffer.end_episode()
+    with pytest.raises(InputError, match="ended an episode that has no transitions"):
         buffer.episodes()
 
 
@@ -514,6 +588,8 @@ def test_advantages_are_sums_of_deltas_up_to_the_end_of_the_episode(seed, length
     rows = [
         {
             "states": rng.normal(size=(number, 3)),
+            "actions": rng.integers(4, size=number),
+            "logps": rng.normal(size=number),
             "next_states": rng.normal(size=(number, 3)),
             "rewards": rng.normal(size=number),
             "terminated": rng.random(number) < 0.2,
