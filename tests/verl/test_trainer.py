@@ -187,7 +187,10 @@ def test_workers_share_reserved_gpus(pool, ray_cluster):
     try:
         assert isinstance(grouper, BundleGrouper)
         assert len(set(grouper.pids)) == 2
-        assert said == ["creating 2 similarity grouper workers: loading wordllama"]
+        assert said == [
+            "[RayPPOTrainer] Creating 2 similarity grouper workers...",
+            "[SimilarityGrouperWorker] Loading model: wordllama",
+        ]
         result = grouper.group(texts)
     finally:
         grouper.close()
