@@ -34,9 +34,9 @@ The text:
 
 {answer}
 
-How good is it, as an editor of a literary magazine would judge it? Consider whether it does what was asked, its voice and
-imagery, whether it surprises without losing its thread, and how it ends. Length is no merit. Do not prefer one style or
-genre over another: very different texts can be equally good.
+How good is it, as an editor of a literary magazine would judge it? Consider whether it does what was asked, its voice
+and imagery, whether it surprises without losing its thread, and how it ends. Length is no merit. Do not prefer one
+style or genre over another: very different texts can be equally good.
 End with a line "Score: N", where N is a number from {low} (poor) to {high} (excellent)."""
 
 

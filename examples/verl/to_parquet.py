@@ -2,9 +2,9 @@
 
     python to_parquet.py prompts.jsonl data --held-out 4
 
-Rows come from any source of a groupwise recipe: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. The column
-``prompt`` is a text or a list of chat messages, ``ground_truth`` is optional. All other columns go to ``extra_info``,
-where the reward function finds them. Writes train.parquet and held_out.parquet.
+Rows come from any source of a groupwise recipe: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. The
+column ``prompt`` is a text or a list of chat messages, ``ground_truth`` is optional. All other columns go to
+``extra_info``, as JSON. Writes train.parquet and held_out.parquet.
 """
 
 from __future__ import annotations
@@ -52,10 +52,12 @@ def _convert(row: Row, number: int, data_source: str, split: str, system: str | 
 def write_files(
     source: str, folder: Path, *, held_out: int, data_source: str = "writing", system: str | None = None
 ) -> dict[str, int]:
-    """Write the two files; the last ``held_out`` rows are the held-out ones. Returns the number of rows in each file."""
+    """Write the two files, the last ``held_out`` rows into the second; returns the number of rows in each."""
     rows = read_rows(source)
     if not 0 < held_out < len(rows):
-        raise InputError(f"--held-out is {held_out}; it must be from 1 to {len(rows) - 1}, since {source} has {len(rows)} rows")
+        raise InputError(
+            f"--held-out is {held_out}; {source} has {len(rows)} rows, so it must be from 1 to {len(rows) - 1}"
+        )
     parts = {"train": rows[:-held_out], "held_out": rows[-held_out:]}
     tables = {
         split: pyarrow.Table.from_pylist(convert(part, data_source=data_source, split=split, system=system))

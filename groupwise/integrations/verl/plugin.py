@@ -53,13 +53,14 @@ def extend_validation() -> None:
     """Check the settings of similarity groups where verl checks its own: before it starts Ray and loads models."""
     from verl.utils import config as verl_config
 
-    from groupwise.integrations.verl.settings import check_config
-
     validate = verl_config.validate_config
 
     @functools.wraps(validate)
     def validate_config(config: Any, *arguments: Any, **keywords: Any) -> None:
-        check_config(config)
+        if config.algorithm.adv_estimator == ESTIMATOR or config.algorithm.get("similarity") is not None:
+            from groupwise.integrations.verl.settings import check_config
+
+            check_config(config)
         validate(config, *arguments, **keywords)
 
     verl_config.validate_config = validate_config
