@@ -76,10 +76,11 @@ def test_other_estimators_are_not_checked():
     validate_config(config, need_reference_policy(config), need_critic(config))
 
 
-def test_the_command_refuses_before_ray_starts():
+def test_the_command_refuses_before_ray_starts(tmp_path):
     """As a user sees it: the last line names the key and what to do, and no Ray was started."""
     done = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *SIMILARITY, "actor_rollout_ref.rollout.n=1"],
+        cwd=tmp_path,  # Hydra writes there
         capture_output=True,
         text=True,
         check=False,
