@@ -70,4 +70,4 @@ def verl_names() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(re.sub(r"\bgrouping\.(?=[a-z_])", f"{WHERE}.", str(error))) from error
+        raise ConfigError(re.sub(r"\bgrouping\.(?=[a-z_])", f"{WHERE}.", str(error))) from None
