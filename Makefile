@@ -78,7 +78,7 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "groupwise needs Python 3.11 or newer; name one with: make test-verl PYTHON=python3.12" >&2; exit 1; }
 	@test -x $(VERL)/bin/python || $(PYTHON) -m venv $(VERL)
-	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt hatchling hatch-fancy-pypi-readme editables hypothesis pytest
+	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt hatchling hatch-fancy-pypi-readme editables hypothesis pytest setuptools wheel
 	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
 	@touch $@
 

@@ -12,7 +12,8 @@ the reference, good or bad; and a mask on completions that are too short, repeti
 removes the penalty on them too.
 
 `similarity_group_grpo` compares a completion only with similar completions of the same prompt (``[grouping]``). Its
-loss is the mean over all tokens, as in verl.
+loss is the mean over all tokens, as in verl. Clusters are made by average linkage; its source uses Ward's linkage over
+the rows of the distance matrix, which is ``grouping.method = "ward_rows"`` (docs/creative.md says why).
 
 `pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized. w₁ = 0.04 is that of
 DeepSeekMath. w₂ = 0.1 makes both gradients about equally large for completions of some 200 tokens (docs/preference.md).

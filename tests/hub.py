@@ -10,8 +10,9 @@ COMMIT = "c" * 40
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """Serves ``folder`` as org/model; org/gated and org/broken are errors. ``requested`` lists the files served."""
+    """Serves ``folder`` as ``name``; org/gated and org/broken are errors. ``requested`` lists the files served."""
 
+    name = "org/model"
     folder: Path
     requested: list[str]
 
@@ -34,12 +35,12 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.answer(403, X_Error_Code="GatedRepo")
         elif "org/broken" in path:
             self.answer(500)
-        elif "org/model" not in path:
+        elif self.name not in path:
             self.answer(404, X_Error_Code="RepoNotFound")
         elif "/revision/" in path and not path.endswith(("/main", COMMIT)):
             self.answer(404, X_Error_Code="RevisionNotFound")
         elif "/revision/" in path:
-            info = {"id": "org/model", "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
+            info = {"id": self.name, "sha": COMMIT, "siblings": [{"rfilename": name} for name in files]}
             self.answer(200, json.dumps(info).encode())
         elif "/tree/" in path:
             numbered = enumerate(files.items())

@@ -37,6 +37,9 @@ __all__ = ["LocalGrouper", "RayGrouper", "SimilarityGrouper", "SimilarityGrouper
 
 Texts = Sequence[Sequence[str]]
 
+# The lines by which a user of verl recognises that similarity groups are active.
+CREATING = "[RayPPOTrainer] Creating {} similarity grouper workers..."
+LOADING = "[SimilarityGrouperWorker] Loading model: {}"
 MAX_DEFAULT_WORKERS = 8
 MAX_RESTARTS = 3  # of one worker in one call
 START_TIMEOUT = 180.0  # seconds for a worker's process to start; loading its model has no limit
@@ -126,7 +129,8 @@ class RayGrouper(SimilarityGrouper):
         try:
             self._connection.open(settings, workers, say)
             self._make_actor = self.actor_factory(workers)
-            say(f"creating {workers} similarity grouper worker{'s' * (workers > 1)}: loading {settings.embedder}")
+            say(CREATING.format(workers))
+            say(LOADING.format(settings.embedder))
             self._first_start()
         except BaseException:
             self.close()

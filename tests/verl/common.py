@@ -11,7 +11,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SIMILARITY = [
     "algorithm.adv_estimator=similarity_group_grpo",
-    "trainer.v1.trainer_mode=similarity_sync",
     "+algorithm.similarity.embedder=wordllama",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
 ]

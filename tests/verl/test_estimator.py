@@ -81,9 +81,7 @@ def test_outputs_of_one_session_as_in_verls_grpo():
 
 def test_bare_uids_are_an_error():
     batch = make_batch(REWARDS, ["u", "u", "u", "v", "v"], MASK)
-    with pytest.raises(
-        ConfigError, match=r"not in similarity groups; set trainer\.v1\.trainer_mode to one of similarity_sync"
-    ):
+    with pytest.raises(ConfigError, match=r"not in similarity groups; train with python -m verl\.trainer\.main_ppo"):
         compute_advantage(batch, adv_estimator=ESTIMATOR, config=None)
     with pytest.raises(ConfigError, match="not in similarity groups"):
         get_adv_estimator_fn(ESTIMATOR)(torch.ones(1, 1), torch.ones(1, 1))

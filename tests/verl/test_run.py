@@ -27,10 +27,11 @@ PROMPTS, SAMPLES, STEPS = 2, 6, 2
 REWARD = "def compute_score(data_source, solution_str, ground_truth, **_):\n    return float(len(solution_str) % 7)\n"
 
 
-def overrides(folder):
+def overrides(folder, use_v1):
     files, model = folder / "rows.parquet", folder / "model"
     return [
         *SIMILARITY,
+        f"trainer.use_v1={use_v1}",
         *(f"data.{kind}_files={files}" for kind in ("train", "val")),
         f"data.train_batch_size={PROMPTS}",
         "data.shuffle=false",
@@ -67,9 +68,9 @@ def overrides(folder):
     ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The metrics and the answers of each step, and the output."""
+@pytest.fixture(scope="module", params=["true", "false"], ids=["v1", "classic"])
+def run(request, tmp_path_factory):
+    """The metrics and the answers of each step, and the output, of both trainers; only the estimator selects groups."""
     wordllama()
     folder = tmp_path_factory.mktemp("run")
     tiny_model().save_pretrained(folder / "model")
@@ -93,7 +94,7 @@ def run(tmp_path_factory):
         "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(folder)],
+        [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(folder, request.param)],
         capture_output=True,
         text=True,
         env={**os.environ, **environment},
@@ -114,7 +115,7 @@ def expected(answers):
     """Advantages, labels and silhouette of a step's answers, computed without verl."""
     prompts = {}
     for row in answers:
-        prompts.setdefault(row["uid"].rsplit("_", 2)[0], []).append(row)
+        prompts.setdefault(row["input"], []).append(row)
     settings = GroupingSection(embedder="wordllama")
     result = group_texts(
         load_embedder("wordllama"), [[row["output"] for row in rows] for rows in prompts.values()], settings
@@ -127,7 +128,8 @@ def expected(answers):
 def test_metrics_and_advantages_of_a_run(run):
     metrics, answers, said = run
     assert len(metrics) == STEPS
-    assert "creating 1 similarity grouper worker: loading wordllama" in said
+    assert "[RayPPOTrainer] Creating 1 similarity grouper workers..." in said
+    assert "[SimilarityGrouperWorker] Loading model: wordllama" in said
     for logged, rows in zip(metrics, answers, strict=True):
         assert len(rows) == PROMPTS * SAMPLES
         advantages, labels, silhouette = expected(rows)
@@ -143,6 +145,6 @@ def test_metrics_and_advantages_of_a_run(run):
 def test_plain_grpo_would_differ(run):
     """So the test above can fail."""
     metrics, answers, _ = run
-    uids = [row["uid"].rsplit("_", 2)[0] for row in answers[0]]
-    plain = group_advantages(torch.tensor([row["score"] for row in answers[0]]), uids, eps=1e-6)
+    prompts = [row["input"] for row in answers[0]]
+    plain = group_advantages(torch.tensor([row["score"] for row in answers[0]]), prompts, eps=1e-6)
     assert metrics[0]["critic/advantages/max"] != pytest.approx(float(plain.max()), abs=1e-3)

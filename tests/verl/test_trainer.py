@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.protocol import DataProto
 from verl.single_controller.ray import ResourcePoolManager
 from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
 from verl.trainer.ppo.v1 import get_trainer_cls
@@ -16,11 +18,14 @@ from groupwise.core import group_advantages
 from groupwise.errors import ConfigError
 from groupwise.grouping.embed import load_embedder
 from groupwise.grouping.grouper import LocalGrouper, group_texts
+from groupwise.integrations.verl import ESTIMATOR
 from groupwise.integrations.verl.placement import BundleGrouper, gpu_bundles, verl_grouper
+from groupwise.integrations.verl.trainer import ClassicGrouping, SimilarityGrouping, V1Grouping
 from groupwise.model.tiny import tiny_tokenizer
 from tests.verl.common import compose
 from tests.weights import wordllama
 
+N = ["actor_rollout_ref.rollout.n=4"]
 SETTINGS = GroupingSection(embedder="wordllama")
 ANSWERS = {  # of two prompts with unequal numbers of answers
     "u": ["a dog barks at the cat", "the dog barked at a cat", "quarterly interest rates rose", "hm</think>rates rose"],
@@ -33,8 +38,7 @@ REWARDS = {"u": [1.0, 0.0, 3.0, 5.0], "v": [0.25, 0.75, 9.0]}
 def trainer(queue):
     """A trainer with the tokenizer and the (empty) GPU pool that verl's start-up would add."""
     wordllama()
-    config = compose("actor_rollout_ref.rollout.n=4", "data.train_batch_size=2")
-    made = get_trainer_cls(config.trainer.v1.trainer_mode)(config)
+    made = get_trainer_cls("sync")(compose(*N, "data.train_batch_size=2"))
     made.tokenizer = tiny_tokenizer()
     made.resource_pool_manager = ResourcePoolManager({"global_pool": [0]}, {})
     return made
@@ -147,25 +151,82 @@ SEPARATE = [
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])
-def test_modes_extend_those_of_verl(mode):
-    """verl chooses the replay buffer by the mode's name, so the trainer keeps verl's name."""
-    overrides = SEPARATE if mode == "separate_async" else []
-    ours = compose(*overrides, f"trainer.v1.trainer_mode=similarity_{mode}")
-    theirs = compose(*overrides, f"trainer.v1.trainer_mode={mode}")
-    made = get_trainer_cls(ours.trainer.v1.trainer_mode)(ours)
-    reference = get_trainer_cls(mode)(theirs)
+def test_the_estimator_selects_groups_in_every_mode(mode):
+    overrides = [*(SEPARATE if mode == "separate_async" else []), f"trainer.v1.trainer_mode={mode}"]
+    made = get_trainer_cls(mode)(config=compose(*N, *overrides))
+    plain = compose("~algorithm.similarity", "algorithm.adv_estimator=grpo", *overrides)
+    reference = get_trainer_cls(mode)(config=plain)
+    assert isinstance(made, V1Grouping)
     assert isinstance(made, type(reference))
-    assert made.trainer_mode == mode
+    assert not isinstance(reference, SimilarityGrouping)
+    assert made.trainer_mode == reference.trainer_mode == mode
     assert type(made.replay_buffer) is type(reference.replay_buffer)
-    assert made.replay_buffer.trainer_config == reference.replay_buffer.trainer_config
-    assert made.parameter_sync_step == reference.parameter_sync_step
-    assert made.config == theirs
 
 
 def test_unknown_embedder_fails_before_models_are_loaded():
-    config = compose("algorithm.similarity.embedder=minlm")
+    config = compose(*N, "algorithm.similarity.embedder=minlm")
     with pytest.raises(ConfigError, match="did you mean 'minilm'"):
-        get_trainer_cls("similarity_sync")(config)
+        get_trainer_cls("sync")(config)
+
+
+def test_embedder_that_cannot_be_downloaded_fails_before_models_are_loaded():
+    config = compose(*N, "algorithm.similarity.embedder=nobody/no-such")
+    with pytest.raises(ConfigError, match=r"nobody/no-such .* Set algorithm\.similarity\.embedder to"):
+        get_trainer_cls("sync")(config)
+
+
+def test_trainers_with_a_loop_of_their_own_are_refused():
+    from verl.experimental.one_step_off_policy.ray_trainer import OneStepOffRayTrainer
+
+    with pytest.raises(ConfigError, match=r"OneStepOffRayTrainer, which has a training loop of its own"):
+        OneStepOffRayTrainer(compose(*N), tokenizer=None, role_worker_mapping={}, resource_pool_manager=None)
+
+
+def test_classic_trainer_gets_groups():
+    """Labels, advantages and metrics of a batch with mixed rows; verl's function is put back."""
+    from verl.trainer.ppo import ray_trainer
+
+    wordllama()
+    rows = [("u", 0), ("v", 0), ("v", 1), ("u", 1), ("u", 2), ("v", 2), ("u", 3)]
+    tokenizer = tiny_tokenizer()
+    ids = [torch.tensor(tokenizer.encode(ANSWERS[uid][number] + "<|end|>")) for uid, number in rows]
+    responses = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
+    mask = torch.arange(responses.shape[1]) < torch.tensor([len(row) for row in ids])[:, None]
+    scores = torch.zeros(responses.shape)
+    scores[torch.arange(len(rows)), mask.sum(1) - 1] = torch.tensor([REWARDS[uid][number] for uid, number in rows])
+    data = DataProto.from_dict(
+        tensors={"responses": responses, "response_mask": mask.long(), "token_level_rewards": scores},
+        non_tensors={"uid": np.array([uid for uid, _ in rows], dtype=object)},
+    )
+
+    class Loop(ray_trainer.RayPPOTrainer):
+        """verl's trainer without models: its loop is the call that verl's loop makes."""
+
+        def __init__(self, config):
+            self.config, self.tokenizer = config, tokenizer
+            self.resource_pool_manager = ResourcePoolManager({"global_pool": [0]}, {})
+
+        def fit(self):
+            self.result = ray_trainer.compute_advantage(data, adv_estimator=ESTIMATOR, config=self.config.algorithm)
+
+        def _update_actor(self, batch):
+            return DataProto(meta_info={"metrics": {"actor/loss": [1.0]}})
+
+    trainer = type("Trainer", (ClassicGrouping, Loop), {})(compose(*N, "trainer.use_v1=false"))
+    compute = ray_trainer.compute_advantage
+    trainer.fit()
+    assert ray_trainer.compute_advantage is compute
+    labels, rewards, scores = expected_groups()
+    names = [f"{uid}_{number}" for uid, number in rows]
+    assert list(data.non_tensor_batch["similarity_group_labels"]) == [labels[name] for name in names]
+    expected = group_advantages(
+        torch.tensor([rewards[name] for name in names]), [labels[name] for name in names], eps=1e-6
+    )
+    torch.testing.assert_close(trainer.result.batch["advantages"], expected[:, None] * mask, atol=1e-5, rtol=0)
+    metrics = trainer._update_actor(None).meta_info["metrics"]
+    assert metrics["actor/loss"] == [1.0]
+    assert metrics["similarity_groups/n_single_member_groups"] == 1
+    assert metrics["similarity_groups/avg_silhouette_score"] == pytest.approx(sum(scores) / 2)
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +248,10 @@ def test_workers_share_reserved_gpus(pool, ray_cluster):
     try:
         assert isinstance(grouper, BundleGrouper)
         assert len(set(grouper.pids)) == 2
-        assert said == ["creating 2 similarity grouper workers: loading wordllama"]
+        assert said == [
+            "[RayPPOTrainer] Creating 2 similarity grouper workers...",
+            "[SimilarityGrouperWorker] Loading model: wordllama",
+        ]
         result = grouper.group(texts)
     finally:
         grouper.close()
@@ -209,4 +273,6 @@ def test_grouping_in_the_trainers_process(pool):
     assert gpu_bundles(empty) == []
     for settings, manager in [(SETTINGS, empty), (SETTINGS.model_copy(update={"device": "cpu"}), pool)]:
         assert isinstance(verl_grouper(settings, manager, lambda _: None), LocalGrouper)
-    assert isinstance(verl_grouper(SETTINGS.model_copy(update={"workers": 0}), pool, lambda _: None), LocalGrouper)
+    said = []
+    assert isinstance(verl_grouper(SETTINGS.model_copy(update={"workers": 0}), pool, said.append), LocalGrouper)
+    assert said == ["[SimilarityGrouperWorker] Loading model: wordllama"]

@@ -1,7 +1,8 @@
 """From verl's batch to similarity groups: sessions, their texts and their groups.
 
-A verl batch is a list of keys ``{uid}_{session}_{number}`` with tags; its tensors are stored elsewhere. Prompts may
-have different numbers of answers: sessions may fail, and a dataset may ask for more samples of hard prompts.
+A batch of verl's V1 trainer is a list of keys ``{uid}_{session}_{number}`` with tags; its tensors are stored elsewhere.
+In the classic trainer, a row is an answer and has its prompt's uid. Prompts may have different numbers of answers:
+sessions may fail, and a dataset may ask for more samples of hard prompts.
 """
 
 from __future__ import annotations
@@ -47,6 +48,15 @@ def read_sessions(keys: Sequence[str], tags: Sequence[Mapping[str, Any]]) -> Ses
         if not tags[last[place]].get("is_padding", False):
             answers[uids[place]].append(place)
     return Sessions(uids, last, [places[name] for name in names], dict(answers))
+
+
+def read_rows(uids: Sequence[str]) -> Sessions:
+    """The sessions of a batch whose rows are one answer each, of these prompts."""
+    rows = list(range(len(uids)))
+    answers: dict[str, list[int]] = defaultdict(list)
+    for row, uid in enumerate(uids):
+        answers[uid].append(row)
+    return Sessions(list(uids), rows, rows, dict(answers))
 
 
 def decode_answers(tokenizer: Any, ids: Sequence[Tensor], masks: Sequence[Tensor], after: str | None) -> list[str]:

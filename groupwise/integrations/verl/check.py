@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.config import GroupingSection
 from groupwise.errors import GroupwiseError
-from groupwise.integrations.verl import ESTIMATOR, MODES, TESTED_VERSION
+from groupwise.integrations.verl import ESTIMATOR, TESTED_VERSION
 from groupwise.model.source import first_line
 
 GROUP, PLUGIN = "verl.plugins", "groupwise.integrations.verl.plugin"
@@ -59,7 +59,7 @@ def _check_verl() -> Iterator[Finding]:
             f"pip install 'verl[verl-core]=={TESTED_VERSION}'; the extra installs the packages that the trainer needs",
         )
         return
-    registered = list(_check_registries())
+    registered = list(_check_extensions())
     yield from registered
     yield _check_signatures()
     if all(finding.good for finding in registered):
@@ -87,30 +87,39 @@ def _check_entry_point() -> Finding:
     return Finding(True, f"verl sees the entry point {GROUP} of groupwise, called {names[0]}")
 
 
-def _check_registries() -> Iterator[Finding]:
+def _check_extensions() -> Iterator[Finding]:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1 import PPOTrainer
+    from verl.utils.config import validate_config
 
     remedy = "see the other findings, and the warning that is logged when verl's trainer is imported"
     present = ESTIMATOR in ADV_ESTIMATOR_REGISTRY
     yield Finding(present, f"the estimator {ESTIMATOR} is {'' if present else 'not '}registered in verl", remedy)
-    missing = [mode for mode in MODES if mode not in TRAINER_REGISTRY]
-    modes = f"the trainer modes {', '.join(missing or MODES)} are {'not ' if missing else ''}registered in verl"
-    yield Finding(not missing, modes, remedy)
+    created = all(trainer.__new__ is not object.__new__ for trainer in (PPOTrainer, RayPPOTrainer))
+    extended = created and hasattr(validate_config, "__wrapped__")
+    sentence = f"the estimator {'selects' if extended else 'does not select'} trainers with similarity groups"
+    yield Finding(extended, sentence, remedy)
 
 
 def _check_signatures() -> Finding:
     """The functions and classes of verl that are used accept the arguments they get."""
     import transfer_queue
     from verl.single_controller.ray import ResourcePoolManager
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.v1 import PPOTrainer
     from verl.utils.tensordict_utils import get_tensordict
 
+    pools: dict[str, Any] = {"resource_pool_manager": None}
     expected: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
         (PPOTrainer.__init__, (None,), {"config": None}),
         (PPOTrainer.init, (None,), {}),
         (PPOTrainer.fit, (None, None), {}),
         (PPOTrainer._compute_advantage, (None, None), {"metrics": {}}),
+        (RayPPOTrainer.__init__, (None,), {"config": None, "tokenizer": 0, "role_worker_mapping": {}, **pools}),
+        (RayPPOTrainer.init_workers, (None,), {}),
+        (RayPPOTrainer.fit, (None,), {}),
+        (RayPPOTrainer._update_actor, (None, None), {}),
         (transfer_queue.kv_batch_get, (), {"keys": [], "partition_id": "", "select_fields": []}),
         (transfer_queue.kv_batch_put, (), {"keys": [], "partition_id": "", "fields": None}),
         (get_tensordict, ({},), {}),

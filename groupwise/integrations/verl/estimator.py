@@ -17,7 +17,7 @@ from torch import Tensor
 
 from groupwise.errors import ConfigError, InputError
 from groupwise.grouping.labels import compute_similarity_group_grpo_outcome_advantage
-from groupwise.integrations.verl import ESTIMATOR, MODES
+from groupwise.integrations.verl import ESTIMATOR
 from groupwise.integrations.verl.batch import Sessions
 
 _LABEL = re.compile(r".*_\d+", re.DOTALL)
@@ -51,8 +51,8 @@ def similarity_group_grpo(
         labels: Sequence[str] = [str(name) for name in ([] if index is None else list(index))]
         if not labels or not all(map(_LABEL.fullmatch, labels)):
             raise ConfigError(
-                f"algorithm.adv_estimator is {ESTIMATOR}, but the answers are not in similarity groups; set "
-                f"trainer.v1.trainer_mode to one of {', '.join(MODES)} (and leave trainer.use_v1 true)"
+                f"algorithm.adv_estimator is {ESTIMATOR}, but the answers are not in similarity groups; train with "
+                "python -m verl.trainer.main_ppo, or pass labels uid_cluster as index"
             )
         return compute_similarity_group_grpo_outcome_advantage(
             token_level_rewards=token_level_rewards, response_mask=response_mask, index=labels, config=config

@@ -12,7 +12,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from groupwise.config import GroupingSection
-from groupwise.grouping.workers import MAX_DEFAULT_WORKERS, GroupingActor, RayGrouper, SimilarityGrouper, make_grouper
+from groupwise.grouping.workers import (
+    LOADING,
+    MAX_DEFAULT_WORKERS,
+    GroupingActor,
+    LocalGrouper,
+    RayGrouper,
+    SimilarityGrouper,
+    make_grouper,
+)
 from groupwise.text import Say
 
 POOL = "global_pool"  # verl's name for the GPUs that train
@@ -35,7 +43,10 @@ def verl_grouper(settings: GroupingSection, manager: Any, say: Say) -> Similarit
     """One worker per GPU of verl, at most 8, unless ``settings`` has another number or the CPU."""
     bundles = gpu_bundles(manager)
     if not bundles or settings.device == "cpu" or settings.workers == 0:
-        return make_grouper(settings, say)
+        grouper = make_grouper(settings, say)
+        if isinstance(grouper, LocalGrouper):
+            say(LOADING.format(settings.embedder))
+        return grouper
     return BundleGrouper(settings, settings.workers or min(len(bundles), MAX_DEFAULT_WORKERS), bundles, say)
 
 

@@ -1,12 +1,13 @@
 """The entry point ``verl.plugins``.
 
-Every process of a run loads this module while it imports verl. It registers the estimator and the trainer modes once
-verl has imported its registries. An error must not break verl for users who do not use groupwise: it is logged as a
-warning.
+Every process of a run loads this module while it imports verl. It registers the estimator, makes the estimator select
+trainers that group answers, and adds checks to verl's validation, each once verl has imported the module concerned. An
+error must not break verl for users who do not use groupwise: it is logged as a warning.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import sys
@@ -14,13 +15,11 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from groupwise.integrations.verl import ESTIMATOR, MODES
+from groupwise.integrations.verl import ESTIMATOR
 
 log = logging.getLogger("groupwise")
-
-ESTIMATORS = "verl.trainer.ppo.core_algos"
-TRAINERS = "verl.trainer.ppo.v1"
 
 
 def register_estimator() -> None:
@@ -32,15 +31,39 @@ def register_estimator() -> None:
     register_adv_est(ESTIMATOR)(similarity_group_grpo)
 
 
-def register_trainers() -> None:
-    """Add the trainer modes to verl's registry, once."""
-    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY, register_trainer
+def extend_v1_trainer() -> None:
+    """Let the estimator select a trainer with similarity groups, in every mode of verl's V1 trainer."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from groupwise.integrations.verl.trainer import similarity_trainer
+    from groupwise.integrations.verl.trainer import select_by_estimator
 
-    for mode, base_mode in MODES.items():
-        if mode not in TRAINER_REGISTRY:
-            register_trainer(mode)(similarity_trainer(TRAINER_REGISTRY[base_mode], base_mode))
+    select_by_estimator(PPOTrainer)
+
+
+def extend_classic_trainer() -> None:
+    """The same for verl's classic Ray trainer."""
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+    from groupwise.integrations.verl.trainer import select_by_estimator
+
+    select_by_estimator(RayPPOTrainer)
+
+
+def extend_validation() -> None:
+    """Check the settings of similarity groups where verl checks its own: before it starts Ray and loads models."""
+    from verl.utils import config as verl_config
+
+    validate = verl_config.validate_config
+
+    @functools.wraps(validate)
+    def validate_config(config: Any, *arguments: Any, **keywords: Any) -> None:
+        if config.algorithm.adv_estimator == ESTIMATOR or config.algorithm.get("similarity") is not None:
+            from groupwise.integrations.verl.settings import check_config
+
+            check_config(config)
+        validate(config, *arguments, **keywords)
+
+    verl_config.validate_config = validate_config
 
 
 class _AfterImport(MetaPathFinder):
@@ -87,5 +110,7 @@ def _try(function: Callable[[], None]) -> None:
         )
 
 
-_after_import(ESTIMATORS, register_estimator)
-_after_import(TRAINERS, register_trainers)
+_after_import("verl.trainer.ppo.core_algos", register_estimator)
+_after_import("verl.trainer.ppo.v1.trainer_base", extend_v1_trainer)
+_after_import("verl.trainer.ppo.ray_trainer", extend_classic_trainer)
+_after_import("verl.utils.config", extend_validation)
