@@ -123,7 +123,6 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "use_baseline": _hint("advantages.baseline", note="mean subtracts the group's mean, none nothing"),
     "multi_objective_aggregation": _hint("advantages.combine"),
     "adv_estimator": _hint("algorithm"),
-    "n_similarity_workers": _hint("grouping.workers"),
     "reward_weights": _hint("rewards.0.weight", note="one for each [[rewards]], numbered from 0"),
     "reward_funcs": _hint("rewards.0.function", note="one for each [[rewards]], numbered from 0"),
     "reward_model": _hint("rewards.0.function", value="reward_model"),
