@@ -112,7 +112,7 @@ def _suggest_option(word: str) -> str:
 
 
 def _add_common(action: argparse.ArgumentParser) -> None:
-    _add_integer(action, "--steps", 100_000, "environment steps per run (default: %(default)s)")
+    _add_integer(action, "--steps", 500_000, "environment steps per run (default: %(default)s)")
     _add_integer(action, "--evaluate-every", 2048, "steps between evaluations")
     _add_integer(action, "--starts", 20, "held-out first states per evaluation")
     action.add_argument("--threshold", type=float, metavar="X", help="the return that counts as solved")

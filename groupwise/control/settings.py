@@ -104,7 +104,7 @@ class Config(StrictModel):
     options: dict[str, Any] = Field(default={}, description="keyword arguments of the environment")
     algorithm: str = Field(default="grpo", description="a preset, with changes: grpo:same_start=false")
     seed: int = Field(default=0, ge=0, lt=2**31, description="seed of the weights, first states and sampling")
-    steps: int = Field(default=100_000, ge=1, description="environment steps to train for; the last update is finished")
+    steps: int = Field(default=500_000, ge=1, description="environment steps to train for; the last update is finished")
     evaluate_every: int = Field(default=2048, ge=1, description="environment steps between evaluations")
     starts: int = Field(default=20, ge=1, description="held-out first states that an evaluation plays")
     threshold: float | None = Field(default=None, description="return that counts as solved (None: the environment's)")
