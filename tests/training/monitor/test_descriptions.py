@@ -30,7 +30,7 @@ FAST: dict[str, Any] = {
 GRADED = replace(
     TASK, grades={"right": lambda row, answer: None if "e" in answer else len(answer) % 2 == 0}, metric="right"
 )
-GRADES = ("right", "accuracy", "accuracy_lenient")
+GRADES = ("right", "accuracy", "accuracy_strict", "accuracy_lenient")
 
 
 def failing(completions, **_):
@@ -80,6 +80,7 @@ def run_pg_grpo(folder: Path) -> Trainer:
 def run_usmle(folder: Path) -> Trainer:
     changes = {
         "task": "usmle",
+        "algorithm": "enhanced_grpo_literal",
         "task_options": {"reward": "enhanced", "prompt": "direct"},
         "data": {"train_rows": 6, "held_out_rows": 2, "max_prompt_length": 4000},
         "train": {"steps": 1},
