@@ -23,10 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trials import as_options
+
 from groupwise.rundir import metric_column, read_metrics
+from groupwise.text import markdown_table
 from groupwise.usmle.compare import compare
+from groupwise.usmle.markdown import interval
 from groupwise.usmle.report import read_report
-from groupwise.usmle.tables import ALL_ORDERS, ExamReport, Proportion
+from groupwise.usmle.tables import ALL_ORDERS, ExamReport
 
 POOL, TEST = "medqa_usmle_train_pool.jsonl", "medqa_usmle_4opt_test.jsonl"
 OTHERS = ("medmcqa_dev.jsonl", "medmcqa_train_sample.jsonl", "headqa_en.jsonl", "medqa_taiwan_en.jsonl")
@@ -162,7 +166,7 @@ def run_row(
             rows = {**rows, "data.train": json.dumps([str(out / "medqa_train.jsonl")])}
         settings = {"model.source": source, **SHARED, **row.form, **rows, **row.training, **changes}
         started = time.monotonic()
-        call(folder / "train.log", "train", "usmle", "--overwrite", {**settings, "run.folder": folder / "run"})
+        call(folder / "train.log", "train", "--overwrite", {**settings, "run.folder": folder / "run"})
         (folder / "minutes.json").write_text(json.dumps((time.monotonic() - started) / 60))
     if row.training:
         source = str(folder / "run" / "model")
@@ -170,22 +174,14 @@ def run_row(
         if not (folder / exam / "report.json").exists():
             held_out = json.dumps([str(data / file) for file in EXAMS[exam]])
             settings = {**SHARED, **row.form, "model.source": source, "data.held_out": held_out}
-            call(folder / f"{exam}.log", "eval", "usmle", "--report", str(folder / exam), settings)
+            call(folder / f"{exam}.log", "eval", f"--report={folder / exam}", settings)
     print(f"{name}: done", flush=True)
 
 
-def call(log: Path, *arguments: str | Settings) -> None:
-    words = []
-    for argument in arguments:
-        pairs = argument.items() if isinstance(argument, dict) else ()
-        words += [word for key, value in pairs for word in (f"--{key}", str(value))] or [str(argument)]
+def call(log: Path, command: str, option: str, settings: Settings) -> None:
+    words = [sys.executable, "-m", "groupwise", command, "usmle", option, *as_options(settings)]
     with open(log, "w") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", "groupwise", *words],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
+        done = subprocess.run(words, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise SystemExit(f"{log}:\n{log.read_text()[-3000:]}")
 
@@ -197,26 +193,23 @@ def table(out: Path) -> str:
         for name in ROWS
         if (out / name / "medqa" / "report.json").exists()
     }
-    lines = [
-        f"| | written | strict | likeliest letter | {ALL_ORDERS} | p written | p all orders | same option shuffled "
-        "| MMLU | tokens | GPU-minutes |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    header = ["", "written", "strict", "likeliest letter", ALL_ORDERS, "p written", "p all orders",
+              "same option shuffled", "MMLU", "tokens", "GPU-minutes"]  # fmt: skip
+    lines = []
     corrected = {measure: holm(p_values(reports, measure)) for measure in MEASURES}
     for name, exams in reports.items():
         report, row = exams["medqa"], ROWS[name]
         minutes = out / name / "minutes.json"
-        cells = [
-            row.title, percent(report.lenient), percent(report.strict), percent(report.letters.accuracy),
-            percent(report.averaged_letters.accuracy),
+        lines.append([
+            row.title, interval(report.lenient), interval(report.strict), interval(report.letters.accuracy),
+            interval(report.averaged_letters.accuracy),
             *(f"{corrected[measure][name]:.2g}" if name in corrected[measure] else "" for measure in MEASURES),
             f"{100 * report.shuffled.consistency.value:.0f} %",
-            percent(exams["mmlu"].lenient) if "mmlu" in exams else "",
+            interval(exams["mmlu"].lenient) if "mmlu" in exams else "",
             f"{sampled_tokens(out / name / 'run') / 1e6:.2f} M" if row.training else "",
             f"{json.loads(minutes.read_text()):.1f}" if minutes.exists() else "",
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        ])  # fmt: skip
+    return markdown_table(header, lines)
 
 
 def p_values(reports: dict[str, dict[str, ExamReport]], measure: str) -> dict[str, float]:
@@ -242,10 +235,6 @@ def holm(values: dict[str, float]) -> dict[str, float]:
 def sampled_tokens(run: Path) -> float:
     tokens: Sequence[float] = metric_column(read_metrics(run / "metrics.jsonl"), "num_tokens")[1]
     return tokens[-1] if len(tokens) else 0.0
-
-
-def percent(share: Proportion) -> str:
-    return f"{100 * share.value:.1f} % [{100 * share.low:.1f}, {100 * share.high:.1f}]"
 
 
 if __name__ == "__main__":

@@ -23,12 +23,16 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.array([values[max(0, end - SMOOTH) : end].mean() for end in range(1, len(values) + 1)])
 
 
+def as_options(settings: Mapping[str, object]) -> list[str]:
+    """Settings as words of a command line."""
+    return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
 def train(recipe: str, settings: Mapping[str, object], folder: Path) -> None:
     """Run a recipe, unless the folder has a finished run."""
     if (folder / "model").exists():
         return
-    settings = {**settings, "run.folder": folder}
-    options = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    options = as_options({**settings, "run.folder": folder})
     command = [sys.executable, "-m", "groupwise", "train", str(RECIPES / recipe), "--overwrite", *options]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

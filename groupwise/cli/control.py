@@ -98,7 +98,7 @@ def _add(actions: Commands, name: str, run: Any, help_text: str) -> argparse.Arg
     action = "help" if name == "play" else HelpWithPresets
     parser.add_argument("-h", "--help", action=action, help="show this help and exit")
     if name != "play":
-        parser.suggest_option = lambda word: _suggest_option(OTHER_NAMES.get(word.strip("-").replace("-", "_"), word))
+        parser.suggest_option = _suggest_option
     return parser
 
 
@@ -107,6 +107,7 @@ def _suggest_option(word: str) -> str:
     from groupwise.control.settings import PRESETS
 
     key = word.lstrip("-").replace("-", "_")
+    key = OTHER_NAMES.get(key, key)
     preset = next((name for name in ("grpo", "ppo") if key in type(PRESETS[name]).model_fields), None)
     return f"; it is a setting of the algorithm: --algo {preset}:{key}=VALUE" if preset else ""
 

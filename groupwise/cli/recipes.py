@@ -143,7 +143,7 @@ def _is_for_a_gpu(recipe: Recipe) -> bool:
     entry = CATALOGUE.get(recipe.model.source)
     if entry is None:
         return recipe.model.source != "tiny"
-    prompts = (recipe.train.steps or 0) * recipe.train.batch_size * recipe.train.accumulation
+    prompts = (recipe.train.steps or 0) * recipe.train.prompts_per_step
     tokens = prompts * recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
     work = 8 * entry.parameters * tokens  # 2 per weight and token to sample it, 6 to learn from it
     return entry.parameters > GPU_PARAMETERS or work > GPU_WORK

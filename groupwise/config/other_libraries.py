@@ -92,7 +92,8 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "delta": _hint("loss.dual_clip"),
     "clip_ratio_c": _hint("loss.dual_clip"),
     "loss_type": _hint(
-        *("loss.name", "preference.kind"),
+        "loss.name",
+        "preference.kind",
         same_value=True,
         note='loss.name is the loss of GRPO, preference.kind that of DPO; several are a list: ["sigmoid", "sft"]',
     ),

@@ -20,6 +20,7 @@ PREFERENCE_KINDS = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
+OWN_LENGTHS = ("steps", "tokens", "epochs")  # of a phase that does not depend on the length of the run
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -408,6 +409,10 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """seed of the row order, the sampling and the adapter's initialization"""
 
+    @property
+    def prompts_per_step(self) -> int:
+        return self.batch_size * self.accumulation
+
 
 class EvaluateSection(Section):
     """evaluation on the held-out rows, early stopping"""
@@ -497,7 +502,7 @@ class Recipe(Section):
     @property
     def ends_with_phases(self) -> bool:
         """Whether the run ends with its last phase: each has its own length, and train.steps is not set."""
-        own = [any(phase.get(unit) is not None for unit in ("steps", "tokens", "epochs")) for phase in self.phases]
+        own = [any(phase.get(unit) is not None for unit in OWN_LENGTHS) for phase in self.phases]
         return self.train.steps is None and bool(own) and all(own)
 
     def get(self, name: str) -> Any:

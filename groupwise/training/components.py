@@ -315,8 +315,8 @@ def length_of(components: RunComponents) -> RunLength:
 
 def most_tokens(recipe: Recipe) -> int:
     """The tokens of a step if every completion has full length."""
-    sampling, train = recipe.sampling, recipe.train
-    return train.batch_size * train.accumulation * sampling.samples_per_prompt * sampling.max_new_tokens
+    sampling = recipe.sampling
+    return recipe.train.prompts_per_step * sampling.samples_per_prompt * sampling.max_new_tokens
 
 
 def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
@@ -431,7 +431,7 @@ def _check_metric(name: str, measured: Sequence[str]) -> None:
 def _check_batches(recipe: Recipe, samples: bool) -> None:
     """Raise an error if there are more mini-batches than prompts or pairs in a step."""
     if samples:
-        count, what = recipe.train.batch_size * recipe.train.accumulation, "prompt"
+        count, what = recipe.train.prompts_per_step, "prompt"
         settings = "train.batch_size × train.accumulation"
     else:
         count, what, settings = recipe.preference.batch_size, "pair", "preference.batch_size"

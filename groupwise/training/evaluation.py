@@ -100,7 +100,7 @@ def _evaluate_rows(
         samples=settings.samples,
         stop=components.stop,
         prompt_column=recipe.data.prompt,
-        score_batch=recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt,
+        score_batch=recipe.train.prompts_per_step * recipe.sampling.samples_per_prompt,
         trainer_state=trainer_state,
         progress=progress,
     )

@@ -69,7 +69,7 @@ def describe_run(
         steps, least = make_schedule(recipe, length).steps_left(0, 0, most_tokens(recipe)), "at least "
     sizes, pairs = [], components.pairs.train if components.learns_from_pairs else []
     if components.samples:
-        count = recipe.train.batch_size * recipe.train.accumulation * recipe.sampling.samples_per_prompt
+        count = recipe.train.prompts_per_step * recipe.sampling.samples_per_prompt
         sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
     if pairs:
         sizes.append(plural(recipe.preference.batch_size, "pair") + (" of the data set" if components.samples else ""))
@@ -171,7 +171,7 @@ def _memory(components: RunComponents) -> Iterator[str]:
     budget = recipe.train.token_budget or default_token_budget(handle)
     if components.samples and not components.learns_from_pairs:  # a pack has no more tokens than a mini-batch
         group = components.train.longest + recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
-        prompts = -(-recipe.train.batch_size * recipe.train.accumulation // recipe.train.mini_batches)
+        prompts = -(-recipe.train.prompts_per_step // recipe.train.mini_batches)
         budget = min(budget, prompts * group)
     sequences, cached_tokens = _sampled_at_once(components)
     needs = {
@@ -202,7 +202,7 @@ def _sampled_at_once(components: RunComponents) -> tuple[int, int]:
     recipe, sampling = components.recipe, components.recipe.sampling
     if components.samples:
         prompt_set, each, tokens = components.train, sampling.samples_per_prompt, sampling.max_new_tokens
-        prompts = recipe.train.batch_size * recipe.train.accumulation
+        prompts = recipe.train.prompts_per_step
     else:
         prompt_set, each = components.held_out, recipe.evaluate.samples
         prompts, tokens = len(prompt_set), recipe.evaluate.max_new_tokens or sampling.max_new_tokens
@@ -292,7 +292,7 @@ def _seconds_per_step(components: RunComponents, prompt: Prompt, tokens: int) ->
         logps.sum().backward()  # type: ignore[no-untyped-call]
         components.model.zero_grad(set_to_none=True)
         seconds = _since(start, components)
-    prompts = recipe.train.batch_size * recipe.train.accumulation
+    prompts = recipe.train.prompts_per_step
     computed = len(prompt.ids) + settings.samples_per_prompt * tokens
     needed = prompts * (len(prompt.ids) + settings.samples_per_prompt * settings.max_new_tokens)
     passes = recipe.train.iterations + (recipe.train.iterations * recipe.train.mini_batches > 1) / 3

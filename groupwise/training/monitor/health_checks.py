@@ -78,7 +78,7 @@ class HealthChecks:
         """Check the last steps, given the metrics and settings of the newest (counted from 1); messages by name."""
         row = {name: float(value) for name, value in metrics.items() if not is_timing(name) and math.isfinite(value)}
         self._window = [*self._window, row][-WINDOW:]
-        self._prompts = [*self._prompts, recipe.train.batch_size * recipe.train.accumulation][-WINDOW:]
+        self._prompts = [*self._prompts, recipe.train.prompts_per_step][-WINDOW:]
         if len(self._window) < WINDOW:
             return {}
         recent = RecentSteps(step, self._window, recipe, self.metric, sum(self._prompts))

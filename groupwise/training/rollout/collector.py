@@ -91,7 +91,7 @@ class RolloutCollector:
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
         """The batch of a step: batch_size × accumulation prompts. ``trainer_state`` is passed on to the rewards."""
         train = step_recipe.train
-        result = self._round(step, 0, train.batch_size * train.accumulation, step_recipe, trainer_state, timer)
+        result = self._round(step, 0, train.prompts_per_step, step_recipe, trainer_state, timer)
         for number in range(1, train.resample_rounds + 1):
             no_signal = self._prompts_without_signal(result.batch, step_recipe)
             if not no_signal:

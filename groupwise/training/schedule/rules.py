@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from groupwise.config.sections import OWN_LENGTHS
 from groupwise.errors import ConfigError, check_choice, check_integer
 
 SHAPES = ("linear", "cosine", "exponential", "constant")
 UNITS = ("steps", "tokens")  # of ramps
-LENGTHS = ("steps", "tokens", "epochs", "share")  # of phases
+LENGTHS = (*OWN_LENGTHS, "share")  # of phases
 HUGE = 1e300  # the largest number allowed; infinite metrics are clipped to it, because JSON has no infinity
 
 

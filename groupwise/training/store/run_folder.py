@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Recipe
+from groupwise.config.sections import OWN_LENGTHS
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
 from groupwise.rundir.run import MARKER, METRICS, check_is_run
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 RUNS = Path("runs")
 # Settings that decide how many steps a run has, and those that are used after its last step.
 NUMBER_OF_STEPS = (
-    *("train.steps", "train.epochs", "train.batch_size", "train.accumulation", "phases", "evaluate.patience"),
-)
+    "train.steps", "train.epochs", "train.batch_size", "train.accumulation", "phases", "evaluate.patience",
+)  # fmt: skip
 AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
@@ -115,7 +116,7 @@ def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
         more = f"raise train.steps (--train.steps {2 * step})"
         if recipe.ends_with_phases:
             last = recipe.phases[-1]
-            unit = next(unit for unit in ("steps", "tokens", "epochs") if last.get(unit) is not None)
+            unit = next(unit for unit in OWN_LENGTHS if last.get(unit) is not None)
             more = f"make a phase longer (--phases.{len(recipe.phases) - 1}.{unit} {2 * last[unit]:g})"
         elif steps is None:
             more = f"raise train.epochs (--train.epochs {2 * (recipe.train.epochs or 1):g})"
