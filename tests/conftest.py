@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -22,8 +23,28 @@ for profile, examples in (("quick", 12), ("all", 100)):
     )
 settings.load_profile("quick")
 
+from tests.fuzz import TRIED
+
 
 @pytest.fixture(autouse=True)
 def _quiet_torch() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist sends how many random inputs it tried at each border."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tried"] = dict(TRIED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    TRIED.update(getattr(node, "workeroutput", {}).get("tried", {}))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if TRIED:
+        terminalreporter.section(f"random inputs tried: {sum(TRIED.values()):,}")
+        for border, count in sorted(TRIED.items()):
+            terminalreporter.write_line(f"{count:8,}  {border}")
