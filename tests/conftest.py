@@ -12,6 +12,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from hypothesis import HealthCheck, settings
 
+from tests.fuzz import TRIED
+
 # `make test` tries few examples of each property, `make test-all` (--hypothesis-profile all) many.
 for profile, examples in (("quick", 12), ("all", 100)):
     settings.register_profile(
@@ -22,8 +24,6 @@ for profile, examples in (("quick", 12), ("all", 100)):
         derandomize=True,
     )
 settings.load_profile("quick")
-
-from tests.fuzz import TRIED
 
 
 @pytest.fixture(autouse=True)
