@@ -105,7 +105,7 @@ ROWS = {
     "reasoning-grpo": Row(
         "GRPO, reasoning",
         REASONING,
-        GRPO | {"train.steps": 116, "evaluate.every": 29, "task_options.copies": 2},
+        GRPO | {"train.steps": 84, "evaluate.every": 42, "task_options.copies": 2},
         only_medqa=True,
     ),
 }
