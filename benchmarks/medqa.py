@@ -108,6 +108,20 @@ ROWS = {
         GRPO | {"train.steps": 84, "evaluate.every": 42, "task_options.copies": 2},
         only_medqa=True,
     ),
+    "reasoning-more": Row(  # its reference, for the KL, is the model that it starts from
+        "GRPO, reasoning, continued",
+        REASONING,
+        GRPO
+        | {
+            "train.steps": 64,
+            "evaluate.every": 64,
+            "evaluate.before_training": "false",
+            "train.seed": 1,
+            "task_options.copies": 2,
+        },
+        start="reasoning-grpo",
+        only_medqa=True,
+    ),
 }
 
 

@@ -3,12 +3,14 @@
 Usage::
 
     python benchmarks/usmle_curve.py runs/…-usmle [MORE RUNS] --out curve.png
+    python benchmarks/usmle_curve.py "GRPO=runs/one,runs/two" --out curve.png    # a title; a run and its continuation
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from groupwise.plots import COLOURS, new_figure, save_figure
@@ -29,10 +31,16 @@ WINDOW = 10  # steps before an evaluation over which reward and KL are averaged
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    parser.add_argument("runs", nargs="+", metavar="[TITLE=]RUN[,CONTINUED]")
     parser.add_argument("--out", type=Path, help="draw the curves into this file")
     args = parser.parse_args()
-    curves = {run.name: curve(run) for run in args.runs}
+    curves = {}
+    for text in args.runs:
+        title, _, paths = text.rpartition("=")
+        runs = [Path(path) for path in paths.split(",")]
+        curves[title or runs[0].name] = [
+            point for run, before in zip(runs, starts(runs), strict=True) for point in curve(run, *before)
+        ]
     for name, points in curves.items():
         print(f"\n{name}\n\n| step | tokens | held out | reward | KL |\n|---|---|---|---|---|")
         for point in points:
@@ -44,7 +52,16 @@ def main() -> None:
         print(f"\npicture: {args.out}")
 
 
-def curve(run: Path) -> list[dict[str, float]]:
+def starts(runs: list[Path]) -> Iterator[tuple[float, float]]:
+    """The steps and tokens of the runs before each one."""
+    steps = tokens = 0.0
+    for run in runs:
+        yield steps, tokens
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if "num_tokens" in row]
+        steps, tokens = steps + rows[-1]["step"], tokens + rows[-1]["num_tokens"]
+
+
+def curve(run: Path, steps_before: float, tokens_before: float) -> list[dict[str, float]]:
     """The evaluations of a run, with sampled tokens, reward and KL."""
     steps: list[dict[str, float]] = []
     points = []
@@ -55,8 +72,8 @@ def curve(run: Path) -> list[dict[str, float]]:
         recent = steps[-WINDOW:]
         points.append(
             {
-                "step": row["step"],
-                "tokens": steps[-1].get("num_tokens", 0) if steps else 0,
+                "step": steps_before + row["step"],
+                "tokens": tokens_before + (steps[-1].get("num_tokens", 0) if steps else 0),
                 "accuracy": row[MEASURE],
                 "low": row[f"{MEASURE}_low"],
                 "high": row[f"{MEASURE}_high"],
