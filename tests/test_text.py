@@ -12,7 +12,7 @@ from groupwise.text import error_reason, escape_markdown, format_duration, markd
 
 
 def test_one_line():
-    assert one_line(" a\n\tb\u2028c\x00 ") == "a b c"
+    assert one_line(" a\n\tb\u2028c\x00 ") == r"a b\u2028c\x00"
 
 
 def test_plural():
