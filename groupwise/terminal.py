@@ -35,6 +35,10 @@ def make_console(stream: TextIO | None = None, **options: Any) -> Console:
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with status 1
 
+        def render_str(self, text: str, **options: Any) -> Text:
+            """Escape a plain text before it becomes a `Text`, which silently drops some control characters."""
+            return super().render_str(printable(text), **options)
+
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             """Escape each text, also in tables and panels: before lines are cut, so that they still fit."""
             segments = super().render(renderable, options)

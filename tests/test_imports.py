@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": {"errors"},
     "rundir": {"errors", "text"},
     "stats": {"errors"},
-    "plots": {"errors", "rundir", "stats"},
+    "plots": {"errors", "rundir", "stats", "text"},
     "packaged": {"errors"},
     "data": BASE,
     "algorithms": BASE,

@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.cli.common import Commands, add, format_examples, say
 from groupwise.cli.parser import Parser, integer_of_at_least
 from groupwise.errors import ConfigError
+from groupwise.redaction import is_secret_name
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
@@ -204,6 +205,11 @@ def _option(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"--env-option needs KEY=VALUE, got {word!r}")
+    if is_secret_name(key):
+        raise ConfigError(
+            f"--env-option {key}: options are written into config.json, and this one looks like a secret; let the "
+            "environment read it from an environment variable"
+        )
     try:
         return key, json.loads(value)
     except ValueError:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
-from groupwise.text import error_reason
+from groupwise.text import error_reason, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,8 @@ def read_json(path: str | Path) -> Any:
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Write rows as CSV, with a column for every name in order of appearance; missing and None are empty cells.
 
-    A text that a spreadsheet would compute, such as ``=1+1``, gets an apostrophe in front; numbers stay as they are.
+    A text that a spreadsheet would compute, such as ``=1+1``, gets an apostrophe in front, and control characters are
+    escaped; numbers stay as they are.
     """
     rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -72,12 +73,12 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _without_formula(cell: Any) -> Any:
-    if not isinstance(cell, str) or not cell.startswith(FORMULA):
+    if not isinstance(cell, str):
         return cell
     try:
         float(cell)
     except ValueError:
-        return f"'{cell}"
+        return f"'{printable(cell)}" if cell.startswith(FORMULA) else printable(cell)
     return cell
 
 

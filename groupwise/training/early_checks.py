@@ -39,12 +39,13 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
 
 
 def secret_notes(recipe: Recipe) -> list[str]:
-    """A recommendation for each secret that a recipe holds itself."""
+    """A recommendation if a recipe holds secrets itself."""
+    names = [name for place, options in _options(recipe) for name in literal_secrets(options, place)]
+    if not names:
+        return []
     return [
-        f"{name} holds a secret. It is not written into the run's files; an environment variable is safer, as in "
-        f'{name.rpartition(".")[2]} = {{ env = "NAME" }}'
-        for place, options in _options(recipe)
-        for name in literal_secrets(options, place)
+        f"{', '.join(names)}: the recipe holds {'a secret' if len(names) == 1 else 'secrets'}. The run's files will "
+        f'not, but an environment variable is safer: {names[0].rpartition(".")[2]} = {{ env = "NAME" }}'
     ]
 
 
