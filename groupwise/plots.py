@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from numpy.typing import ArrayLike
 from groupwise.errors import InputError
 from groupwise.rundir.files import write_bytes
 from groupwise.stats import bootstrap_interval
+from groupwise.text import one_line
 
 # Okabe and Ito's colour-blind safe palette, without its yellow, which is too faint for a line.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -48,7 +50,7 @@ def plot_curves(
         band = bootstrap_interval(values)
         colour, dash = COLOURS[number % len(COLOURS)], DASHES[number // len(COLOURS) % len(DASHES)]
         runs = f" ({len(values)} runs)" if len(values) > 1 else ""
-        axes.plot(x, band.estimate, dash, color=colour, linewidth=2, label=f"{name}{runs}")
+        axes.plot(x, band.estimate, dash, color=colour, linewidth=2, label=plain_label(f"{name}{runs}"))
         if len(values) > 1:
             bands = True
             axes.fill_between(x, band.low, band.high, color=colour, alpha=0.18, linewidth=0)
@@ -56,10 +58,16 @@ def plot_curves(
         axes.axhline(goal, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f"goal: {goal:g}")
     if not bands:
         widen_flat_axis(axes, [y for line in axes.lines for y in line.get_ydata()])
-    axes.set(xlabel="step", ylabel=y_label)
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set(xlabel="step", ylabel=plain_label(y_label))
+    axes.set_title(plain_label(title), loc="left", fontsize=11)
     axes.legend(frameon=False, fontsize=9)
     save_figure(figure, path)
+
+
+def plain_label(text: str) -> str:
+    """A text that matplotlib draws as it is: dollar signs are no mathematics, and a leading ``_`` hides no label."""
+    label = one_line(text).replace("$", r"\$")
+    return f" {label}" if label.startswith("_") else label
 
 
 def axis_range(low: float, high: float, share: bool = False) -> tuple[float, float]:
@@ -104,5 +112,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
         axes.set_axisbelow(True)
         axes.margins(x=0.01)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:], facecolor="white")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")  # such letters are drawn as boxes
+        figure.savefig(buffer, format=path.suffix[1:], facecolor="white")
     write_bytes(path, buffer.getvalue())

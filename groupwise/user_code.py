@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import ConfigError, did_you_mean, nearest_file
-from groupwise.text import excerpt
+from groupwise.text import excerpt, printable
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
 
@@ -46,7 +46,7 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
 
 def describe_failure(error: BaseException) -> str:
     """Why a user's code failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
-    text = str(error)
+    text = printable(str(error))
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
     callers = (__file__, str(Path(__file__).parent / "rewards"), importlib.__file__, "<frozen importlib")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(callers)]
@@ -61,7 +61,8 @@ def _import_file(path: Path, where: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"{where}: {_missing_file(path)}")
     state = path.stat()
-    version = hashlib.sha256(f"{path}|{state.st_mtime_ns}|{state.st_size}".encode()).hexdigest()[:12]
+    file = f"{path}|{state.st_mtime_ns}|{state.st_size}".encode("utf-8", "backslashreplace")
+    version = hashlib.sha256(file).hexdigest()[:12]
     name = f"_groupwise_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{version}"
     if name in sys.modules:
         return sys.modules[name]

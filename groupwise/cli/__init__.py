@@ -32,6 +32,7 @@ from groupwise.cli.train import add_check, add_train
 from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.plugins import load_plugin, plugin_names
+from groupwise.terminal import guard_process
 from groupwise.text import error_reason
 
 # To add a command, write a function like `add_models` and list it here.
@@ -77,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status."""
     _keep_freed_memory()
     _replace_closed_streams()
+    if argv is None:
+        guard_process()
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         status = _run(words)

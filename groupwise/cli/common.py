@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.parser import Parser
 from groupwise.errors import RecipeErrors
+from groupwise.terminal import make_console
 from groupwise.text import one_line
 
 if TYPE_CHECKING:
@@ -52,14 +53,13 @@ def format_examples(examples: Sequence[str]) -> str:
 
 
 def console(*, stderr: bool = False) -> Console:
-    from rich.console import Console
-
-    class PipeConsole(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would exit with status 1
-
     # The stream object, so that a progress bar is shown even while another package redirects sys.stderr.
-    return PipeConsole(file=sys.stderr if stderr else sys.stdout)
+    return make_console(sys.stderr if stderr else sys.stdout)
+
+
+def say(text: str) -> None:
+    """Print a line of any length on the standard output."""
+    console().print(text, soft_wrap=True)
 
 
 def make_table(*columns: str, left: Collection[str]) -> Table:
@@ -88,7 +88,7 @@ def make_status() -> Display:
 
 
 def say_error(error: str | BaseException) -> None:
-    """Print an error on stderr, without markup: it may contain what a user typed.
+    """Print an error on stderr.
 
     It is one line, or for several errors of a recipe a heading and one line for each.
     """
@@ -96,4 +96,4 @@ def say_error(error: str | BaseException) -> None:
     first, *rest = map(one_line, lines)
     text = "\n".join([f"groupwise: {first}", *(f"  {line}" for line in rest)])
     with suppress(BrokenPipeError):  # the exit status says it, too
-        console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+        console(stderr=True).print(text, style="red", soft_wrap=True)

@@ -11,9 +11,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from groupwise.cli.common import Commands, add, console, format_examples
+from groupwise.cli.common import Commands, add, format_examples, say
 from groupwise.cli.parser import Parser, integer_of_at_least
 from groupwise.errors import ConfigError
+from groupwise.redaction import is_secret_name
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
@@ -142,14 +143,14 @@ def _train(arguments: argparse.Namespace) -> int:
     folder = arguments.out or new_run_path(RUNS, name)
 
     def report(row: dict[str, float]) -> None:
-        _say(format_row(row))
+        say(format_row(row))
         plotter.add(config.algorithm, row)
 
     with closing(make_plotter(config, folder / "progress.png", window=arguments.live_plot)) as plotter:
         training = train(config, folder, resume=arguments.resume, overwrite=arguments.overwrite, report=report)
-    _say(training.outcome())
+    say(training.outcome())
     ending = "stopped; continue with --resume" if training.exit_status else f"watch it: groupwise control play {folder}"
-    _say(f"{folder} has the curve (progress.png) and the best model; {ending}")
+    say(f"{folder} has the curve (progress.png) and the best model; {ending}")
     return training.exit_status
 
 
@@ -164,8 +165,8 @@ def _compare(arguments: argparse.Namespace) -> int:
         for seed in range(arguments.seeds)
         for algorithm in algorithms
     ]
-    _say(compare(configs, arguments.out, jobs=arguments.jobs, report=_say))
-    _say(f"{arguments.out} has comparison.md, runs.csv, curves.csv and a plot of each environment")
+    say(compare(configs, arguments.out, jobs=arguments.jobs, report=say))
+    say(f"{arguments.out} has comparison.md, runs.csv, curves.csv and a plot of each environment")
     return 0
 
 
@@ -180,14 +181,10 @@ def _play(arguments: argparse.Namespace) -> int:
         video = (first if first.is_dir() else first.parent) / "play.gif"
     returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
     for run, value in zip(arguments.runs, returns, strict=True):
-        _say(f"{run}: return {value:g}")
+        say(f"{run}: return {value:g}")
     if video:
-        _say(f"the video is {video}")
+        say(f"the video is {video}")
     return 0
-
-
-def _say(line: str) -> None:
-    console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _values(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
@@ -208,6 +205,11 @@ def _option(word: str) -> tuple[str, Any]:
     key, equals, value = word.partition("=")
     if not equals or not key:
         raise ConfigError(f"--env-option needs KEY=VALUE, got {word!r}")
+    if is_secret_name(key):
+        raise ConfigError(
+            f"--env-option {key}: options are written into config.json, and this one looks like a secret; let the "
+            "environment read it from an environment variable"
+        )
     try:
         return key, json.loads(value)
     except ValueError:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, console, make_status, make_table, print_table
+from groupwise.cli.common import Commands, console, make_status, make_table, print_table, say
 from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
 from groupwise.text import plural
@@ -55,7 +55,7 @@ def _eval(arguments: argparse.Namespace) -> int:
     _print_answers(arguments)
     if recipe.model.source == "tiny":
         note = "tiny has random weights; a trained model: --model.source RUN/model"
-        console(stderr=True).print(note, highlight=False)
+        console(stderr=True).print(note)
     return 0
 
 
@@ -85,14 +85,14 @@ def _print_report(report: Any, arguments: argparse.Namespace) -> int:
         _write_lines(arguments.answers, report.answers)
     out = console()
     for part in (*report.summary, *map(str, report.files)):
-        out.print(part, markup=False, highlight=False, soft_wrap=isinstance(part, str))
+        out.print(part, soft_wrap=isinstance(part, str))
     _print_answers(arguments)
     return 0
 
 
 def _print_answers(arguments: argparse.Namespace) -> None:
     if arguments.answers is not None:
-        console().print(f"answers: {arguments.answers}", markup=False, highlight=False, soft_wrap=True)
+        say(f"answers: {arguments.answers}")
 
 
 def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> None:
@@ -112,15 +112,15 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
         )
     print_table(out, table)
     if metric is not None and len(names) > 1:
-        out.print("* selects the best checkpoint in training (evaluate.metric)", highlight=False)
+        out.print("* selects the best checkpoint in training (evaluate.metric)")
     if evaluation.answers:
         length, cut_off = f"{metrics['mean_length']:.1f} tokens on average", f"{metrics['truncated']:.1%} cut off"
         summary = f"{plural(len(evaluation.answers), 'answer')} by {model}: {length}, {cut_off}"
-        out.print(summary, markup=False, highlight=False)
+        out.print(summary)
 
 
 def _write_lines(path: Path, records: Sequence[Any]) -> None:
     from groupwise.rundir import write_bytes
 
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    write_bytes(path, lines.encode())
+    write_bytes(path, lines.encode("utf-8", "backslashreplace"))

@@ -9,7 +9,7 @@ import re
 import shlex
 from pathlib import Path
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, say
 from groupwise.cli.new_files import write_new_files
 from groupwise.errors import ConfigError, did_you_mean
 from groupwise.text import error_reason
@@ -58,20 +58,16 @@ def _init(arguments: argparse.Namespace) -> int:
     files["recipe.toml"] = _recipe(files["recipe.toml"].decode(), folder, model).encode()
     if model != BUILT_IN:
         files["README.md"] = _replaced(files["README.md"].decode(), TINY_ONLY_README).encode()
-    out = console()
     for path in write_new_files(folder, files):
-        out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+        say(f"wrote {path}")
     if model != BUILT_IN:
         from groupwise.errors import is_installed
         from groupwise.training.extras import model_needs
 
         missing = {need.extra: need for need in model_needs(model) if not is_installed(need.package)}
         for need in missing.values():
-            line = f"{model} needs: pip install 'groupwise[{need.extra}]'"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
-    out.print(
-        f"next: groupwise train {shlex.quote(str(folder / FILES[0]))}", markup=False, highlight=False, soft_wrap=True
-    )
+            say(f"{model} needs: pip install 'groupwise[{need.extra}]'")
+    say(f"next: groupwise train {shlex.quote(str(folder / FILES[0]))}")
     return 0
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from groupwise.cli.common import Commands, add, console, make_table, print_table
+from groupwise.cli.common import Commands, add, console, make_table, print_table, say
 from groupwise.errors import CheckpointError
 
 BUILT_IN = "tiny"
@@ -72,9 +72,8 @@ def _models_list(arguments: argparse.Namespace) -> int:
         fetched = "yes" if cached(weights, arguments.cache) else "no"
         table.add_row(f"{weights.name}\n  {weights.summary}", *sizes, weights.licence, fetched)
     table.add_row(f"{BUILT_IN}\n  random weights, for tests", "", "", "", "", "built in")
-    out = console()
-    print_table(out, table)
-    out.print(f"\nModels are stored in {arguments.cache or cache_folder()}", soft_wrap=True, highlight=False)
+    print_table(console(), table)
+    say(f"\nModels are stored in {arguments.cache or cache_folder()}")
     return 0
 
 
@@ -83,9 +82,8 @@ def _models_fetch(arguments: argparse.Namespace) -> int:
     from groupwise.model.weights import cached, fetch, find_entry
     from groupwise.training.extras import model_needs
 
-    out = console()
     if BUILT_IN in arguments.names:
-        out.print(f"{BUILT_IN} is built in and needs no fetch", highlight=False)
+        say(f"{BUILT_IN} is built in and needs no fetch")
     names = [name for name in dict.fromkeys(arguments.names) if name != BUILT_IN]
     for name in names:
         entry = find_entry(name)  # report a wrong name before any download starts
@@ -94,7 +92,7 @@ def _models_fetch(arguments: argparse.Namespace) -> int:
     for name in names:
         with _progress_of(name) as report:
             folder = fetch(name, cache=arguments.cache, progress=report)
-        out.print(f"{name} is in {folder}", soft_wrap=True, highlight=False)
+        say(f"{name} is in {folder}")
     return 0
 
 
@@ -104,7 +102,7 @@ def _models_path(arguments: argparse.Namespace) -> int:
     folder = cached(arguments.name, arguments.cache)
     if folder is None:
         raise CheckpointError(f"{arguments.name} has not been fetched; run: groupwise models fetch {arguments.name}")
-    console().print(str(folder), soft_wrap=True, highlight=False, markup=False)
+    say(str(folder))
     return 0
 
 
@@ -113,7 +111,7 @@ def _models_remove(arguments: argparse.Namespace) -> int:
 
     freed = remove(arguments.name, arguments.cache)
     message = f"deleted {arguments.name}, freed {size(freed)}" if freed else f"{arguments.name} was not here"
-    console().print(message, highlight=False)
+    say(message)
     return 0
 
 

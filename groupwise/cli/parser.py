@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.terminal import write_text
 
 MISSING = "the following arguments are required: "  # how argparse begins this message
 SIMILAR = 0.75  # of difflib: two options share at least their dashes
@@ -78,7 +79,7 @@ class Parser(argparse.ArgumentParser):
     def _print_message(self, message: str, file: Any = None) -> None:
         """Print without hiding a closed pipe, as argparse does."""
         if message:
-            (file or sys.stderr).write(message)
+            write_text(message, file or sys.stderr)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 import textwrap
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console
+from groupwise.cli.common import Commands, add, console, say
 from groupwise.cli.models import size
 from groupwise.cli.new_files import write_new_files
 from groupwise.errors import did_you_mean
 from groupwise.packaged import packaged_recipe, packaged_recipes, recipes_folder
+from groupwise.terminal import write_text
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -63,13 +63,13 @@ def _list(arguments: argparse.Namespace) -> int:
             lines = textwrap.wrap(text, max(40, out.width - indent), break_on_hyphens=False, break_long_words=False)
             for number, line in enumerate(lines):
                 start = (first if number == 0 else "").ljust(indent)
-                out.print(start + line, markup=False, highlight=False, soft_wrap=True, style=None if first else "dim")
-    out.print("\ngroupwise train NAME trains one, groupwise recipes copy NAME copies it", highlight=False)
+                out.print(start + line, soft_wrap=True, style=None if first else "dim")
+    out.print("\ngroupwise train NAME trains one, groupwise recipes copy NAME copies it")
     return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    sys.stdout.write(packaged_recipe(arguments.name).read_text(encoding="utf-8"))
+    write_text(packaged_recipe(arguments.name).read_text(encoding="utf-8"))
     return 0
 
 
@@ -77,11 +77,9 @@ def _copy(arguments: argparse.Namespace) -> int:
     path = packaged_recipe(arguments.name)
     folder = arguments.folder or Path(arguments.name)
     files = {name: (path.parent / name).read_bytes() for name in files_of(path)}
-    out = console()
     for written in write_new_files(folder, files):
-        out.print(f"wrote {written}", markup=False, highlight=False, soft_wrap=True)
-    command = f"groupwise train {shlex.quote(str(folder / path.name))}"
-    out.print(f"next: {command}", markup=False, highlight=False, soft_wrap=True)
+        say(f"wrote {written}")
+    say(f"next: groupwise train {shlex.quote(str(folder / path.name))}")
     return 0
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console, make_status
 from groupwise.errors import ConfigError, check_installed
-from groupwise.text import plural
+from groupwise.text import plural, printable
 
 if TYPE_CHECKING:
     from groupwise.generate.types import Sampling
@@ -97,10 +97,10 @@ def _sample(arguments: argparse.Namespace) -> int:
     for row, (completion, length) in enumerate(zip(completions, lengths, strict=True)):
         if row % arguments.samples == 0:
             prompt = arguments.prompts[row // arguments.samples]
-            out.rule(Text(prompt.splitlines()[0] if prompt else "(empty prompt)"), align="left", style="dim")
+            out.rule(Text(printable(prompt).splitlines()[0] if prompt else "(empty prompt)"), align="left", style="dim")
         mean_logp = float(rollout.logps[row, :length].mean())
         facts = f"[{rollout.stop_reasons[row]}, {plural(int(length), 'token')}, mean log-prob {mean_logp:.2f}]"
-        out.print(f"{completion.strip()}\n", facts, sep="", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{completion.strip()}\n", facts, sep="", soft_wrap=True)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.common import Commands, add, console, make_status
+from groupwise.cli.common import Commands, add, make_status, say
 from groupwise.cli.settings import parse_settings, section_help, short_help
 
 if TYPE_CHECKING:
@@ -121,7 +121,6 @@ def recipe_file_name(path: Path) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    out = console()
     with make_status() as display:
         recipe = recipe_of(arguments)
         load_libraries(recipe, display)
@@ -129,7 +128,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
         lines = list(describe_run(recipe, timed=not arguments.quick, all_settings=arguments.all, display=display))
     for line in lines:
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+        say(line)
     return 0
 
 

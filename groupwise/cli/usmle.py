@@ -70,23 +70,21 @@ def _ask(arguments: argparse.Namespace) -> int:
     probabilities = under_test.letters([row], arguments.form)[0]
     out = console()
     for answer in answers:
-        out.print(answer.text.strip(), markup=False, highlight=False, soft_wrap=True)
-        out.print(f"[{answer.stop_reason}, {plural(answer.tokens, 'token')}]\n", markup=False, highlight=False)
+        out.print(answer.text.strip(), soft_wrap=True)
+        out.print(f"[{answer.stop_reason}, {plural(answer.tokens, 'token')}]\n")
     print_table(out, _table(options, answers, probabilities))
     for line in _conclusions(answers):
-        out.print(line, markup=False, highlight=False)
+        out.print(line)
     return 0
 
 
 def _table(options: dict[str, str], answers: Sequence[ModelAnswer], probabilities: Any) -> Any:
-    from rich.text import Text
-
     table = make_table("option", "", "probability", "chosen", left=["option", ""])
     letters = [answer.lenient for answer in answers]
     for letter, text in options.items():
         times = letters.count(letter)
         chosen = "" if not times else "yes" if len(answers) == 1 else f"{times} of {len(answers)}"
-        table.add_row(letter, Text(text), f"{probabilities[letter]:.1%}", chosen)  # Text: brackets are not markup
+        table.add_row(letter, text, f"{probabilities[letter]:.1%}", chosen)
     return table
 
 

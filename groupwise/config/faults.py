@@ -12,6 +12,7 @@ from groupwise.config.fields import choices_of, expected_of, field_at, remedy_fo
 from groupwise.config.names import RENAMED_VALUES, SIMILAR, new_name, suggest
 from groupwise.config.sections import Recipe
 from groupwise.errors import did_you_mean
+from groupwise.redaction import without_secrets
 
 
 def recipe_fault(fault: Any, table: Mapping[str, Any], where: str, overrides: Collection[str]) -> tuple[str, str]:
@@ -43,7 +44,7 @@ def option_fault(fault: Any, table: Mapping[str, Any], model: type[BaseModel]) -
     path, field = field_at(model, [str(part) for part in fault["loc"]])
     if field is None or len(path) > 1:
         return f"{'.'.join(path)} cannot be used: {fault['msg']}"
-    return wrong_value(key, table[key], key, field, RENAMED_VALUES.get(f"task_options.{key}"))
+    return wrong_value(key, without_secrets(table[key], key), key, field, RENAMED_VALUES.get(f"task_options.{key}"))
 
 
 def wrong_value(name: str, value: Any, key: str, field: FieldInfo, renamed: Mapping[str, str] | None = None) -> str:
@@ -88,4 +89,4 @@ def _value_at(table: Any, path: Sequence[str]) -> Any:
             table = table[int(part)]
         elif isinstance(table, Mapping):
             table = table.get(part)
-    return table
+    return without_secrets(table, path[-1] if path else "")

@@ -20,6 +20,7 @@ from groupwise.config.names import LIST_KEYS, RENAMED_VALUES, find_field, sectio
 from groupwise.config.sections import Recipe
 from groupwise.errors import ConfigError, RecipeErrors
 from groupwise.packaged import find_recipe
+from groupwise.redaction import without_secrets
 from groupwise.text import plural
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -78,7 +79,7 @@ def _quotes_hint(text: str, message: str) -> str:
     place = re.match(r"Invalid value \(at line (\d+), column \d+\)", message)
     line = text.splitlines()[int(place[1]) - 1] if place else ""
     bare = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z./~][^\s#]*)\s*(?:#.*)?$", line)
-    return f'; a text needs quotes: {bare[1]} = "{bare[2]}"' if bare else ""
+    return f'; a text needs quotes: {bare[1]} = "{without_secrets(bare[2], bare[1])}"' if bare else ""
 
 
 def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from groupwise.algorithms import ALGORITHMS
+from groupwise.redaction import hold_secrets, without_secrets
 
 LOSS_NAMES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "reinforce")
 PREFERENCE_KINDS = (
@@ -28,6 +29,8 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
+Options = Annotated[dict[str, Any], AfterValidator(hold_secrets)]
+"""Arguments of a user's or a plug-in's own: a secret among them is a `Secret`."""
 
 
 class Section(BaseModel):
@@ -107,7 +110,7 @@ class DataSection(SourcesSection):
     """a system message put before every prompt"""
     chat: bool | None = None
     """apply the chat template to text prompts, as a user message; default: if the tokenizer has one"""
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    chat_template_kwargs: Options = Field(default_factory=dict)
     """extra arguments of the chat template, e.g. {enable_thinking = false}"""
     max_prompt_length: Count | None = 512
     """maximum prompt length in tokens"""
@@ -126,7 +129,7 @@ class RewardSection(Section):
     """factor of this reward in the sum"""
     name: str | None = None
     """name in metrics and rollouts; default: the function's"""
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Options = Field(default_factory=dict)
     """arguments, if the function creates the reward instead of being it"""
 
 
@@ -471,7 +474,7 @@ class Recipe(Section):
 
     task: str = "rows"
     """the task's name ("rows": your own data and rewards), or module:function that returns a Task"""
-    task_options: dict[str, Any] = Field(default_factory=dict)
+    task_options: Options = Field(default_factory=dict)
     """the task's own settings, also as --task_options.KEY VALUE; `groupwise check RECIPE` shows them"""
     algorithm: str = "dapo"
     """the preset of defaults: {names}"""
@@ -504,6 +507,11 @@ class Recipe(Section):
         """Whether the run ends with its last phase: each has its own length, and train.steps is not set."""
         own = [any(phase.get(unit) is not None for unit in OWN_LENGTHS) for phase in self.phases]
         return self.train.steps is None and bool(own) and all(own)
+
+    def recorded(self) -> dict[str, Any]:
+        """Every setting, for files and reports: ``***`` in place of secrets."""
+        settings: dict[str, Any] = without_secrets(self.model_dump())
+        return settings
 
     def get(self, name: str) -> Any:
         """The value of a dotted setting; None in a section that is off."""

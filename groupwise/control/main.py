@@ -35,6 +35,8 @@ from groupwise.control.settings import Config, PPOSettings, config_of
 from groupwise.control.utils import GRPOBuffer, LivePlotter, PPOBuffer, Shape
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, check_choice
 from groupwise.rundir import RunDir, StopRequest, package_versions, stop_on_signals, write_csv
+from groupwise.terminal import write_text
+from groupwise.text import one_line
 
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
@@ -384,12 +386,11 @@ def format_row(row: ProgressRow) -> str:
 
 
 def _print(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+    write_text(f"{line}\n")
 
 
 if __name__ == "__main__":
     try:
         main()
     except GroupwiseError as error:
-        sys.exit(f"groupwise: {error}")
+        sys.exit(f"groupwise: {one_line(str(error))}")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from groupwise.core import gae
 from groupwise.errors import ControlError, InputError, MissingExtraError
-from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.plots import COLOURS, new_figure, plain_label, save_figure
 from groupwise.text import one_line
 
 AnyArray = NDArray[Any]
@@ -386,7 +386,8 @@ class LivePlotter:
                 for measure, style in (("greedy", "-"), ("sampled", ":")):
                     points = [row[f"{measure}_return"] for row in rows]
                     colour = COLOURS[number % len(COLOURS)]
-                    axes.plot([row[x] for row in rows], points, style, color=colour, label=f"{name}, {measure}")
+                    curve = plain_label(f"{name}, {measure}")
+                    axes.plot([row[x] for row in rows], points, style, color=colour, label=curve)
             if self._threshold is not None:
                 axes.axhline(self._threshold, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label="solved")
             axes.set(xlabel=label)
@@ -394,7 +395,7 @@ class LivePlotter:
         self._figure.legends.clear()
         lines, names = self._panels[0].get_legend_handles_labels()
         self._figure.legend(lines, names, frameon=False, fontsize=8, loc="outside lower center", ncols=5)
-        self._figure.suptitle(self._title, fontsize=11, x=0.01, ha="left")
+        self._figure.suptitle(plain_label(self._title), fontsize=11, x=0.01, ha="left")
         if self._plt:
             self._figure.canvas.draw_idle()
             self._plt.pause(0.001)

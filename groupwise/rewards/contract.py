@@ -23,7 +23,7 @@ from torch import Tensor
 
 from groupwise.errors import DataError, InputError, RewardError, did_you_mean
 from groupwise.rewards.options import is_finite_number
-from groupwise.text import excerpt
+from groupwise.text import excerpt, printable
 from groupwise.user_code import describe_failure
 
 LISTS = ("prompts", "completions", "completion_ids")
@@ -221,7 +221,7 @@ def reward_error_reason(error: BaseException, completion: Any = None) -> str:
     completion: the one it failed on, for a hint if the function took a list of messages for a text.
     """
     if isinstance(error, BatchFailure):
-        return str(error)
+        return printable(str(error))
     reason = describe_failure(error)
     if "only works in main thread" in str(error):
         reason += "; to run it in the caller's thread, set the time limit to None"

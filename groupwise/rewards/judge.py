@@ -6,9 +6,10 @@ import asyncio
 import importlib.util
 import os
 import re
+import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import responses
 from pathlib import Path
@@ -17,16 +18,18 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice, check_integer
+from groupwise.redaction import Secret, remember_secret
 from groupwise.rewards.options import check_after, check_number, check_text, is_finite_number
 from groupwise.rewards.scorer import LOST_BATCHES
 from groupwise.rewards.text import THINKING_ENDS, answer_of, prompt_text
 from groupwise.rewards.verdict import DEFAULT_RUBRIC, parse_score, question
-from groupwise.text import excerpt
+from groupwise.text import excerpt, one_line
 
 OPENAI = "https://api.openai.com/v1"
 OPENAI_KEY = "OPENAI_API_KEY"
 REFUSALS = (401, 403, 404)  # a wrong key, no permission, a wrong address or model: retries do not help
 KEY_PIECE = 8  # a text with this many consecutive characters of the key leaks it
+MAX_REPLY = 4 * 2**20  # bytes
 
 
 def judge(
@@ -34,6 +37,7 @@ def judge(
     model: str,
     endpoint: str = OPENAI,
     api_key_env: str | None = None,
+    api_key: str | None = None,
     rubric: str = DEFAULT_RUBRIC,
     scale: Sequence[float] = (1, 10),
     concurrency: int = 16,
@@ -51,7 +55,8 @@ def judge(
     the ends of the scale. Only the text after the last ``after`` of an answer is judged. ``system`` is an optional
     system message. The value "none" of ``temperature`` and ``max_tokens`` leaves them out, as some models require.
     The key is read from the environment variable ``api_key_env``; by default that is OPENAI_API_KEY for
-    api.openai.com, and other endpoints, such as vLLM or llama.cpp, get no key.
+    api.openai.com, and other endpoints, such as vLLM or llama.cpp, get no key. ``api_key`` is the key itself, in a
+    recipe as ``{ env = "NAME" }``. Requests go to the endpoint's own host only, and a reply is limited to 4 MiB.
 
     At most ``concurrency`` requests run at the same time; equal rows share one. A request without an answer within
     ``timeout`` seconds is retried up to ``retries`` times. scoring.timeout (60 s by default) limits the complete batch.
@@ -73,7 +78,7 @@ def judge(
         sampling["max_tokens"] = check_integer("max_tokens", max_tokens, 1, ConfigError)
     client = JudgeClient(
         url=url,
-        key_variable=_check_key_variable(api_key_env, url),
+        key=_key_of(api_key, api_key_env, url),
         rubric=_read_rubric(rubric),
         scale=_check_scale(scale),
         concurrency=check_integer("concurrency", concurrency, 1, ConfigError),
@@ -126,12 +131,32 @@ class JudgeVerdict:
     seconds: float = 0.0
 
 
+class RefusedReply(BaseException):
+    """A reply that is not read further. Not an `Exception`, after which the client would send the request again."""
+
+
+@dataclass(frozen=True)
+class JudgeKey:
+    """The key of an endpoint, or the environment variable with it, which is read when it is used."""
+
+    variable: str | None = None
+    value: Secret | None = None
+
+    def read(self) -> str:
+        if self.value is not None:
+            return self.value.reveal()
+        return os.environ.get(self.variable or "", "").strip()
+
+    def __str__(self) -> str:
+        return "the key in api_key" if self.variable is None else f"the key in {self.variable}"
+
+
 @dataclass
 class JudgeClient:
-    """Sends questions to the endpoint. The key is not stored here, but read from the environment when it is used."""
+    """Sends questions to the endpoint."""
 
     url: str
-    key_variable: str | None
+    key: JudgeKey | None
     rubric: str
     scale: tuple[float, float]
     concurrency: int
@@ -144,7 +169,7 @@ class JudgeClient:
     slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
 
     async def verdicts(self, pairs: Sequence[tuple[str, str]]) -> list[JudgeVerdict]:
-        from openai import AsyncOpenAI
+        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
         if not pairs:
             return []
@@ -152,7 +177,13 @@ class JudgeClient:
         refusal = ""
         # The client's connections belong to this loop, so it is closed after the batch.
         options: dict[str, Any] = {"timeout": self.timeout, "max_retries": self.retries}
-        async with AsyncOpenAI(api_key=self._key() or "none", base_url=self.url, **options) as client:
+        # Uncompressed, so that a small reply cannot grow. Proxies of the environment are used.
+        http = DefaultAsyncHttpxClient(
+            headers={"Accept-Encoding": "identity"},
+            event_hooks={"request": [self._check_request], "response": [self._check_response]},
+        )
+        key = "none" if self.key is None else self.key.read()
+        async with AsyncOpenAI(api_key=key, base_url=self.url, http_client=http, **options) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._verdict(client, slots, *pair)) for pair in pairs]
@@ -177,11 +208,11 @@ class JudgeClient:
                 text, cut = choice.message.content or "", choice.finish_reason == "length"
                 if not isinstance(text, str):
                     raise TypeError("the content is not a text")
-            except Exception as error:
+            except (Exception, RefusedReply) as error:
                 status, failure = self._describe(error)
             seconds = time.perf_counter() - start
         if status in REFUSALS:
-            remedy = f"check the key in {self.key_variable}" if self.key_variable else "name its key in api_key_env"
+            remedy = f"check {self.key}" if self.key else "name its key in api_key_env"
             remedy = "check endpoint and model" if status == 404 else remedy
             raise RewardError(f"{self.name} refuses to judge: it answered {failure}; {remedy}")
         if failure:
@@ -189,6 +220,22 @@ class JudgeClient:
         score = None if cut else parse_score(text, *self.scale)
         shown = "(not recorded: it repeats the key)" if self._shows_key(text) else text
         return JudgeVerdict(shown, score, None, seconds)
+
+    async def _check_request(self, request: Any) -> None:
+        """Called before each request, also one that follows a redirect: the text and the key go to no other host."""
+        if _origin(str(request.url)) != _origin(self.url):
+            scheme, host, port = _origin(str(request.url))
+            place = one_line(f"{scheme}://{host}:{port}")[:100]
+            raise RefusedReply(f"it redirects to {place}, which is another host; if that is right, set endpoint to it")
+        request.extensions["groupwise_deadline"] = time.monotonic() + self.timeout
+
+    async def _check_response(self, response: Any) -> None:
+        """Called before the body is read."""
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise RefusedReply("the reply is compressed, though the request asked for plain text")
+        if response.headers.get("content-length", "0").isdecimal():  # it may lie, so the bytes are counted, too
+            _check_size(int(response.headers.get("content-length", "0")))
+        response.stream = _limited_stream(response, response.request.extensions["groupwise_deadline"])
 
     def _check(self, verdicts: Sequence[JudgeVerdict]) -> None:
         failures = Counter(verdict.failure for verdict in verdicts if verdict.failure)
@@ -205,10 +252,12 @@ class JudgeClient:
                 f"one with {excerpt((last or '')[-80:], 80)} (if verdicts are cut off, raise max_tokens)"
             )
 
-    def _describe(self, error: Exception) -> tuple[int | None, str]:
+    def _describe(self, error: BaseException) -> tuple[int | None, str]:
         """The status of the endpoint's answer, if there is one, and what went wrong, without the key."""
         from openai import APIConnectionError, APIStatusError, APITimeoutError
 
+        if isinstance(error, RefusedReply):
+            return None, str(error)
         if isinstance(error, APIStatusError):
             status = error.status_code
             name = f"{status} {responses.get(status, '')}".strip()
@@ -216,19 +265,16 @@ class JudgeClient:
             message = " ".join(str(body.get("message") if isinstance(body, Mapping) else body or "").split())
             hidden = status in (401, 403) or not message or message.startswith("<") or self._shows_key(message)
             return status, name if hidden else f"{name}, {excerpt(message, 160)}"
-        if isinstance(error, (APITimeoutError, TimeoutError)):
+        if isinstance(error, (APITimeoutError, TimeoutError)) or isinstance(error.__cause__, TimeoutError):
             return None, f"no answer within {self.timeout:g} s"
         if isinstance(error, APIConnectionError):
             return None, f"the connection failed ({type(error.__cause__ or error).__name__})"
         return None, f"the reply is not a chat completion ({type(error).__name__}); an endpoint often ends in /v1"
 
     def _shows_key(self, text: str) -> bool:
-        key, text = self._key().lower(), text.lower()
+        key, text = "" if self.key is None else self.key.read().lower(), text.lower()
         pieces = (key[start : start + KEY_PIECE] for start in range(max(1, len(key) - KEY_PIECE + 1)))
         return bool(key) and ("bearer " in text or any(piece in text for piece in pieces))
-
-    def _key(self) -> str:
-        return os.environ.get(self.key_variable, "").strip() if self.key_variable else ""
 
     @property
     def name(self) -> str:
@@ -251,24 +297,69 @@ def _check_url(endpoint: object) -> str:
     return address.rstrip("/").removesuffix("/chat/completions")
 
 
-def _check_key_variable(name: object, url: str) -> str | None:
-    """The environment variable with the key, or None if the endpoint needs no key."""
+def _key_of(key: object, variable: object, url: str) -> JudgeKey | None:
+    """The key, or the environment variable with it; None if the endpoint needs no key."""
+    if key is not None:
+        if variable is not None:
+            raise ConfigError("api_key and api_key_env are both set; leave one of them out")
+        if not isinstance(key, str):
+            raise ConfigError('api_key must be a text, in a recipe api_key = { env = "NAME" }')
+        _check_key(key.strip(), "api_key")
+        return JudgeKey(value=Secret(key.strip()))
     host = urlsplit(url).hostname or ""
-    if name is None and host != "api.openai.com" and not host.endswith(".api.openai.com"):
+    if variable is None and host != "api.openai.com" and not host.endswith(".api.openai.com"):
         return None
-    variable = OPENAI_KEY if name is None else name
-    if not isinstance(variable, str) or not re.fullmatch("[A-Z_][A-Z0-9_]*", variable):
+    name = OPENAI_KEY if variable is None else variable
+    if not isinstance(name, str) or not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
         # The value is not repeated, in case it is a key.
         raise ConfigError(
             f"api_key_env must be the name of an environment variable, such as {OPENAI_KEY}, and not the key itself; "
             "set that variable to the key"
         )
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(f"the environment variable {variable} is not set; set it to the key for {url}")
-    if not (key.isascii() and key.isprintable()) or " " in key:
-        raise ConfigError(f"the value of {variable} cannot be a key: it has spaces or characters that no key has")
-    return variable
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(f"the environment variable {name} is not set; set it to the key for {url}")
+    _check_key(value, name)
+    remember_secret(value)
+    return JudgeKey(name)
+
+
+def _check_key(key: str, name: str) -> None:
+    """Raise an error for what no header can hold, such as a newline."""
+    if not key or not (key.isascii() and key.isprintable()) or " " in key:
+        raise ConfigError(f"the value of {name} cannot be a key: it has spaces or characters that no key has")
+
+
+def _origin(url: str) -> tuple[str, str, int]:
+    """Scheme, host and port."""
+    parts = urlsplit(url)
+    return parts.scheme.lower(), (parts.hostname or "").lower(), parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _limited_stream(response: Any, deadline: float) -> Any:
+    """The body of a reply, which ends with an error if it is too large or not complete at the ``deadline``."""
+    http = sys.modules[type(response).__module__.partition(".")[0]]  # httpx, or httpx2 with newer versions of openai
+    stream = response.stream
+
+    class LimitedStream(http.AsyncByteStream):  # type: ignore[name-defined, misc]
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for chunk in stream:
+                size += len(chunk)
+                _check_size(size)
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                yield chunk
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return LimitedStream()
+
+
+def _check_size(size: int) -> None:
+    if size > MAX_REPLY:
+        raise RefusedReply(f"the reply has more than {MAX_REPLY // 2**20} MiB")
 
 
 def _read_rubric(rubric: object) -> str:

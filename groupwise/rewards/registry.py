@@ -8,6 +8,7 @@ from inspect import Parameter
 from typing import Any
 
 from groupwise.errors import ConfigError, GroupwiseError, InputError, check_choice
+from groupwise.redaction import resolve_secrets
 from groupwise.rewards.contract import reward_error_reason
 from groupwise.rewards.judge import judge
 from groupwise.rewards.math_equal import math_equal
@@ -27,14 +28,16 @@ BUILTIN: dict[str, Callable[..., Callable[..., Any]]] = {
 """The rewards that a recipe can name without a module."""
 
 
-def make_reward(function: str, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def make_reward(function: str, options: Mapping[str, Any] | None = None, place: str = "options") -> Callable[..., Any]:
     """The reward of a recipe's entry: ``function`` is a name in `BUILTIN`, or module:function.
 
     A built-in function is called with the options and returns the reward. A user's function is, too, if there are
-    options; without options it is the reward itself.
+    options; without options it is the reward itself. An option ``{"env": "NAME"}`` is the value of that environment
+    variable; ``place`` names the options in the error if it is not set.
     """
+    options = resolve_secrets(options or {}, place)
     if function in BUILTIN:
-        return _build(BUILTIN[function], function, options or {})
+        return _build(BUILTIN[function], function, options)
     if isinstance(function, str) and ":" not in function and not names_file(function):
         check_choice("reward", function, [*BUILTIN, "module:function", "file.py:function"], ConfigError)
     loaded = load_function(function)

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from groupwise.errors import InputError, RewardError, check_choice
+from groupwise.redaction import hide_secrets
 from groupwise.rewards.contract import (
     HELPERS,
     LISTS,
@@ -314,14 +315,15 @@ class RewardCall:
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
         if not isinstance(column, str) or isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
             raise InputError(f"log_extra needs a column's name and a list of values, got {column!r}, {excerpt(values)}")
-        self.extra.setdefault(column, []).extend(values.tolist() if hasattr(values, "tolist") else values)
+        rows = values.tolist() if hasattr(values, "tolist") else values
+        self.extra.setdefault(column, []).extend(hide_secrets(row) if isinstance(row, str) else row for row in rows)
 
     def _log_metric(self, name: str, value: float) -> None:
         try:
             number = float(value)
         except (TypeError, ValueError) as error:
             raise InputError(f"log_metric({name!r}, …) needs a number, got {excerpt(value)}") from error
-        self.metrics.setdefault(str(name), []).append(number)
+        self.metrics.setdefault(hide_secrets(str(name)), []).append(number)
 
 
 def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list[RewardCall]:

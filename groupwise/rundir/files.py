@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
-from groupwise.text import error_reason
+from groupwise.text import error_reason, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
+FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of these may be computed by a spreadsheet
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -43,7 +44,7 @@ def write_json(path: str | Path, value: Any) -> None:
         text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
-    write_bytes(path, (text + "\n").encode())
+    write_bytes(path, (text + "\n").encode("utf-8", "backslashreplace"))  # a lone surrogate becomes a JSON escape
 
 
 def read_json(path: str | Path) -> Any:
@@ -57,13 +58,28 @@ def read_json(path: str | Path) -> Any:
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows as CSV, with a column for every name in order of appearance; missing and None are empty cells."""
+    """Write rows as CSV, with a column for every name in order of appearance; missing and None are empty cells.
+
+    A text that a spreadsheet would compute, such as ``=1+1``, gets an apostrophe in front, and control characters are
+    escaped; numbers stay as they are.
+    """
     rows = list(rows)
+    names = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_bytes(path, text.getvalue().encode())
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(map(_without_formula, names))
+    writer.writerows([_without_formula(row.get(name)) for name in names] for row in rows)
+    write_bytes(path, text.getvalue().encode("utf-8", "backslashreplace"))
+
+
+def _without_formula(cell: Any) -> Any:
+    if not isinstance(cell, str):
+        return cell
+    try:
+        float(cell)
+    except ValueError:
+        return f"'{printable(cell)}" if cell.startswith(FORMULA) else printable(cell)
+    return cell
 
 
 def write_safetensors(

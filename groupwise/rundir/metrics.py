@@ -44,7 +44,7 @@ class MetricsRecorder:
         if "step" in values:
             raise InputError("'step' is reserved for the step number; give the metric another name")
         row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
-        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace"))
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:

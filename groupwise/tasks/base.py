@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from groupwise.config import Recipe
 from groupwise.config.layers import read_options
 from groupwise.errors import ConfigError
+from groupwise.redaction import resolve_secrets
 from groupwise.rewards.contract import RewardFunction
 
 TaskRow = dict[str, Any]
@@ -77,7 +78,8 @@ class TaskDefinition:
     def read_options(self, recipe: Recipe) -> Any:
         """The recipe's ``[task_options]``, checked; None for a task without options."""
         if self.options is not None:
-            return read_options(self.options, recipe.task_options, f"[task_options] of the task {recipe.task!r}")
+            options = resolve_secrets(recipe.task_options, "task_options")
+            return read_options(self.options, options, f"[task_options] of the task {recipe.task!r}")
         if recipe.task_options:
             raise ConfigError(
                 f"[task_options]: the task {recipe.task!r} has no options, but "

@@ -32,11 +32,13 @@ from groupwise.model import (
 from groupwise.model.handle import ModelHandle
 from groupwise.model.source import report_fetches
 from groupwise.model.weights import CATALOGUE, FetchProgress
+from groupwise.redaction import resolve_secrets
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import BYTES, Display
+from groupwise.training.early_checks import secret_notes
 from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
@@ -165,7 +167,7 @@ def load_inputs(
     if task is None:
         display.stage("reading rows")
         task = load_task(recipe)
-    for note in task.notes:
+    for note in (*task.notes, *secret_notes(recipe)):
         say(note)
     scorer = make_scorer(recipe, task, rewards, needed=samples)
     if scorer is not None:
@@ -225,7 +227,7 @@ def load_components(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
         chat=recipe.data.chat,
-        chat_template_kwargs=recipe.data.chat_template_kwargs,
+        chat_template_kwargs=resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs"),
         max_prompt_length=recipe.data.max_prompt_length,
         on_too_long=recipe.data.on_too_long,
     )
@@ -322,8 +324,9 @@ def most_tokens(recipe: Recipe) -> int:
 def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
     """The rewards of the task, of the recipe, and those given in Python. ``needed``: completions will be scored."""
     functions = list(task.rewards)
-    for entry in recipe.rewards:
-        functions.append(named(make_reward(entry.function, entry.options), entry.weight, entry.name))
+    for number, entry in enumerate(recipe.rewards):
+        reward = make_reward(entry.function, entry.options, f"rewards.{number}.options")
+        functions.append(named(reward, entry.weight, entry.name))
     functions += [reward if isinstance(reward, RewardFunction) else named(reward) for reward in rewards]
     if functions:
         return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)

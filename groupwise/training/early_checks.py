@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from groupwise.config import Recipe
 from groupwise.data.read import check_source as check_data_source
 from groupwise.errors import ConfigError, check_choice
 from groupwise.model.source import check_source as check_model_source
 from groupwise.plugins import plugin_names
+from groupwise.redaction import literal_secrets, resolve_secrets
 from groupwise.training.extras import check_extras, data_sources
 from groupwise.user_code import load_function, names_file
 
@@ -14,10 +18,12 @@ ROW_TASKS = ("rows", "gsm8k", "usmle")  # another task may read data.train in it
 
 
 def check_names(recipe: Recipe, *, training: bool = True) -> None:
-    """Raise an error for a missing extra, file or function, and for a model's name that is not known.
+    """Raise an error for a missing extra, file, function or secret, and for a model's name that is not known.
 
     ``training``: False to evaluate only.
     """
+    for place, options in _options(recipe):
+        resolve_secrets(options, place)
     check_extras(recipe, training=training)
     check_model_source(recipe.model.source, revision=recipe.model.revision)
     for source in data_sources(recipe, rows=recipe.task in ROW_TASKS):
@@ -30,3 +36,22 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
     for what, name in functions:
         if ":" in name or names_file(name):  # the user's own
             load_function(name, what=what)
+
+
+def secret_notes(recipe: Recipe) -> list[str]:
+    """A recommendation if a recipe holds secrets itself."""
+    names = [name for place, options in _options(recipe) for name in literal_secrets(options, place)]
+    if not names:
+        return []
+    return [
+        f"{', '.join(names)}: the recipe holds {'a secret' if len(names) == 1 else 'secrets'}. The run's files will "
+        f'not, but an environment variable is safer: {names[0].rpartition(".")[2]} = {{ env = "NAME" }}'
+    ]
+
+
+def _options(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The tables of a recipe that may hold a secret, with their names."""
+    yield "task_options", recipe.task_options
+    yield "data.chat_template_kwargs", recipe.data.chat_template_kwargs
+    for number, entry in enumerate(recipe.rewards):
+        yield f"rewards.{number}.options", entry.options

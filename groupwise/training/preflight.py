@@ -17,6 +17,7 @@ from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.packing import activation_bytes, default_token_budget
+from groupwise.redaction import without_secrets
 from groupwise.tasks import TaskRow, find_task
 from groupwise.text import format_duration, plural
 from groupwise.training.components import (
@@ -111,14 +112,14 @@ def _setting_values(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
         options = find_task(recipe.task).read_options(recipe)
         for option, field in type(options).model_fields.items() if options is not None else ():
             value, default = getattr(options, option), field.get_default(call_default_factory=True)
-            yield f"task_options.{option}", repr(value), value == default
+            yield f"task_options.{option}", repr(without_secrets(value, option)), value == default
 
 
 def _shown(value: Any) -> str:
     """A setting's value; tables without what they leave at its default."""
     if isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
-        return repr([entry.model_dump(exclude_defaults=True) for entry in value])
-    return repr(value)
+        value = [entry.model_dump(exclude_defaults=True) for entry in value]
+    return repr(without_secrets(value))
 
 
 def _data(components: RunComponents) -> Iterator[str]:

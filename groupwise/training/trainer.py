@@ -519,7 +519,7 @@ class Trainer:
             self.run_dir,
             tensorboard=self.recipe.run.tensorboard,
             wandb=self.recipe.run.wandb,
-            settings=self.recipe.model_dump(),
+            settings=self.recipe.recorded(),
             resumed_at=self.state.step if self.resuming else None,
             say=self.say,
         )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from groupwise.plots import COLOURS, new_figure, save_figure
+from groupwise.plots import COLOURS, new_figure, plain_label, save_figure
 from groupwise.text import plural
 from groupwise.usmle.compare import ExamComparison
 from groupwise.usmle.tables import ExamReport, Proportion, SampledAccuracy, start_of
@@ -34,18 +33,10 @@ def draw_report(path: str | Path, report: ExamReport, *, title: str, comparison:
         panels.append(_patterns)
     rows = (len(panels) + 1) // 2
     figure = new_figure(13.0, 4.8 * rows + 0.5)
-    figure.suptitle(_plain(start_of(title, 100)), fontsize=15, x=0.01, ha="left")
+    figure.suptitle(plain_label(start_of(title, 100)), fontsize=15, x=0.01, ha="left")
     for number, draw in enumerate(panels, start=1):
         draw(figure.add_subplot(rows, 2, number), report, comparison)
-    with warnings.catch_warnings():
-        # Letters of a category's name that the font lacks are drawn as boxes.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        save_figure(figure, path)
-
-
-def _plain(text: str) -> str:
-    """The text with its dollar signs escaped, which matplotlib takes for mathematics."""
-    return text.replace("$", r"\$")
+    save_figure(figure, path)
 
 
 def _heading(axes: Any, text: str) -> None:
@@ -103,7 +94,7 @@ def _groups(axes: Any, report: ExamReport, comparison: ExamComparison | None) ->
     _dots(axes, {place - shift: part.accuracy for place, part in enumerate(shown)}, AFTER, "after" if earlier else "")
     axes.axvline(100 * report.chance, **DASHED)
     names = [f"{start_of(part.name or 'not given', NAME_LENGTH)} ({part.accuracy.n:,})" for part in shown]
-    axes.set_yticks(range(len(shown)), [_plain(name) for name in names])
+    axes.set_yticks(range(len(shown)), [plain_label(name) for name in names])
     axes.set(xlim=(0, 103), ylim=(-0.7, len(shown) - 0.3), xlabel="accuracy, %")
     if earlier:
         _legend_above(axes)
@@ -119,7 +110,7 @@ def _dots(axes: Any, shares: Mapping[float, Proportion], colour: str, label: str
 def _confusion(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
     """Each row's shares as shades, and the counts as numbers."""
     confusion = report.confusion
-    names = [_plain(letter.letter) for letter in confusion.letters]
+    names = [plain_label(letter.letter) for letter in confusion.letters]
     shades = [[count / max(sum(row), 1) for count in row] for row in confusion.counts]
     axes.imshow(shades, cmap="Blues", vmin=0, vmax=1, aspect="auto", zorder=2)
     style = {"ha": "center", "va": "center", "fontsize": 12 if len(names) <= 6 else 8, "zorder": 3}
@@ -170,6 +161,6 @@ def _patterns(axes: Any, report: ExamReport, _: ExamComparison | None) -> None:
     shown = list(reversed(report.patterns))
     bars = axes.barh(range(len(shown)), [100 * entry.share for entry in shown], 0.6, color=COLOURS[1])
     axes.bar_label(bars, [f"{entry.count:,}" for entry in shown], padding=4, fontsize=10)
-    axes.set_yticks(range(len(shown)), [_plain(entry.name) for entry in shown])
+    axes.set_yticks(range(len(shown)), [plain_label(entry.name) for entry in shown])
     axes.set(xlim=(0, max(112 * entry.share for entry in shown)), xlabel="of the errors, %")
     _heading(axes, f"Kinds of the {report.errors:,} errors")

@@ -140,7 +140,7 @@ def test_an_error_has_no_control_characters(capsys, monkeypatch):
 
     monkeypatch.setattr(models_command, "_models_list", fail)
     assert main(["models", "list"]) == 2
-    assert capsys.readouterr().err == "groupwise: a[31mb c\n"
+    assert capsys.readouterr().err == "groupwise: a\\x1b[31mb\\x07 \\u2028c\n"
 
 
 def test_without_a_command_the_help_is_shown(capsys):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import importlib
 import json
 import logging
 import re
@@ -23,6 +25,7 @@ from groupwise.errors import ConfigError, MissingExtraError, RewardError
 from groupwise.rewards import Scorer, judge, make_reward, named, scorer
 from groupwise.rewards.verdict import mark_for, parse_score, question
 
+judge_module = importlib.import_module("groupwise.rewards.judge")  # the package has a function of this name
 KEY = "sk-secret-0123456789abcdef"
 LONG = 300.0  # seconds: a safety net for what should happen at once
 
@@ -36,6 +39,8 @@ class Reply(NamedTuple):
     headers: tuple[tuple[str, str], ...] = ()
     finish: str = "stop"
     trickles: bool = False
+    raw: bytes | None = None  # the body as it is, sent piece by piece without an end if ``endless``
+    endless: bool = False
 
 
 class Server:
@@ -85,13 +90,17 @@ class Server:
                     }
                     answer = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice]}
                 data = answer.encode() if isinstance(answer, str) else json.dumps(answer).encode()
+                data = data if made.raw is None else made.raw
                 if made.trickles:
                     data = b" " * 60 + data
                 self.send_response(made.status)
                 kind = "text/html" if isinstance(answer, str) else "application/json"
                 for name, value in {"Content-Type": kind, "Content-Length": len(data), **dict(made.headers)}.items():
-                    self.send_header(name, str(value))
+                    if value != "":
+                        self.send_header(name, str(value))
                 self.end_headers()
+                while made.endless and not server.release.is_set():
+                    self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
                 while made.trickles and data.startswith(b" ") and not server.release.wait(timeout=0.05):
                     self.wfile.write(data[:1])
                     data = data[1:]
@@ -394,6 +403,124 @@ def test_the_time_limit_of_a_batch_cancels_its_requests(server, monkeypatch):
     server.reply = lambda *_: server.release.wait(LONG) and Reply("Score: 1")
     scores = Scorer([make(server)], timeout=0.3, on_error="drop").score(["p"], ["a"], {})
     assert "did not return within 0.3 s; it was cancelled" in scores.failures[0].reason
+
+
+# --- hostile endpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other(server) -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_to_another_host_is_not_followed(server, other, monkeypatch, status):
+    """Another port is another origin; neither the key nor the text is sent there, and the request is not repeated."""
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    location = (("Location", f"{other.url}/chat/completions"),)
+    server.reply = lambda *_: Reply(status=status, body={}, headers=location)
+    with pytest.raises(RewardError, match=r"redirects to http://127\.0\.0\.1:\d+, which is another host; .*endpoint"):
+        ask(make(server, api_key_env="JUDGE_KEY"), ["a"])
+    assert len(server.bodies) == 1
+    assert other.bodies == []
+
+
+@pytest.mark.parametrize(
+    "location", ["https://127.0.0.1/v1", "http://localhost:PORT/v1", "//evil.example/v1", "file:///x"]
+)
+def test_a_redirect_to_another_scheme_or_name_is_not_followed(server, location):
+    place = location.replace("PORT", str(server.http.server_port))
+    server.reply = lambda *_: Reply(status=307, body={}, headers=(("Location", place),))
+    with pytest.raises(RewardError, match="answered none of 1 requests"):
+        ask(make(server, retries=0), ["a"])
+    assert len(server.bodies) == 1
+
+
+def test_a_redirect_within_the_endpoint_is_followed(server):
+    def reply(number: int, text: str, headers: dict[str, str]) -> Reply:
+        return Reply("Score: 10") if number else Reply(status=307, body={}, headers=(("Location", "/v2/chat"),))
+
+    server.reply = reply
+    assert ask(make(server), ["a"]) == [1.0]
+    assert server.paths == ["/v1/chat/completions", "/v2/chat"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        (Reply(raw=b" " * (judge_module.MAX_REPLY + 1)), "has more than 4 MiB"),
+        (Reply(raw=b"{}", headers=(("Content-Length", str(2**40)),)), "has more than 4 MiB"),
+        (
+            Reply(raw=b" " * 65536, endless=True, headers=(("Transfer-Encoding", "chunked"), ("Content-Length", ""))),
+            "has more than 4 MiB",
+        ),
+        (Reply(raw=gzip.compress(b" " * 2**24), headers=(("Content-Encoding", "gzip"),)), "is compressed"),
+    ],
+    ids=["large", "announced", "endless", "compressed"],
+)
+def test_a_reply_has_a_size_limit(server, reply, reason):
+    """It is read no further, and not asked for again."""
+    server.reply = lambda *_: reply
+    with pytest.raises(RewardError, match=f"answered none of 1 requests: the reply {reason}"):
+        ask(make(server, timeout=LONG), ["a"])
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"[" * 200_000,
+        b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b"\xff\xfe\x00garbage",
+        b'{"choices": [{"message": {"content": {"a": 1}}}]}',
+        b'{"choices": {"0": 1}}',
+        b'{"choices": [null]}',
+        b'{"choices": "text"}',
+        b'{"choices": [{"message": {"content": NaN}, "finish_reason": 7}]}',
+        b"null",
+        b"",
+        b'"' + b"a" * 100_000,
+        b"1" * 5000,
+    ],
+)
+def test_replies_of_another_shape(server, raw):
+    server.reply = lambda *_: Reply(raw=raw, headers=(("Content-Type", "application/json"),))
+    with pytest.raises(RewardError, match="answered none of 1 requests: the reply is not a chat completion"):
+        ask(make(server, retries=0), ["a"])
+
+
+@pytest.mark.parametrize("score", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 4000, "-1", "10.001", "null"])
+def test_scores_that_are_not_on_the_scale(score):
+    assert parse_score(f"Score: {score}", 1, 10) is None
+    assert parse_score(f'{{"score": {score}}}', 1, 10) is None
+
+
+def test_a_reply_that_shows_escapes_is_escaped(server):
+    server.reply = lambda *_: Reply(status=500, body={"error": {"message": "\x1b[31mred\x07 \u202e"}})
+    with pytest.raises(RewardError) as caught:
+        ask(make(server, retries=0), ["a"])
+    assert r"'\x1b[31mred\x07 \u202e'" in str(caught.value)
+
+
+def test_the_key_may_be_an_option(server, monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+    reward = make_reward("judge", {"model": "m", "endpoint": server.url, "api_key": {"env": "JUDGE_KEY"}})
+    assert ask(reward, ["a"]) == [1.0]
+    assert server.headers[0]["authorization"] == f"Bearer {KEY}"
+    server.reply = lambda *_: Reply(status=401, body={})
+    with pytest.raises(RewardError, match="401 Unauthorized; check the key in api_key"):
+        ask(reward, ["a"])
+
+
+@pytest.mark.parametrize("key", ["a\nHost: evil", "a\r\nX: y", "a b", "schlüssel", "", "a\x00b", 7])
+def test_a_key_that_no_header_can_hold(server, key):
+    with pytest.raises(ConfigError, match="api_key") as caught:
+        make(server, api_key=key)
+    assert "evil" not in str(caught.value)
+    with pytest.raises(ConfigError, match="api_key and api_key_env are both set"):
+        make(server, api_key="k", api_key_env="JUDGE_KEY")
 
 
 # --- the key ----------------------------------------------------------------------------------------------------------

@@ -103,8 +103,7 @@ def test_a_builtin_reward_has_its_name(name, options):
         ("nothing_alike_at_all", {"a": 1}, "unknown reward 'nothing_alike_at_all' (allowed: 'judge', "),
         ("length_band", {"low": 1, "hihg": 2}, "unknown option of reward 'length_band': 'hihg'; did you mean 'high'? "
          "(allowed: 'low', 'high', 'soft', 'unit', 'after')"),
-        ("judge", {"api_key": "sk-1", "model": "m"}, "option of reward 'judge': 'api_key'; did you mean "
-         "'api_key_env'?"),
+        ("judge", {"api_key": "a\nb", "model": "m"}, "the value of api_key cannot be a key"),
         ("length_band", {"low": 1}, "reward 'length_band' needs the option 'high': add options = { high = … } to its "
          "entry"),
         ("length_band", {}, "reward 'length_band' needs the option 'low'"),

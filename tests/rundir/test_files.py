@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -200,3 +201,21 @@ def test_files_have_the_default_permissions(tmp_path):
     finally:
         os.umask(before)
     assert (tmp_path / "x.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_lone_surrogates_in_json_and_csv_survive_or_are_escaped(tmp_path):
+    write_json(tmp_path / "a.json", {"folder": "run\udcff", "ß": "日"})
+    assert read_json(tmp_path / "a.json") == {"folder": "run\udcff", "ß": "日"}
+    write_csv(tmp_path / "a.csv", [{"name": "\udcff"}])
+    assert (tmp_path / "a.csv").read_text(encoding="utf-8") == "name\n\\udcff\n"
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n", "＝"])
+def test_a_csv_file_has_no_formulas(tmp_path, start):
+    text = f"{start}HYPERLINK(1)"
+    write_csv(tmp_path / "rows.csv", [{text: text, "n": -1.5, "s": "-1.5", "e": "+1e-3", "plain": "a=b", "none": None}])
+    with open(tmp_path / "rows.csv", newline="") as file:
+        header, row = csv.reader(file)
+    text = text.replace("\r", "\\r")
+    assert header == [f"'{text}", "n", "s", "e", "plain", "none"]
+    assert row == [f"'{text}", "-1.5", "-1.5", "+1e-3", "a=b", ""]

@@ -25,6 +25,7 @@ from groupwise.control.models import STATE_FILE
 from groupwise.control.settings import Config
 from groupwise.errors import ConfigError, ControlError, GroupwiseError
 from groupwise.rundir import end_with_parent, interrupts_ignored, read_json
+from groupwise.terminal import guard_process
 from groupwise.text import Say, plural
 
 
@@ -39,7 +40,7 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
     unfinished = [(config, path) for config, path in runs if not _is_finished(config, path)]
     report(f"{plural(len(configs), 'run')}, {len(configs) - len(unfinished)} of them finished already")
     failed: list[str] = []
-    with ProcessPoolExecutor(jobs, get_context("spawn"), end_with_parent) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), _start_process) as pool:
         with interrupts_ignored():  # the workers are terminated below
             futures = {pool.submit(_train, config, path): config for config, path in unfinished}
         try:
@@ -66,6 +67,11 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
             f"again. The first: {failed[0]}"
         )
     return text
+
+
+def _start_process() -> None:
+    end_with_parent()
+    guard_process()
 
 
 def _train(config: Config, folder: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from groupwise.control.comparison.formatting import counted, number, short
 from groupwise.control.comparison.runs import AXES, MEASURES, MeanCurve, MeanCurves
-from groupwise.plots import COLOURS, DASHES, new_figure, save_figure
+from groupwise.plots import COLOURS, DASHES, new_figure, plain_label, save_figure
 
 LOG_SCALE_RATIO = 4  # CPU seconds that differ by more are drawn on a logarithmic axis
 WIDTH, HEIGHT, LEGEND_LINE = 11.0, 6.1, 0.24  # inches; each line of the legend adds to the height
@@ -32,7 +32,7 @@ def plot_environment(
 ) -> None:
     """Greedy return above sampled return, against environment steps and against CPU seconds."""
     figure = new_figure(WIDTH, HEIGHT)
-    figure.suptitle(title, fontsize=13, x=0.01, ha="left")
+    figure.suptitle(plain_label(title), fontsize=13, x=0.01, ha="left")
     panels = figure.subplots(len(MEASURES), len(AXES), sharex="col", sharey=True)
     for measure, row in zip(MEASURES, panels, strict=True):
         row[0].set_ylabel(f"mean {MEASURES[measure]}")
@@ -52,7 +52,7 @@ def _panel(axes: Any, curves: Mapping[str, MeanCurve], styles: Mapping[str, Styl
     """Curves and bands are step functions, as a run keeps its value between evaluations. A single run has no band."""
     for label, curve in curves.items():
         style = styles[label]
-        name = textwrap.fill(f"{label} ({counted(curve.runs, 'run')})", LABEL_WIDTH)
+        name = textwrap.fill(plain_label(f"{label} ({counted(curve.runs, 'run')})"), LABEL_WIDTH)
         axes.plot(curve.x, curve.mean.estimate, **style, linewidth=1.8, drawstyle="steps-post", label=name)
         if curve.runs > 1:
             band = {"color": style["color"], "alpha": 0.18, "linewidth": 0, "step": "post"}

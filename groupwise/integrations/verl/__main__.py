@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from groupwise.integrations.verl.check import check_installation
+from groupwise.terminal import write_text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -18,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     findings = check_installation(parser.parse_args(arguments).embedder)
     bad = sum(not finding.good for finding in findings)
     end = f"{bad} of {len(findings)} findings are bad." if bad else "All checks passed."
-    sys.stdout.write("\n".join([*map(str, findings), end]) + "\n")
+    write_text("\n".join([*map(str, findings), end]) + "\n")
     return int(bool(bad))
 
 

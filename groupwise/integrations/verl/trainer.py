@@ -6,7 +6,6 @@ configuration has.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +19,7 @@ from groupwise.integrations.verl.batch import Sessions, decode_answers, find_gro
 from groupwise.integrations.verl.estimator import use_groups
 from groupwise.integrations.verl.placement import verl_grouper
 from groupwise.integrations.verl.settings import check_config, read_settings, uses_similarity, verl_names
+from groupwise.terminal import write_text
 
 Trainer: Any = object  # `similarity_trainer` adds the trainer of verl
 
@@ -162,5 +162,4 @@ def select_by_estimator(trainer: type[Any]) -> None:
 
 def _print(text: str) -> None:
     """As verl reports: Ray forwards the output of the trainer's process."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    write_text(f"{text}\n")

@@ -161,7 +161,9 @@ def _percent(value: float) -> str:
 def _finish_axes(axes: Any, title: str, share: bool, last: bool) -> None:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-    axes.set_title(title, loc="left", fontsize=10)
+    from groupwise.plots import plain_label
+
+    axes.set_title(plain_label(title), loc="left", fontsize=10)
     axes.tick_params(labelsize=8, labelbottom=last, color="0.6")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6, steps=TICK_STEPS))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=TICK_STEPS))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TextIO
 
+from groupwise.terminal import write_text
 from groupwise.text import one_line, plural
 from groupwise.training.display.base import (
     MARGIN,
@@ -143,9 +144,4 @@ class LineDisplay(Display):
     def _print(self, text: str) -> None:
         self._written = self._clock()
         with suppress(OSError, ValueError):  # a closed pipe or file must not stop training
-            try:
-                self._stream.write(text + "\n")
-            except UnicodeEncodeError:
-                encoding = getattr(self._stream, "encoding", None) or "ascii"
-                self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
-            self._stream.flush()
+            write_text(text.replace("\n", " ") + "\n", self._stream)

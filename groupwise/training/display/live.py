@@ -20,7 +20,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.text import one_line
+from groupwise.text import one_line, printable
 from groupwise.training.display.base import (
     MARGIN,
     REWARD,
@@ -104,11 +104,11 @@ class LiveDisplay(Display):
         # Outside the lock: printing renders the panel, which takes the lock in the rendering thread.
         for notice in notices:
             with suppress(OSError, ValueError):
-                self.console.print(Text(notice, style="yellow"))
+                self.console.print(Text(printable(notice), style="yellow"))
 
     def _print(self, text: str) -> None:
         with suppress(OSError, ValueError):
-            self.console.print(Text(text), soft_wrap=True)
+            self.console.print(Text(printable(text)), soft_wrap=True)
 
     def close(self) -> None:
         live, self._live, self._closed = self._live, None, True

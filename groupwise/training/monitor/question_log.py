@@ -86,7 +86,7 @@ class QuestionLog:
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
         lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in self.table())
-        write_bytes(folder / QUESTIONS, "".join(lines).encode())
+        write_bytes(folder / QUESTIONS, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def state(self) -> dict[str, list[float]]:
         return {str(row): list(history) for row, history in self._history.items()}

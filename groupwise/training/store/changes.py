@@ -24,7 +24,7 @@ def record_changes(run: RunDir, recipe: Recipe, inputs: Mapping[str, Any], step:
     path = run.path
     changed: dict[str, list[Any]] = {}
     if (path / RECIPE).exists():
-        before, after = read_json(path / RECIPE), recipe.model_dump()
+        before, after = read_json(path / RECIPE), recipe.recorded()
         changed = {name: [one, other] for name, one, other in differences(before, after)}
     if (path / INPUTS).exists():
         changed |= changed_inputs(path, inputs)

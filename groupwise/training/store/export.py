@@ -57,7 +57,7 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
             finally:
                 masters.load_state_dict(last)
     card = model_card(components, state, changed_evaluation(run.path, components, state))
-    write_bytes(folder / CARD, card.encode())
+    write_bytes(folder / CARD, card.encode("utf-8", "backslashreplace"))
     return folder
 
 

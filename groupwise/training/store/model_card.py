@@ -13,7 +13,7 @@ from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
 from groupwise.model.catalogue import CATALOGUE
 from groupwise.rundir import package_versions
-from groupwise.text import markdown_table, plural
+from groupwise.text import code_span, escape_markdown, markdown_table, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.preference import LOGP_ACCURACY
 from groupwise.training.state import TrainState
@@ -33,20 +33,21 @@ def model_card(components: RunComponents, state: TrainState, changed_evaluation:
     metadata = ModelCardData(
         library_name="transformers", tags=["groupwise", *dict.fromkeys(tags)], **base_model(recipe.model.source)
     )
-    trained = "supervised steps" if components.supervised else f"steps of `{recipe.algorithm}`"
+    trained = "supervised steps" if components.supervised else f"steps of {code_span(recipe.algorithm)}"
     parts = [
         f"---\n{metadata.to_yaml()}\n---",
-        f"# {recipe.run.name or components.task.name}",
-        f"`{recipe.model.source}` after {state.exported_step} {trained} on {_training_data(components)}, trained with "
-        f"groupwise {__version__}.",
+        f"# {escape_markdown(recipe.run.name or components.task.name)}",
+        f"{code_span(recipe.model.source)} after {state.exported_step} {trained} on {_training_data(components)}, "
+        f"trained with groupwise {__version__}.",
     ]
     if components.metric is not None and state.last:
         header = ["held out", state.first_label, state.measured_label]
-        parts.append(markdown_table(header, held_out_rows(components, state), left=range(3)))
+        rows = [(escape_markdown(name), *figures) for name, *figures in held_out_rows(components, state)]
+        parts.append(markdown_table(header, rows, left=range(3)))
         if changed_evaluation:
             parts.append(
                 "Do not compare the two columns: the run was resumed with another "
-                + ", ".join(f"`{name}`" for name in changed_evaluation)
+                + ", ".join(map(code_span, changed_evaluation))
                 + "."
             )
         if state.evaluations > 1:
@@ -54,10 +55,10 @@ def model_card(components: RunComponents, state: TrainState, changed_evaluation:
                 f"The exported policy is the best of {state.evaluations} evaluations on these rows, so its figure is "
                 "optimistic; measure it on other rows before you report it."
             )
-    changed = differences(Recipe().model_dump(), recipe.model_dump())
+    changed = differences(Recipe().recorded(), recipe.recorded())
     parts += [
         "Settings that differ from the defaults:",
-        "\n".join(f"- {name}: {value!r}" for name, _, value in changed),
+        "\n".join(f"- {escape_markdown(name)}: {code_span(repr(value))}" for name, _, value in changed),
         "Versions: " + ", ".join(f"{name} {version}" for name, version in package_versions(PACKAGES).items()) + ".",
     ]
     return "\n\n".join(parts) + "\n"
@@ -90,7 +91,7 @@ def _training_data(components: RunComponents) -> str:
     """The task, the pairs of a data set, or both."""
     sources = []
     if components.samples or components.supervised:
-        sources.append(f"the task `{components.task.name}`")
+        sources.append(f"the task {code_span(components.task.name)}")
     if components.pairs.train and not components.supervised and components.learns_from_pairs:
         sources.append(plural(len(components.pairs.train), "preference pair"))
     return " and ".join(sources)

@@ -17,7 +17,7 @@ from typing import Any
 
 from groupwise.errors import MissingExtraError, RunDirError, is_installed
 from groupwise.rundir import RunDir, read_json
-from groupwise.text import Say, error_reason
+from groupwise.text import Say, error_reason, one_line
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
 
@@ -80,7 +80,7 @@ class WeightsAndBiases:
             run.write_json(WANDB, {"id": uuid.uuid4().hex[:12]})
         self._run = wandb.init(
             project=project,
-            name=run.path.name,
+            name=one_line(run.path.name),
             id=read_json(path)["id"],
             resume="allow",
             dir=str(run.path),

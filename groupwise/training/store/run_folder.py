@@ -103,7 +103,7 @@ def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
     step, total = int(end["step"]), int(end["total_steps"])
     if max(checkpoints_in(path), default=None) != step:
         return None  # it was continued since, and stopped
-    changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.model_dump())}
+    changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.recorded())}
     steps = recipe.train.steps
     if changed & set(AFTER_THE_END) or ((steps is None or steps > step) and changed & set(NUMBER_OF_STEPS)):
         return None
@@ -202,7 +202,7 @@ def _hash(rows: Iterable[Any]) -> str:
 
 def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> None:
     """Keep every setting and the versions; report what differs from the run that is resumed."""
-    settings = recipe.model_dump()
+    settings = recipe.recorded()
     if resuming and (run.path / RECIPE).exists():
         for name, before, after in differences(read_json(run.path / RECIPE), settings):
             say(f"resumed with another {name}: {before!r} before, {after!r} now")

@@ -274,7 +274,7 @@ def test_completions_are_printed_with_evaluations(lines, stream):
     shown = stream.getvalue().splitlines()
     assert len(shown) == 5
     assert shown[-2].startswith("  sample · reward  1.000 · …xxx")
-    assert shown[-2].endswith("x → " + "y " * 35 + "y…")
+    assert shown[-2].endswith("x → " + "y \\x1b" * 11 + "y \\x1…")
     assert shown[-1] == "  sample · reward -0.500 · Which? → (empty)"
 
 
@@ -284,7 +284,7 @@ def test_an_ascii_stream_and_a_closed_stream_do_not_stop_a_run(clock):
     display = LineDisplay(ascii_only, clock)
     display.start(FACTS)
     display.step(1, METRICS)
-    assert b"step   1/300 ? reward  0.412 ?0.31" in raw.getvalue()
+    assert b"step   1/300 - reward  0.412 +/-0.31" in raw.getvalue()
     ascii_only.close()
     display.step(2, METRICS)
     display.finish(["done"])

@@ -279,7 +279,7 @@ def test_completions_are_shown_if_there_is_room(panel, clock, width, height, see
     assert len(lines) + 1 < height
     shown = "\n".join(lines)
     assert ("completions  step 21" in shown) == seen
-    assert ("treats a cough? Answer: → B[31m because it does" in shown) == (seen and width > 40)
+    assert ("treats a cough? Answer: → B\\x1b[31m because it does" in shown) == (seen and width > 40)
     assert ("-0.250  …" in shown) == seen
     panel.samples([])
     assert "completions " not in picture(panel, width, height, color_system=None)

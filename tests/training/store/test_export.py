@@ -191,7 +191,7 @@ def test_model_card(tmp_path):
     assert "`tiny` after 2 steps of `dapo` on the task `graded`, trained with groupwise " in card
     assert "| right | 33.3% [6.1%, 79.2%] | 100.0% [43.9%, 100.0%] |" in card
     for name, value in {"loss.clip_low": 0.1, "optimizer.learning_rate": 0.001, "train.steps": 2}.items():
-        assert f"- {name}: {value!r}\n" in card
+        assert f"- {name}: `{value!r}`\n" in card
     assert "loss.clip_high" not in card
     assert f"torch {version('torch')}" in card
     assert str(tmp_path) not in card
