@@ -1,8 +1,8 @@
 """Metrics as JSON lines, one object per row, each written at once.
 
 A killed process loses no recorded row; an unfinished last line is dropped on the next start. JSON has no NaN, so NaN
-and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and are read back as floats. To a run that is
-resumed, its metrics are records and not its state: damaged lines are set aside, and it goes on with the others.
+and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and are read back as floats. A resumed run
+does not depend on its metrics: damaged lines are set aside, and it goes on with the others.
 """
 
 from __future__ import annotations

@@ -9,14 +9,15 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import MissingExtraError, RunDirError, is_installed
-from groupwise.rundir import RunDir, read_json
+from groupwise.rundir import RunDir, read_json, read_metrics
 from groupwise.text import Say, error_reason
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
@@ -26,6 +27,7 @@ MetricValue = float | int | None
 TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 MAX_FLOAT32 = 3.4028234e38  # TensorBoard stores 32-bit floats
+SHOWN_GAPS = 10  # in a message about lost steps
 CONTINUES = "The run continues; metrics.jsonl has them all"
 
 
@@ -161,19 +163,39 @@ class Recorder:
             self._say(f"{name} gets no more metrics: {error_reason(error)}. {CONTINUES}")
 
 
-def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
-    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``)."""
+def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
+    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``).
 
-    def is_unfinished(row: Mapping[str, Any]) -> bool:
-        names = row.keys() - {"step"}
-        return not evaluated and row["step"] == step and all(name.startswith(EVAL_PREFIX) for name in names)
+    Returns notices: about damaged lines, and steps whose metrics are lost. The run's weights do not depend on those.
+    """
 
-    run.metrics.rewind(step, drop=is_unfinished)
+    def is_evaluation(row: Mapping[str, Any]) -> bool:
+        return all(name.startswith(EVAL_PREFIX) for name in row.keys() - {"step"})
+
+    note = run.metrics.rewind(step, drop=lambda row: not evaluated and row["step"] == step and is_evaluation(row))
     for path in [path for number, path in rollout_files(run.path / ROLLOUTS).items() if number > step]:
         try:
             path.unlink()
         except OSError as error:
             raise RunDirError(f"{path}, which is written again, cannot be deleted: {error_reason(error)}") from error
+    recorded = {row["step"] for row in read_metrics(run.metrics.path) if not is_evaluation(row)}
+    lost = missing_steps(recorded, step)
+    lacks = (
+        f"{run.metrics.path.name} lacks the metrics of {lost}: they are lost, and curves have a gap there"
+        if lost
+        else None
+    )
+    return [text for text in (note, lacks) if text]
+
+
+def missing_steps(recorded: Collection[int], last: int) -> str:
+    """The steps from 1 to ``last`` that are not ``recorded``: ``step 3``, or ``steps 3, 7–9``; empty if there is none."""
+    known = [0, *sorted(step for step in set(recorded) if 0 < step <= last), last + 1]
+    gaps = [(before + 1, after - 1) for before, after in pairwise(known) if after > before + 1]
+    shown = [str(first) if first == end else f"{first}–{end}" for first, end in gaps[:SHOWN_GAPS]]
+    more = f" and {len(gaps) - SHOWN_GAPS} more gaps" if len(gaps) > SHOWN_GAPS else ""
+    noun = "step" if len(gaps) == 1 and gaps[0][0] == gaps[0][1] else "steps"
+    return f"{noun} {', '.join(shown)}{more}" if gaps else ""
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

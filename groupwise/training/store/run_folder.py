@@ -91,7 +91,7 @@ def mark_finished(run: RunDir, step: int, total_steps: int) -> None:
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """A run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
+    matches = ((re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", path.name), path) for path in folder.glob("checkpoint-*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
