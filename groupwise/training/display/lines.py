@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, TextIO
 
 from groupwise.text import one_line, plural
@@ -142,10 +141,14 @@ class LineDisplay(Display):
 
     def _print(self, text: str) -> None:
         self._written = self._clock()
-        with suppress(OSError, ValueError):  # a closed pipe or file must not stop training
+        try:
             try:
                 self._stream.write(text + "\n")
             except UnicodeEncodeError:
                 encoding = getattr(self._stream, "encoding", None) or "ascii"
                 self._stream.write(text.encode(encoding, "replace").decode(encoding) + "\n")
             self._stream.flush()
+        except BrokenPipeError:
+            self.on_broken_pipe()
+        except (OSError, ValueError):  # a terminal that is gone, or a closed file, must not stop training
+            pass

@@ -152,7 +152,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, "pt") as tensors:  # type: ignore[no-untyped-call]
+        with safe_open(file, "pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
