@@ -238,8 +238,10 @@ def _publishing(path: Path) -> Iterator[Path]:
 
     unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
-        if not any(part.startswith(UNFINISHED) for part in path.parent.parts):  # that one is not created twice
-            path.parent.mkdir(parents=True, exist_ok=True)
+        for parent in path.parents:
+            if parent.name.startswith(UNFINISHED):
+                os.stat(parent)  # if it was deleted, it is not created again
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         entries = (*unfinished.rglob("*"), unfinished)
         _set_usual_mode([entry for entry in entries if entry.suffix == ".safetensors"], path.parent)

@@ -20,8 +20,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -145,10 +145,16 @@ class RunDir:
         self.check_in_place()
         write_json(self.path / name, value)
 
-    def folder(self, name: str) -> AbstractContextManager[Path]:
+    @contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
         """A folder of this run that appears, with its manifest, once it is complete. See `atomic_folder`."""
         self.check_in_place()
-        return atomic_folder(self.path / name)
+        try:
+            with atomic_folder(self.path / name) as unfinished:
+                yield unfinished
+        except CheckpointError:
+            self.check_in_place()  # the run's folder is gone, which is the reason
+            raise
 
     def close(self) -> None:
         self.metrics.close()
@@ -195,7 +201,10 @@ def _write_marker(path: Path) -> None:
 def _check_marker(path: Path) -> None:
     marker = read_json(path / MARKER)
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-        raise RunDirError(f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs")
+        raise RunDirError(
+            f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs; restore it from a copy, or "
+            "start a new run"
+        )
 
 
 def _acquire(path: Path) -> FileLock:

@@ -3,8 +3,8 @@
     python -m tests.faults.crash_loop --kills 100              all kinds of runs (make test-crash)
     python -m tests.faults.crash_loop --kind lora --kills 30
 
-A run of three steps saves and evaluates each of them. After its second step (then its first, if that gives too few), the
-process is forked once for every file operation of the save that follows, and the child dies there by SIGKILL
+A run of three steps saves and evaluates each of them. After its second step (then its first, if that gives too few)
+the process is forked once for every file operation of the save that follows, and the child dies there by SIGKILL
 (`kill_points`). Every killed run is then resumed to its end. Its weights, optimizer state, reference, metrics and
 rollouts must equal those of the run that was never killed.
 """

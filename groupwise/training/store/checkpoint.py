@@ -27,7 +27,7 @@ from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import LATER_STATE, UNFINISHED
-from groupwise.text import error_reason
+from groupwise.text import Say, error_reason
 from groupwise.training.store.run_folder import checkpoints_in
 from groupwise.training.update.updater import Updater
 
@@ -158,14 +158,19 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
 
 
-def newest(run: RunDir, check: Callable[[Path], None] = lambda folder: None) -> Path | None:
+def newest(
+    run: RunDir, check: Callable[[Path], None] = lambda folder: None, say: Say = lambda text: None
+) -> Path | None:
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
-    would delete the run's records. ``check`` raises a CheckpointError for damage that only its caller can see."""
+    would delete the run's records. ``check`` raises a CheckpointError for damage that only its caller can see; ``say``
+    is told what is wrong with newer ones."""
     problems = []
     for folder in reversed(checkpoints_in(run.path).values()):
         try:
             verify_checkpoint(folder)
             check(folder)
+            for problem in problems:
+                say(problem)
             return folder
         except CheckpointError as error:
             problems.append(str(error))

@@ -44,7 +44,7 @@ class Checkpointer:
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint, whose state is loaded; without one, the records of all steps are deleted."""
-        folder = checkpoint.newest(self.run_dir, self._load_state)
+        folder = checkpoint.newest(self.run_dir, self._load_state, self.say)
         if folder is None:
             self.say("this run has no finished checkpoint: it starts from the beginning")
             rewind(self.run_dir, -1)

@@ -183,12 +183,8 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
             raise RunDirError(f"{path}, which is written again, cannot be deleted: {error_reason(error)}") from error
     recorded = {row["step"] for row in read_metrics(run.metrics.path) if not is_evaluation(row)}
     lost = missing_steps(recorded, step)
-    lacks = (
-        f"{run.metrics.path.name} lacks the metrics of {lost}: they are lost, and curves have a gap there"
-        if lost
-        else None
-    )
-    return [text for text in (note, lacks) if text]
+    gap = f"{run.metrics.path.name} lacks the metrics of {lost}: they are lost, and the curves have a gap there"
+    return [*([note] if note else []), *([gap] if lost else [])]
 
 
 def missing_steps(recorded: Collection[int], last: int) -> str:

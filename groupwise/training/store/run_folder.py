@@ -208,14 +208,19 @@ def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> No
     if resuming and (run.path / RECIPE).exists():
         for name, before, after in differences(read_kept(run.path / RECIPE), settings):
             say(f"resumed with another {name}: {before!r} before, {after!r} now")
-    if resuming and (run.path / VERSIONS).exists():
-        earlier = read_kept(run.path / VERSIONS)
-        changed = [name for name in dict.fromkeys([*earlier, *versions]) if earlier.get(name) != versions.get(name)]
-        if changed:
-            shown = ", ".join(f"{name} {earlier.get(name)} before, {versions.get(name)} now" for name in changed)
-            say(f"warning: resumed with other versions, so the numbers may differ in the last digits: {shown}")
+    if resuming and (run.path / VERSIONS).exists() and (changed := _changed_versions(run.path / VERSIONS, versions)):
+        say(f"warning: resumed with other versions, so the numbers may differ in the last digits: {changed}")
     run.write_json(RECIPE, settings)
     run.write_json(VERSIONS, versions)
+
+
+def _changed_versions(path: Path, versions: Mapping[str, str]) -> str:
+    try:
+        before = read_object(path)
+    except CheckpointError as error:
+        return f"it is not known which ({error})"
+    names = [name for name in dict.fromkeys([*before, *versions]) if before.get(name) != versions.get(name)]
+    return ", ".join(f"{name} {before.get(name)} before and {versions.get(name)} now" for name in names)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
