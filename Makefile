@@ -8,7 +8,7 @@ BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
 
-.PHONY: help setup train train-seeds test test-all lint format docs build bench bench-control test-gpu test-verl clean
+.PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control test-gpu test-verl clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,9 @@ test: setup ## run the tests that one waits for (under four minutes on two idle 
 
 test-all: setup $(BOX2D) ## run all tests, the slow ones too: real weights, killed processes, peers, long properties
 	$(BIN)/python -m pytest -n auto -m 'not gpu' --hypothesis-profile all
+
+test-crash: setup ## kill runs at each write of a save, 100 times per kind of run, and resume each to the same bits; about 20 minutes
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.faults.crash_loop --kills 100
 
 lint: setup ## check style, formatting and types
 	$(BIN)/ruff check .

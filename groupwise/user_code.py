@@ -1,14 +1,18 @@
-"""A user's function from ``module:function`` or ``path/file.py:function``."""
+"""A user's function from ``module:function`` or ``path/file.py:function``, and hashes of its source files."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import re
 import sys
+import sysconfig
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +24,8 @@ from groupwise.errors import ConfigError, did_you_mean, nearest_file
 from groupwise.text import excerpt, printable
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
+_loaded: dict[str, str] = {}  # what `load_function` has loaded, and the name of its module
+_hashes: dict[str, dict[str, str]] = {}  # of these modules' files, when they were loaded
 
 
 def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
@@ -34,7 +40,11 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
         raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}{hint}")
     where = f"{what} {spec!r}"
     is_file = origin.endswith(".py") or "/" in origin or "\\" in origin
-    function: Any = _import_file(Path(origin).expanduser(), where) if is_file else _import_module(origin, where)
+    module = _import_file(Path(origin).expanduser(), where) if is_file else _import_module(origin, where)
+    _loaded[spec] = module.__name__
+    if module.__name__ not in _hashes:
+        _hashes[module.__name__] = _module_hashes(module)
+    function: Any = module
     for name in attribute.split("."):
         if not hasattr(function, name):
             raise ConfigError(f"{where}: there is no {name!r} in {_describe(function, name, origin)}")
@@ -42,6 +52,86 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{where}: {attribute} is not a function but {excerpt(function)} ({type(function).__name__})")
     return function  # type: ignore[no-any-return]
+
+
+def source_hashes(function: str | Callable[..., Any]) -> dict[str, str]:
+    """Hashes of the file of a function and of the modules in its folder that it imports, by their paths.
+
+    function: what `load_function` was given, with the hashes of that time, or the function itself. A function that is
+    defined in a script or a notebook is hashed alone, as the rest of such a file may change. One of an installed
+    package has the package's version; one of groupwise, or whose source is not known, has nothing.
+    """
+    if isinstance(function, str):
+        return _hashes.get(_loaded.get(function, ""), {})
+    inner: Any = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(getattr(inner, "__func__", inner))
+    if not inspect.isroutine(inner) and not isinstance(inner, type):
+        inner = type(inner)
+    name = getattr(inner, "__module__", None) or ""
+    if name == "__main__":
+        try:
+            source = textwrap.dedent(inspect.getsource(inner))
+        except (OSError, TypeError, IndentationError):
+            return {}
+        return {inner.__qualname__: _hash(source.encode())}
+    return _module_hashes(sys.modules[name]) if name in sys.modules else {}
+
+
+def _module_hashes(module: ModuleType) -> dict[str, str]:
+    package = module.__name__.partition(".")[0]
+    if package == "groupwise" or getattr(module, "__file__", None) is None:
+        return {}
+    file = Path(str(module.__file__)).resolve()
+    if file.is_relative_to(sysconfig.get_path("stdlib")) or {"site-packages", "dist-packages"} & set(file.parts):
+        names = [package, *importlib.metadata.packages_distributions().get(package, ())]
+        versions = (_version(name) for name in names)
+        return {package: next(filter(None, versions), sys.version.split()[0])}
+    hashes: dict[str, str] = {}
+    files = [file]
+    for path in files:  # grows
+        try:
+            content = path.read_bytes()
+        except OSError:
+            continue
+        hashes[str(path)] = _hash(content)
+        files += dict.fromkeys(
+            other for other in _imported_files(content, path, module.__package__ or "") if other not in files
+        )
+    return hashes
+
+
+def _imported_files(content: bytes, path: Path, package: str) -> Iterator[Path]:
+    """The files of modules in a file's folder that it imports, wherever in the file."""
+    try:
+        nodes = list(ast.walk(ast.parse(content)))
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level <= 1:
+            names = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+        for name in names:
+            parts = name.removeprefix(f"{package}.").split(".")
+            for length in range(1, len(parts) + 1):
+                module = path.parent.joinpath(*parts[:length])
+                candidates = (module.parent / f"{module.name}.py", module / "__init__.py")
+                yield from (candidate for candidate in candidates if candidate.is_file())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        return None
+
+
+def _hash(source: bytes) -> str:
+    """A hash of source code that does not depend on its line endings."""
+    return hashlib.sha256(source.replace(b"\r\n", b"\n")).hexdigest()[:16]
 
 
 def describe_failure(error: BaseException) -> str:

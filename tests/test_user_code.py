@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 import sys
 
 import pytest
 
 from groupwise.errors import ConfigError
 from groupwise.rewards import Scorer
-from groupwise.user_code import load_function
+from groupwise.user_code import load_function, source_hashes
 
 
 @pytest.fixture(autouse=True)
 def _leave_no_modules(monkeypatch, tmp_path):
-    monkeypatch.setattr("groupwise.user_code._helpers", {})
+    for name in ("_helpers", "_loaded", "_hashes"):
+        monkeypatch.setattr(f"groupwise.user_code.{name}", {})
     monkeypatch.chdir(tmp_path)
     modules, path = dict(sys.modules), list(sys.path)
     yield
@@ -187,3 +190,82 @@ def test_an_interrupt_gets_through(tmp_path):
     write(tmp_path / "a.py", "raise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         load_function("a.py:f")
+
+
+def hashes(spec):
+    load_function(spec)
+    return {os.path.basename(path): value for path, value in source_hashes(spec).items()}
+
+
+def test_hashes_of_a_file_and_what_it_imports(tmp_path):
+    """Modules of its folder, whatever the form of the import and wherever it stands; nothing else."""
+    write(tmp_path / "a" / "one.py", "X = 1\n")
+    write(tmp_path / "a" / "two.py", "from one import X\n")
+    write(tmp_path / "a" / "pack" / "__init__.py", "")
+    write(tmp_path / "a" / "pack" / "three.py", "Y = 1\n")
+    write(tmp_path / "a" / "unused.py", "Z = 1\n")
+    imports = "import math, torch\nimport two as other\nfrom pack import three\n"
+    write(tmp_path / "a" / "mine.py", f"{imports}def score(**_):\n    from one import X\n    return X\n")
+    found = hashes("a/mine.py:score")
+    assert set(found) == {"mine.py", "one.py", "two.py", "__init__.py", "three.py"}
+    assert len(found["mine.py"]) == 16
+    # The same files elsewhere, with other line endings, are the same.
+    for path in (tmp_path / "a").rglob("*.py"):
+        other = tmp_path / "b" / path.relative_to(tmp_path / "a")
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_bytes(path.read_bytes().replace(b"\n", b"\r\n"))
+    assert hashes("b/mine.py:score") == found
+    write(tmp_path / "c" / "mine.py", "def score(**_):\n    return 2\n")
+    assert hashes("c/mine.py:score")["mine.py"] != found["mine.py"]
+
+
+def test_hashes_are_those_of_the_time_of_loading(tmp_path):
+    path = write(tmp_path / "mine.py", REWARD)
+    before = hashes("mine.py:score")
+    path.write_text(REWARD + "# edited while the run goes on\n")
+    assert {os.path.basename(name): value for name, value in source_hashes("mine.py:score").items()} == before
+    assert hashes("mine.py:score") != before  # loaded again
+
+
+def test_hashes_of_a_package_and_of_functions(tmp_path):
+    write(tmp_path / "my_package" / "__init__.py", "")
+    write(tmp_path / "my_package" / "tools.py", "X = 1\n")
+    write(tmp_path / "my_package" / "more.py", "from . import tools\nfrom my_package import tools\n" + REWARD)
+    function = load_function("my_package.more:score")
+    found = source_hashes("my_package.more:score")
+    assert {os.path.basename(name) for name in found} == {"more.py", "tools.py"}
+
+    class Judge:
+        def __call__(self, completions):
+            return []
+
+        def score(self, completions):
+            return []
+
+    assert source_hashes(function) == source_hashes(functools.partial(function, x=1)) == found
+    mine = {__file__}
+    assert mine <= set(source_hashes(Judge())) == set(source_hashes(Judge().score)) == set(source_hashes(lambda: 1))
+
+
+def test_what_has_no_hash(tmp_path):
+    """groupwise's own functions, builtins, and what was typed in; an installed package has its version."""
+    from groupwise.rewards import length_band
+
+    for function in (length_band(low=1, high=2), len, eval("lambda: 1", {"__name__": "nowhere"}), "not:loaded"):
+        assert source_hashes(function) == {}
+    assert source_hashes(pytest.raises) == {"_pytest": pytest.__version__}
+    assert list(source_hashes(os.path.join)) == ["posixpath"]
+    script = write(
+        tmp_path / "script.py",
+        "from groupwise.user_code import source_hashes\ndef score(x):\n    return x\nprint(source_hashes(score))\n",
+    )
+
+    def run():
+        return subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
+
+    first = run()
+    assert "'score': '" in first
+    script.write_text(script.read_text() + "# resume=True\n")
+    assert run() == first
+    script.write_text(script.read_text().replace("return x", "return -x"))
+    assert run() != first

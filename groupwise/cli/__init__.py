@@ -2,8 +2,8 @@
 
 Each command is a function that adds a parser and sets the function that runs it. Commands import what they need when
 they run, so that `groupwise --help` is fast. An error that groupwise raises becomes one line on stderr and exit status
-2, and so does a wrong command line; an interrupted command exits with 130, as shells expect. Output that nobody reads
-(`groupwise … | head`) is no error: the command ends quietly with 141, as a process that SIGPIPE ends.
+2, and so does a wrong command line; after a signal the status is 128 + its number, as shells expect. Output that nobody
+reads (`groupwise … | head`) is no error: the command ends quietly with 141, as a process that SIGPIPE ends.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import errno
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +33,7 @@ from groupwise.cli.train import add_check, add_train
 from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.plugins import load_plugin, plugin_names
+from groupwise.rundir.signals import SignalInterrupt, interrupt_on_signals
 from groupwise.terminal import guard_process
 from groupwise.text import error_reason
 
@@ -96,15 +98,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     arguments = argparse.Namespace()
     try:
-        arguments = _parse(words)
-        run: Command = arguments.run
-        return run(arguments)
+        with interrupt_on_signals():
+            arguments = _parse(words)
+            run: Command = arguments.run
+            return run(arguments)
     except GroupwiseError as error:
         say_error(error)
         return 2
-    except KeyboardInterrupt:
-        say_error(getattr(arguments, "interrupted", "interrupted"))
-        return 130
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, SignalInterrupt) else signal.SIGINT
+        name = f"{error}: " if isinstance(error, SignalInterrupt) else ""
+        say_error(f"{name}{getattr(arguments, 'interrupted', 'interrupted')}")
+        return 128 + number
     except BrokenPipeError:
         return BROKEN_PIPE
     except OSError as error:
@@ -127,12 +132,10 @@ def _flush() -> bool:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
-            is_open = False
+        except (OSError, ValueError) as error:  # also a full disk, a terminal that is gone, or a closed stream
+            is_open = is_open and not isinstance(error, BrokenPipeError)
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes there
-        except (OSError, ValueError):  # a full disk, or a stream that was closed in Python
-            pass
     return is_open
 
 

@@ -45,7 +45,7 @@ def add_train(commands: Commands) -> None:
     train = add_with_settings(commands, "train", _train, summary, examples)
     for option, help_text in (
         ("--resume", "continue the run in run.folder, or the newest one of this recipe's file"),
-        ("--allow-changes", "with --resume: accept other rows, rewards or another model"),
+        ("--allow-changed", "with --resume: accept other rows, another model, or changed source files"),
         ("--overwrite", "delete an existing run in run.folder"),
     ):
         train.add_argument(option, action="store_true", help=help_text)
@@ -79,7 +79,7 @@ def _train(arguments: argparse.Namespace) -> int:
         from groupwise.training.store.run_folder import nothing_to_resume
 
         folder = _run_folder(arguments, recipe)
-        if folder is not None and arguments.resume and not arguments.allow_changes:
+        if folder is not None and arguments.resume and not arguments.allow_changed:
             finished = nothing_to_resume(recipe, folder)
             if finished is not None:
                 display.say(finished)
@@ -94,7 +94,7 @@ def _train(arguments: argparse.Namespace) -> int:
             resume=arguments.resume,
             overwrite=arguments.overwrite,
             recipe_file=recipe_file_name(arguments.recipe),
-            allow_changes=arguments.allow_changes,
+            allow_changed=arguments.allow_changed,
         )
         return trainer.run().exit_status
 

@@ -77,7 +77,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
 def _quotes_hint(text: str, message: str) -> str:
     """The end of the sentence about a value that is a text without quotes."""
     place = re.match(r"Invalid value \(at line (\d+), column \d+\)", message)
-    line = text.splitlines()[int(place[1]) - 1] if place else ""
+    line = text.split("\n")[int(place[1]) - 1] if place else ""
     bare = re.match(r"\s*([\w.-]+)\s*=\s*([A-Za-z./~][^\s#]*)\s*(?:#.*)?$", line)
     return f'; a text needs quotes: {bare[1]} = "{without_secrets(bare[2], bare[1])}"' if bare else ""
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
 from groupwise.control.environments import HELD_OUT, Environments, make_environments, shape_of
@@ -216,6 +217,7 @@ class Training:
 
     def evaluate(self, run: RunDir) -> ProgressRow:
         """Play from the held-out starts, add a row to progress.csv and save the model if it is the best so far."""
+        run.check_in_place()
         progress = self.progress
         seeds = range(HELD_OUT, HELD_OUT + self.config.starts)
         greedy, sampled = (
@@ -260,6 +262,7 @@ class Training:
 
     def save(self, run: RunDir) -> None:
         """Write the checkpoint: the model, the optimizer, the generators and the progress after the last update."""
+        run.check_in_place()
         state = {
             "weights": self.agent.state_dict(),
             "optimizer": self.agent.optimizer.state_dict(),
@@ -274,10 +277,15 @@ class Training:
         config = self.config.model_dump(mode="json")
         check_same_config(saved["config"], config, run.path)
         load_weights(self.agent, saved, run.path / STATE_FILE)
-        self.agent.optimizer.load_state_dict(saved["optimizer"])
-        for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
-            generator.bit_generator.state = state
-        self.progress = TrainingProgress(**saved["progress"])
+        try:
+            self.agent.optimizer.load_state_dict(saved["optimizer"])
+            for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
+                generator.bit_generator.state = state
+            self.progress = TypeAdapter(TrainingProgress).validate_python(saved["progress"])
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{run.path / STATE_FILE} is damaged: {one_line(repr(error))[:200]}; train this run again (--overwrite)"
+            ) from error
         self._remember_generators()
         run.metrics.rewind(self.progress.update)
         (run.path / RESULT_FILE).unlink(missing_ok=True)  # the result of a smaller budget

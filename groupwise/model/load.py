@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from groupwise.errors import CheckpointError, InputError
+from groupwise.errors import CheckpointError, GroupwiseError, InputError
 from groupwise.model import tiny
 from groupwise.model.device import resolve_device, resolve_dtype
 from groupwise.model.lora import (
@@ -123,13 +123,13 @@ def load_tokenizer(
         from groupwise.model.gguf import load_gguf
 
         return load_gguf(location.path)[1]
-    if not _has_any(location.path, TOKENIZER_FILES):
+    if location.path.exists() and not _has_any(location.path, TOKENIZER_FILES):
         raise InputError(
             f"{location.path} has no tokenizer ({', '.join(TOKENIZER_FILES)}); copy it from the base model"
         )
     from transformers import AutoTokenizer
 
-    with _as_checkpoint_error(location.path, "the tokenizer"):
+    with _deletion_reported(location.path), _as_checkpoint_error(location.path, "the tokenizer"):
         return AutoTokenizer.from_pretrained(
             str(location.path), trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
@@ -155,10 +155,12 @@ def _load(
                 f"{location.name} is a LoRA adapter already; load it without lora=, or load its base instead"
             )
         base, _ = _read(base_of(location, trust_remote_code), chosen, trust_remote_code)
-        model: Any = load_adapter(base, location.path)
+        with _deletion_reported(location.path):
+            model: Any = load_adapter(base, location.path)
         tokenizer = None
     else:
-        model, tokenizer = _read(location, chosen, trust_remote_code)
+        with _deletion_reported(location.path):
+            model, tokenizer = _read(location, chosen, trust_remote_code)
         if lora is not None:
             model = add_lora(model, lora, seed=seed)
             model.peft_config[model.active_adapter].revision = revision
@@ -299,6 +301,20 @@ def _as_checkpoint_error(folder: Path, what: str) -> Iterator[None]:
         yield
     except Exception as error:  # the tokenizers package raises nothing more specific
         raise CheckpointError(f"{what} in {folder} could not be loaded: {first_line(error)}") from error
+
+
+@contextmanager
+def _deletion_reported(path: Path | None) -> Iterator[None]:
+    """If a model was deleted while it was read, the error says that: a run deletes its older checkpoints."""
+    try:
+        yield
+    except (GroupwiseError, OSError) as error:
+        if path is None or path.exists():
+            raise
+        raise CheckpointError(
+            f"{path} was deleted while it was read; a run keeps its last checkpoints and the best one "
+            "(run.keep_checkpoints): read a newer one, or the model/ of a finished run"
+        ) from error
 
 
 def _has_any(folder: Path | None, patterns: Iterable[str]) -> bool:

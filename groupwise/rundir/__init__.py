@@ -11,13 +11,22 @@ from groupwise.rundir.files import (
 )
 from groupwise.rundir.metrics import metric_column, read_metrics
 from groupwise.rundir.run import RunDir, new_run_path, package_versions
-from groupwise.rundir.signals import StopRequest, end_with_parent, interrupts_ignored, stop_on_signals
+from groupwise.rundir.signals import (
+    SignalInterrupt,
+    StopRequest,
+    end_with_parent,
+    interrupt_on_signals,
+    interrupts_ignored,
+    stop_on_signals,
+)
 
 __all__ = [
     "RunDir",
+    "SignalInterrupt",
     "StopRequest",
     "atomic_folder",
     "end_with_parent",
+    "interrupt_on_signals",
     "interrupts_ignored",
     "metric_column",
     "new_run_path",

@@ -8,6 +8,7 @@ after a crash or on a full disk. `verify_manifest` detects later damage.
 from __future__ import annotations
 
 import csv
+import errno
 import hashlib
 import io
 import json
@@ -15,13 +16,13 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
-from groupwise.text import error_reason, printable
+from groupwise.text import error_reason, excerpt, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +31,9 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of these may be computed by a spreadsheet
+LATER_STATE = "state_after_evaluation.json"  # added to a checkpoint that is finished, with a hash of its own
+LOADED = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")  # endings of files that a program reads
+SHOWN = 10  # problems of a folder in an error message
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -50,11 +54,46 @@ def write_json(path: str | Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file; a CheckpointError names the file if it is missing or damaged."""
     try:
-        return json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
-    except ValueError as error:
+        return json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
+
+
+def read_object(path: str | Path, **kinds: type) -> dict[str, Any]:
+    """The object in a JSON file; a CheckpointError unless its values of these names have these types."""
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it holds {type(value).__name__}, not an object")
+    for name, kind in kinds.items():
+        if not isinstance(value.get(name), kind) or (kind is int and isinstance(value[name], bool)):
+            raise CheckpointError(f"{path} is damaged: its {name!r} is missing or not of type {kind.__name__}")
+    return value
+
+
+def read_regular(path: str | Path) -> bytes:
+    """The content of a file; an OSError for a device or a pipe, which could be read for ever."""
+    with open(path, "rb", opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return file.read()
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opening a pipe that nobody writes to would wait."""
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged file, so that its name is free and nothing of it is lost; the new path."""
+    number = 1
+    while (other := path.with_name(f"{path.name}.damaged-{number}")).exists():
+        number += 1
+    try:
+        return path.rename(other)
+    except OSError as error:
+        raise RunDirError(f"{path} is damaged and cannot be renamed: {error_reason(error)}") from error
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -104,10 +143,11 @@ def write_manifest(folder: str | Path) -> None:
     write_json(folder / MANIFEST, {"version": MANIFEST_VERSION, "files": files})
 
 
-def verify_manifest(folder: str | Path) -> dict[str, Any]:
+def verify_manifest(folder: str | Path, *, required: Iterable[str] = ()) -> dict[str, Any]:
     """Check that every file in the manifest of ``folder`` exists with the right size and hash; return the manifest.
 
-    Otherwise a CheckpointError lists what is missing or damaged.
+    Otherwise a CheckpointError lists what is missing or damaged. A manifest must list the ``required`` files and every
+    file that a program would load, as an omitted one could not be trusted, and may not name files outside the folder.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
@@ -117,18 +157,46 @@ def verify_manifest(folder: str | Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder / MANIFEST} does not have version {MANIFEST_VERSION}, which this groupwise needs"
         )
-    problems = []
-    for name, facts in manifest["files"].items():
-        path = folder / name
-        if not path.is_file():
-            problems.append(f"{name} is missing")
-        elif path.stat().st_size != facts["bytes"]:
-            problems.append(f"{name} has {path.stat().st_size} bytes instead of {facts['bytes']}")
-        elif _sha256(path) != facts["sha256"]:
-            problems.append(f"{name} has been changed (its SHA-256 differs)")
+    files = manifest.get("files")
+    if not isinstance(files, dict):
+        raise CheckpointError(f"{folder / MANIFEST} is damaged: it has no table of files. Use an earlier checkpoint")
+    problems = [f"{MANIFEST} does not list {name}" for name in required if name not in files]
+    try:
+        problems += [f"{MANIFEST} does not list {name}" for name in _loaded_files(folder, {*files, *required})]
+        problems += filter(None, (_problem(folder, name, facts) for name, facts in files.items()))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}") from error
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems)}. Use an earlier checkpoint")
+        more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:SHOWN])}{more}. Use an earlier checkpoint")
     return manifest
+
+
+def _loaded_files(folder: Path, known: Collection[str]) -> list[str]:
+    """The files below ``folder`` that a program would load, except the ``known`` ones and manifests."""
+    found = (path for path in sorted(folder.rglob("*")) if path.suffix in LOADED and not path.is_dir())
+    names = [path.relative_to(folder).as_posix() for path in found if not path.name.startswith(UNFINISHED)]
+    return [name for name in names if name not in known and Path(name).name not in (MANIFEST, LATER_STATE)]
+
+
+def _problem(folder: Path, name: str, facts: Any) -> str | None:
+    """What is wrong with a file of a manifest; None if nothing is."""
+    size, digest = (facts.get("bytes"), facts.get("sha256")) if isinstance(facts, dict) else (None, None)
+    shown = name if len(name) <= 200 else excerpt(name, 200)
+    if type(size) is not int or not isinstance(digest, str):
+        return f"the size or the SHA-256 of {shown} is missing in {MANIFEST}"
+    if not name or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+        return f"{MANIFEST} names {shown}, which is not inside the folder"
+    path = folder / name
+    if not path.is_file():
+        return f"{shown} is missing"
+    if not path.resolve().is_relative_to(folder.resolve()):
+        return f"{shown} is a link to a file outside the folder"
+    if path.stat().st_size != size:
+        return f"{shown} has {path.stat().st_size} bytes instead of {size}"
+    if _sha256(path) != digest:
+        return f"{shown} has been changed (its SHA-256 differs)"
+    return None
 
 
 @contextmanager
@@ -139,8 +207,38 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise RunDirError(f"{path} exists already; a finished folder is never overwritten")
     with _publishing(path) as unfinished:
         unfinished.mkdir()
-        yield unfinished
+        with same_folder(unfinished) as is_same:
+            yield unfinished
+            if not is_same():  # a library may have created it again
+                _remove(unfinished)
+                with suppress(OSError):  # it is not empty
+                    path.parent.rmdir()
+                raise RunDirError(f"{path.parent} was deleted or moved while {path.name} was written to it")
         write_manifest(unfinished)
+
+
+@contextmanager
+def same_folder(path: Path) -> Iterator[Callable[[], bool]]:
+    """A function that tells whether ``path`` is still the folder that it is now.
+
+    The folder is kept open, because the number of a deleted one may be given to the next. Windows, where folders cannot
+    be opened, lets no one delete a folder with open files.
+    """
+    if os.name == "nt":
+        yield lambda: True
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def is_same() -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(path))
+        except OSError:
+            return False
+
+    try:
+        yield is_same
+    finally:
+        os.close(descriptor)
 
 
 def remove_leftovers(folder: str | Path) -> None:
@@ -156,6 +254,9 @@ def _publishing(path: Path) -> Iterator[Path]:
 
     unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
+        for parent in path.parents:
+            if parent.name.startswith(UNFINISHED):
+                os.stat(parent)  # if it was deleted, it is not created again
         path.parent.mkdir(parents=True, exist_ok=True)
         yield unfinished
         entries = (*unfinished.rglob("*"), unfinished)

@@ -1,34 +1,41 @@
 """Metrics as JSON lines, one object per row, each written at once.
 
 A killed process loses no recorded row; an unfinished last line is dropped on the next start. JSON has no NaN, so NaN
-and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and are read back as floats.
+and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and are read back as floats. A resumed run
+does not depend on its metrics: damaged lines are set aside, and it goes on with the others.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import write_bytes
-from groupwise.text import error_reason
+from groupwise.rundir.files import read_regular, set_aside, write_bytes
+from groupwise.text import error_reason, one_line, plural
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class MetricsRecorder:
-    """Appends rows to a metrics file. Steps may repeat (training and evaluation of one step) but not decrease."""
+    """Appends rows to a metrics file. Steps may repeat (training and evaluation of one step) but not decrease.
 
-    def __init__(self, path: str | Path) -> None:
+    Damaged lines are an error, unless ``resume`` says that `rewind` will be called, which sets them aside.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path)
-        lines = _parse(self.path)
-        self.last_step: int | None = lines[-1][1]["step"] if lines else None
+        lines = _read_lines(self.path) if self.path.exists() else []
+        if not resume:
+            _check(self.path, lines)
+        self.last_step: int | None = max((line.row["step"] for line in lines if line.row), default=None)
         self._open()
-        self._file.truncate(sum(len(line) for line, _ in lines))
+        self._file.truncate(sum(len(line.text) for line in lines))
 
     def _open(self) -> None:
         try:
@@ -48,6 +55,7 @@ class MetricsRecorder:
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:
+        self._check_in_place()
         length = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
@@ -58,14 +66,40 @@ class MetricsRecorder:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
 
-    def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> None:
-        """Delete the rows after ``step``, to resume from there, and those to ``drop``."""
-        lines = _parse(self.path)
-        kept = [line for line, row in lines if row["step"] <= step and not drop(row)]
+    def _check_in_place(self) -> None:
+        """What is written to a deleted file is lost without an error."""
+        try:
+            same = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
+        except OSError:
+            same = False
+        if not same:
+            raise RunDirError(
+                f"{self.path} was deleted, moved or replaced during the run, so the run stops; restore the folder and "
+                "continue with --resume, or start a new run"
+            )
+
+    def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> str | None:
+        """Delete the rows after ``step``, to resume from there, and those to ``drop``.
+
+        Rows are sorted by step, and repeated ones are deleted. If lines are damaged, the file is kept under another
+        name; the result is a sentence about that.
+        """
+        lines = _read_lines(self.path)
+        rows: dict[bytes, dict[str, Any]] = {line.text: line.row for line in lines if line.row is not None}
+        kept = [text for text, row in rows.items() if row["step"] <= step and not drop(row)]
+        kept.sort(key=lambda text: int(rows[text]["step"]))
         self._file.close()
+        damaged = [line for line in lines if line.problem]
+        note = None
+        if damaged:
+            note = (
+                f"{self.path.name} has {plural(len(damaged), 'damaged line')} (the first is line {damaged[0].number}): "
+                f"it was renamed to {set_aside(self.path).name}, and the run goes on with the other rows"
+            )
         write_bytes(self.path, b"".join(kept))
         self._open()
-        self.last_step = max((row["step"] for _, row in lines if row["step"] <= step), default=None)
+        self.last_step = max((row["step"] for row in rows.values() if row["step"] <= step), default=None)
+        return note
 
     def close(self) -> None:
         self._file.close()
@@ -75,7 +109,9 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. An unfinished last line is ignored; other damage is an error."""
     if not Path(path).exists():
         raise RunDirError(f"{path} does not exist")
-    return [row for _, row in _parse(Path(path))]
+    lines = _read_lines(Path(path))
+    _check(path, lines)
+    return [line.row for line in lines if line.row is not None]
 
 
 def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[Any]]:
@@ -84,21 +120,46 @@ def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], lis
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 
-def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
-    """The complete lines of the file, each with its row."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    parsed = []
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            row = json.loads(line)
-            row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
-            raise RunDirError(f"{path}, line {number} is damaged: {error}. Repair or remove that line") from error
-        finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-        parsed.append((line, finite))
-    return parsed
+class _Line(NamedTuple):
+    """A complete line of the file: its row, or what is wrong with it; a blank line has neither."""
+
+    number: int
+    text: bytes
+    row: dict[str, Any] | None
+    problem: str = ""
+
+
+def _read_lines(path: Path) -> list[_Line]:
+    """The complete lines of the file. They are split at line feeds, as an editor counts them."""
+    try:
+        content = io.BytesIO(read_regular(path))
+    except OSError as error:
+        raise RunDirError(f"{path} cannot be read: {error_reason(error)}") from error
+    lines = (_parse(number, text) for number, text in enumerate(content, start=1) if text.endswith(b"\n"))
+    return list(lines)
+
+
+def _check(path: str | Path, lines: Iterable[_Line]) -> None:
+    for line in lines:
+        if line.problem:
+            raise RunDirError(f"{path}, line {line.number} is damaged: {line.problem}. Repair or remove that line")
+
+
+def _parse(number: int, text: bytes) -> _Line:
+    if not text.strip():
+        return _Line(number, text, None)
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        return _Line(number, text, None, f"it is not JSON ({one_line(str(error))})")
+    if not isinstance(row, dict):
+        return _Line(number, text, None, "it is not an object")
+    if type(row.get("step")) is not int or row["step"] < 0:
+        return _Line(number, text, None, "'step' is missing or not a number of steps")
+    if name := next((name for name, value in row.items() if isinstance(value, (dict, list))), None):
+        return _Line(number, text, None, f"{name!r} is neither a number nor a text")
+    finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
+    return _Line(number, text, finite)
 
 
 def _plain(name: str, value: Any) -> Any:

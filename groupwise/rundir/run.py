@@ -20,8 +20,8 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from filelock import FileLock, Timeout
 
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
-from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, write_json
+from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, same_folder, write_json
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
 
@@ -77,18 +77,47 @@ class RunDir:
     """An open run folder, locked until `close`. Open one with `create` or `resume`."""
 
     def __init__(self, path: Path, *, new: bool, new_parents: Sequence[Path] = ()) -> None:
-        self.path, self._lock = path, _acquire(path)
+        self._open, self._lock = ExitStack(), _acquire(path)
         self._new_parents = new_parents  # created for this run, innermost first
         try:
+            self.path = path
+            self._lock_file = os.stat(path / LOCK)
             if new:
                 _write_marker(path)
             else:
                 _check_marker(path)
                 remove_leftovers(path)
-            self.metrics = MetricsRecorder(path / METRICS)
+            self.metrics = MetricsRecorder(path / METRICS, resume=not new)
         except BaseException:
+            self._open.close()
             self._lock.release()
             raise
+
+    @property
+    def path(self) -> Path:
+        return self._path
+
+    @path.setter
+    def path(self, path: Path) -> None:
+        """Set by who moves the folder on purpose."""
+        self._open.close()
+        self._path, self._is_same = path, self._open.enter_context(same_folder(path))
+
+    def check_in_place(self) -> None:
+        """Raise an error if the folder was deleted, moved or replaced, or if another process has taken it over."""
+        if not self._is_same():
+            raise RunDirError(
+                f"{self.path} was deleted, moved or replaced during the run, so the run stops; restore the folder and "
+                "continue with --resume, or start a new run"
+            )
+        try:
+            is_locked = os.path.samestat(self._lock_file, os.stat(self.path / LOCK))
+        except OSError:
+            is_locked = False
+        if not is_locked:  # the lock file was deleted: a second process may have locked a new one
+            released, self._lock = self._lock, _acquire(self.path)
+            released.release()
+            self._lock_file = os.stat(self.path / LOCK)
 
     @classmethod
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
@@ -113,15 +142,26 @@ class RunDir:
         return cls(path, new=False)
 
     def write_json(self, name: str, value: Any) -> None:
+        self.check_in_place()
         write_json(self.path / name, value)
 
-    def folder(self, name: str) -> AbstractContextManager[Path]:
+    @contextmanager
+    def folder(self, name: str) -> Iterator[Path]:
         """A folder of this run that appears, with its manifest, once it is complete. See `atomic_folder`."""
-        return atomic_folder(self.path / name)
+        self.check_in_place()
+        try:
+            with atomic_folder(self.path / name) as unfinished:
+                yield unfinished
+        except CheckpointError:
+            self.check_in_place()  # the run's folder is gone, which is the reason
+            raise
 
     def close(self) -> None:
         self.metrics.close()
-        (self.path / HOLDER).unlink(missing_ok=True)
+        with suppress(OSError):
+            if self._is_same() and os.path.samestat(self._lock_file, os.stat(self.path / LOCK)):
+                (self.path / HOLDER).unlink()
+        self._open.close()
         self._lock.release()
 
     def clear(self) -> None:
@@ -137,7 +177,7 @@ class RunDir:
         """Close the folder; delete it, and what was created for it above, if nothing has been written to it yet."""
         self.metrics.close()
         unused = (MARKER, LOCK, HOLDER, *([METRICS] if self.metrics.last_step is None else []))
-        empty = all(entry.name in unused for entry in self.path.iterdir())
+        empty = self._is_same() and all(entry.name in unused for entry in self.path.iterdir())
         if empty:
             (self.path / MARKER).unlink(missing_ok=True)
         self.close()
@@ -161,7 +201,10 @@ def _write_marker(path: Path) -> None:
 def _check_marker(path: Path) -> None:
     marker = read_json(path / MARKER)
     if not isinstance(marker, dict) or marker.get("format") != FORMAT:
-        raise RunDirError(f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs")
+        raise RunDirError(
+            f"{path / MARKER} does not have format {FORMAT}, which this groupwise needs; restore it from a copy, or "
+            "start a new run"
+        )
 
 
 def _acquire(path: Path) -> FileLock:

@@ -1,4 +1,7 @@
-"""Ctrl-C and SIGTERM ask a run to finish its step and save; a second Ctrl-C ends it at once."""
+"""Ctrl-C, SIGTERM and SIGHUP ask a run to finish its step and save; a second Ctrl-C ends it at once.
+
+A signal that was ignored when the process started stays ignored: SIGHUP under nohup, SIGINT in a background job.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from typing import Any
 
 from groupwise.text import Say
 
+STOPPING = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
 
 class StopRequest:
     """``signal`` is the signal that asked to stop, or None."""
@@ -25,24 +30,49 @@ class StopRequest:
 
     @property
     def exit_status(self) -> int:
-        """130 for Ctrl-C, 143 for SIGTERM, as in shells; 0 without a request."""
+        """130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, as in shells; 0 without a request."""
         return 0 if self.signal is None else 128 + self.signal
+
+    def broken_pipe(self) -> None:
+        """Nobody reads the output any more, as after `| head`: stop as a process does that SIGPIPE ends."""
+        self.signal = self.signal or signal.SIGPIPE
+
+
+class SignalInterrupt(KeyboardInterrupt):
+    """SIGTERM or SIGHUP outside of a block that saves: the command ends, as after Ctrl-C."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 @contextmanager
 def stop_on_signals(say: Say) -> Iterator[StopRequest]:
-    """Within this block the two signals only set the request. Outside the main thread this does nothing."""
+    """Within this block the signals only set the request. Outside the main thread this does nothing."""
     request = StopRequest()
 
     def handle(number: int, frame: FrameType | None) -> None:
         if request.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         request.signal = signal.Signals(number)
-        with suppress(RuntimeError):  # the signal came in the middle of a write to the same stream
+        with suppress(RuntimeError, OSError):  # it came in the middle of a write to the same stream, or that is gone
             say(f"{request.signal.name}: finishing this step and saving; Ctrl-C again stops without saving")
 
-    with _handled_by(handle, signal.SIGINT, signal.SIGTERM):
+    with _handled_by(handle, *_not_ignored()):
         yield request
+
+
+def interrupt_on_signals() -> AbstractContextManager[None]:
+    """Within this block SIGTERM and SIGHUP raise a `SignalInterrupt`, so that open files are closed or removed."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise SignalInterrupt(number)
+
+    return _handled_by(handle, *(number for number in _not_ignored() if number != signal.SIGINT))
+
+
+def _not_ignored() -> list[signal.Signals]:
+    return [number for number in STOPPING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def interrupts_ignored() -> AbstractContextManager[None]:

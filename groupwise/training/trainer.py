@@ -64,15 +64,9 @@ from groupwise.training.store.changes import record_changes
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
-from groupwise.training.store.recorder import EVAL_PREFIX, Recorder
-from groupwise.training.store.run_folder import (
-    check_inputs,
-    describe_inputs,
-    mark_finished,
-    open_run,
-    write_inputs,
-    write_recipe,
-)
+from groupwise.training.store.inputs import describe_inputs
+from groupwise.training.store.recorder import Recorder, last_metrics
+from groupwise.training.store.run_folder import check_inputs, mark_finished, open_run, write_inputs, write_recipe
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
@@ -99,8 +93,8 @@ class Trainer:
     task: replaces the recipe's. rewards: functions beside those of the task and the recipe.
     model, tokenizer: loaded ones, in place of the recipe's. The model itself is trained, not a copy.
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
-    recipe_file: the name of the recipe's file, by which a run is found again. allow_changes: resume even if the rows,
-    the rewards or the model are others than the run was started with.
+    recipe_file: the name of the recipe's file, by which a run is found again. allow_changed: resume even if the rows,
+    the model, or the source of rewards, task, loss or grouping are others than the run was started with.
     """
 
     def __init__(
@@ -117,7 +111,7 @@ class Trainer:
         resume: bool = False,
         overwrite: bool = False,
         recipe_file: str | None = None,
-        allow_changes: bool = False,
+        allow_changed: bool = False,
     ) -> None:
         self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
         self.display = display or LineDisplay(sys.stdout)
@@ -138,7 +132,7 @@ class Trainer:
                 recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
             )
             self._inputs = describe_inputs(self.components)
-            if resume and not allow_changes:
+            if resume and not allow_changed:
                 check_inputs(self.run_dir, self._inputs, recipe)
             self._build()
             if overwrite and not resume:
@@ -234,6 +228,7 @@ class Trainer:
         folder: str | Path | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        allow_changed: bool = False,
         **sections: Mapping[str, Any],
     ) -> Trainer:
         """A trainer without a recipe file: rows with a ``prompt``, one or more rewards, and any section as a keyword.
@@ -260,6 +255,7 @@ class Trainer:
             folder=folder,
             resume=resume,
             overwrite=overwrite,
+            allow_changed=allow_changed,
         )
 
     @property
@@ -277,8 +273,9 @@ class Trainer:
         return step + self.schedule.steps_left(step, tokens, rate)
 
     def run(self) -> RunResult:
-        """Train to the end, or until Ctrl-C or SIGTERM; then the finished step is saved and the result says so."""
+        """Train to the end, or until Ctrl-C, SIGTERM, SIGHUP or a broken pipe; then the finished step is saved."""
         with self.display, stop_on_signals(self.display.interrupted) as self.stopping:
+            self.display.on_broken_pipe = self.stopping.broken_pipe
             try:
                 for _ in self.steps():
                     pass
@@ -314,7 +311,7 @@ class Trainer:
         folder, exit_status = self.run_dir.path, self.stopping.exit_status
         result = RunResult(
             steps=state.step,
-            train=self._last_metrics(),
+            train=last_metrics(folder),
             held_out=state.measured,
             first_held_out=state.first,
             last_held_out=state.last,
@@ -328,6 +325,7 @@ class Trainer:
             push_to_hub(model, self.recipe.run.push_to_hub, self.say)
         if model is not None and (state.step >= self.total_steps or self._patience_is_over):
             mark_finished(self.run_dir, state.step, self.total_steps)
+        self.run_dir.check_in_place()  # a deleted folder is not a success
         self.display.finish(
             run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
         )
@@ -348,13 +346,6 @@ class Trainer:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _last_metrics(self) -> dict[str, float]:
-        """The metrics of the last step, also if it was taken before the run was resumed."""
-        path = self.run_dir.path / METRICS
-        rows = reversed(read_metrics(path) if path.exists() else [])
-        last = (row for row in rows if not any(name.startswith(EVAL_PREFIX) for name in row))
-        return {name: value for name, value in next(last, {}).items() if name != "step"}
 
     def _step(self) -> StepReport:
         state, step_recipe = self.state, self.step_recipe()

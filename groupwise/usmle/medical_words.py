@@ -56,7 +56,7 @@ def _packaged() -> frozenset[str]:
 
 def _parse(text: str, name: str) -> frozenset[str]:
     words = set()
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         word = line.partition("#")[0].strip()
         if not word:
             continue

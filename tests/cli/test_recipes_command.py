@@ -113,7 +113,7 @@ def test_every_command_names_the_packaged_recipes(folder, error_of, command):
     ("words", "message"),
     [
         ("train quiz --resum", "`groupwise train` has no option --resum; did you mean '--resume'?"),
-        ("train quiz --allow_changs", "did you mean '--allow-changes'?"),
+        ("train quiz --allow_changs", "did you mean '--allow-changed'?"),
         ("eval quiz --answer x", "`groupwise eval` has no option --answer; did you mean '--answers'?"),
         ("check quiz train.steps=3", "given as --section.key VALUE; did you mean --train.steps=3?"),
         ("check quiz other.toml", "'other.toml' is not understood"),

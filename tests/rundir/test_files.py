@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,3 +220,78 @@ def test_a_csv_file_has_no_formulas(tmp_path, start):
     text = text.replace("\r", "\\r")
     assert header == [f"'{text}", "n", "s", "e", "plain", "none"]
     assert row == [f"'{text}", "-1.5", "-1.5", "+1e-3", "a=b", ""]
+
+
+def finished_folder(path: Path) -> Path:
+    with atomic_folder(path) as folder:
+        write_json(folder / "state.json", {"step": 1})
+        write_json(folder / "policy" / "config.json", {})
+    return path
+
+
+MANIFESTS = {
+    "no files at all": ({}, "does not list policy/config.json"),
+    "one file omitted": ({"state.json": None}, "does not list policy/config.json"),
+    "a path above": ({"../other.json": {"bytes": 1, "sha256": "x"}}, "not inside the folder"),
+    "an absolute path": ({"/etc/hostname": {"bytes": 1, "sha256": "x"}}, "not inside the folder"),
+    "an empty name": ({"": {"bytes": 1, "sha256": "x"}}, "not inside the folder"),
+    "a NUL byte": ({"a\0b": {"bytes": 1, "sha256": "x"}}, "not inside the folder"),
+    "a name too long": ({"x" * 5000: {"bytes": 1, "sha256": "x"}}, "too long|missing"),
+    "a size that is text": ({"state.json": {"bytes": "18", "sha256": "x"}}, "size or the SHA-256 of state.json"),
+    "no hash": ({"state.json": {"bytes": 18}}, "size or the SHA-256 of state.json"),
+    "a file that is a list": ({"state.json": []}, "size or the SHA-256 of state.json"),
+    "a folder in place of a file": ({"policy": {"bytes": 18, "sha256": "x"}}, "policy is missing"),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_that_are_not_believed(tmp_path, name):
+    folder = finished_folder(tmp_path / "checkpoint")
+    files, problem = MANIFESTS[name]
+    true = read_json(folder / "manifest.json")["files"]
+    files = {file: true[file] if facts is None else facts for file, facts in files.items()}
+    write_json(folder / "manifest.json", {"version": 1, "files": files})
+    with pytest.raises(CheckpointError, match=problem):
+        verify_manifest(folder)
+
+
+@pytest.mark.parametrize("files", [None, [], "state.json", 3])
+def test_a_manifest_without_a_table_of_files(tmp_path, files):
+    folder = finished_folder(tmp_path / "checkpoint")
+    write_json(folder / "manifest.json", {"version": 1, "files": files})
+    with pytest.raises(CheckpointError, match="no table of files"):
+        verify_manifest(folder)
+
+
+def test_required_files_and_files_of_the_user(tmp_path):
+    folder = finished_folder(tmp_path / "checkpoint")
+    (folder / "notes.txt").write_text("mine")
+    (folder / ".DS_Store").write_text("")
+    verify_manifest(folder, required=["state.json"])
+    with pytest.raises(CheckpointError, match=r"does not list masters\.safetensors"):
+        verify_manifest(folder, required=["masters.safetensors"])
+    (folder / "reference.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"does not list reference\.safetensors"):
+        verify_manifest(folder)
+
+
+def test_a_link_out_of_the_folder(tmp_path):
+    folder = finished_folder(tmp_path / "checkpoint")
+    (folder / "state.json").rename(tmp_path / "elsewhere.json")
+    (folder / "state.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(CheckpointError, match=r"state\.json is a link to a file outside the folder"):
+        verify_manifest(folder)
+    (tmp_path / "link").symlink_to(finished_folder(tmp_path / "other"))
+    verify_manifest(tmp_path / "link")  # the folder itself may be elsewhere
+
+
+def test_json_that_cannot_be_read(tmp_path):
+    path = tmp_path / "a.json"
+    for content in (b"[" * 200_000, b"\xff", b"", b"{", b"1" * 5000):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"a\.json is damaged"):
+            read_json(path)
+    path.unlink()
+    os.mkfifo(path)  # a reader would wait for ever
+    with pytest.raises(CheckpointError, match="not a regular file"):
+        read_json(path)

@@ -110,3 +110,65 @@ def test_an_impossible_path(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(RunDirError, match=r"m.jsonl cannot be opened: .*file is a file, not a folder"):
         MetricsRecorder(tmp_path / "file" / "m.jsonl")
+
+
+def test_a_resumed_run_sets_damaged_lines_aside(tmp_path):
+    """The other rows stay, in order and without repetitions; the damaged file is kept beside them."""
+    path = tmp_path / "m.jsonl"
+    lines = [
+        '{"step": 2, "x": 1}',
+        "nonsense",
+        "",
+        '{"step": 1, "x": 1}',
+        '{"step": 2, "eval/x": 1}',
+        "[1]",
+        '{"step": -1}',
+    ]
+    lines += ['{"step": true}', '{"step": 1.5}', '{"step": 3, "x": [1]}', '{"step": 2, "x": 1}', "[" * 100_000]
+    content = "\r\n".join(lines) + "\n" + '{"step": 4'
+    path.write_text(content, newline="")
+    with pytest.raises(RunDirError, match="line 2 is damaged: it is not JSON"):
+        read_metrics(path)
+    with closing(MetricsRecorder(path, resume=True)) as metrics:
+        assert metrics.last_step == 2
+        note = metrics.rewind(2)
+        metrics.record(3, {"x": 2})
+    assert "7 damaged lines (the first is line 2)" in note
+    assert "m.jsonl.damaged-1" in note
+    assert [(row["step"], *row.keys() - {"step"}) for row in read_metrics(path)] == [
+        (1, "x"),
+        (2, "x"),
+        (2, "eval/x"),
+        (3, "x"),
+    ]
+    assert (tmp_path / "m.jsonl.damaged-1").read_text().startswith(lines[0])
+    with closing(MetricsRecorder(path, resume=True)) as metrics:
+        assert metrics.rewind(1) is None
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_lines_are_numbered_as_in_an_editor(tmp_path, ending):
+    """Blank lines count; other line separators, which stand within texts, do not."""
+    path = tmp_path / "m.jsonl"
+    rows = ['{"step": 1, "x": "a\u2028b\x85c"}', "", '{"step": 2}', "{", ""]
+    path.write_text(ending.join(rows), encoding="utf-8", newline="")
+    with pytest.raises(RunDirError, match="line 4 is damaged"):
+        read_metrics(path)
+
+
+def test_a_file_that_is_deleted_or_replaced_gets_no_rows(tmp_path):
+    path = tmp_path / "m.jsonl"
+    with closing(MetricsRecorder(path)) as metrics:
+        metrics.record(1, {})
+        path.unlink()
+        with pytest.raises(RunDirError, match=r"m\.jsonl was deleted, moved or replaced"):
+            metrics.record(2, {})
+        path.write_text("")
+        with pytest.raises(RunDirError, match=r"m\.jsonl was deleted, moved or replaced"):
+            metrics.record(2, {})
+
+
+def test_a_folder_in_place_of_the_file(tmp_path):
+    (tmp_path / "m.jsonl").mkdir()
+    with pytest.raises(RunDirError, match=r"m\.jsonl cannot be read"):
+        read_metrics(tmp_path / "m.jsonl")

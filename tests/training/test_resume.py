@@ -382,7 +382,7 @@ def test_other_rows(tmp_path):
     run_steps(small_trainer(tmp_path / "run"), 1)
     fewer = Task("try", TASK.train[:9], TASK.held_out)
     with pytest.raises(DataError, match=r"10 rows.*9"):
-        small_trainer(tmp_path / "run", resume=True, allow_changes=True, task=fewer).run()
+        small_trainer(tmp_path / "run", resume=True, allow_changed=True, task=fewer).run()
     assert small_trainer(tmp_path / "run", resume=True).run().steps == 4  # what it was started with is still known
 
 

@@ -23,8 +23,9 @@ from groupwise.control.main import (
 )
 from groupwise.control.models import STATE_FILE
 from groupwise.control.settings import Config
-from groupwise.errors import ConfigError, ControlError, GroupwiseError
-from groupwise.rundir import end_with_parent, interrupts_ignored, read_json
+from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError
+from groupwise.rundir import end_with_parent, interrupts_ignored
+from groupwise.rundir.files import read_object
 from groupwise.terminal import guard_process
 from groupwise.text import Say, plural
 
@@ -92,7 +93,7 @@ def _run_folder(folder: Path, config: Config) -> Path:
 def _is_finished(config: Config, folder: Path) -> bool:
     if not (folder / CONFIG_FILE).exists():
         return False
-    saved = read_json(folder / CONFIG_FILE)
+    saved = read_object(folder / CONFIG_FILE, steps=int)
     check_same_config(saved, config.model_dump(mode="json"), folder)
     if saved["steps"] > config.steps:
         raise ConfigError(
@@ -102,7 +103,9 @@ def _is_finished(config: Config, folder: Path) -> bool:
 
 
 def _read_run(config: Config, folder: Path) -> ComparedRun:
-    result = read_json(folder / RESULT_FILE)
+    result = read_object(folder / RESULT_FILE)
+    if not {"threshold", "solved_at"} <= result.keys():
+        raise CheckpointError(f"{folder / RESULT_FILE} is damaged; delete it, and the run is finished again")
     return ComparedRun(
         config.environment,
         config.algorithm,

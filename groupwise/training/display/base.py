@@ -135,6 +135,7 @@ class Display:
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
+        self.on_broken_pipe: Callable[[], None] = lambda: None  # called when nobody reads the output any more
         self._lock = threading.RLock()
         self.facts = RunFacts("", "", 0, "", "", 0, None, "")
         self._entered: float | None = None

@@ -6,7 +6,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any, TextIO
 
 from groupwise.terminal import write_text
@@ -143,5 +142,9 @@ class LineDisplay(Display):
 
     def _print(self, text: str) -> None:
         self._written = self._clock()
-        with suppress(OSError, ValueError):  # a closed pipe or file must not stop training
+        try:
             write_text(text.replace("\n", " ") + "\n", self._stream)
+        except BrokenPipeError:
+            self.on_broken_pipe()
+        except (OSError, ValueError):  # a terminal that is gone, or a closed file, must not stop training
+            pass

@@ -161,7 +161,7 @@ class Schedule:
             last = None if state["last"] is None else int(state["last"])
             if not {index for index, _ in fired} <= set(range(len(rules))):
                 raise ValueError("a rule fired that does not exist")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
                 f"the saved schedule is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
             ) from error

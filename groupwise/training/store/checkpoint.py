@@ -2,9 +2,10 @@
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
 that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
-``state.json``: everything else that the next step depends on. The manifest, with a hash of every file, is written last;
-a folder without one is never used. A step is saved before it is evaluated, so that no failing evaluation loses it; what
-the evaluation changes in the state is then added as ``state_after_evaluation.json``, with its own hash.
+``state.json``: everything else that the next step depends on (`saved_state`). The manifest, with a hash of every file,
+is written last; a folder without one is never used, nor is one whose files do not fit each other. A step is saved
+before it is evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added
+as ``state_after_evaluation.json``, with its own hash.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +26,13 @@ from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
-from groupwise.rundir.files import UNFINISHED
+from groupwise.rundir.files import LATER_STATE, UNFINISHED
+from groupwise.text import Say, error_reason
 from groupwise.training.store.run_folder import checkpoints_in
 from groupwise.training.update.updater import Updater
 
 FORMAT = 2
-POLICY, STATE, LATER_STATE = "policy", "state.json", "state_after_evaluation.json"
+POLICY, STATE = "policy", "state.json"
 MASTERS, OPTIMIZER, REFERENCE = "masters.safetensors", "optimizer.safetensors", "reference.safetensors"
 BEST = "best.json"
 
@@ -75,24 +78,32 @@ def save_checkpoint(
 
 def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
     """Restore weights and optimizer state, bit for bit; the saved state. `newest` has checked the hashes."""
-    from safetensors.torch import load_file
-
     state = read_state(folder)
     if not (folder / MASTERS).exists():
         raise CheckpointError(
             f"{folder} holds only the policy (run.resumable was false), so the run cannot be resumed; start a new one "
             f"from --model.source {folder / POLICY}"
         )
-    updater.masters.load_state_dict(load_file(folder / MASTERS))
-    _load_optimizer(updater.optimizer, updater.masters, load_file(folder / OPTIMIZER))
+    updater.masters.load_state_dict(_load_tensors(folder / MASTERS))
+    _load_optimizer(updater.optimizer, updater.masters, _load_tensors(folder / OPTIMIZER))
     if updater.reference is not None:
         if not (folder / REFERENCE).exists():
             raise CheckpointError(
                 f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a "
                 "new run"
             )
-        updater.reference.load(load_file(folder / REFERENCE), int(state["refreshes"]))
+        updater.reference.load(_load_tensors(folder / REFERENCE), int(state["refreshes"]))
     return state
+
+
+def _load_tensors(file: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -114,13 +125,52 @@ def _digest(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def newest(run: RunDir) -> Path | None:
+def verify_checkpoint(folder: Path) -> None:
+    """Raise a CheckpointError if files are missing or changed, or do not fit each other."""
+    trained = (MASTERS, OPTIMIZER) if (folder / MASTERS).exists() or (folder / OPTIMIZER).exists() else ()
+    verify_manifest(folder, required=(STATE, *trained))
+    if not trained:
+        return  # run.resumable was false
+    masters = _shapes(folder / MASTERS)
+    problems = [f"{MASTERS} is empty"] if not masters else []
+    keys: dict[str, set[str]] = {}  # of the optimizer's state, by the name of the weight
+    for full_name, shape in _shapes(folder / OPTIMIZER).items():
+        key, _, name = full_name.partition("/")
+        keys.setdefault(name, set()).add(key)
+        if name not in masters or shape not in ([], masters[name]):
+            problems.append(f"{full_name} in {OPTIMIZER} does not fit the weights")
+    complete = set().union(*keys.values())
+    problems += [f"{OPTIMIZER} has only a part of the state of {name}" for name in keys if keys[name] != complete]
+    if (folder / REFERENCE).exists() and _shapes(folder / REFERENCE) != masters:
+        problems.append(f"{REFERENCE} does not fit {MASTERS}")
+    if problems:
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:3])}. Use an earlier checkpoint")
+
+
+def _shapes(file: Path) -> dict[str, list[int]]:
+    """The shapes of the tensors in a file, by name."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "pt") as tensors:
+            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
+
+
+def newest(
+    run: RunDir, check: Callable[[Path], None] = lambda folder: None, say: Say = lambda text: None
+) -> Path | None:
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
-    would delete the run's records."""
+    would delete the run's records. ``check`` raises a CheckpointError for damage that only its caller can see; ``say``
+    is told what is wrong with newer ones."""
     problems = []
     for folder in reversed(checkpoints_in(run.path).values()):
         try:
-            verify_manifest(folder)
+            verify_checkpoint(folder)
+            check(folder)
+            for problem in problems:
+                say(problem)
             return folder
         except CheckpointError as error:
             problems.append(str(error))
@@ -150,8 +200,13 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
 def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no half under its name."""
     renamed = folder.with_name(f"{UNFINISHED}old-{folder.name}")
-    folder.rename(renamed)
+    try:
+        folder.rename(renamed)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be deleted: {error_reason(error)}; delete it yourself") from error
     shutil.rmtree(renamed, ignore_errors=True)
+    with suppress(OSError):  # a file or a link of that name
+        renamed.unlink()
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
@@ -169,5 +224,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, te
     optimizer.state.clear()
     for full_name, value in tensors.items():
         key, _, name = full_name.partition("/")
+        if name not in parameters:
+            raise CheckpointError(f"{OPTIMIZER} has the state of {name}, which is not trained here")
         device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
         optimizer.state[parameters[name]][key] = value.to(device)

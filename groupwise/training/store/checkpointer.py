@@ -19,6 +19,7 @@ from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.state import Stateful, TrainState
 from groupwise.training.store import checkpoint
 from groupwise.training.store.recorder import rewind
+from groupwise.training.store.saved_state import check_state
 from groupwise.training.update.updater import Updater
 
 
@@ -39,10 +40,11 @@ class Checkpointer:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
         self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
+        self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
     def newest(self) -> Path | None:
-        """The newest intact checkpoint; without one, the records of earlier steps are deleted."""
-        folder = checkpoint.newest(self.run_dir)
+        """The newest intact checkpoint, whose state is loaded; without one, the records of all steps are deleted."""
+        folder = checkpoint.newest(self.run_dir, self._load_state, self.say)
         if folder is None:
             self.say("this run has no finished checkpoint: it starts from the beginning")
             rewind(self.run_dir, -1)
@@ -53,6 +55,7 @@ class Checkpointer:
         settings, state = self.components.recipe.run, self._state()
         if state == self._saved:
             return
+        self.run_dir.check_in_place()
         checkpoint.save_checkpoint(
             self.run_dir,
             self.state.step,
@@ -66,27 +69,32 @@ class Checkpointer:
         self.question_log.write(self.run_dir.path)
         self._saved = copy.deepcopy(state)
 
-    def resume(self, folder: Path, total_steps: int) -> None:
-        """Restore a checkpoint; records and checkpoints of later steps are deleted."""
-        recipe, supervised = self.components.recipe, self.components.supervised
-        saved = checkpoint.read_state(folder)
-        if bool(saved["supervised"]) != supervised:
+    def _load_state(self, folder: Path) -> None:
+        """Restore everything but the weights from a checkpoint; a CheckpointError if that is damaged."""
+        file = folder / checkpoint.STATE
+        saved = check_state(checkpoint.read_state(folder), int(folder.name.rpartition("-")[2]), file)
+        if saved["supervised"] != self.components.supervised:
             raise ConfigError(
                 "a run of SFT alone (train.steps = 0) cannot be resumed as another run, nor another as that; start a "
                 f"new one from --model.source {folder / checkpoint.POLICY}"
             )
-        if supervised and int(saved["step"]) < total_steps:
+        self.state.load_json(saved["train"])
+        for name, part in self.parts.items():
+            part.load_state(saved[name])
+        self._loaded = saved
+
+    def resume(self, folder: Path, total_steps: int) -> None:
+        """Restore the checkpoint that `newest` has found; records and checkpoints of later steps are deleted."""
+        recipe, saved = self.components.recipe, self._loaded
+        if self.components.supervised and self.state.step < total_steps:
             raise ConfigError(
                 f"this supervised run is finished, and {plural(total_steps, 'step')} of SFT are more than it had; "
                 "restore [sft], or start a new run"
             )
         checkpoint.load_checkpoint(folder, self.updater)
-        self.state.load_json(saved["train"])
-        for name, part in self.parts.items():
-            part.load_state(saved[name])
-        self.updater.token_budget = recipe.train.token_budget or int(saved["token_budget"])
-        self.engine.max_num_seqs = recipe.sampling.max_num_seqs or int(saved["max_num_seqs"])
-        threads = int(saved["threads"])
+        self.updater.token_budget = recipe.train.token_budget or saved["token_budget"]
+        self.engine.max_num_seqs = recipe.sampling.max_num_seqs or saved["max_num_seqs"]
+        threads = saved["threads"]
         if torch.get_num_threads() != threads:
             before = f"the run was started with {plural(threads, 'thread')}"
             if recipe.model.threads is None:
@@ -95,7 +103,8 @@ class Checkpointer:
             else:
                 self.say(f"{before}; with {recipe.model.threads} its numbers may differ in the last digits")
         self.question_log.write(self.run_dir.path)
-        rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step)
+        for note in rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step):
+            self.say(note)
         self._write_best()
         for name in checkpoint.rewind(self.run_dir, self.state.step):
             self.say(f"{name} is damaged and was removed: its steps are done again")

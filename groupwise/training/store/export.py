@@ -10,12 +10,12 @@ from groupwise.errors import CheckpointError
 from groupwise.model.export import export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
 from groupwise.model.precision import MasterWeights
-from groupwise.rundir import RunDir, atomic_folder, verify_manifest, write_bytes
+from groupwise.rundir import RunDir, atomic_folder, write_bytes
 from groupwise.text import Say
 from groupwise.training.components import RunComponents
 from groupwise.training.state import TrainState
 from groupwise.training.store.changes import changed_evaluation
-from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name
+from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name, verify_checkpoint
 from groupwise.training.store.model_card import model_card
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ MODEL, CARD = "model", "README.md"
 
 def export_policy(run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights) -> Path:
     """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card."""
+    run.check_in_place()
     folder, best_step = run.path / MODEL, state.exported_step
     dtype = components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
     if folder.exists():  # the run was finished before and was given more steps
@@ -39,7 +40,7 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
     else:
         source = run.path / checkpoint_name(best_step)
         try:
-            verify_manifest(source)
+            verify_checkpoint(source)
         except CheckpointError as error:
             raise CheckpointError(
                 f"the best checkpoint cannot be exported: {error}. The last policy is in "

@@ -9,14 +9,16 @@ from __future__ import annotations
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import MissingExtraError, RunDirError, is_installed
-from groupwise.rundir import RunDir, read_json
+from groupwise.rundir import RunDir, read_json, read_metrics
+from groupwise.rundir.run import METRICS
 from groupwise.text import Say, error_reason, one_line
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
@@ -26,6 +28,7 @@ MetricValue = float | int | None
 TENSORBOARD = "tensorboard"
 WANDB = "wandb.json"
 MAX_FLOAT32 = 3.4028234e38  # TensorBoard stores 32-bit floats
+SHOWN_GAPS = 10  # in a message about lost steps
 CONTINUES = "The run continues; metrics.jsonl has them all"
 
 
@@ -113,7 +116,7 @@ class Recorder:
         settings: Mapping[str, Any] | None = None,
         resumed_at: int | None = None,
     ) -> None:
-        self._metrics = run.metrics
+        self._run = run
         self._rollouts = RolloutWriter(run.path / ROLLOUTS)
         self._say = say
         self._sinks: dict[str, TensorBoard | WeightsAndBiases] = {}
@@ -125,7 +128,8 @@ class Recorder:
 
     def step(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
         """Record the metrics of a training step."""
-        self._metrics.record(step, metrics)
+        self._run.check_in_place()
+        self._run.metrics.record(step, metrics)
         numbers = _numbers(metrics)
         for name, sink in list(self._sinks.items()):
             self._try(name, partial(sink.write, step, numbers))
@@ -135,6 +139,7 @@ class Recorder:
         self.step(step, {EVAL_PREFIX + name: value for name, value in metrics.items()})
 
     def rollouts(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
+        self._run.check_in_place()
         self._rollouts.write(step, table)
 
     def close(self) -> None:
@@ -161,19 +166,43 @@ class Recorder:
             self._say(f"{name} gets no more metrics: {error_reason(error)}. {CONTINUES}")
 
 
-def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> None:
-    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``)."""
+def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
+    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``).
 
-    def is_unfinished(row: Mapping[str, Any]) -> bool:
-        names = row.keys() - {"step"}
-        return not evaluated and row["step"] == step and all(name.startswith(EVAL_PREFIX) for name in names)
+    Returns notices: about damaged lines, and steps whose metrics are lost. The run's weights do not depend on those.
+    """
 
-    run.metrics.rewind(step, drop=is_unfinished)
+    def is_evaluation(row: Mapping[str, Any]) -> bool:
+        return all(name.startswith(EVAL_PREFIX) for name in row.keys() - {"step"})
+
+    note = run.metrics.rewind(step, drop=lambda row: not evaluated and row["step"] == step and is_evaluation(row))
     for path in [path for number, path in rollout_files(run.path / ROLLOUTS).items() if number > step]:
         try:
             path.unlink()
         except OSError as error:
             raise RunDirError(f"{path}, which is written again, cannot be deleted: {error_reason(error)}") from error
+    recorded = {row["step"] for row in read_metrics(run.metrics.path) if not is_evaluation(row)}
+    lost = missing_steps(recorded, step)
+    gap = f"{run.metrics.path.name} lacks the metrics of {lost}: they are lost, and the curves have a gap there"
+    return [*([note] if note else []), *([gap] if lost else [])]
+
+
+def missing_steps(recorded: Collection[int], last: int) -> str:
+    """The steps from 1 to ``last`` that are not ``recorded``: ``step 3``, or ``steps 3, 7–9``; empty without any."""
+    known = [0, *sorted(step for step in set(recorded) if 0 < step <= last), last + 1]
+    gaps = [(before + 1, after - 1) for before, after in pairwise(known) if after > before + 1]
+    shown = [str(first) if first == end else f"{first}–{end}" for first, end in gaps[:SHOWN_GAPS]]
+    more = f" and {len(gaps) - SHOWN_GAPS} more gaps" if len(gaps) > SHOWN_GAPS else ""
+    noun = "step" if len(gaps) == 1 and gaps[0][0] == gaps[0][1] else "steps"
+    return f"{noun} {', '.join(shown)}{more}" if gaps else ""
+
+
+def last_metrics(folder: Path) -> dict[str, Any]:
+    """The metrics of a run's last step, also if it was taken before the run was resumed."""
+    path = folder / METRICS
+    rows = reversed(read_metrics(path) if path.exists() else [])
+    last = (row for row in rows if not any(name.startswith(EVAL_PREFIX) for name in row))
+    return {name: value for name, value in next(last, {}).items() if name != "step"}
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -5,22 +5,18 @@ Importing this does not load PyTorch: the command line looks for the folder firs
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.config.sections import OWN_LENGTHS
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
+from groupwise.rundir.files import read_object
 from groupwise.rundir.run import MARKER, METRICS, check_is_run
 from groupwise.text import Say, plural
-
-if TYPE_CHECKING:
-    from groupwise.training.components import RunComponents
 
 RUNS = Path("runs")
 # Settings that decide how many steps a run has, and those that are used after its last step.
@@ -29,6 +25,9 @@ NUMBER_OF_STEPS = (
 )  # fmt: skip
 AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
+SOURCES = "sources"  # among the inputs: the source files of each function, and a hash of each
+REQUIRED_INPUTS = {"model": str, "task": str, "rewards": list, "training rows": str, "held-out rows": str}
+REMEDY = "Restore it from a copy, or delete it and resume with --allow-changed: what it says is then not compared"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
 
 
@@ -91,7 +90,7 @@ def mark_finished(run: RunDir, step: int, total_steps: int) -> None:
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
     """A run's checkpoints by step, intact or not, oldest first. A copy under another name is the user's."""
-    matches = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
+    matches = ((re.fullmatch(r"checkpoint-(0|[1-9][0-9]*)", path.name), path) for path in folder.glob("checkpoint-*"))
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
@@ -99,11 +98,14 @@ def nothing_to_resume(recipe: Recipe, path: Path) -> str | None:
     """A sentence if the run in ``path`` is finished and the recipe asks for nothing new. Nothing is written."""
     if not (path / FINISHED).exists() or not (path / RECIPE).exists():
         return None  # not finished
-    end = read_json(path / FINISHED)
-    step, total = int(end["step"]), int(end["total_steps"])
+    try:
+        end = read_object(path / FINISHED, step=int, total_steps=int)
+    except CheckpointError:
+        return None  # it is written again
+    step, total = end["step"], end["total_steps"]
     if max(checkpoints_in(path), default=None) != step:
         return None  # it was continued since, and stopped
-    changed = {name for name, *_ in differences(read_json(path / RECIPE), recipe.recorded())}
+    changed = {name for name, *_ in differences(read_kept(path / RECIPE), recipe.recorded())}
     steps = recipe.train.steps
     if changed & set(AFTER_THE_END) or ((steps is None or steps > step) and changed & set(NUMBER_OF_STEPS)):
         return None
@@ -142,72 +144,83 @@ def _recipe_file(path: Path) -> str | None:
 
 
 def check_inputs(run: RunDir, inputs: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise an error if a run to be resumed was started with other rows, rewards or another model."""
+    """Raise an error if a run to be resumed was started with other rows, another model, or other code."""
     if not (run.path / INPUTS).exists():
-        raise RunDirError(f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it; start a new run")
+        raise RunDirError(
+            f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it, or it was deleted; start a new "
+            "run, or add --allow-changed to resume without comparing inputs"
+        )
+    read_kept(run.path / INPUTS, **REQUIRED_INPUTS)
     if changed := changed_inputs(run.path, inputs):
         shown = "; ".join(f"{name} (before: {before}, now: {now})" for name, (before, now) in changed.items())
         if seeds := _drawn_by_another_seed(run, recipe):
             shown += f"; the held-out rows are drawn by train.seed, {seeds}"
         raise ConfigError(
-            f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changes, or "
-            "start a new run"
+            f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changed (in "
+            "Python allow_changed=True), or start a new run"
         )
 
 
 def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The inputs that differ from those kept in a run's folder, each before and now."""
-    before = read_json(path / INPUTS)
-    return {name: [before.get(name), now] for name, now in inputs.items() if now != before.get(name)}
+    """The inputs that differ from those kept in a run's folder, each before and now.
+
+    What an earlier version of groupwise did not keep is not compared.
+    """
+    before = read_kept(path / INPUTS)
+    names = [name for name in inputs if name in before and name != SOURCES]
+    changed = {name: [before[name], inputs[name]] for name in names if inputs[name] != before[name]}
+    sources = before.get(SOURCES)
+    for role, new in inputs.get(SOURCES, {}).items():
+        old = sources.get(role) if isinstance(sources, dict) else None
+        for file in dict.fromkeys([*old, *new]) if isinstance(old, dict) else ():
+            one, other = old.get(file), new.get(file)
+            if one != other:
+                changed[f"{file}, source of {role}"] = [one or "not used", other or "not used"]
+    return changed
 
 
 def _drawn_by_another_seed(run: RunDir, recipe: Recipe) -> str | None:
     """The two seeds, if they draw other held-out rows."""
     if not (recipe.data.held_out_from_train or recipe.preference.held_out_from_train):
         return None
-    settings = read_json(run.path / RECIPE) if (run.path / RECIPE).exists() else {}
-    seed = settings.get("train", {}).get("seed", recipe.train.seed)
+    train = read_kept(run.path / RECIPE).get("train") if (run.path / RECIPE).exists() else None
+    seed = train.get("seed", recipe.train.seed) if isinstance(train, dict) else recipe.train.seed
     return None if seed == recipe.train.seed else f"which was {seed} and is now {recipe.train.seed}"
+
+
+def read_kept(path: Path, **kinds: type) -> dict[str, Any]:
+    """A file that a run keeps about itself; if it is damaged, the error says how to go on without it."""
+    try:
+        return read_object(path, **kinds)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {REMEDY}") from error
 
 
 def write_inputs(run: RunDir, inputs: Mapping[str, Any], recipe_file: str | None) -> None:
     """Keep the inputs, and the recipe's file: that of the start, as a run may be resumed by its own recipe.json."""
-    started_by = read_json(run.path / INPUTS).get("recipe") if (run.path / INPUTS).exists() else recipe_file
+    started_by = read_kept(run.path / INPUTS).get("recipe") if (run.path / INPUTS).exists() else recipe_file
     run.write_json(INPUTS, {"recipe": started_by, **inputs})
-
-
-def describe_inputs(components: RunComponents) -> dict[str, Any]:
-    """The model, the task, the rewards, and hashes of rows and pairs."""
-    recipe, pairs = components.recipe, components.pairs
-    functions = () if components.scorer is None else components.scorer.functions
-    return {
-        "model": recipe.model.source,
-        "task": components.task.name,
-        "rewards": [function.name for function in functions],
-        "training rows": _hash(components.train.rows),
-        "held-out rows": _hash(components.held_out.rows),
-        "training pairs": _hash([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
-        "held-out pairs": _hash([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
-    }
-
-
-def _hash(rows: Iterable[Any]) -> str:
-    """A hash of rows; objects that are not JSON count by their type, as their text may differ from run to run."""
-    digest, count = hashlib.sha256(), 0
-    for row in rows:
-        digest.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
-        count += 1
-    return f"{count}, {digest.hexdigest()[:16]}" if count else "none"
 
 
 def write_recipe(run: RunDir, recipe: Recipe, say: Say, *, resuming: bool) -> None:
     """Keep every setting and the versions; report what differs from the run that is resumed."""
-    settings = recipe.recorded()
+    settings, versions = recipe.recorded(), package_versions(PACKAGES)
     if resuming and (run.path / RECIPE).exists():
-        for name, before, after in differences(read_json(run.path / RECIPE), settings):
+        for name, before, after in differences(read_kept(run.path / RECIPE), settings):
             say(f"resumed with another {name}: {before!r} before, {after!r} now")
+    if resuming and (run.path / VERSIONS).exists() and (changed := _changed_versions(run.path / VERSIONS, versions)):
+        say(f"warning: resumed with other versions, so the numbers may differ in the last digits: {changed}")
     run.write_json(RECIPE, settings)
-    run.write_json(VERSIONS, package_versions(PACKAGES))
+    run.write_json(VERSIONS, versions)
+
+
+def _changed_versions(path: Path, versions: Mapping[str, str]) -> str:
+    try:
+        before = read_object(path)
+    except CheckpointError as error:
+        return f"it is not known which ({error})"
+    names = [name for name in dict.fromkeys([*before, *versions]) if before.get(name) != versions.get(name)]
+    return ", ".join(f"{name} {before.get(name)} before and {versions.get(name)} now" for name in names)
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:

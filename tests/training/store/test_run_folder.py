@@ -263,10 +263,10 @@ def test_other_inputs_are_refused_unless_allowed(tmp_path, changed, options):
     if options.pop("model", False):
         settings["model"] = {"source": str(trainer.run_dir.path / "checkpoint-1" / "policy")}
     recipe = read_json(tmp_path / "run" / "recipe.json")
-    with pytest.raises(ConfigError, match=rf"other inputs: {changed} \(before: .*--allow-changes"):
+    with pytest.raises(ConfigError, match=rf"other inputs: {changed} \(before: .*--allow-changed"):
         small_trainer(tmp_path / "run", settings, **options, resume=True)
     assert read_json(tmp_path / "run" / "recipe.json") == recipe
-    with small_trainer(tmp_path / "run", settings, **options, resume=True, allow_changes=True) as again:
+    with small_trainer(tmp_path / "run", settings, **options, resume=True, allow_changed=True) as again:
         assert len(list(again.steps())) == 1
 
 
