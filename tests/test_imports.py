@@ -21,16 +21,17 @@ PACKAGE = Path(groupwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
-BASE = {"errors", "text", "core", "rundir", "stats", "plots"}
+BASE = {"errors", "text", "paths", "core", "rundir", "stats", "plots"}
 LIBRARY = BASE | {"algorithms", "config", "plugins", "user_code", "data", "model", "generate", "rewards", "grouping"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "text": set(),
+    "paths": {"errors", "text"},
     "core": {"errors"},
-    "rundir": {"errors", "text"},
+    "rundir": {"errors", "text", "paths"},
     "stats": {"errors"},
     "plots": {"errors", "rundir", "stats"},
-    "packaged": {"errors"},
+    "packaged": {"errors", "text", "paths"},
     "data": BASE,
     "algorithms": BASE,
     "config": BASE | {"algorithms", "packaged"},

@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.cli.common import Commands, add, console, format_examples
 from groupwise.cli.parser import Parser, integer_of_at_least
 from groupwise.errors import ConfigError
+from groupwise.paths import is_folder
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
@@ -177,7 +178,7 @@ def _play(arguments: argparse.Namespace) -> int:
     video = arguments.out
     if video is None and (len(arguments.runs) > 1 or not has_display()):
         first = arguments.runs[0]
-        video = (first if first.is_dir() else first.parent) / "play.gif"
+        video = (first if is_folder(first, ConfigError) else first.parent) / "play.gif"
     returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
     for run, value in zip(arguments.runs, returns, strict=True):
         _say(f"{run}: return {value:g}")
@@ -210,7 +211,7 @@ def _option(word: str) -> tuple[str, Any]:
         raise ConfigError(f"--env-option needs KEY=VALUE, got {word!r}")
     try:
         return key, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, value
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from groupwise.cli.common import Commands, add, console
 from groupwise.cli.new_files import write_new_files
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.paths import is_folder, kind_of, user_path
 from groupwise.text import error_reason
 
 STARTER = Path(__file__).parent / "starter"
@@ -77,7 +78,7 @@ def _init(arguments: argparse.Namespace) -> int:
 
 def _check_empty(folder: Path) -> None:
     """Raise an error if the folder has files; hidden ones, such as .git, do not count."""
-    if not folder.is_dir():
+    if not is_folder(folder, ConfigError):
         return  # a file in its place is reported when the folder is written
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -92,8 +93,8 @@ def _model_source(model: str) -> str:
     """The model's name as the recipe has it: a local one by its absolute path, so that it is found from any folder."""
     if model == BUILT_IN:
         return model
-    path = Path(model).expanduser()
-    if model and path.exists():
+    path = user_path(model)
+    if model and kind_of(path, ConfigError) is not None:
         return str(path.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/", "~")):
         return model  # on the hub

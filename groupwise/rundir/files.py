@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
+from groupwise.paths import FILE, FOLDER, MEGABYTE, kind_of, read_file
 from groupwise.text import error_reason
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
+LARGEST_JSON = 1024 * MEGABYTE
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -49,11 +51,10 @@ def write_json(path: str | Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file; a CheckpointError names the file if it is missing or damaged."""
     try:
-        return json.loads(Path(path).read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
+        return json.loads(read_file(path, CheckpointError, limit=LARGEST_JSON))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {reason}") from error
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -138,6 +139,9 @@ def _publishing(path: Path) -> Iterator[Path]:
     """A temporary path to write a file or a folder to. At the end it becomes ``path``; after an error it is removed."""
     from safetensors import SafetensorError
 
+    kind = kind_of(path, CheckpointError)
+    if kind not in (FILE, FOLDER, None):
+        raise CheckpointError(f"{path} is a {kind}, which would be replaced; name a file")
     unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
