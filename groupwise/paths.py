@@ -82,6 +82,20 @@ def read_file(
     return content
 
 
+def check_writable(path: str | Path, error: type[GroupwiseError] = InputError) -> None:
+    """Raise ``error`` if a file or folder cannot be created at a path, before hours of work for it."""
+    for place in (Path(path), *Path(path).absolute().parents):
+        kind = kind_of(place, error)
+        if kind is None and os.path.islink(place):
+            raise error(f"{show_path(path)} cannot be written: {show_path(place)} is a link to nothing")
+        if kind == FOLDER:
+            if not os.access(place, os.W_OK | os.X_OK):
+                raise error(f"{show_path(path)} cannot be written: {show_path(place)} may not be written to")
+            return
+        if kind is not None and (kind != FILE or place != Path(path)):
+            raise error(f"{show_path(path)} cannot be written: {show_path(place)} is a {kind}")
+
+
 def show_path(path: str | Path) -> str:
     """A path for a message: in quotes if it has unusual characters, and without its middle if it is very long."""
     text = str(path)
@@ -96,8 +110,6 @@ def path_reason(error: BaseException) -> str:
         return "its name is not valid Unicode"
     if isinstance(error, ValueError):
         return "its name contains a NUL character" if "null" in str(error) else error_reason(error)
-    if isinstance(error, NotADirectoryError):
-        return "a part of it is a file, not a folder"
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         return "too many files are open; raise the limit (ulimit -n)"
     return error_reason(error)

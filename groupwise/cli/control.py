@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.cli.common import Commands, add, console, format_examples
 from groupwise.cli.parser import Parser, integer_of_at_least
 from groupwise.errors import ConfigError
-from groupwise.paths import is_folder
+from groupwise.paths import check_writable, is_folder
 
 RUNS = Path("runs")
 ENV_HELP = "a Gymnasium id, or MODULE:ID with a module that registers it (default: %(default)s)"
@@ -179,6 +179,8 @@ def _play(arguments: argparse.Namespace) -> int:
     if video is None and (len(arguments.runs) > 1 or not has_display()):
         first = arguments.runs[0]
         video = (first if is_folder(first, ConfigError) else first.parent) / "play.gif"
+    if video is not None:
+        check_writable(video, ConfigError)
     returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
     for run, value in zip(arguments.runs, returns, strict=True):
         _say(f"{run}: return {value:g}")

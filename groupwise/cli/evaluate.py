@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.cli.common import Commands, console, make_status, make_table, print_table
 from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
-from groupwise.paths import FILE, is_folder, kind_of
+from groupwise.paths import check_writable, is_file, is_folder
 from groupwise.text import plural
 
 if TYPE_CHECKING:
@@ -36,8 +35,10 @@ def add_eval(commands: Commands) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    if arguments.answers is not None:
-        _check_answers(arguments.answers)
+    if arguments.answers is not None:  # checked before hours of sampling
+        if is_folder(arguments.answers, ConfigError):
+            raise ConfigError(f"--answers {arguments.answers} is a folder; give a file")
+        check_writable(arguments.answers, ConfigError)
     if arguments.against is not None and arguments.report is None:
         raise ConfigError("--against compares two reports; also give --report FOLDER for the new one")
     with make_status() as display:
@@ -61,26 +62,14 @@ def _eval(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _check_answers(path: Path) -> None:
-    """Raise an error for what cannot be written, before hours of sampling."""
-    kind = kind_of(path, ConfigError)
-    if kind not in (FILE, None):
-        raise ConfigError(f"--answers {path} is a {kind}; give a file")
-    existing = next(parent for parent in path.absolute().parents if kind_of(parent, ConfigError) is not None)
-    if not is_folder(existing, ConfigError) or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "may not be written to" if is_folder(existing, ConfigError) else "is not a folder"
-        raise ConfigError(f"--answers {path} cannot be written: {existing} {reason}")
-
-
 def _report(recipe: Recipe, arguments: argparse.Namespace, display: Display) -> Any:
     from groupwise.tasks import find_task
     from groupwise.training.display import LineDisplay
 
     folder: Path = arguments.report
-    # Checked before hours of sampling.
-    existing = next(path for path in (folder, *folder.parents) if kind_of(path, ConfigError) is not None)
-    if not is_folder(existing, ConfigError):
-        raise ConfigError(f"--report {existing} is a {kind_of(existing)}; give a folder")
+    if is_file(folder, ConfigError):
+        raise ConfigError(f"--report {folder} is a file; give a folder")
+    check_writable(folder, ConfigError)
     write_report = find_task(recipe.task).report
     if write_report is None:
         raise ConfigError(f"the task {recipe.task!r} has no report; evaluate it without --report")

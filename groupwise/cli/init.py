@@ -55,6 +55,7 @@ def _init(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     _check_empty(folder)
     model = _model_source(arguments.model)
+    missing = _missing_extras(model)
     files = {name: (STARTER / name).read_bytes() for name in FILES}
     files["recipe.toml"] = _recipe(files["recipe.toml"].decode(), folder, model).encode()
     if model != BUILT_IN:
@@ -62,18 +63,23 @@ def _init(arguments: argparse.Namespace) -> int:
     out = console()
     for path in write_new_files(folder, files):
         out.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
-    if model != BUILT_IN:
-        from groupwise.errors import is_installed
-        from groupwise.training.extras import model_needs
-
-        missing = {need.extra: need for need in model_needs(model) if not is_installed(need.package)}
-        for need in missing.values():
-            line = f"{model} needs: pip install 'groupwise[{need.extra}]'"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for extra in missing:
+        line = f"{model} needs: pip install 'groupwise[{extra}]'"
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     out.print(
         f"next: groupwise train {shlex.quote(str(folder / FILES[0]))}", markup=False, highlight=False, soft_wrap=True
     )
     return 0
+
+
+def _missing_extras(model: str) -> list[str]:
+    """The extras that the model needs and that are not installed."""
+    if model == BUILT_IN:
+        return []
+    from groupwise.errors import is_installed
+    from groupwise.training.extras import model_needs
+
+    return list(dict.fromkeys(need.extra for need in model_needs(model) if not is_installed(need.package)))
 
 
 def _check_empty(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, count
 from typing import Any, BinaryIO
 
-from groupwise.data.rows import Row, describe_type, has_lone_surrogate
+from groupwise.data.rows import Row, describe_type, has_lone_surrogate, list_columns
 from groupwise.errors import DataError
 from groupwise.paths import MEGABYTE
 from groupwise.text import error_reason, excerpt
@@ -167,9 +167,9 @@ def read_csv(file: BinaryIO, name: str, header: Sequence[str] | None = None) -> 
         if not header:
             header = fields
             if not all(header) or len(set(header)) < len(header):
-                raise DataError(f"{where}: the header must name every column once, got {', '.join(map(repr, header))}")
+                raise DataError(f"{where}: the header must name every column once, got {list_columns(header)}")
             continue
         if len(fields) != len(header):
-            counts = f"{len(fields)} fields, but the header names {len(header)} ({', '.join(header)})"
+            counts = f"{len(fields)} fields, but the header names {len(header)} ({list_columns(header)})"
             raise DataError(f'{where} has {counts}; put a field that holds commas or line breaks into "…"')
         yield Row(dict(zip(header, fields, strict=True)), where)

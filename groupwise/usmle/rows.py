@@ -21,6 +21,7 @@ from typing import Any
 from groupwise import data
 from groupwise.config import Recipe
 from groupwise.data.read import is_local
+from groupwise.data.rows import list_columns
 from groupwise.errors import DataError
 from groupwise.paths import MEGABYTE, is_file, is_folder, user_path
 from groupwise.tasks.base import TaskRow
@@ -66,7 +67,7 @@ def question_of(row: Mapping[str, Any]) -> TaskRow:
     """A row in the task's format; a `DataError` that names the row's file and line if it is not a valid question."""
     where = data.where_of(row, 0)
     if "question" not in row:
-        raise DataError(f"{where}: there is no column 'question' (there are {', '.join(map(repr, row)) or 'none'})")
+        raise DataError(f"{where}: there is no column 'question' (there are {list_columns(row)})")
     question = row["question"]
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: the question is empty")
