@@ -7,8 +7,10 @@ INSTALLED := $(VENV)/.installed
 BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
+AUDIT := .venv-audit
+AUDIT_INSTALLED := $(AUDIT)/.installed
 
-.PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control test-gpu test-verl clean
+.PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control test-gpu test-verl audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -85,6 +87,14 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
 	@touch $@
 
-clean: ## remove .venv, .venv-verl and all caches
-	rm -rf $(VENV) $(VERL) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+audit: $(AUDIT_INSTALLED) ## look up the pinned packages in the advisory database; fails, rather than passes, where it cannot be reached
+	$(AUDIT)/bin/python tools/audit.py constraints.txt constraints-verl.txt
+
+$(AUDIT_INSTALLED): Makefile
+	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet pip-audit==2.10.1
+	@touch $@
+
+clean: ## remove .venv, .venv-verl, .venv-audit and all caches
+	rm -rf $(VENV) $(VERL) $(AUDIT) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -14,10 +14,22 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
+LONGEST = 3000  # characters of a message
+
+
+def shorten(text: str, length: int = LONGEST) -> str:
+    """The text, without its middle if it is longer than ``length``."""
+    return text if len(text) <= length else f"{text[: length * 2 // 3]} … {text[-length // 3 :]}"
 
 
 class GroupwiseError(Exception):
-    """Base class: ``except GroupwiseError`` catches every error of groupwise."""
+    """Base class: ``except GroupwiseError`` catches every error of groupwise.
+
+    A very long message loses its middle: it repeats what a user or a file gave, which may be of any length.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        super().__init__(*(shorten(part) if isinstance(part, str) else part for part in arguments))
 
 
 class InputError(GroupwiseError, ValueError):
@@ -33,7 +45,7 @@ class RecipeErrors(ConfigError):
 
     def __init__(self, errors: Sequence[tuple[str, str]]) -> None:
         super().__init__("; ".join(f"{source}: {sentence}" for source, sentence in errors))
-        self.errors = tuple(errors)
+        self.errors = tuple((source, shorten(sentence)) for source, sentence in errors)
 
     def __reduce__(self) -> tuple[type[RecipeErrors], tuple[tuple[tuple[str, str], ...]]]:
         """Pickle by the constructor's arguments."""

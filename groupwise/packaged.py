@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from groupwise.errors import ConfigError, did_you_mean, nearest_file
+from groupwise.paths import FILE, FOLDER, kind_of
 
 SUFFIX = ".toml"
 SHOWN = 5  # recipes of a folder that an error lists
@@ -44,17 +45,18 @@ def find_recipe(recipe: str | Path) -> Path:
     """The file that ``recipe`` means: a file of that path, else the packaged recipe of that name."""
     path = Path(recipe)
     if path.suffix.lower() in ROW_FILES:
-        state = "holds rows" if path.exists() else "does not exist, and would hold rows"
+        state = "holds rows" if os.path.exists(path) else "does not exist, and would hold rows"
         raise ConfigError(
             f"{path} {state}: a recipe is a TOML file. To train on rows, let `groupwise init FOLDER` write a recipe, "
             f"or add --data.train {path} to a recipe that you have"
         )
-    if path.is_file():
+    kind = kind_of(path, ConfigError)
+    if kind == FILE:
         return path
     recipes = packaged_recipes()
     if str(recipe) in recipes:
         return recipes[str(recipe)]
-    if path.is_dir():
+    if kind == FOLDER:
         inside = _files_in(path)
         likely = "recipe.toml" if "recipe.toml" in inside else inside[0] if len(inside) == 1 else None
         hint = f"give a recipe's file{f', such as one of {_shown(inside)}' if inside else ''}"
@@ -67,7 +69,7 @@ def find_recipe(recipe: str | Path) -> Path:
 
 def _hint(path: Path, recipes: Collection[str]) -> str:
     """The end of the sentence about a recipe that does not exist: the nearest file, or those that there are."""
-    folder = path.parent if path.parent.is_dir() else Path()
+    folder = path.parent if os.path.isdir(path.parent) else Path()
     files = _files_in(folder)
     if path.stem in recipes:
         return f"; the packaged recipe is named without a folder and without {SUFFIX}: {path.stem}"
@@ -76,7 +78,7 @@ def _hint(path: Path, recipes: Collection[str]) -> str:
     if path.suffix not in ("", SUFFIX):
         return f"; a recipe is a {SUFFIX} file or the name of a packaged one: {_listed()}"
     near = did_you_mean(path.stem, recipes)
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         near = f": there is no folder {path.parent}{near}"
     here = "here" if folder == Path() else f"in {folder}"
     local = f"recipes {here}: {_shown(files)}; " if files and not near else ""

@@ -6,6 +6,7 @@ show control characters and invisible ones as escapes, and hide secrets.
 
 from __future__ import annotations
 
+import os
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -135,7 +136,7 @@ def error_reason(error: BaseException) -> str:
     """A short reason for a message: the operating system's words, or the first line of the error's own message."""
     if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename is not None:
         path = Path(error.filename)
-        blocking = next((place for place in (path, *path.parents) if place.is_file()), path)
+        blocking = next((place for place in (path, *path.parents) if os.path.isfile(place)), path)
         return f"{blocking} is a file, not a folder"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -9,6 +9,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import sysconfig
@@ -21,7 +22,10 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.errors import ConfigError, did_you_mean, nearest_file
+from groupwise.paths import FILE, MEGABYTE, kind_of, read_file, user_path
 from groupwise.text import excerpt, printable
+
+LARGEST = 10 * MEGABYTE  # of a Python file
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
 _loaded: dict[str, str] = {}  # what `load_function` has loaded, and the name of its module
@@ -37,10 +41,11 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     origin, colon, attribute = spec.rpartition(":") if isinstance(spec, str) else ("", "", "")
     if not colon or not origin or not all(part.isidentifier() for part in attribute.split(".")):
         hint = _function_hint(spec) if isinstance(spec, str) and not colon and names_file(spec) else ""
-        raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {spec!r}{hint}")
-    where = f"{what} {spec!r}"
+        given = excerpt(spec, 200)
+        raise ConfigError(f"a {what} is given as module:function or path/file.py:function, got {given}{hint}")
+    where = f"{what} {excerpt(spec, 200)}"
     is_file = origin.endswith(".py") or "/" in origin or "\\" in origin
-    module = _import_file(Path(origin).expanduser(), where) if is_file else _import_module(origin, where)
+    module = _import_file(user_path(origin), where) if is_file else _import_module(origin, where)
     _loaded[spec] = module.__name__
     if module.__name__ not in _hashes:
         _hashes[module.__name__] = _module_hashes(module)
@@ -147,10 +152,16 @@ def describe_failure(error: BaseException) -> str:
 
 
 def _import_file(path: Path, where: str) -> ModuleType:
+    try:
+        kind = kind_of(path, ConfigError)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     path = path.resolve()
-    if not path.is_file():
-        raise ConfigError(f"{where}: {_missing_file(path)}")
+    if kind != FILE:
+        raise ConfigError(f"{where}: {_missing_file(path, kind)}")
     state = path.stat()
+    if state.st_size > LARGEST:
+        raise ConfigError(f"{where}: {path} has more than {LARGEST // MEGABYTE} MB, which is too large for Python code")
     file = f"{path}|{state.st_mtime_ns}|{state.st_size}".encode("utf-8", "backslashreplace")
     version = hashlib.sha256(file).hexdigest()[:12]
     name = f"_groupwise_{re.sub(r'[^0-9A-Za-z_]', '_', path.stem)}_{version}"
@@ -188,7 +199,7 @@ def _importable(folder: Path, where: str) -> Iterator[None]:
     """
 
     def has(name: str) -> bool:
-        return (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists()
+        return os.path.exists(folder / f"{name}.py") or os.path.exists(folder / name / "__init__.py")
 
     clashing = {name for name, home in _helpers.items() if home != folder and has(name)}
     hidden = {name: module for name, module in sys.modules.items() if name.partition(".")[0] in clashing}
@@ -234,19 +245,20 @@ def _is_function(value: Any, module: str | None) -> bool:
 
 def names_file(spec: str) -> bool:
     """Whether a name without a colon is that of a Python file, with or without its suffix."""
-    return spec.endswith(".py") or (bool(spec) and Path(f"{spec}.py").expanduser().is_file())
+    return spec.endswith(".py") or (bool(spec) and os.path.isfile(user_path(f"{spec}.py")))
 
 
 def _function_hint(spec: str) -> str:
     """The functions of a file that is named without one; the file is not run."""
     file = spec if spec.endswith(".py") else f"{spec}.py"
-    path = Path(file).expanduser()
-    if not path.is_file():
-        return f"; {_missing_file(path)}"
+    path = user_path(file)
     try:
-        definitions = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):  # reported once the function is named
-        return f"; write {file}:function"
+        kind = kind_of(path, ConfigError)
+        if kind != FILE:
+            return f"; {_missing_file(path, kind)}"
+        definitions = ast.parse(read_file(path, ConfigError, limit=LARGEST)).body
+    except (ConfigError, SyntaxError, ValueError, RecursionError, MemoryError):  # reported once the function is named
+        return f"; write {file}:function" if len(file) < 200 else ""
     functions = [node.name for node in definitions if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
     names = [name for name in functions if not name.startswith("_")]
     if len(names) == 1:
@@ -254,9 +266,9 @@ def _function_hint(spec: str) -> str:
     return f"; write {file}:function (functions there: {_listed(names)})"
 
 
-def _missing_file(path: Path) -> str:
-    if path.is_dir():
-        return f"{path} is a folder, not a file"
+def _missing_file(path: Path, kind: str | None) -> str:
+    if kind is not None:
+        return f"{path} is a {kind}, not a file"
     nearest = nearest_file(path.name, [file.name for file in path.parent.glob("*.py")])
     return f"there is no file {path}{f'; did you mean {nearest}?' if nearest else ''}"
 

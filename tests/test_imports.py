@@ -21,18 +21,19 @@ PACKAGE = Path(groupwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
-BASE = {"errors", "redaction", "text", "terminal", "core", "rundir", "stats", "plots"}
+BASE = {"errors", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "plots"}
 LIBRARY = BASE | {"algorithms", "config", "plugins", "user_code", "data", "model", "generate", "rewards", "grouping"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "redaction": {"errors"},
     "text": {"redaction"},
     "terminal": {"text"},
+    "paths": {"errors", "text"},
     "core": {"errors"},
-    "rundir": {"errors", "text"},
+    "rundir": {"errors", "text", "paths"},
     "stats": {"errors"},
     "plots": {"errors", "rundir", "stats", "text"},
-    "packaged": {"errors"},
+    "packaged": {"errors", "text", "paths"},
     "data": BASE,
     "algorithms": BASE,
     "config": BASE | {"algorithms", "packaged"},

@@ -2,18 +2,21 @@
 
 Each command is a function that adds a parser and sets the function that runs it. Commands import what they need when
 they run, so that `groupwise --help` is fast. An error that groupwise raises becomes one line on stderr and exit status
-2, and so does a wrong command line; after a signal the status is 128 + its number, as shells expect. Output that nobody
-reads (`groupwise … | head`) is no error: the command ends quietly with 141, as a process that SIGPIPE ends.
+2, and so do a wrong command line, a file that the system refuses and output that cannot be written; after a signal the
+status is 128 + its number, as shells expect. Output that nobody reads (`groupwise … | head`) is no error: the command
+ends quietly with 141, as a process that SIGPIPE ends. Any other error is one of groupwise itself: a traceback, and 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import shlex
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -32,10 +35,11 @@ from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
 from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
 from groupwise.packaged import packaged_recipes
+from groupwise.paths import path_reason, show_path
 from groupwise.plugins import load_plugin, plugin_names
 from groupwise.rundir.signals import SignalInterrupt, interrupt_on_signals
-from groupwise.terminal import guard_process
-from groupwise.text import error_reason
+from groupwise.terminal import guard_process, write_text
+from groupwise.text import error_reason, excerpt
 
 # To add a command, write a function like `add_models` and list it here.
 COMMANDS: tuple[Callable[[Commands], None], ...] = (
@@ -57,6 +61,8 @@ EXAMPLES = (
 )
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+BUG = "this is an error of groupwise itself; please report it with the lines above"
 
 # What other tools call some commands.
 OTHER_NAMES = {
@@ -79,20 +85,23 @@ PLUGINS = {"usmle": "groupwise.cli.usmle:add_usmle"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status."""
     _keep_freed_memory()
-    _replace_closed_streams()
+    _prepare_streams()
     if argv is None:
         guard_process()
-    words = list(sys.argv[1:] if argv is None else argv)
+    end: SystemExit | None = None
     try:
-        status = _run(words)
-    except SystemExit:  # of --help and --version
-        if not _flush():
-            return BROKEN_PIPE
-        raise
-    except BaseException:
-        _flush()
-        raise
-    return status if _flush() or status else BROKEN_PIPE
+        status = _run(list(sys.argv[1:] if argv is None else argv))
+    except SystemExit as error:  # of --help and --version
+        status, end = 0, error
+    problem = _flush()
+    if problem is None and end is not None:
+        raise end
+    if problem is None or status:
+        return status
+    if isinstance(problem, BrokenPipeError):
+        return BROKEN_PIPE
+    say_error(f"the output cannot be written: {error_reason(problem)}")
+    return 2
 
 
 def _run(words: list[str]) -> int:
@@ -112,31 +121,70 @@ def _run(words: list[str]) -> int:
         return 128 + number
     except BrokenPipeError:
         return BROKEN_PIPE
-    except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
-            raise
-        say_error(f"the output cannot be written: {error_reason(error)}")
+    except Exception as error:
+        sentence = _outside_cause(error)
+        if sentence is None:
+            with suppress(OSError):
+                write_text(traceback.format_exc(), sys.stderr)
+            say_error(f"{BUG}: {type(error).__name__}")
+            return 1
+        say_error(sentence)
         return 2
 
 
-def _replace_closed_streams() -> None:
-    """Write to nowhere if standard output or error is closed (`>&-`); the next opened file would get its number."""
-    for name in ("stdout", "stderr"):
+def _outside_cause(error: Exception) -> str | None:
+    """The sentence for an error that a file, the system or the input caused; None for one of groupwise itself."""
+    if isinstance(error, FileNotFoundError) and error.filename is None and not _has_current_folder():
+        return "the current folder does not exist any more; change into another one"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{show_path(os.fsdecode(error.filename))} cannot be used: {path_reason(error)}"
+    if isinstance(error, OSError):
+        what = "the output or a file cannot be written" if error.errno in WRITE_ERRORS else "the system refused a call"
+        return f"{what}: {error_reason(error)}"
+    if isinstance(error, ValueError) and str(error).startswith("embedded null"):
+        return "a file name contains a NUL character, which no file name can have"
+    if isinstance(error, UnicodeError):
+        return f"a text is not valid Unicode: {error}"
+    if isinstance(error, RecursionError):
+        return "the input is nested too deeply"
+    if isinstance(error, MemoryError):
+        return f"out of memory: {error}" if str(error) else "out of memory"
+    return None
+
+
+def _has_current_folder() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
+def _prepare_streams() -> None:
+    """Read from and write to nowhere if a standard stream is closed (`>&-`): the next opened file would get its number.
+
+    A character that the output's encoding does not have is written as an escape.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _flush() -> bool:
-    """Flush the output here: at the end of the process Python would report a closed pipe. False if there is one."""
-    is_open = True
+def _flush() -> OSError | None:
+    """Flush the output here, and return what is wrong with it: at its end Python would print that as a traceback."""
+    problem = None
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError) as error:  # also a full disk, a terminal that is gone, or a closed stream
-            is_open = is_open and not isinstance(error, BrokenPipeError)
+        except OSError as error:  # a closed pipe, a full disk, a terminal that is gone
+            problem = error if stream is sys.stdout or problem is None else problem
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes there
-    return is_open
+        except ValueError:  # a stream that was closed in Python
+            pass
+    return problem
 
 
 def _keep_freed_memory() -> None:
@@ -150,6 +198,7 @@ def _keep_freed_memory() -> None:
 
 
 def _parse(words: list[str]) -> argparse.Namespace:
+    _check_words(words)
     parser = Parser(
         prog="groupwise",
         usage="groupwise COMMAND …",
@@ -193,6 +242,17 @@ def _parse(words: list[str]) -> argparse.Namespace:
         getattr(arguments, "parser", parser).unknown(rest)
     arguments.settings = settings
     return arguments
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Raise an error for a word that is not text: it could be neither printed nor written into a recipe."""
+    for number, word in enumerate(words, start=1):
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"argument {number}, {excerpt(word)}, is not UTF-8; rename the file or type it anew"
+            ) from None
 
 
 def _check_options(command: Parser, settings: Sequence[tuple[str, str | None]]) -> None:

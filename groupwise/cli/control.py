@@ -14,6 +14,7 @@ from typing import Any
 from groupwise.cli.common import Commands, add, format_examples, say
 from groupwise.cli.parser import Parser, integer_of_at_least
 from groupwise.errors import ConfigError
+from groupwise.paths import check_writable, is_folder
 from groupwise.redaction import is_secret_name
 
 RUNS = Path("runs")
@@ -178,7 +179,9 @@ def _play(arguments: argparse.Namespace) -> int:
     video = arguments.out
     if video is None and (len(arguments.runs) > 1 or not has_display()):
         first = arguments.runs[0]
-        video = (first if first.is_dir() else first.parent) / "play.gif"
+        video = (first if is_folder(first, ConfigError) else first.parent) / "play.gif"
+    if video is not None:
+        check_writable(video, ConfigError)
     returns = play(arguments.runs, seed=HELD_OUT if arguments.seed is None else arguments.seed, out=video)
     for run, value in zip(arguments.runs, returns, strict=True):
         say(f"{run}: return {value:g}")
@@ -212,7 +215,7 @@ def _option(word: str) -> tuple[str, Any]:
         )
     try:
         return key, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return key, value
 
 

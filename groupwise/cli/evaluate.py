@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from groupwise.cli.common import Commands, console, make_status, make_table, print_table, say
 from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
+from groupwise.paths import check_writable, is_file, is_folder
 from groupwise.text import plural
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ def add_eval(commands: Commands) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    if arguments.answers is not None and arguments.answers.is_dir():
-        raise ConfigError(f"--answers {arguments.answers} is a folder; give a file")
+    if arguments.answers is not None:  # checked before hours of sampling
+        if is_folder(arguments.answers, ConfigError):
+            raise ConfigError(f"--answers {arguments.answers} is a folder; give a file")
+        check_writable(arguments.answers, ConfigError)
     if arguments.against is not None and arguments.report is None:
         raise ConfigError("--against compares two reports; also give --report FOLDER for the new one")
     with make_status() as display:
@@ -64,10 +67,9 @@ def _report(recipe: Recipe, arguments: argparse.Namespace, display: Display) -> 
     from groupwise.training.display import LineDisplay
 
     folder: Path = arguments.report
-    # Checked before hours of sampling.
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"--report {existing} is a file; give a folder")
+    if is_file(folder, ConfigError):
+        raise ConfigError(f"--report {folder} is a file; give a folder")
+    check_writable(folder, ConfigError)
     write_report = find_task(recipe.task).report
     if write_report is None:
         raise ConfigError(f"the task {recipe.task!r} has no report; evaluate it without --report")

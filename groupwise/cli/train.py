@@ -101,16 +101,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _run_folder(arguments: argparse.Namespace, recipe: Recipe) -> Path | None:
     """The folder of the run: the one to resume, the one that the recipe names, or None for a new one below runs/."""
-    from groupwise.rundir.run import MARKER, check_unused
+    from groupwise.rundir.run import check_unused, holds_run
     from groupwise.training.store.run_folder import RECIPE, find_run
 
     chosen = None if recipe.run.folder is None else Path(recipe.run.folder)
     if arguments.resume:
-        in_run = arguments.recipe.name == RECIPE and (arguments.recipe.parent / MARKER).exists()
+        in_run = arguments.recipe.name == RECIPE and holds_run(arguments.recipe.parent)
         return find_run(
             recipe, chosen or (arguments.recipe.parent if in_run else None), recipe_file_name(arguments.recipe)
         )
-    if chosen is not None and not (arguments.overwrite and (chosen / MARKER).exists()):
+    if chosen is not None and not (arguments.overwrite and holds_run(chosen)):
         check_unused(chosen)
     return chosen
 

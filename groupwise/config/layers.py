@@ -20,14 +20,18 @@ from groupwise.config.names import LIST_KEYS, RENAMED_VALUES, find_field, sectio
 from groupwise.config.sections import Recipe
 from groupwise.errors import ConfigError, RecipeErrors
 from groupwise.packaged import find_recipe
+from groupwise.paths import read_file
 from groupwise.redaction import without_secrets
-from groupwise.text import plural
+from groupwise.text import excerpt, plural
 
 Options = TypeVar("Options", bound=BaseModel)
 
 # Settings that may name a file, by section and key. A recipe's files are looked for in its folder first.
 DATA_FILES = (("data", "train"), ("data", "held_out"), ("preference", "train"), ("preference", "held_out"))
 FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
+DEEPEST = 100  # levels of tables and lists; a recipe has five
+SURROGATE = re.compile("[\ud800-\udfff]")  # from a \\u escape of JSON, or a byte of the command line that is not UTF-8
+TOO_DEEP = "its tables or lists are nested too deeply"
 # Tables with keys of the user's choice: a new table replaces the old one.
 REPLACED = {"chat_template_kwargs", "ramps"}
 
@@ -48,14 +52,16 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     """
     path, overrides = find_recipe(path), dict(overrides or {})
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the recipe {path} cannot be read: {error}") from error
+        text = read_file(path, ConfigError, stream=True).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the recipe {path} cannot be read: it is not UTF-8 ({error})") from error
     if path.suffix.lower() != ".json":
         try:
             table = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not valid TOML: {error}{_quotes_hint(text, str(error))}") from error
+        except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
+            reason = TOO_DEEP if isinstance(error, RecursionError) else error
+            raise ConfigError(f"{path} is not valid TOML: {reason}{_quotes_hint(text, str(error))}") from error
+        check_values(table, str(path))
         overrides = _resolve_functions(overrides, path.parent)
         return make_recipe(_resolve_files(table, path.parent), where=str(path), overrides=overrides)
     try:
@@ -63,6 +69,9 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
     except json.JSONDecodeError as error:
         place = f"(at line {error.lineno}, column {error.colno})"
         raise ConfigError(f"{path} is not valid JSON: {error.msg} {place}") from error
+    except (ValueError, RecursionError) as error:
+        reason = TOO_DEEP if isinstance(error, RecursionError) else error
+        raise ConfigError(f"{path} is not valid JSON: {reason}") from error
     if not isinstance(table, dict):
         raise ConfigError(f"{path} is not a recipe: a run's recipe.json is one object, with a key for each section")
     algorithm = table.get("algorithm", overrides.get("algorithm"))
@@ -88,11 +97,11 @@ def _resolve_files(table: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     def data(value: Any) -> Any:
         if isinstance(value, list):
             return [data(entry) for entry in value]
-        return str(folder / value) if isinstance(value, str) and value and (folder / value).exists() else value
+        return str(folder / value) if isinstance(value, str) and value and os.path.exists(folder / value) else value
 
     def function(value: Any) -> Any:
         file, _, name = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-        return f"{folder / file}:{name}" if file and (folder / file).is_file() else value
+        return f"{folder / file}:{name}" if file and os.path.isfile(folder / file) else value
 
     def reward(entry: Any) -> Any:
         options = entry.get("options")
@@ -125,7 +134,7 @@ def _resolve_functions(overrides: Mapping[str, Any], folder: Path) -> dict[str, 
 
     def function(name: str, value: Any) -> Any:
         file, _, attribute = value.rpartition(":") if name in names and isinstance(value, str) else ("", "", "")
-        beside = bool(file) and not Path(file).exists() and (folder / file).is_file()
+        beside = bool(file) and not os.path.exists(file) and os.path.isfile(folder / file)
         return f"{folder / file}:{attribute}" if beside else value
 
     return {name: function(name, value) for name, value in overrides.items()}
@@ -140,10 +149,12 @@ def make_recipe(
 ) -> Recipe:
     """A recipe from nested tables, with dotted ``overrides`` on top and the preset (or ``base``) below."""
     overrides = overrides or {}
+    check_values(table or {}, where)
     table = _merge(table or {}, nested({name: value for name, value in overrides.items() if not _is_entry(name)}))
     preset = _preset(table.get("algorithm", Recipe.model_fields["algorithm"].default), where, overrides)
     merged = _merge(nested(preset) if base is None else base, table)
     _set_entries(merged, {name: value for name, value in overrides.items() if _is_entry(name)})
+    check_values(merged, "on the command line" if overrides else where)
     try:
         recipe = Recipe.model_validate(merged)
     except ValidationError as error:
@@ -156,6 +167,26 @@ def make_recipe(
     if problems:
         raise _error_of(problems)
     return recipe
+
+
+def check_values(table: Mapping[str, Any], where: str) -> None:
+    """Raise an error for a value that no setting can have: nested without end, too large a number, or no Unicode."""
+    level: list[tuple[str, Any]] = [(str(key), value) for key, value in table.items()]
+    for _ in range(DEEPEST):
+        inner: list[tuple[str, Any]] = []
+        for name, value in level:
+            if isinstance(value, Mapping):
+                inner += ((f"{name}.{key}", entry) for key, entry in value.items())
+            elif isinstance(value, (list, tuple)):
+                inner += ((name, entry) for entry in value)
+            elif isinstance(value, int) and abs(value) >= 2**63:
+                raise ConfigError(f"{where}: {excerpt(name)} is an integer of more than 64 bits")
+            elif isinstance(value, str) and SURROGATE.search(value):
+                raise ConfigError(f"{where}: {excerpt(name)} is {excerpt(value)}, which is not valid Unicode")
+        if not inner:
+            return
+        level = inner
+    raise ConfigError(f"{where}: {excerpt(level[0][0])}: {TOO_DEEP}")
 
 
 def _error_of(faults: Sequence[tuple[str, str]]) -> ConfigError:
@@ -176,7 +207,7 @@ def _set_entries(table: dict[str, Any], values: Mapping[str, Any]) -> None:
         entries = table.get(first, [])
         if not isinstance(entries, list) or not keys:
             raise ConfigError(f"on the command line: {name} cannot be set, because {first} is not a list of tables")
-        if not number.isdecimal() or int(number) >= len(entries):
+        if not number.isdecimal() or len(number) > 6 or int(number) >= len(entries):
             have = f"{plural(len(entries), 'entry', 'entries')} of [[{first}]], numbered from 0" if entries else ""
             raise ConfigError(
                 f"on the command line: there is no {first}.{number}: the recipe has {have or f'no [[{first}]]'}"
@@ -244,7 +275,7 @@ def _parse(text: str, types: Collection[Any], allowed: tuple[type, ...]) -> Any:
         return text == "True"
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits
         for kind in (int, float):  # Python reads numbers that TOML does not, such as .5 and 007
             if kind in types:
                 try:

@@ -14,6 +14,7 @@ from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent
 from groupwise.control.environments import shape_of
 from groupwise.control.settings import Config, config_of
 from groupwise.errors import CheckpointError, nearest_file
+from groupwise.paths import FILE, is_folder, kind_of
 from groupwise.rundir import read_json, write_bytes, write_json
 from groupwise.text import one_line
 
@@ -38,11 +39,14 @@ def read_model(path: Path) -> dict[str, Any]:
     Models of earlier versions had their configuration in the same file, as a checkpoint still has. Only tensors and
     plain values are loaded, so an untrusted file cannot run code.
     """
-    if not path.exists() and path.name not in (BEST_FILE, STATE_FILE):
+    kind = kind_of(path, CheckpointError)
+    if kind not in (FILE, None):
+        raise CheckpointError(f"{path} is a {kind}: give the folder of a run or a saved model")
+    if kind is None and path.name not in (BEST_FILE, STATE_FILE):
         near = nearest_file(path.name, [entry.name for entry in path.parent.glob("*")])
         hint = f"did you mean {path.parent / near}?" if near else "`groupwise control train --out FOLDER` writes one"
         raise CheckpointError(f"{path} does not exist: give the folder of a run or a saved model; {hint}")
-    if not path.exists():
+    if kind is None:
         raise CheckpointError(
             f"{path} does not exist; a run writes {BEST_FILE} at its first evaluation, and {STATE_FILE} every "
             "save_every updates and at its end"
@@ -64,7 +68,7 @@ def read_model(path: Path) -> dict[str, Any]:
 def _read_about(path: Path) -> dict[str, Any]:
     """The JSON file of a model."""
     file = path.with_suffix(".json")
-    if not file.exists():
+    if kind_of(file, CheckpointError) is None:
         raise CheckpointError(
             f"{path} is a model without {file.name}, which has its configuration; put that beside it, or load the "
             "weights alone with agent.load_state_dict(torch.load(path, weights_only=True))"
@@ -77,7 +81,7 @@ def _read_about(path: Path) -> dict[str, Any]:
 
 def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
     """The best agent of a run folder, or the agent of a saved file."""
-    model = read_model(path / BEST_FILE if path.is_dir() else path)
+    model = read_model(path / BEST_FILE if is_folder(path, CheckpointError) else path)
     config = config_of(**model["config"])
     agent = make_agent(shape_of(config.environment, config.options), config.settings, config.seed)
     load_weights(agent, model, path)

@@ -6,7 +6,7 @@ errors name their number.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import DataError, check_choice, did_you_mean
@@ -34,7 +34,7 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
         raise DataError("there are no rows")
     if len(rows) > 1 and not any(column in row for row in rows):
         columns = list(dict.fromkeys(str(name) for row in rows for name in row))
-        shown = ", ".join(map(repr, columns)) or "none"
+        shown = list_columns(columns)
         near = did_you_mean(column, columns)
         problem = f"no row{_file_of(rows)} has a column {column!r}{near} (columns: {shown})"
         raise DataError(f"{problem}; set data.prompt to the column of the prompt")
@@ -51,9 +51,14 @@ def check_prompts(rows: Sequence[Mapping[str, Any]], column: str = "prompt") -> 
 
 def check_column(row: Mapping[str, Any], column: str, where: str, remedy: str = "") -> None:
     if column not in row:
-        columns = ", ".join(map(repr, row)) or "none"
         near = did_you_mean(column, map(str, row))
-        raise DataError(f"{where} has no column {column!r}{near} (it has: {columns}){remedy}")
+        raise DataError(f"{where} has no column {column!r}{near} (it has: {list_columns(row)}){remedy}")
+
+
+def list_columns(names: Iterable[object]) -> str:
+    """Names for a message, the first of them if there are many or very long ones."""
+    shown = ", ".join(map(repr, names)) or "none"
+    return shown if len(shown) <= 300 else f"{shown[:299]}…"
 
 
 def check_prompt(value: Any, where: str, column: str = "prompt") -> None:
@@ -115,7 +120,7 @@ def check_message(message: Any, what: str) -> str:
         raise DataError(f'{what} is {describe_type(message)}; a message is an object {{"role": …, "content": …}}')
     for key in ("role", "content"):
         if key not in message:
-            raise DataError(f"{what} has no {key!r} (it has: {', '.join(map(repr, message)) or 'none'})")
+            raise DataError(f"{what} has no {key!r} (it has: {list_columns(message)})")
     try:
         check_choice("role", message["role"], ROLES, DataError)
     except DataError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import logging
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from groupwise.grouping.static import StaticTable, is_static
 from groupwise.model.device import compute_dtype, resolve_device, resolve_dtype
 from groupwise.model.source import DOWNLOADED, first_line
 from groupwise.model.weights import CATALOGUE, cached, fetch
+from groupwise.paths import FOLDER, kind_of, user_path
 from groupwise.rundir import read_json
 
 log = logging.getLogger("groupwise")
@@ -204,10 +204,10 @@ def _local_folder(name: str) -> Path | None:
     """The folder of this name; None for a name in the catalogue or a hub id."""
     if not isinstance(name, str) or not name:
         raise ConfigError(f"the embedder's name must be a string, got {name!r}. {REMEDY}")
-    path = Path(os.path.expanduser(name))
-    if os.path.exists(path):  # unlike Path.exists, no error for an invalid path
-        if not path.is_dir():
-            raise ConfigError(f"the embedder {path} is a file. {REMEDY}")
+    path = user_path(name)
+    if (kind := kind_of(path, ConfigError)) is not None:
+        if kind != FOLDER:
+            raise ConfigError(f"the embedder {path} is a {kind}. {REMEDY}")
         return path
     if name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name:
         raise ConfigError(f"there is no folder {path} for the embedder (looked for in {Path.cwd()}). {REMEDY}")

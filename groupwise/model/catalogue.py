@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from groupwise.errors import ConfigError
+from groupwise.paths import user_path
+
 CACHE_VARIABLE = "GROUPWISE_CACHE"
 
 
@@ -227,5 +230,8 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
 def cache_folder(cache: str | Path | None = None) -> Path:
     """The folder of the weights: ``cache`` or ``GROUPWISE_CACHE``, else ``groupwise`` in XDG_CACHE_HOME or ~/.cache."""
     if folder := cache or os.environ.get(CACHE_VARIABLE):
-        return Path(folder).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "groupwise"
+        return user_path(folder)
+    folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if folder.parts[0] == "~":
+        raise ConfigError(f"there is no home folder to keep models in; set {CACHE_VARIABLE} to a folder")
+    return folder / "groupwise"

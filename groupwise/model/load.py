@@ -30,6 +30,7 @@ from groupwise.model.lora import (
 )
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, first_line, is_adapter, read_settings, resolve_source
+from groupwise.paths import is_file
 from groupwise.rundir import read_json
 
 if TYPE_CHECKING:
@@ -224,7 +225,7 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
     """Refuse what is not a trainable causal language model, before any weight is read."""
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if not (folder / "config.json").is_file():
+    if not is_file(folder / "config.json"):
         inside = sorted(
             path.name for path in folder.iterdir() if path.suffix == ".gguf" or (path / "config.json").is_file()
         )

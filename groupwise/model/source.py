@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import CheckpointError, InputError, did_you_mean
 from groupwise.model import weights
+from groupwise.paths import FILE, FOLDER, is_file, kind_of, user_path
 from groupwise.rundir import read_json
 
 log = logging.getLogger("groupwise")
@@ -40,13 +41,14 @@ def check_source(source: str | Path, *, revision: str | None = None) -> None:
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise InputError(f"a model is given as a name or a path, not as {source!r}")
     name = str(source)
-    local = Path(os.path.expanduser(name))
-    exists = os.path.exists(local)  # false, not an error, for an invalid path
+    local = user_path(name)
+    kind = kind_of(local)
+    exists = kind is not None
     if revision is not None and (exists or "/" not in name):
         raise InputError(f"revision={revision!r} selects a version on the hub, but {name} is not a hub id")
     if exists:
-        if local.is_file() and local.suffix != ".gguf":
-            raise InputError(f"{local} is a file; a model is a folder, or a file that ends in .gguf")
+        if kind != FOLDER and (kind != FILE or local.suffix != ".gguf"):
+            raise InputError(f"{local} is a {kind}; a model is a folder, or a file that ends in .gguf")
         return
     if name.startswith(("/", ".", "~")) or name.endswith(".gguf") or name.count("/") > 1 or "\\" in name:
         raise InputError(f"there is no folder or file {local} (looked for in {Path.cwd()})")
@@ -69,8 +71,8 @@ def resolve_source(
     """The location of ``source``; fetches a catalogue or hub model that is not cached yet."""
     check_source(source, revision=revision)
     name = str(source)
-    local = Path(os.path.expanduser(name))
-    if os.path.exists(local):
+    local = user_path(name)
+    if kind_of(local) is not None:
         return Source(str(local.resolve()), local)
     if _is_builtin(name):
         seed = int(name[5:] or seed)
@@ -107,7 +109,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 def is_adapter(path: Path | None) -> bool:
     """Whether a folder holds a LoRA adapter. With a config.json it is a complete model."""
-    return path is not None and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+    return path is not None and is_file(path / ADAPTER_CONFIG) and not is_file(path / "config.json")
 
 
 def base_of(adapter: Source, trust_remote_code: bool) -> Source:

@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http.client import responses
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from groupwise.errors import ConfigError, MissingExtraError, RewardError, check_choice, check_integer
+from groupwise.paths import read_file
 from groupwise.redaction import Secret, remember_secret
 from groupwise.rewards.options import check_after, check_number, check_text, is_finite_number
 from groupwise.rewards.scorer import LOST_BATCHES
@@ -367,8 +367,8 @@ def _read_rubric(rubric: object) -> str:
     path = os.path.expanduser(text)
     if "{answer}" not in text and os.path.isfile(path):
         try:
-            text = Path(path).read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
+            text = read_file(path, ConfigError).decode("utf-8-sig")
+        except UnicodeDecodeError as error:
             raise ConfigError(f"the rubric {path} cannot be read: {error}") from error
     if "{answer}" not in text:
         raise ConfigError(f"rubric must be a text with {{answer}} in it, or a file of one, got {excerpt(rubric, 300)}")

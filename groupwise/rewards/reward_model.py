@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
+from groupwise.paths import kind_of
 from groupwise.rewards.options import check_after
 from groupwise.rewards.text import THINKING_ENDS, answer_of, prompt_messages, prompt_text
 from groupwise.text import error_reason, excerpt
@@ -201,7 +202,7 @@ def _check_source(model: object) -> str:
     if not isinstance(model, str) or not model:
         raise ConfigError(f"model must be a folder or owner/name on the hub, got {excerpt(model)}")
     path = os.path.expanduser(model)
-    if os.path.exists(path):
+    if kind_of(path, ConfigError) is not None:
         if not os.path.isfile(os.path.join(path, "config.json")):
             raise ConfigError(f"{path} has no config.json, so it is not the folder of a reward model")
         return path

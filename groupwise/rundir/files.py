@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, RunDirError
+from groupwise.paths import FILE, FOLDER, MEGABYTE, kind_of, read_file
 from groupwise.text import error_reason, excerpt, printable
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of thes
 LATER_STATE = "state_after_evaluation.json"  # added to a checkpoint that is finished, with a hash of its own
 LOADED = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")  # endings of files that a program reads
 SHOWN = 10  # problems of a folder in an error message
+LARGEST_JSON = 1024 * MEGABYTE
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -54,11 +56,10 @@ def write_json(path: str | Path, value: Any) -> None:
 def read_json(path: str | Path) -> Any:
     """The value in a JSON file; a CheckpointError names the file if it is missing or damaged."""
     try:
-        return json.loads(read_regular(path))
-    except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, OSError):
-            raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
-        raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
+        return json.loads(read_file(path, CheckpointError, limit=LARGEST_JSON))
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {reason}") from error
 
 
 def read_object(path: str | Path, **kinds: type) -> dict[str, Any]:
@@ -252,6 +253,9 @@ def _publishing(path: Path) -> Iterator[Path]:
     """A temporary path to write a file or a folder to. At the end it becomes ``path``; after an error it is removed."""
     from safetensors import SafetensorError
 
+    kind = kind_of(path, CheckpointError)
+    if kind not in (FILE, FOLDER, None):
+        raise CheckpointError(f"{path} is a {kind}, which would be replaced; name a file")
     unfinished = path.with_name(f"{UNFINISHED}{uuid.uuid4().hex[:8]}-{path.name}")
     try:
         for parent in path.parents:

@@ -29,6 +29,7 @@ from filelock import FileLock, Timeout
 
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.paths import kind_of, path_reason, show_path
 from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, same_folder, write_json
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
@@ -55,7 +56,7 @@ def new_run_path(root: str | Path, name: str) -> Path:
 def check_unused(path: Path) -> None:
     """Raise an error if a run cannot be started in this folder because it holds a run or other files."""
     try:
-        names = {entry.name for entry in path.iterdir()} if path.exists() else set()
+        names = {entry.name for entry in path.iterdir()} if kind_of(path, RunDirError) else set()
     except OSError as error:
         raise RunDirError(f"{path} cannot be used: {error_reason(error)}; choose another folder") from error
     if MARKER in names:
@@ -67,9 +68,14 @@ def check_unused(path: Path) -> None:
         raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
 
 
+def holds_run(path: Path) -> bool:
+    """Whether a folder holds a run; an error if it cannot be looked into."""
+    return kind_of(path / MARKER, RunDirError) is not None
+
+
 def check_is_run(path: Path) -> None:
     """Raise an error if the folder holds no run."""
-    if not (path / MARKER).exists():
+    if not holds_run(path):
         raise RunDirError(f"{path} holds no run (there is no {MARKER} in it): nothing to resume")
 
 
@@ -123,14 +129,15 @@ class RunDir:
     def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
         """Start a run in a new or empty folder; with ``overwrite`` an existing run is deleted first."""
         path = Path(path)
-        if overwrite and (path / MARKER).exists():
+        if overwrite and holds_run(path):
             cls.resume(path).close()  # an error while another process has the lock
             shutil.rmtree(path)
-        new_parents = [parent for parent in path.parents if not parent.exists()]
+        new_parents = [parent for parent in path.parents if not os.path.exists(parent)]
         try:
             path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RunDirError(f"{path} cannot be created: {error_reason(error)}; choose another folder") from error
+        except (OSError, ValueError) as error:
+            reason = f"{show_path(path)} cannot be created: {path_reason(error)}"
+            raise RunDirError(f"{reason}; choose another folder") from error
         check_unused(path)
         return cls(path, new=True, new_parents=new_parents)
 

@@ -7,11 +7,11 @@ lenient one takes the last number of an answer without it. A model that only lea
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from groupwise import data
 from groupwise.config import Recipe, with_settings
+from groupwise.data.read import is_local
 from groupwise.errors import DataError, MissingExtraError
 from groupwise.rewards import RewardFunction
 from groupwise.rewards.maths import (
@@ -49,7 +49,7 @@ def gsm8k_task(recipe: Recipe) -> Task:
 def read_gsm8k(recipe: Recipe) -> tuple[list[TaskRow], list[TaskRow]]:
     """The rows. From the hub the defaults are its subset ``main``, and its splits ``train`` and ``test``."""
     settings = recipe.data
-    if HUB not in (*listed(settings.train), *listed(settings.held_out)) or Path(HUB).exists():
+    if HUB not in (*listed(settings.train), *listed(settings.held_out)) or is_local(HUB):
         return read_both(recipe)
     defaults = {"data.subset": "main"}
     if HUB in listed(settings.held_out):

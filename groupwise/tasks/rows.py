@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 from groupwise.config import Recipe, SourcesSection
 from groupwise.data import read_rows
+from groupwise.data.read import is_local
 from groupwise.data.tables import as_rows
 from groupwise.errors import ConfigError, DataError
 from groupwise.tasks.base import Task, TaskRow
@@ -64,7 +64,7 @@ def read_section(recipe: Recipe, section: str, read: ReadRows | None = None) -> 
     # A hub data set may hold its rows out as a second split.
     held_out_sources = listed(data.held_out) or (train_sources if data.held_out_split is not None else [])
     # Beside a hub data set, subset and split do not apply to files.
-    on_hub = [source for source in (*train_sources, *held_out_sources) if not Path(source).expanduser().exists()]
+    on_hub = [source for source in (*train_sources, *held_out_sources) if not is_local(source)]
 
     def read_each(sources: Sequence[str], split_key: str, limit: int | None) -> list[list[TaskRow]]:
         parts: list[list[TaskRow]] = []

@@ -8,6 +8,7 @@ from typing import Any
 
 from groupwise.config import Recipe, with_settings
 from groupwise.generate import Engine
+from groupwise.paths import kind_of
 from groupwise.rundir import package_versions
 from groupwise.tasks import TaskReport, find_task
 from groupwise.tasks.rows import listed
@@ -36,7 +37,7 @@ def report_on_model(
     before = None
     if against is not None:
         path = Path(against)
-        if (path / REPORT).exists() or path.name == REPORT:
+        if kind_of(path / REPORT) is not None or path.name == REPORT:
             before = read_report(path)
         else:
             earlier = with_settings(recipe, {"model.source": against})

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from groupwise.errors import DataError
-from groupwise.text import error_reason, excerpt
+from groupwise.errors import DataError, InputError
+from groupwise.paths import read_file, user_path
+from groupwise.text import excerpt
 
 # Letters with no letter or digit beside them. The possessive quantifier keeps the search linear.
 _WORD = re.compile(r"(?<![^\W_])[^\W\d_]++(?![^\W_])")
@@ -24,15 +24,13 @@ def load_medical_vocabulary(path: str | Path | None = None) -> frozenset[str]:
     """The packaged medical words, or those of a file with one word per line, in lower case; ``#`` starts a comment."""
     if path is None:
         return _packaged()
-    path = Path(os.path.expanduser(path))
+    remedy = "give a text file with one word per line, or leave the path out to use the packaged words"
+    path = user_path(path)
     try:
-        return _parse(path.read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else error_reason(error)
-        raise DataError(
-            f"the medical vocabulary {path} cannot be read: {reason}; give a text file with one word per line, or "
-            "leave the path out to use the packaged words"
-        ) from error
+        return _parse(read_file(path, InputError).decode("utf-8-sig"), str(path))
+    except (InputError, UnicodeDecodeError) as error:
+        reason = f"{path} is not a text in UTF-8" if isinstance(error, UnicodeDecodeError) else error
+        raise DataError(f"the medical vocabulary cannot be read: {reason}; {remedy}") from error
 
 
 def medical_terms(text: str, vocabulary: frozenset[str] | None = None) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from groupwise.errors import CheckpointError, InputError
+from groupwise.paths import is_folder, kind_of
 from groupwise.rundir import read_json, write_bytes, write_json
 from groupwise.text import error_reason, one_line
 from groupwise.usmle.compare import ExamComparison
@@ -58,8 +59,8 @@ def write_report(
 def read_report(path: str | Path) -> ExamReport:
     """The report in a folder or a file."""
     path = Path(path)
-    file = path / REPORT if path.is_dir() else path
-    if not file.exists():
+    file = path / REPORT if is_folder(path, CheckpointError) else path
+    if kind_of(file, CheckpointError) is None:
         raise CheckpointError(
             f"there is no report at {file}; give the folder of `groupwise eval --report`, or its {REPORT}"
         )

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import re
 import string
@@ -19,7 +20,10 @@ from typing import Any
 
 from groupwise import data
 from groupwise.config import Recipe
+from groupwise.data.read import is_local
+from groupwise.data.rows import list_columns
 from groupwise.errors import DataError
+from groupwise.paths import MEGABYTE, is_file, is_folder, user_path
 from groupwise.tasks.base import TaskRow
 from groupwise.tasks.rows import hold_out, read_both
 
@@ -63,7 +67,7 @@ def question_of(row: Mapping[str, Any]) -> TaskRow:
     """A row in the task's format; a `DataError` that names the row's file and line if it is not a valid question."""
     where = data.where_of(row, 0)
     if "question" not in row:
-        raise DataError(f"{where}: there is no column 'question' (there are {', '.join(map(repr, row)) or 'none'})")
+        raise DataError(f"{where}: there is no column 'question' (there are {list_columns(row)})")
     question = row["question"]
     if not isinstance(question, str) or not question.strip():
         raise DataError(f"{where}: the question is empty")
@@ -83,8 +87,8 @@ def question_of(row: Mapping[str, Any]) -> TaskRow:
 
 def _read(source: str, *, split: str | None, subset: str | None, limit: int | None) -> list[dict[str, Any]]:
     """`data.read_rows`, also for MMLU's files, which have no header and the subject in their name."""
-    path = Path(source).expanduser()
-    if path.is_dir() and (files := sorted(path.glob("[!.]*.csv"))) and all(map(_has_no_header, files)):
+    path = user_path(source)
+    if is_folder(path, DataError) and (files := sorted(path.glob("[!.]*.csv"))) and all(map(_has_no_header, files)):
         rows = [row for file in files for row in _read(str(file), split=split, subset=subset, limit=limit)]
         return rows[:limit]
     header = MMLU_COLUMNS if _has_no_header(path) else None
@@ -92,18 +96,18 @@ def _read(source: str, *, split: str | None, subset: str | None, limit: int | No
     if header is not None:
         subject = re.sub(r"^mmlu_|_(?:test|dev|val)$", "", path.stem).replace("_", " ")
         return [data.Row({**row, "subject": subject}, data.where_of(row, 0)) for row in rows]
-    on_hub = not path.exists()
+    on_hub = not is_local(source)
     # A few rows do not show whether a file counts from 0 or from 1.
     all_rows = rows if on_hub or limit is None or "cop" not in rows[0] else data.read_rows(source)
     return _counted_from_one(rows, all_rows, on_hub=on_hub)
 
 
 def _has_no_header(path: Path) -> bool:
-    if path.suffix.lower() != ".csv" or not path.is_file():
+    if path.suffix.lower() != ".csv" or not is_file(path, DataError):
         return False
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            fields = next(csv.reader(file), [])
+            fields = next(csv.reader(io.StringIO(file.read(MEGABYTE), newline="")), [])
     except (OSError, UnicodeDecodeError, csv.Error):
         return False  # reading the file gives the error
     names = {field.strip().casefold() for field in fields}
@@ -135,7 +139,7 @@ def _counted_from_one(
 def _cop(row: Mapping[str, Any]) -> Any:
     """The number of MedMCQA's right option, which is a text in a .csv file."""
     cop = row.get("cop")
-    return int(cop) if isinstance(cop, str) and re.fullmatch(r"-?[0-9]+", cop.strip()) else cop
+    return int(cop) if isinstance(cop, str) and re.fullmatch(r"-?[0-9]{1,9}", cop.strip()) else cop
 
 
 def _valid(rows: Sequence[Mapping[str, Any]], skipped: Counter[str] | None) -> list[TaskRow]:

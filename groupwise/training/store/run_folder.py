@@ -15,7 +15,7 @@ from groupwise.config.sections import OWN_LENGTHS
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
 from groupwise.rundir.files import read_object
-from groupwise.rundir.run import MARKER, METRICS, check_is_run
+from groupwise.rundir.run import MARKER, METRICS, check_is_run, holds_run
 from groupwise.text import Say, plural
 
 RUNS = Path("runs")
@@ -49,7 +49,7 @@ def open_run(
         return RunDir.resume(find_run(recipe, folder, recipe_file, name=name))
     chosen = folder or recipe.run.folder
     path = Path(chosen) if chosen else new_run_path(RUNS, recipe.run.name or name)
-    if overwrite and (path / MARKER).exists():
+    if overwrite and holds_run(path):
         return RunDir.resume(path)  # the caller clears it once the new run can start
     return RunDir.create(path)
 
