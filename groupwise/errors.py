@@ -57,6 +57,10 @@ class RewardError(GroupwiseError, RuntimeError):
     """A reward function failed or returned an invalid value."""
 
 
+class UserCodeError(GroupwiseError, RuntimeError):
+    """A user's function, such as a task or a loss, failed, or tried to end the process."""
+
+
 class CheckpointError(GroupwiseError, RuntimeError):
     """A saved file is missing, damaged or could not be written."""
 

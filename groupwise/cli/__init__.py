@@ -13,10 +13,12 @@ import errno
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import NoReturn
 
 from groupwise import __version__
 from groupwise.cli.common import Command, Commands, format_examples, say_error
@@ -29,10 +31,11 @@ from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
-from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
+from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.plugins import load_plugin, plugin_names
 from groupwise.text import error_reason
+from groupwise.user_code import describe_failure
 
 # To add a command, write a function like `add_models` and list it here.
 COMMANDS: tuple[Callable[[Commands], None], ...] = (
@@ -54,6 +57,7 @@ EXAMPLES = (
 )
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
+ENDED = "code that is not groupwise's ended the command before it was finished"
 
 # What other tools call some commands.
 OTHER_NAMES = {
@@ -95,7 +99,8 @@ def _run(words: list[str]) -> int:
     try:
         arguments = _parse(words)
         run: Command = arguments.run
-        return run(arguments)
+        with _exits_reported():
+            return run(arguments)
     except GroupwiseError as error:
         say_error(error)
         return 2
@@ -109,6 +114,34 @@ def _run(words: list[str]) -> int:
             raise
         say_error(f"the output cannot be written: {error_reason(error)}")
         return 2
+
+
+@contextmanager
+def _exits_reported() -> Iterator[None]:
+    """Within this block, code that ends the process is an error with status 2, whatever status it asks for.
+
+    A user's environment, reward or task may call `sys.exit` or `os._exit`: with status 0, a command that is not
+    finished would look like a success. Forked processes may exit as they like.
+    """
+    exit_now, command = os._exit, os.getpid()
+
+    def report(status: int) -> NoReturn:
+        if os.getpid() == command:
+            caller = sys._getframe(1)
+            say_error(f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}: {ENDED}: os._exit({status})")
+            _flush()
+            status = 2
+        exit_now(status)
+
+    os._exit = report
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit, or a class of a user's own or of a compiled extension
+        raise UserCodeError(f"{ENDED}: it {describe_failure(error)}") from error
+    finally:
+        os._exit = exit_now
 
 
 def _replace_closed_streams() -> None:
