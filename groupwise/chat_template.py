@@ -71,7 +71,7 @@ def render_chats(tokenizer: Any, chats: Sequence[Chat], **options: Any) -> list[
     variables = {**tokenizer.special_tokens_map, **options}
     variables.pop("chat_template", None)
     if variables.get("tools") is not None:
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         variables["tools"] = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in options["tools"]]
     texts: list[str] = []

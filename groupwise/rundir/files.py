@@ -52,7 +52,7 @@ def read_json(path: str | Path) -> Any:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error_reason(error)}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is damaged, it holds no valid JSON: {error}") from error
 
 
