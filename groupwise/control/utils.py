@@ -28,6 +28,7 @@ SIMILAR = 0.75  # of difflib: ids that differ by a typo
 VERSION = r"-v\d+$"  # the end of an id
 LONGEST_EPISODE = 10_000  # steps, for an environment without a time limit
 LONGEST_REASON = 500  # characters of an environment's own error in a message
+LARGEST_REWARD = 1e30  # the return of an episode is a float32 in PPO
 LARGEST_SPACE = 10**6  # numbers of a flat observation or action; the policy is a dense network
 
 
@@ -137,8 +138,10 @@ class SeededGymEnv:
             raise
         except BaseException as error:
             raise ControlError(f"{self._where} failed on action {action}: {_describe(error)}") from error
-        if not np.isfinite(reward):
-            raise ControlError(f"{self._where} gave the reward {reward}; rewards must be finite")
+        if not abs(reward) <= LARGEST_REWARD:  # NaN, too
+            raise ControlError(
+                f"{self._where} gave the reward {reward:g}; rewards must be finite, and at most {LARGEST_REWARD:g}"
+            )
         return self._checked(observation), reward, terminated, truncated
 
     def render(self) -> AnyArray:
@@ -285,7 +288,8 @@ def _describe(error: BaseException) -> str:
     """Why an environment failed. A SystemExit is a failure, too: its run is not finished."""
     if isinstance(error, SystemExit):
         return f"it called sys.exit({excerpt(error.code)})"
-    return f"{type(error).__name__}: {one_line(str(error))[:LONGEST_REASON]}"
+    reason = one_line(str(error))[:LONGEST_REASON]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 # states (T, observation), actions (T,) or (T, dimensions), rewards (T,), logps (T,), return (), weight ()

@@ -18,7 +18,7 @@ from torch import Tensor
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.device import free_memory
 from groupwise.rundir import read_json
-from groupwise.text import excerpt
+from groupwise.text import excerpt, one_line
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor of a file by its name."""
@@ -28,6 +28,7 @@ SETTINGS = (
 )  # fmt: skip
 LARGEST_SETTINGS = 2**26  # bytes; those of real models have thousands
 LARGEST_TOKENIZER = 2**28  # bytes of tokenizer.json; that of Gemma 3 has 33 million
+LONGEST_REASON = 300  # characters of another package's error in a message
 PROBE = "What is 2 + 3?\n\tÄ 你好 <s> "  # a text that every tokenizer can encode
 LAYERS = re.compile(r"(^|_)(layers?|blocks)$")  # num_hidden_layers, n_layer, block_count, …
 EXPERTS = re.compile(r"(^|_)experts$")  # num_local_experts, n_routed_experts, …
@@ -65,7 +66,8 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(file, "pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged or truncated ({error}); download it again") from error
+        reason = one_line(str(error))[:LONGEST_REASON]
+        raise CheckpointError(f"{file} is damaged or truncated ({reason}); download it again") from error
 
 
 def check_counts(config: Mapping[str, Any], shapes: Shapes, where: str) -> None:

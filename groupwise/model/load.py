@@ -9,7 +9,6 @@ needs, has none either: with dropout, on-policy ratios would not be 1.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import nn
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model import tiny
 from groupwise.model.checks import (
+    LONGEST_REASON,
     check_counts,
     check_finite,
     check_parameters,
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-LONGEST_REASON = 300  # characters of an error of transformers
 TOKENIZER_FILES = ("tokenizer.json", "*.model", "vocab.*", "*.tiktoken", "tekken.json")
 
 
@@ -294,7 +293,7 @@ def _check_weights(folder: Path) -> dict[str, tuple[int, ...]]:
         if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
             raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map")
         names = list(index["weight_map"].values())
-        if foreign := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
+        if foreign := [name for name in names if not _is_file_name(name)]:
             raise CheckpointError(f"{folder / INDEX} names a file that is not in its folder: {excerpt(foreign[0])}")
         needed = set(names)
     elif not (folder / WEIGHTS).exists() and _has_any(folder, PICKLES):
@@ -305,10 +304,15 @@ def _check_weights(folder: Path) -> dict[str, tuple[int, ...]]:
         )
     shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(needed):
-        if not os.path.isfile(folder / name):  # unlike Path.is_file, no error for a name with a NUL
+        if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}, so its weights are incomplete; download it again")
         shapes |= tensor_shapes(folder / name)
     return shapes
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a name is that of a file in the folder itself, not a path to elsewhere."""
+    return isinstance(name, str) and len(name) < 256 and "\0" not in name and Path(name).name == name
 
 
 @contextmanager

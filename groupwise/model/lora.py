@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError, check_integer
-from groupwise.model.checks import Shapes, check_finite, read_settings, tensor_shapes
+from groupwise.model.checks import LONGEST_REASON, Shapes, check_finite, read_settings, tensor_shapes
 from groupwise.model.source import ADAPTER_CONFIG
 from groupwise.text import excerpt, one_line
 
@@ -112,8 +112,9 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
                 model, str(folder), is_trainable=True, autocast_adapter_dtype=False
             )
     except Exception as error:  # PEFT raises anything for settings of wrong types
+        reason = one_line(str(error))[:LONGEST_REASON]
         raise CheckpointError(
-            f"the adapter in {folder} does not fit the model {model.name_or_path}: {one_line(str(error))[:300]}"
+            f"the adapter in {folder} does not fit the model {model.name_or_path}: {reason}"
         ) from error
     state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
     if missing := sorted(set(state) - set(shapes)):

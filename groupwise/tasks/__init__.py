@@ -25,15 +25,14 @@ def find_task(name: str) -> TaskDefinition:
     """The definition of a task by its registered name, or by ``module:function`` (or ``file.py:function``)."""
     factory = load_function(name, what="task") if ":" in name else load_plugin("groupwise.tasks", TASKS, name, "task")
     if isinstance(factory, TaskDefinition):
-        definition = factory
-    elif callable(factory):
-        definition = TaskDefinition(lambda recipe, options: factory(recipe))
-    else:
+        if name in TASKS:
+            return factory
+        report = factory.report and guarded(factory.report, f"the report of the task {name!r}")
+        return replace(factory, make=guarded(factory.make, f"the task {name!r}"), report=report)
+    if not callable(factory):
         raise ConfigError(f"the task {name!r} is neither a function nor a TaskDefinition, but {type(factory).__name__}")
-    if name in TASKS:
-        return definition
-    report = definition.report and guarded(definition.report, f"the report of the task {name!r}")
-    return replace(definition, make=guarded(definition.make, f"the task {name!r}"), report=report)
+    make = factory if name in TASKS else guarded(factory, f"the task {name!r}")
+    return TaskDefinition(lambda recipe, options: make(recipe))
 
 
 def load_task(recipe: Recipe) -> Task:
