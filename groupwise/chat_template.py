@@ -64,20 +64,25 @@ def render_chats(tokenizer: Any, chats: Sequence[Chat], **options: Any) -> list[
     try:
         template = tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         known = hashlib.sha256(template.encode()).hexdigest() in KNOWN
-    except Exception as error:  # several templates without a default, or one that is no text
+        if options.get("tools") is not None:
+            options["tools"] = [_schema(tool) for tool in options["tools"]]
+    except Exception as error:  # several templates without a default, one that is no text, or tools that are none
         raise TemplateError(error_reason(error)) from error
     if known or _renders_itself(tokenizer) or not hasattr(signal, "setitimer"):  # on Windows there are no limits
         return list(_in_this_process(tokenizer, chats, {**options, "tokenize": False}))
     variables = {**tokenizer.special_tokens_map, **options}
     variables.pop("chat_template", None)
-    if variables.get("tools") is not None:
-        from transformers.utils.chat_template_utils import get_json_schema
-
-        variables["tools"] = [tool if isinstance(tool, Mapping) else get_json_schema(tool) for tool in options["tools"]]
     texts: list[str] = []
     for start in range(0, len(chats), BATCH):
         texts += _render(template, chats[start : start + BATCH], variables, start)
     return texts
+
+
+def _schema(tool: Any) -> Any:
+    """The description of a tool; one that is a Python function is described by its signature and docstring."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    return tool if isinstance(tool, Mapping) else get_json_schema(tool)
 
 
 def _renders_itself(tokenizer: Any) -> bool:

@@ -72,7 +72,6 @@ def changed(folder: Path, file: str, content: bytes, call: Any, border: str) -> 
         accepted(border, lambda: call(copy))
 
 
-@many(2)
 @given(st.data())
 def test_settings_of_models(folder, data):
     file = data.draw(st.sampled_from(JSON[:2]))
@@ -80,7 +79,7 @@ def test_settings_of_models(folder, data):
     changed(folder, file, content, use, "model folders: settings")
 
 
-@many(5)
+@many(3)
 @given(st.data())
 def test_tokenizers(folder, data):
     file = data.draw(st.sampled_from(JSON[2:]))
@@ -93,7 +92,7 @@ def test_tokenizers(folder, data):
     changed(folder, file, content, encode, "model folders: tokenizers")
 
 
-@many(3)
+@many(2)
 @given(st.data())
 def test_damaged_json(folder, data):
     file = data.draw(st.sampled_from(JSON))
@@ -101,7 +100,7 @@ def test_damaged_json(folder, data):
     changed(folder, file, content, load_model if file in JSON[:2] else load_tokenizer, "model folders: damaged JSON")
 
 
-@many(20)
+@many(8)
 @given(st.data())
 def test_headers_of_weights(folder, data):
     raw = (folder / "model.safetensors").read_bytes()
@@ -120,7 +119,6 @@ def test_damaged_weights(folder, data):
     changed(folder, "model.safetensors", content, load_model, "model folders: damaged weights")
 
 
-@many(2)
 @given(st.data())
 def test_indexes_of_weights(folder, data):
     names = tensor_shapes(folder / "model.safetensors")
@@ -134,7 +132,6 @@ def test_indexes_of_weights(folder, data):
         accepted("model folders: indexes", lambda: load_model(copy))
 
 
-@many(3)
 @given(st.data())
 def test_settings_of_adapters(adapter, data):
     settings = json.loads((adapter / "adapter_config.json").read_bytes())
