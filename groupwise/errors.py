@@ -69,6 +69,10 @@ class RewardError(GroupwiseError, RuntimeError):
     """A reward function failed or returned an invalid value."""
 
 
+class UserCodeError(GroupwiseError, RuntimeError):
+    """A user's function, such as a task or a loss, failed, or tried to end the process."""
+
+
 class CheckpointError(GroupwiseError, RuntimeError):
     """A saved file is missing, damaged or could not be written."""
 
@@ -138,7 +142,7 @@ def nearest_file(name: str, names: Iterable[str]) -> str | None:
 def check_integer(name: str, value: object, least: int, error: type[GroupwiseError] = InputError) -> int:
     """The value, or an error if it is not an integer of at least ``least``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise error(f"{name} must be an integer of at least {least}, got {value!r}")
+        raise error(f"{name} must be an integer of at least {least}, got {value!r:.200}")
     return value
 
 
@@ -147,4 +151,4 @@ def check_choice(what: str, value: object, allowed: Iterable[str], error: type[G
     names = list(allowed)
     if not isinstance(value, str) or value not in names:
         listed = ", ".join(map(repr, names))
-        raise error(f"unknown {what} {value!r}{did_you_mean(value, names)} (allowed: {listed})")
+        raise error(f"unknown {what} {value!r:.200}{did_you_mean(value, names)} (allowed: {listed})")

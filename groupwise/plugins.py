@@ -24,7 +24,9 @@ def load_plugin(group: str, builtin: Mapping[str, str], name: str, what: str) ->
     check_choice(what, name, entries, ConfigError)
     try:
         return entries[name].load()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # SystemExit, too
         raise ConfigError(
             f"the {what} {name!r} cannot be loaded from {entries[name].value}: {type(error).__name__}: "
             f"{error_reason(error)}"

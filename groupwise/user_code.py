@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from groupwise.errors import ConfigError, did_you_mean, nearest_file
+from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean, nearest_file
 from groupwise.paths import FILE, MEGABYTE, kind_of, read_file, user_path
 from groupwise.text import excerpt, printable
 
@@ -57,6 +57,28 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{where}: {attribute} is not a function but {excerpt(function)} ({type(function).__name__})")
     return function  # type: ignore[no-any-return]
+
+
+def guarded(
+    function: Callable[..., Any], where: str, *, is_ours: Callable[[BaseException], bool] = lambda error: False
+) -> Callable[..., Any]:
+    """A user's function whose failures are a `UserCodeError` that names it by ``where``: SystemExit is one, too.
+
+    Errors of groupwise, Ctrl-C, and errors that the caller handles (``is_ours``) are raised unchanged.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        try:
+            return function(*arguments, **options)
+        except (GroupwiseError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if is_ours(error):
+                raise
+            raise UserCodeError(f"{where} {describe_failure(error)}") from error
+
+    return call
 
 
 def source_hashes(function: str | Callable[..., Any]) -> dict[str, str]:
@@ -210,12 +232,12 @@ def _importable(folder: Path, where: str) -> Iterator[None]:
     importlib.invalidate_caches()
     try:
         yield
-    except ConfigError:
+    except (ConfigError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
         line = f", line {error.lineno}" if error.lineno else ""
         raise ConfigError(f"{where}: {error.filename or 'its source'}{line}: {error.msg}") from error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # SystemExit, too
         raise ConfigError(f"{where}: its import {describe_failure(error)}") from error
     finally:
         if str(folder) in sys.path:

@@ -22,7 +22,18 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
 BASE = {"errors", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "plots"}
-LIBRARY = BASE | {"algorithms", "config", "plugins", "user_code", "data", "model", "generate", "rewards", "grouping"}
+LIBRARY = BASE | {
+    "algorithms",
+    "chat_template",
+    "config",
+    "plugins",
+    "user_code",
+    "data",
+    "model",
+    "generate",
+    "rewards",
+    "grouping",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "redaction": {"errors"},
@@ -34,14 +45,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "stats": {"errors"},
     "plots": {"errors", "rundir", "stats", "text"},
     "packaged": {"errors", "text", "paths"},
-    "data": BASE,
+    "chat_template": BASE,
+    "template_worker": set(),  # a process of its own, which imports nothing of groupwise
+    "data": BASE | {"chat_template"},
     "algorithms": BASE,
     "config": BASE | {"algorithms", "packaged"},
     "plugins": BASE,
     "user_code": BASE,
     "model": BASE | {"algorithms", "config"},
     "generate": BASE | {"algorithms", "config", "model"},
-    "rewards": BASE | {"algorithms", "config", "user_code"},
+    "rewards": BASE | {"algorithms", "chat_template", "config", "user_code"},
     "grouping": BASE | {"algorithms", "config", "model"},
     "tasks": LIBRARY,
     "evaluate": LIBRARY | {"tasks"},

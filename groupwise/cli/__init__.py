@@ -17,10 +17,12 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, metadata
+from pathlib import Path
+from typing import NoReturn
 
 from groupwise import __version__
 from groupwise.cli.common import Command, Commands, format_examples, say_error
@@ -33,13 +35,14 @@ from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
-from groupwise.errors import ConfigError, GroupwiseError, did_you_mean
+from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.paths import path_reason, show_path
 from groupwise.plugins import load_plugin, plugin_names
 from groupwise.rundir.signals import SignalInterrupt, interrupt_on_signals
 from groupwise.terminal import guard_process, write_text
 from groupwise.text import error_reason, excerpt
+from groupwise.user_code import describe_failure
 
 # To add a command, write a function like `add_models` and list it here.
 COMMANDS: tuple[Callable[[Commands], None], ...] = (
@@ -63,6 +66,7 @@ EXAMPLES = (
 BROKEN_PIPE = 141  # 128 + SIGPIPE
 WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 BUG = "this is an error of groupwise itself; please report it with the lines above"
+ENDED = "code that is not groupwise's ended the command before it was finished"
 
 # What other tools call some commands.
 OTHER_NAMES = {
@@ -110,7 +114,8 @@ def _run(words: list[str]) -> int:
         with interrupt_on_signals():
             arguments = _parse(words)
             run: Command = arguments.run
-            return run(arguments)
+            with _exits_reported():
+                return run(arguments)
     except GroupwiseError as error:
         say_error(error)
         return 2
@@ -158,6 +163,34 @@ def _has_current_folder() -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def _exits_reported() -> Iterator[None]:
+    """Within this block, code that ends the process is an error with status 2, whatever status it asks for.
+
+    A user's environment, reward or task may call `sys.exit` or `os._exit`: with status 0, a command that is not
+    finished would look like a success. Forked processes may exit as they like.
+    """
+    exit_now, command = os._exit, os.getpid()
+
+    def report(status: int) -> NoReturn:
+        if os.getpid() == command:
+            caller = sys._getframe(1)
+            say_error(f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno}: {ENDED}: os._exit({status})")
+            _flush()
+            status = 2
+        exit_now(status)
+
+    os._exit = report
+    try:
+        yield
+    except (Exception, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # SystemExit, or a class of a user's own or of a compiled extension
+        raise UserCodeError(f"{ENDED}: it {describe_failure(error)}") from error
+    finally:
+        os._exit = exit_now
 
 
 def _prepare_streams() -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console, make_status
-from groupwise.errors import ConfigError, check_installed
+from groupwise.errors import ConfigError, InputError, check_installed
 from groupwise.text import plural, printable
 
 if TYPE_CHECKING:
@@ -105,8 +105,13 @@ def _sample(arguments: argparse.Namespace) -> int:
 
 
 def _prompt_ids(tokenizer: Any, text: str, chat: bool, system: str | None) -> list[int]:
+    from groupwise.chat_template import TemplateError, chat_ids
+
     if chat:
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages.append({"role": "user", "content": text})
-        return list(tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"])
+        try:
+            return chat_ids(tokenizer, [messages], add_generation_prompt=True)[0]
+        except TemplateError as error:
+            raise InputError(f"the model's chat template fails: {error}; --raw samples without it") from error
     return list(tokenizer(text)["input_ids"])

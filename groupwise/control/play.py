@@ -32,7 +32,8 @@ def play(paths: Sequence[Path], *, seed: int = HELD_OUT, out: Path | None = None
         videos.append(list(_episode(environment, config.algorithm, agent, seed)))
         environment.close()
     if out:
-        fps = environment.env.metadata.get("render_fps") or 30
+        fps = environment.env.metadata.get("render_fps")
+        fps = fps if isinstance(fps, (int, float)) and 0 < fps <= 1000 else 30
         write_video(out, [[(frame, caption) for frame, caption, _ in video] for video in videos], fps)
     return [video[-1][2] for video in videos]
 

@@ -19,14 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from groupwise.core import gae
-from groupwise.errors import ControlError, InputError, MissingExtraError
+from groupwise.errors import ControlError, GroupwiseError, InputError, MissingExtraError
 from groupwise.plots import COLOURS, new_figure, plain_label, save_figure
-from groupwise.text import one_line
+from groupwise.text import excerpt, one_line
 
 AnyArray = NDArray[Any]
 SIMILAR = 0.75  # of difflib: ids that differ by a typo
 VERSION = r"-v\d+$"  # the end of an id
 LONGEST_EPISODE = 10_000  # steps, for an environment without a time limit
+LONGEST_REASON = 500  # characters of an environment's own error in a message
+LARGEST_REWARD = 1e30  # the return of an episode is a float32 in PPO
+LARGEST_SPACE = 10**6  # numbers of a flat observation or action; the policy is a dense network
 
 
 class MLP(nn.Sequential):
@@ -82,24 +85,35 @@ class SeededGymEnv:
             arguments["render_mode"] = render_mode
             if not has_display():
                 os.environ.setdefault("SDL_VIDEODRIVER", "dummy")  # pygame needs it without a display
+        self._seed: int | None = None
+        self._steps = 0
         try:
             # Gymnasium's checker is slow and warns about harmless things; this class checks what matters.
             self.env: Any = gym.make(name, disable_env_checker=True, **arguments)
-        except Exception as error:  # an environment may raise anything
+            limit = self.env.spec.max_episode_steps if self.env.spec else None
+            if limit is None:
+                self.env = gym.wrappers.TimeLimit(self.env, LONGEST_EPISODE)
+            self.shape = self._read_shape(limit or LONGEST_EPISODE)
+        except (GroupwiseError, KeyboardInterrupt):
+            raise
+        except BaseException as error:  # an environment may raise anything
             reason = _describe_unknown(name, error) or f"{_describe(error).rstrip('.')}{_remedy(name, error)}"
             raise ControlError(f"the environment {name!r} cannot be created: {reason}") from error
-        limit = self.env.spec.max_episode_steps if self.env.spec else None
-        if limit is None:
-            self.env = gym.wrappers.TimeLimit(self.env, LONGEST_EPISODE)
+
+    def _read_shape(self, limit: int) -> Shape:
+        from gymnasium import spaces
+
         space, actions = self.env.observation_space, self.env.action_space
-        self._to_action = _action_reader(name, actions)
-        self._flatten = _flattener(name, space)
+        self._to_action = _action_reader(self.name, actions)
+        self._flatten = _flattener(self.name, space)
+        sizes = int(spaces.flatdim(space)), int(spaces.flatdim(actions))
+        if not 0 < min(sizes) <= max(sizes) <= LARGEST_SPACE:
+            raise ControlError(
+                f"{self.name} has observations of {sizes[0]:,} and actions of {sizes[1]:,} numbers; the policy is a "
+                f"dense network for 1 to {LARGEST_SPACE:,}; gymnasium.wrappers.TransformObservation can change them"
+            )
         threshold = self.env.spec.reward_threshold if self.env.spec else None
-        continuous = isinstance(actions, gym.spaces.Box)
-        sizes = int(gym.spaces.flatdim(space)), int(gym.spaces.flatdim(actions))
-        self.shape = Shape(*sizes, threshold, int(limit or LONGEST_EPISODE), continuous)
-        self._seed: int | None = None
-        self._steps = 0
+        return Shape(*sizes, threshold, int(limit), isinstance(actions, spaces.Box))
 
     def reset(self, seed: int | None = None, *, noise_seed: int | None = None) -> AnyArray:
         """The first state of an episode; without a seed, a new one."""
@@ -108,7 +122,9 @@ class SeededGymEnv:
             observation, _ = self.env.reset(seed=seed)
             if noise_seed is not None:
                 self.env.unwrapped.np_random = np.random.default_rng(noise_seed)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ControlError(f"{self.name} could not be reset with seed {seed}: {_describe(error)}") from error
         return self._checked(observation)
 
@@ -117,23 +133,34 @@ class SeededGymEnv:
         self._steps += 1
         try:
             observation, reward, terminated, truncated, _ = self.env.step(self._to_action(action))
-            reward = float(reward)
-        except Exception as error:
+            reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ControlError(f"{self._where} failed on action {action}: {_describe(error)}") from error
-        if not np.isfinite(reward):
-            raise ControlError(f"{self._where} gave the reward {reward}; rewards must be finite")
-        return self._checked(observation), reward, bool(terminated), bool(truncated)
+        if not abs(reward) <= LARGEST_REWARD:  # NaN, too
+            raise ControlError(
+                f"{self._where} gave the reward {reward:g}; rewards must be finite, and at most {LARGEST_REWARD:g}"
+            )
+        return self._checked(observation), reward, terminated, truncated
 
     def render(self) -> AnyArray:
         """The current frame, (height, width, 3); empty in the mode "human", where each step draws in a window."""
         try:
             frame = None if self.env.render_mode == "human" else self.env.render()
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ControlError(f"{self._where} could not be rendered: {_describe(error)}") from error
         return np.asarray([] if frame is None else frame)
 
     def close(self) -> None:
-        self.env.close()
+        try:
+            self.env.close()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            raise ControlError(f"{self.name} could not be closed: {_describe(error)}") from error
 
     @property
     def _where(self) -> str:
@@ -142,14 +169,16 @@ class SeededGymEnv:
     def _checked(self, observation: Any) -> AnyArray:
         try:
             flat = self._flatten(observation)
-        except Exception as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             raise ControlError(f"{self._where} broke its observation space: {_describe(error)}") from error
         if flat.shape != (self.shape.observation,):
             raise ControlError(
                 f"{self._where} gave an observation of shape {flat.shape}; its space says ({self.shape.observation},)"
             )
         if not np.isfinite(flat).all():
-            raise ControlError(f"{self._where} gave an observation with NaN or an infinity: {flat.tolist()}")
+            raise ControlError(f"{self._where} gave an observation with NaN or an infinity: {excerpt(flat.tolist())}")
         return flat
 
 
@@ -198,7 +227,7 @@ def _flattener(name: str, space: Any) -> Callable[[Any], AnyArray]:
 
     def flat(observation: Any) -> AnyArray:
         if not space.contains(observation):  # flatten would accept −1 for a Discrete space
-            raise ValueError(f"{observation!r} is not in {space}")
+            raise ValueError(f"{excerpt(observation)} is not in {space}")
         return np.asarray(spaces.flatten(space, observation), dtype=np.float32)
 
     return flat
@@ -224,7 +253,7 @@ def _check_name(name: str) -> None:
         sys.path.append(os.getcwd())  # last, so that it hides no other module
 
 
-def _remedy(name: str, error: Exception) -> str:
+def _remedy(name: str, error: BaseException) -> str:
     """What to do if a module does not exist, or does not register the id."""
     module, colon, identifier = name.rpartition(":")
     if not colon:
@@ -239,7 +268,7 @@ def _remedy(name: str, error: Exception) -> str:
     return ""
 
 
-def _describe_unknown(name: str, error: Exception) -> str:
+def _describe_unknown(name: str, error: BaseException) -> str:
     """The reason if Gymnasium knows no such id, with the newest version of the nearest one; "" for other errors."""
     import gymnasium as gym
 
@@ -255,8 +284,12 @@ def _describe_unknown(name: str, error: Exception) -> str:
     return f"Gymnasium has no environment of this id{hint}"
 
 
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {one_line(str(error))}"
+def _describe(error: BaseException) -> str:
+    """Why an environment failed. A SystemExit is a failure, too: its run is not finished."""
+    if isinstance(error, SystemExit):
+        return f"it called sys.exit({excerpt(error.code)})"
+    reason = one_line(str(error))[:LONGEST_REASON]
+    return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
 
 
 # states (T, observation), actions (T,) or (T, dimensions), rewards (T,), logps (T,), return (), weight ()

@@ -6,16 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.chat_template import TemplateError, chat_ids
 from groupwise.data.rows import check_prompts, columns_of, content_text, has_lone_surrogate, where_of
 from groupwise.errors import ConfigError, DataError
-from groupwise.text import error_reason
 
 Message = dict[str, Any]
 
 # Arguments of apply_chat_template that PromptBuilder sets itself.
 RESERVED = """
     add_generation_prompt continue_final_message conversation max_length padding return_assistant_tokens_mask
-    return_dict return_tensors tokenize tokenizer_kwargs truncation
+    return_dict return_tensors sanitize_control_tokens tokenize tokenizer_kwargs truncation
 """
 CHUNK = 1000  # prompts per call of the tokenizer
 
@@ -118,18 +118,17 @@ class PromptBuilder:
         """The ids of conversations; with ``open_answer`` followed by the beginning of the assistant's turn."""
         try:
             return self._apply(chats, open_answer)
-        except Exception:  # a template may raise anything; find the row
-            return [self._render_one(chat, where, open_answer) for chat, where in zip(chats, places, strict=True)]
-
-    def _render_one(self, chat: list[Message], where: str, open_answer: bool) -> list[int]:
-        try:
-            return self._apply([chat], open_answer)[0]
-        except Exception as error:
-            reason = error_reason(error)
-            if self._without_system_prompt(chat, open_answer) is not None:
-                problem = f"the tokenizer's chat template rejects system messages ({reason})"
+        except TemplateError as error:
+            where = places[error.row]
+            if error.is_limit:
+                raise DataError(
+                    f"{where}: the model's chat template {error}, so it was stopped; use another model, or its prompts "
+                    "as plain texts (data.chat = false)"
+                ) from error
+            if self._without_system_prompt(chats[error.row], open_answer) is not None:
+                problem = f"the tokenizer's chat template rejects system messages ({error})"
                 raise ConfigError(f"{problem}; leave system_prompt out, or write it into the prompts") from error
-            raise DataError(f"{where}: the tokenizer's chat template rejects these messages: {reason}") from error
+            raise DataError(f"{where}: the tokenizer's chat template rejects these messages: {error}") from error
 
     def check_system_prompt(self, chats: list[list[Message]], ids: list[list[int]]) -> None:
         """Raise a ConfigError if the template silently ignores the system prompt."""
@@ -147,16 +146,14 @@ class PromptBuilder:
             return None
         try:
             return self._apply([chat[1:]], open_answer)[0]
-        except Exception:
+        except TemplateError:
             return None
 
     def _system_message(self) -> Message:
         return {"role": "system", "content": self.system_prompt}
 
     def _apply(self, chats: list[list[Message]], open_answer: bool) -> list[list[int]]:
-        options = {"add_generation_prompt": open_answer, "return_dict": True, **self.template_kwargs}
-        ids: list[list[int]] = self.tokenizer.apply_chat_template(chats, **options)["input_ids"]
-        return ids
+        return chat_ids(self.tokenizer, chats, add_generation_prompt=open_answer, **self.template_kwargs)
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}

@@ -233,8 +233,11 @@ def _eos(handle: ModelHandle, sampling: Sampling) -> list[int]:
     configured: Any = sampling.eos_ids
     if configured is None:
         configured = getattr(handle.model.generation_config, "eos_token_id", None)
-    ids: list[int] = [] if configured is None else [configured] if isinstance(configured, int) else list(configured)
+    several = isinstance(configured, (list, tuple))
+    ids: list[int] = [] if configured is None else list(configured) if several else [configured]
     for number in ids:
-        if not 0 <= number < handle.vocabulary:
+        if not _is_integer(number, 0):
+            raise InputError(f"the model's eos_token_id must be an id or a list of ids, got {configured!r}")
+        if number >= handle.vocabulary:
             raise InputError(f"the EOS id {number} is outside the vocabulary of {handle.vocabulary}")
     return ids

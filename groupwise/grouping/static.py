@@ -44,7 +44,8 @@ class StaticTable:
         self._tokenizer = _load(folder / TOKENIZER, Tokenizer.from_file)
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        if (tokens := self._tokenizer.get_vocab_size()) > len(self.rows):
+        tokens = 1 + max(self._tokenizer.get_vocab().values(), default=-1)
+        if tokens > len(self.rows):
             raise CheckpointError(
                 f"{folder} is inconsistent: its tokenizer has {tokens:,} tokens, but its table has "
                 f"{len(self.rows):,} rows; get it again"

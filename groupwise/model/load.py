@@ -19,6 +19,16 @@ from torch import nn
 
 from groupwise.errors import CheckpointError, GroupwiseError, InputError
 from groupwise.model import tiny
+from groupwise.model.checks import (
+    LONGEST_REASON,
+    check_counts,
+    check_finite,
+    check_parameters,
+    check_settings_files,
+    check_tokenizer,
+    read_settings,
+    tensor_shapes,
+)
 from groupwise.model.device import resolve_device, resolve_dtype
 from groupwise.model.lora import (
     AdaptedModel,
@@ -26,12 +36,12 @@ from groupwise.model.lora import (
     add_lora,
     is_lora,
     load_adapter,
-    tensor_names,
 )
 from groupwise.model.precision import set_precision
-from groupwise.model.source import Source, base_of, first_line, is_adapter, read_settings, resolve_source
+from groupwise.model.source import Source, base_of, is_adapter, resolve_source
 from groupwise.paths import is_file
 from groupwise.rundir import read_json
+from groupwise.text import excerpt, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,9 +141,12 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     with _deletion_reported(location.path), _as_checkpoint_error(location.path, "the tokenizer"):
-        return AutoTokenizer.from_pretrained(
+        check_settings_files(location.path)
+        tokenizer = AutoTokenizer.from_pretrained(
             str(location.path), trust_remote_code=trust_remote_code, local_files_only=not trust_remote_code
         )
+        check_tokenizer(tokenizer)
+        return tokenizer
 
 
 def _load(
@@ -186,6 +199,8 @@ def _read(
         model, tokenizer = gguf.load_gguf(location.path, dtype if dtype in gguf.DTYPES else torch.float32)
     else:
         model = _read_folder(location.path, dtype, trust_remote_code)
+    if location.path is not None:
+        check_finite(dict(model.named_parameters()), str(location.path))
     model.name_or_path = location.name
     _remove_dropout(model)
     set_precision(model, dtype)
@@ -204,14 +219,25 @@ def _remove_dropout(model: nn.Module) -> None:
 def _read_folder(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config_file = folder / "config.json"
+    check_settings_files(folder)
     _check_config(folder, trust_remote_code)
-    _check_weights(folder)
+    shapes = _check_weights(folder)
+    check_counts(read_settings(config_file), shapes, str(config_file))
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
     with _as_checkpoint_error(folder, "the model"), without_progress_bars():
         config = AutoConfig.from_pretrained(str(folder), **options)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
-        )
+        other_shape = None
+        if not trust_remote_code:
+            other_shape = check_parameters(config, shapes, str(config_file), dtype)
+        try:
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+            )
+        except RuntimeError as error:
+            if other_shape is None:
+                raise
+            raise CheckpointError(f"the model in {folder} could not be loaded: {other_shape}") from error
         model, report = loaded
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(
@@ -248,6 +274,8 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
     mapped: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(CONFIG_MAPPING[kind], ())
     causal = {cls.__name__ for cls in (mapped if isinstance(mapped, tuple) else (mapped,))}
     architectures = config.get("architectures") or sorted(causal)
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(f"{folder / 'config.json'} is damaged: architectures is {excerpt(architectures)}")
     if causal.isdisjoint(architectures) and not (trust_remote_code and config.get("auto_map")):
         raise InputError(
             f"{folder} holds a {', '.join(architectures) or kind}, which is not a causal language model (those are "
@@ -260,24 +288,34 @@ def _check_config(folder: Path, trust_remote_code: bool) -> None:
         )
 
 
-def _check_weights(folder: Path) -> None:
-    """Check that all safetensors files exist and are as long as their headers say."""
+def _check_weights(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors; raises unless all safetensors files exist and are as long as their headers say."""
     needed = {WEIGHTS}
     if not (folder / WEIGHTS).exists() and (folder / INDEX).is_file():
         index = read_json(folder / INDEX)
         if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
             raise CheckpointError(f"{folder / INDEX} is damaged: it has no weight_map")
-        needed = set(index["weight_map"].values())
+        names = list(index["weight_map"].values())
+        if foreign := [name for name in names if not _is_file_name(name)]:
+            raise CheckpointError(f"{folder / INDEX} names a file that is not in its folder: {excerpt(foreign[0])}")
+        needed = set(names)
     elif not (folder / WEIGHTS).exists() and _has_any(folder, PICKLES):
         raise InputError(
             f"{folder} has its weights in a pickle ({', '.join(PICKLES)}), which is not read: loading one can run any "
             "code. Use a version with safetensors, or, if you trust it, load it with transformers and call "
             "save_pretrained"
         )
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in sorted(needed):
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} has no {name}, so its weights are incomplete; download it again")
-        tensor_names(folder / name)
+        shapes |= tensor_shapes(folder / name)
+    return shapes
+
+
+def _is_file_name(name: Any) -> bool:
+    """Whether a name is that of a file in the folder itself, not a path to elsewhere."""
+    return isinstance(name, str) and len(name) < 256 and "\0" not in name and Path(name).name == name
 
 
 @contextmanager
@@ -300,8 +338,13 @@ def _as_checkpoint_error(folder: Path, what: str) -> Iterator[None]:
     """Turn any error of transformers into one that names the folder."""
     try:
         yield
-    except Exception as error:  # the tokenizers package raises nothing more specific
-        raise CheckpointError(f"{what} in {folder} could not be loaded: {first_line(error)}") from error
+    except (CheckpointError, KeyboardInterrupt, SystemExit):
+        raise
+    except MemoryError as error:
+        raise CheckpointError(f"{what} in {folder} could not be loaded: it needs more memory than there is") from error
+    except BaseException as error:  # the tokenizers package raises nothing more specific, and panics
+        reason = one_line(str(error))[:LONGEST_REASON].rstrip(".") or type(error).__name__
+        raise CheckpointError(f"{what} in {folder} could not be loaded: {reason}") from error
 
 
 @contextmanager

@@ -7,9 +7,10 @@ and `MasterWeights` holds its float32 masters, as in full fine-tuning.
 
 from __future__ import annotations
 
+import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,9 @@ import torch
 from torch import nn
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError, check_integer
-from groupwise.model.source import ADAPTER_CONFIG, read_settings
+from groupwise.model.checks import LONGEST_REASON, Shapes, check_finite, read_settings, tensor_shapes
+from groupwise.model.source import ADAPTER_CONFIG
+from groupwise.text import excerpt, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,6 +32,9 @@ AdaptedModel: TypeAlias = Any
 
 ALL_LINEAR = "all-linear"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+# Settings of PEFT that import a module, copy layers or compute on the base model.
+UNSUPPORTED = ("megatron_config", "layer_replication", "loftq_config", "eva_config", "corda_config", "lora_ga_config")
+LONGEST_PATTERN, MOST_REPEATS = 1000, 4  # of a regular expression that selects layers
 
 
 @dataclass(frozen=True)
@@ -89,27 +95,31 @@ def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     """Put the adapter saved in ``folder`` onto its base, trainable."""
     peft = _peft()
     weights = Path(folder) / ADAPTER_WEIGHTS
-    if (kind := read_settings(Path(folder) / ADAPTER_CONFIG).get("peft_type")) != "LORA":
-        raise InputError(f"{folder} holds a {kind} adapter; only LoRA can be loaded")
+    settings = read_settings(Path(folder) / ADAPTER_CONFIG)
+    if (kind := settings.get("peft_type")) != "LORA":
+        raise InputError(f"{folder} holds a {excerpt(kind)} adapter; only LoRA can be loaded")
     if not weights.is_file():
         raise CheckpointError(
             f"{folder} has no {ADAPTER_WEIGHTS}. An adapter in a pickle (.bin) is not read, since loading one can run "
             "any code; save it again as safetensors"
         )
-    saved = tensor_names(weights)
+    shapes = tensor_shapes(weights)
+    _check_settings(settings, shapes, Path(folder) / ADAPTER_CONFIG)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # checked below
             adapted = peft.PeftModel.from_pretrained(
                 model, str(folder), is_trainable=True, autocast_adapter_dtype=False
             )
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # PEFT raises anything for settings of wrong types
+        reason = one_line(str(error))[:LONGEST_REASON]
         raise CheckpointError(
-            f"the adapter in {folder} does not fit the model {model.name_or_path}: {error}"
+            f"the adapter in {folder} does not fit the model {model.name_or_path}: {reason}"
         ) from error
-    needed = set(peft.get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    if missing := sorted(needed - saved):
-        raise CheckpointError(f"{weights} lacks {len(missing)} of {len(needed)} tensors, the first is {missing[0]}")
+    state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+    if missing := sorted(set(state) - set(shapes)):
+        raise CheckpointError(f"{weights} lacks {len(missing)} of {len(state)} tensors, the first is {missing[0]}")
+    check_finite(state, str(weights))
     return adapted.train(model.training)
 
 
@@ -128,6 +138,45 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
         )
     with model.disable_adapter():
         yield
+
+
+def _check_settings(settings: Mapping[str, Any], shapes: Shapes, where: Path) -> None:
+    """Raise for settings of a saved adapter that would do more than load its weights, or fill the memory."""
+    if foreign := [name for name in UNSUPPORTED if settings.get(name)]:
+        raise InputError(f"{where} sets {foreign[0]}, which groupwise does not support; use another adapter")
+    if settings.get("init_lora_weights") not in (None, True, False, "gaussian"):
+        raise InputError(
+            f"{where} sets init_lora_weights = {excerpt(settings['init_lora_weights'])}, which changes the base model; "
+            "convert the adapter to plain LoRA first, with PEFT's save_pretrained"
+        )
+    largest = max((size for shape in shapes.values() for size in shape), default=0)
+    ranks = settings.get("rank_pattern") or {}
+    for rank in (settings.get("r"), *(ranks.values() if isinstance(ranks, Mapping) else ())):
+        check_integer(f"{where}: the rank of a LoRA adapter", rank, 1, CheckpointError)
+        if rank > largest:
+            raise CheckpointError(f"{where} says that the rank is {rank:,}, but no tensor of its weights is that large")
+    patterns: list[Any] = [settings.get(name) for name in ("target_modules", "exclude_modules", "layers_pattern")]
+    patterns = [entry for value in patterns for entry in (value if isinstance(value, list) else [value])]
+    for table in (ranks, settings.get("alpha_pattern") or {}):
+        patterns += table if isinstance(table, Mapping) else [table]
+    for pattern in patterns:
+        if pattern is not None and not _is_fast_pattern(pattern):
+            raise CheckpointError(
+                f"{where} selects layers with {excerpt(pattern)}, which is no text, or a regular expression that may "
+                "take for ever; write the names of the layers"
+            )
+
+
+def _is_fast_pattern(pattern: Any) -> bool:
+    """Whether a regular expression needs little time on any name: few repetitions, and none inside another."""
+    if not isinstance(pattern, str) or len(pattern) > LONGEST_PATTERN:
+        return False
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    repeats = re.findall(r"(?<!\\)(?:[*+]|\{\d*,\d*\})", pattern)
+    return len(repeats) <= MOST_REPEATS and not re.search(r"\)(?:[*+]|\{\d*,?\d*\})", pattern)
 
 
 def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
@@ -150,17 +199,6 @@ def _check_targets(model: Any, targets: str | tuple[str, ...]) -> None:
                     f"the LoRA target {name} is tied to the embedding or the head, so its adapter could not be merged; "
                     "choose other targets"
                 )
-
-
-def tensor_names(file: Path) -> set[str]:
-    """The tensor names in a safetensors file; raises if the file is shorter than its header says."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as opened:
-            return set(opened.keys())
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is damaged or truncated ({error}); download it again") from error
 
 
 def _peft() -> Any:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import CheckpointError, InputError, did_you_mean
 from groupwise.model import weights
+from groupwise.model.checks import read_settings
 from groupwise.paths import FILE, FOLDER, is_file, kind_of, user_path
-from groupwise.rundir import read_json
 
 log = logging.getLogger("groupwise")
 
@@ -97,14 +97,6 @@ def report_fetches(progress: weights.FetchProgress) -> Iterator[None]:
         yield
     finally:
         _fetch_progress.reset(token)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a JSON file such as config.json or adapter_config.json."""
-    settings = read_json(path)
-    if not isinstance(settings, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no settings")
-    return settings
 
 
 def is_adapter(path: Path | None) -> bool:

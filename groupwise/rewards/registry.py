@@ -50,9 +50,9 @@ def _build(factory: Callable[..., Any], name: str, options: Mapping[str, Any]) -
         reward = factory(**options)
     except (ConfigError, InputError) as error:
         raise ConfigError(f"reward {name!r}: {error}") from error
-    except GroupwiseError:
+    except (GroupwiseError, KeyboardInterrupt):
         raise
-    except Exception as error:
+    except BaseException as error:  # SystemExit, too
         raise ConfigError(f"reward {name!r}: building it {reward_error_reason(error)}") from error
     if not callable(reward):
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.chat_template import TemplateError, render_chats
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
 from groupwise.paths import kind_of
 from groupwise.rewards.options import check_after
@@ -114,8 +115,12 @@ class _PairEncoder:
     def _rendered(self, prompt: Any, answer: str) -> str:
         messages = [*prompt_messages(prompt), {"role": "assistant", "content": answer}]
         try:
-            return str(self.tokenizer.apply_chat_template(messages, tokenize=False))
-        except Exception as error:  # templates raise anything; many refuse some roles or an order of roles
+            return render_chats(self.tokenizer, [messages])[0]
+        except TemplateError as error:  # many refuse some roles or an order of roles
+            if error.is_limit:
+                raise InputError(
+                    f"the reward model's chat template {error}, so it was stopped; set chat = false"
+                ) from error
             roles = ", ".join(message["role"] for message in messages)
             raise InputError(f"the reward model's chat template refuses the roles {roles}: {error}") from error
 

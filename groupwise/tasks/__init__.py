@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.plugins import load_plugin
 from groupwise.tasks.base import Grade, Task, TaskDefinition, TaskReport, TaskRow
-from groupwise.user_code import load_function
+from groupwise.user_code import guarded, load_function
 
 __all__ = ["TASKS", "Grade", "Task", "TaskDefinition", "TaskReport", "TaskRow", "find_task", "load_task"]
 
@@ -23,10 +25,14 @@ def find_task(name: str) -> TaskDefinition:
     """The definition of a task by its registered name, or by ``module:function`` (or ``file.py:function``)."""
     factory = load_function(name, what="task") if ":" in name else load_plugin("groupwise.tasks", TASKS, name, "task")
     if isinstance(factory, TaskDefinition):
-        return factory
+        if name in TASKS:
+            return factory
+        report = factory.report and guarded(factory.report, f"the report of the task {name!r}")
+        return replace(factory, make=guarded(factory.make, f"the task {name!r}"), report=report)
     if not callable(factory):
         raise ConfigError(f"the task {name!r} is neither a function nor a TaskDefinition, but {type(factory).__name__}")
-    return TaskDefinition(lambda recipe, options: factory(recipe))
+    make = factory if name in TASKS else guarded(factory, f"the task {name!r}")
+    return TaskDefinition(lambda recipe, options: make(recipe))
 
 
 def load_task(recipe: Recipe) -> Task:
@@ -34,4 +40,9 @@ def load_task(recipe: Recipe) -> Task:
     task = find_task(recipe.task)(recipe)
     if not isinstance(task, Task):
         raise ConfigError(f"the task {recipe.task!r} returned {type(task).__name__}, not a groupwise.tasks.Task")
-    return task
+    if recipe.task in TASKS:
+        return task
+    where = f"of the task {recipe.task!r}"
+    grades = {name: guarded(grade, f"the grade {name!r} {where}") for name, grade in task.grades.items()}
+    checks = {name: guarded(check, f"the health check {name!r} {where}") for name, check in task.health_checks.items()}
+    return replace(task, grades=grades, health_checks=checks)

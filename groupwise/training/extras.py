@@ -10,7 +10,8 @@ from typing import NamedTuple
 from groupwise.config import Recipe
 from groupwise.data.read import is_hub_id
 from groupwise.errors import CheckpointError, GroupwiseError, check_installed
-from groupwise.model.source import ADAPTER_CONFIG, is_adapter, read_settings
+from groupwise.model.checks import read_settings
+from groupwise.model.source import ADAPTER_CONFIG, is_adapter
 from groupwise.model.weights import CATALOGUE, cached
 
 STATIC_EMBEDDER = "wordllama"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from groupwise.errors import CheckpointError, InputError, MissingExtraError
 from groupwise.model.export import export_model
-from groupwise.model.gguf import _cached_reads, _read_metadata, load_gguf
+from groupwise.model.gguf import _check_header, load_gguf
 from groupwise.model.weights import fetch
 from groupwise.rundir import verify_manifest
 
@@ -254,8 +254,7 @@ def test_a_damaged_header_gives_a_clear_error(tmp_path, plain):
         changed[position] ^= 0xFF
         (tmp_path / "x.gguf").write_bytes(changed)
         try:
-            with _cached_reads():
-                _read_metadata(tmp_path / "x.gguf")
+            _check_header(tmp_path / "x.gguf")
         except CheckpointError:
             refused += 1
     assert refused > 50

@@ -227,7 +227,7 @@ def rewrite(folder, **settings):
             {"base_model_name_or_path": "/no/such/model"},
             r"is for the model /no/such/model, which was not found: .*If it has moved",
         ),
-        ({"peft_type": "IA3"}, "holds a IA3 adapter; only LoRA"),
+        ({"peft_type": "IA3"}, "holds a 'IA3' adapter; only LoRA"),
         ({"r": 8}, "does not fit the model tiny:3: .*size mismatch"),
         ({"target_modules": ["no_proj"]}, "does not fit the model tiny:3"),
     ],

@@ -54,7 +54,10 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
                     outcome = f"failed: {error}"
                     failed.append(f"{name}: {error}")
                 except BrokenProcessPool as error:
-                    raise ControlError("the process of a run was killed, perhaps out of memory; try again") from error
+                    raise ControlError(
+                        "the process of a run ended before the run did: it was killed, perhaps out of memory, or its "
+                        "environment called os._exit; try again, with `groupwise control train` for its message"
+                    ) from error
                 report(f"[{number} of {len(unfinished)}] {name}: {outcome}")
         except BaseException:
             for process in active_children():

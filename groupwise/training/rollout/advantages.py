@@ -24,7 +24,7 @@ from groupwise.tasks.base import Grade
 from groupwise.training.preference.group_pairs import build_group_pairs
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.difficulty import correctness, difficulty_weights
-from groupwise.user_code import load_function
+from groupwise.user_code import guarded, load_function
 
 OVERLONG = "overlong"  # the name of the overlong penalty among the rewards
 
@@ -64,7 +64,9 @@ def _find(
 ) -> Callable[..., Any] | None:
     if ":" not in name:
         check_choice(setting, name, [*registered, "module:function"], ConfigError)
-    return registered[name] if name in registered else load_function(name, what=what)
+    if name in registered:
+        return registered[name]
+    return guarded(load_function(name, what=what), f"the {what} function {name!r}")
 
 
 def add_overlong_penalty(rewards: Tensor, lengths: Sequence[int], step_recipe: Recipe) -> Tensor:

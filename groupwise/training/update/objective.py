@@ -18,8 +18,9 @@ from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError
 from groupwise.model.device import float64_device
+from groupwise.training.errors import is_out_of_memory
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
-from groupwise.user_code import load_function
+from groupwise.user_code import guarded, load_function
 
 
 @dataclass(frozen=True)
@@ -337,7 +338,7 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    function = load_function(name, what="loss")
+    function = guarded(load_function(name, what="loss"), f"the loss {name!r}", is_ours=is_out_of_memory)
 
     def token_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
         result, expected = function(tokens, settings), tuple(tokens.advantages.shape)
