@@ -1,7 +1,9 @@
 """A run folder: a lock, atomic files with manifests, metrics, and signals."""
 
 from groupwise.rundir.files import (
+    as_json,
     atomic_folder,
+    from_json,
     read_json,
     verify_manifest,
     write_bytes,
@@ -16,8 +18,10 @@ from groupwise.rundir.signals import StopRequest, end_with_parent, interrupts_ig
 __all__ = [
     "RunDir",
     "StopRequest",
+    "as_json",
     "atomic_folder",
     "end_with_parent",
+    "from_json",
     "interrupts_ignored",
     "metric_column",
     "new_run_path",

@@ -11,12 +11,14 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON holds them: in strings
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -38,12 +41,40 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON. NaN and infinities are refused: they are not valid JSON."""
+    """Write ``value`` as JSON. NaN and infinities become strings, see `as_json`; they never prevent a checkpoint."""
     try:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RuntimeError) as error:  # a RecursionError too: it holds itself
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
     write_bytes(path, (text + "\n").encode())
+
+
+def as_json(value: Any) -> Any:
+    """The value with each number as JSON can hold it: NaN and infinities as the strings of `NOT_FINITE`, which
+    ``float`` reads, and numbers of NumPy and tensors of one number as Python's."""
+    if isinstance(value, Mapping):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, (str, bool)) or value is None:
+        return value
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        value = value.item()  # a ValueError or RuntimeError unless it is one number
+    if isinstance(value, int):
+        return value if abs(value) < 10**308 else as_json(math.copysign(math.inf, value))
+    if isinstance(value, Real):
+        number = float(value)
+        if not math.isfinite(number):
+            return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+        return number
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """The value with the strings of `NOT_FINITE` as numbers; for metrics, which have no other strings like them."""
+    if isinstance(value, Mapping):
+        return {key: from_json(entry) for key, entry in value.items()}
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def read_json(path: str | Path) -> Any:

@@ -7,17 +7,14 @@ and infinities are written as the strings "NaN", "Infinity" and "-Infinity" and 
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import write_bytes
-from groupwise.text import error_reason
-
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+from groupwise.rundir.files import as_json, from_json, write_bytes
+from groupwise.text import error_reason, excerpt
 
 
 class MetricsRecorder:
@@ -96,19 +93,15 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
             row["step"] = int(row["step"])
         except (ValueError, TypeError, KeyError) as error:
             raise RunDirError(f"{path}, line {number} is damaged: {error}. Repair or remove that line") from error
-        finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-        parsed.append((line, finite))
+        parsed.append((line, from_json(row)))
     return parsed
 
 
 def _plain(name: str, value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError) as error:
-            raise InputError(f"the metric {name!r} must be one number, got {value!r}") from error
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    try:
+        plain = as_json(value)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"the metric {name!r} must be one number, got {excerpt(value)}") from error
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return plain
     raise InputError(f"the metric {name!r} must be a number, a string or None, got {type(value).__name__}")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from groupwise.errors import CheckpointError
+from groupwise.rundir import from_json
 from groupwise.text import plural
 
 
@@ -80,4 +81,4 @@ class TrainState:
         for entry in fields(self):
             if entry.name not in values:
                 raise CheckpointError(f"the checkpoint's state lacks {entry.name!r}; resume from another checkpoint")
-            setattr(self, entry.name, values[entry.name])
+            setattr(self, entry.name, from_json(values[entry.name]))

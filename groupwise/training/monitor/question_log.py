@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupwise.data.rows import Row
-from groupwise.rundir import write_bytes
+from groupwise.rundir import as_json, write_bytes
+from groupwise.stats import mean
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 
@@ -50,7 +52,8 @@ class QuestionLog:
 
     def __init__(self, rows: Sequence[TaskRow], metric: str | None = None) -> None:
         self.rows, self.metric = rows, metric
-        self._history: dict[int, list[float]] = {}
+        # One entry per visit: 16 bytes, where a list per row would take a hundred and more.
+        self._visited, self._values = array("q"), array("d")
 
     def observe(self, batch: Batch, group_advantages: GroupAdvantages) -> None:
         """Add a visit of each prompt of a batch, except prompts without a scored answer."""
@@ -61,13 +64,14 @@ class QuestionLog:
             members = range(prompt * batch.samples, (prompt + 1) * batch.samples)
             scored = [values[sample] for sample in members if not dropped[sample]]
             if scored:
-                self._history.setdefault(row, []).append(sum(scored) / len(scored))
+                self._visited.append(row)
+                self._values.append(mean(scored))
 
     def table(self) -> list[dict[str, Any]]:
         """One record per training row."""
-        records = []
+        records, histories = [], self._histories()
         for number, row in enumerate(self.rows):
-            history = self._history.get(number, [])
+            history = histories.get(number, [])
             records.append(
                 {
                     "row": number,
@@ -85,15 +89,25 @@ class QuestionLog:
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
-        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in self.table())
+        lines = (json.dumps(as_json(record), ensure_ascii=False, default=str) + "\n" for record in self.table())
         write_bytes(folder / QUESTIONS, "".join(lines).encode())
 
     def state(self) -> dict[str, list[float]]:
-        return {str(row): list(history) for row, history in self._history.items()}
+        return {str(row): history for row, history in self._histories().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; later visits are dropped."""
-        self._history = {int(row): list(history) for row, history in state.items()}
+        self._visited, self._values = array("q"), array("d")
+        for row, history in state.items():
+            self._visited.extend([int(row)] * len(history))
+            self._values.extend(map(float, history))
+
+    def _histories(self) -> dict[int, list[float]]:
+        """The values of each visited row, in order of its first visit."""
+        histories: dict[int, list[float]] = {}
+        for row, value in zip(self._visited, self._values, strict=True):
+            histories.setdefault(row, []).append(value)
+        return histories
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> str:

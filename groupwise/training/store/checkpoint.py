@@ -23,7 +23,7 @@ from groupwise.errors import CheckpointError
 from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
-from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
+from groupwise.rundir import RunDir, as_json, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import UNFINISHED
 from groupwise.training.store.run_folder import checkpoints_in
 from groupwise.training.update.updater import Updater
@@ -54,7 +54,7 @@ def save_checkpoint(
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
     if folder.exists():  # this process wrote it or resumed from it, so it is intact
-        write_json(folder / LATER_STATE, {"sha256": _digest(full_state), "state": full_state})
+        write_json(folder / LATER_STATE, {"sha256": digest(full_state), "state": full_state})
         return
     with run.folder(checkpoint_name(step)) as unfinished:
         if resumable:
@@ -105,13 +105,13 @@ def read_state(folder: Path) -> dict[str, Any]:
         )
     try:
         later = read_json(folder / LATER_STATE)
-        return dict(later["state"]) if later["sha256"] == _digest(later["state"]) else state
+        return dict(later["state"]) if later["sha256"] == digest(later["state"]) else state
     except (CheckpointError, KeyError, TypeError, ValueError):
         return state  # not there, or damaged: the step is evaluated again
 
 
-def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(as_json(state), sort_keys=True).encode()).hexdigest()
 
 
 def newest(run: RunDir) -> Path | None:

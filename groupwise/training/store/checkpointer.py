@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +37,7 @@ class Checkpointer:
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
-        self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
+        self._saved: str | None = None  # a hash of the state of the last checkpoint
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint; without one, the records of earlier steps are deleted."""
@@ -51,7 +50,8 @@ class Checkpointer:
     def save(self) -> None:
         """Write a checkpoint of the last finished step, unless nothing has changed since the last one."""
         settings, state = self.components.recipe.run, self._state()
-        if state == self._saved:
+        digest = checkpoint.digest(state)
+        if digest == self._saved:
             return
         checkpoint.save_checkpoint(
             self.run_dir,
@@ -64,7 +64,7 @@ class Checkpointer:
         )
         checkpoint.prune(self.run_dir, settings.keep_checkpoints, self._write_best())
         self.question_log.write(self.run_dir.path)
-        self._saved = copy.deepcopy(state)
+        self._saved = digest
 
     def resume(self, folder: Path, total_steps: int) -> None:
         """Restore a checkpoint; records and checkpoints of later steps are deleted."""
