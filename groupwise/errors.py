@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+MAX_FLOAT32 = 3.4028234663852886e38
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # outside them float32 logits overflow, or all become equal
 SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
 
 
@@ -55,6 +57,10 @@ class DataError(GroupwiseError, ValueError):
 
 class RewardError(GroupwiseError, RuntimeError):
     """A reward function failed or returned an invalid value."""
+
+
+class NotFiniteError(GroupwiseError, ArithmeticError):
+    """A model's logits, a loss, a gradient or a weight is NaN or infinite."""
 
 
 class CheckpointError(GroupwiseError, RuntimeError):

@@ -54,7 +54,7 @@ def mean(values: Sequence[float]) -> float:
 def scale_of(values: ArrayLike) -> float:
     """1, or for numbers so large that sums overflow, the power of two to divide them by; NaN does not count."""
     largest = float(np.nanmax(np.abs(values), initial=0.0))
-    return math.ldexp(1.0, math.frexp(largest)[1]) / 4 if largest > LARGE else 1.0
+    return math.ldexp(1.0, math.frexp(largest)[1] - 2) if largest > LARGE else 1.0
 
 
 def interquartile_mean(values: ArrayLike, axis: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -16,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from groupwise.errors import ConfigError, did_you_mean, nearest_file
+from groupwise.errors import ConfigError, GroupwiseError, did_you_mean, nearest_file
 from groupwise.text import excerpt
 
 _helpers: dict[str, Path] = {}  # modules imported by loaded files, and the folder of each
@@ -48,12 +49,27 @@ def describe_failure(error: BaseException) -> str:
     """Why a user's code failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
     text = str(error)
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
-    callers = (__file__, str(Path(__file__).parent / "rewards"), importlib.__file__, "<frozen importlib")
+    ours = [str(Path(__file__).parent / folder) for folder in ("rewards", "training", "evaluate")]
+    callers = (__file__, *ours, importlib.__file__, contextlib.__file__, "<frozen importlib")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(callers)]
     if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
         line = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         reason += f" ({Path(line.filename).name}, line {line.lineno})"
     return reason
+
+
+@contextmanager
+def failures_named(what: str) -> Iterator[None]:
+    """Within this block, an error of a user's function becomes a sentence that names it. Errors of groupwise, and
+    running out of memory, which may be retried, pass unchanged."""
+    try:
+        yield
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise ConfigError(f"{what} {describe_failure(error)}") from error
 
 
 def _import_file(path: Path, where: str) -> ModuleType:

@@ -102,6 +102,12 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         say_error(getattr(arguments, "interrupted", "interrupted"))
         return 130
+    except MemoryError as error:
+        say_error(
+            f"memory ran out ({error_reason(error)}); use fewer or shorter completions (train.batch_size, "
+            "sampling.samples_per_prompt, sampling.max_new_tokens), or a smaller model"
+        )
+        return 2
     except BrokenPipeError:
         return BROKEN_PIPE
     except OSError as error:

@@ -26,6 +26,7 @@ from groupwise.text import one_line
 AnyArray = NDArray[Any]
 SIMILAR = 0.75  # of difflib: ids that differ by a typo
 VERSION = r"-v\d+$"  # the end of an id
+LARGEST_REWARD = 1e30  # the returns of 10,000 of them are far below the largest float32
 LONGEST_EPISODE = 10_000  # steps, for an environment without a time limit
 
 
@@ -120,8 +121,9 @@ class SeededGymEnv:
             reward = float(reward)
         except Exception as error:
             raise ControlError(f"{self._where} failed on action {action}: {_describe(error)}") from error
-        if not np.isfinite(reward):
-            raise ControlError(f"{self._where} gave the reward {reward}; rewards must be finite")
+        if not abs(reward) <= LARGEST_REWARD:
+            limit = f"rewards must be finite and at most {LARGEST_REWARD:g}"
+            raise ControlError(f"{self._where} gave the reward {reward}; {limit}; scale them")
         return self._checked(observation), reward, bool(terminated), bool(truncated)
 
     def render(self) -> AnyArray:

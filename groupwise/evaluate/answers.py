@@ -21,6 +21,7 @@ from groupwise.rewards import Scorer, weighted_total
 from groupwise.stats import Interval, bootstrap_interval, mean_interval, scale_of
 from groupwise.tasks.base import Grade, TaskRow
 from groupwise.text import plural
+from groupwise.user_code import failures_named
 
 REWARD = "reward"
 CHUNK = 512  # rows sampled at a time, between two calls of `progress`
@@ -92,7 +93,8 @@ def evaluate(
         for number, (row, text, length, reason) in enumerate(zip(row_of_each, texts, lengths, reasons, strict=True))
     ]
     for name, grade in grades.items():
-        results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]
+        with failures_named(f"the grade {name!r}"):
+            results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]
         _add_mean(metrics, name, [float(bool(result)) for result in results], samples)
         metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
         for record, result in zip(answers, results, strict=True):

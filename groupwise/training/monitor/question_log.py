@@ -47,6 +47,17 @@ def status_of(history: Sequence[float]) -> str:
     return "between"
 
 
+def _visits(history: list[float]) -> dict[str, Any]:
+    return {
+        "visits": len(history),
+        "first": history[0] if history else None,
+        "last": history[-1] if history else None,
+        "best": max(history, default=None),
+        "status": status_of(history),
+        "history": history,
+    }
+
+
 class QuestionLog:
     """The history of each training row. ``metric`` is the task's grade; without one the mean reward is used."""
 
@@ -69,27 +80,18 @@ class QuestionLog:
 
     def table(self) -> list[dict[str, Any]]:
         """One record per training row."""
-        records, histories = [], self._histories()
-        for number, row in enumerate(self.rows):
-            history = histories.get(number, [])
-            records.append(
-                {
-                    "row": number,
-                    **({"where": row.where} if isinstance(row, Row) else {}),  # its file and line
-                    **{name: row[name] for name in ROW_COLUMNS if name in row},
-                    "visits": len(history),
-                    "first": history[0] if history else None,
-                    "last": history[-1] if history else None,
-                    "best": max(history, default=None),
-                    "status": status_of(history),
-                    "history": history,
-                }
-            )
-        return records
+        histories = self._histories()
+        return [{**self._row(number), **_visits(histories.get(number, []))} for number in range(len(self.rows))]
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
-        lines = (json.dumps(as_json(record), ensure_ascii=False, default=str) + "\n" for record in self.table())
+        histories, encode = self._histories(), json.JSONEncoder(ensure_ascii=False, default=str).encode
+        unseen = encode(_visits([]))[1:]  # most rows of a large data set, and the same for all
+        lines = [
+            f"{encode(self._row(number))[:-1]}, "
+            f"{encode(as_json(_visits(histories[number])))[1:] if number in histories else unseen}\n"
+            for number in range(len(self.rows))
+        ]
         write_bytes(folder / QUESTIONS, "".join(lines).encode())
 
     def state(self) -> dict[str, list[float]]:
@@ -101,6 +103,12 @@ class QuestionLog:
         for row, history in state.items():
             self._visited.extend([int(row)] * len(history))
             self._values.extend(map(float, history))
+
+    def _row(self, number: int) -> dict[str, Any]:
+        """What identifies a row: its number, its file and line, its id and category."""
+        row = self.rows[number]
+        where = {"where": row.where} if isinstance(row, Row) else {}
+        return {"row": number, **where, **{name: row[name] for name in ROW_COLUMNS if name in row}}
 
     def _histories(self) -> dict[int, list[float]]:
         """The values of each visited row, in order of its first visit."""
