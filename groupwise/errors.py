@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+MAX_FLOAT32 = 3.4028234663852886e38
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # outside them float32 logits overflow, or all become equal
 SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
 LONGEST = 3000  # characters of a message
 
@@ -71,6 +73,10 @@ class RewardError(GroupwiseError, RuntimeError):
 
 class UserCodeError(GroupwiseError, RuntimeError):
     """A user's function, such as a task or a loss, failed, or tried to end the process."""
+
+
+class NotFiniteError(GroupwiseError, ArithmeticError):
+    """A model's logits, a loss, a gradient or a weight is NaN or infinite."""
 
 
 class CheckpointError(GroupwiseError, RuntimeError):

@@ -6,7 +6,7 @@ Resampling uses a fixed seed, so that every number in a report can be computed a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any
@@ -20,6 +20,7 @@ FloatArray = NDArray[np.float64]
 Statistic = Callable[..., Any]  # called as statistic(values, axis=…)
 
 TAILS = (1 - 0.95) / 2, (1 + 0.95) / 2  # the quantiles between which a 95 % interval lies
+LARGE = 1e290
 VALUES_AT_ONCE = 2**22  # random values in memory during resampling: 32 MB
 
 
@@ -44,6 +45,18 @@ class PairedTest:
     pairs: int
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean of finite numbers, which is finite even if their sum is not."""
+    total = sum(values) / len(values)
+    return total if math.isfinite(total) else sum(value / len(values) for value in values)
+
+
+def scale_of(values: ArrayLike) -> float:
+    """1, or for numbers so large that sums overflow, the power of two to divide them by; NaN does not count."""
+    largest = float(np.nanmax(np.abs(values), initial=0.0))
+    return math.ldexp(1.0, math.frexp(largest)[1] - 2) if largest > LARGE else 1.0
+
+
 def interquartile_mean(values: ArrayLike, axis: int = 0) -> Any:
     """The mean of the middle half (rliable's IQM): a quarter of the values, rounded down, is cut off at each end."""
     array = np.sort(_finite("values", values), axis=axis)
@@ -59,9 +72,11 @@ def bootstrap_interval(
     Complete runs are drawn with replacement, so learning curves ``(runs, points)`` give an interval at each point.
     """
     array = _finite("values", values)
+    scale = scale_of(array)
+    array = array / scale
     blocks = _draws(len(array), len(array), resamples, seed)
     replicas = np.stack([statistic(array[draw], axis=0) for block in blocks for draw in block])
-    bounds = (statistic(array, axis=0), *np.quantile(replicas, TAILS, axis=0))
+    bounds = (scale * bound for bound in (statistic(array, axis=0), *np.quantile(replicas, TAILS, axis=0)))
     return Interval(*(float(bound) if np.ndim(bound) == 0 else bound for bound in bounds))
 
 

@@ -92,9 +92,22 @@ def encodable(text: str, encoding: str) -> str:
 
 def excerpt(value: Any, length: int = 60) -> str:
     """The repr of a value, cut to about ``length`` characters for an error message."""
-    text = hide_secrets(value if isinstance(value, str) else repr(value))
+    text = hide_secrets(value if isinstance(value, str) else shown(value))
     text = text if len(text) <= length else text[: length - 1] + "…"
     return repr(text) if isinstance(value, str) else text
+
+
+def shown(value: Any) -> str:
+    """The repr of a value. Someone else's object may refuse one, as Python does for an integer of 5,000 digits."""
+    try:
+        return repr(value)
+    except Exception as error:
+        return f"a value of type {type(value).__name__} that cannot be shown ({type(error).__name__})"
+
+
+def fixed(value: float, spec: str = ".3f") -> str:
+    """A number in the format ``spec``, or, where that would be hundreds of digits, as ``1.7e+308``."""
+    return format(value, spec) if not abs(value) >= 1e6 else f"{value:.3g}"
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:

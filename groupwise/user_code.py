@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import hashlib
 import importlib
@@ -59,24 +60,29 @@ def load_function(spec: str, *, what: str = "reward") -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def guarded(
-    function: Callable[..., Any], where: str, *, is_ours: Callable[[BaseException], bool] = lambda error: False
-) -> Callable[..., Any]:
-    """A user's function whose failures are a `UserCodeError` that names it by ``where``: SystemExit is one, too.
+@contextmanager
+def failures_named(where: str, *, is_ours: Callable[[BaseException], bool] = lambda error: False) -> Iterator[None]:
+    """Within this block, a failure of a user's code is a `UserCodeError` that names it; SystemExit is one, too.
 
     Errors of groupwise, Ctrl-C, and errors that the caller handles (``is_ours``) are raised unchanged.
     """
+    try:
+        yield
+    except (GroupwiseError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        if is_ours(error):
+            raise
+        raise UserCodeError(f"{where} {describe_failure(error)}") from error
+
+
+def guarded(function: Callable[..., Any], where: str) -> Callable[..., Any]:
+    """A user's function with its failures named, see `failures_named`."""
 
     @functools.wraps(function)
     def call(*arguments: Any, **options: Any) -> Any:
-        try:
+        with failures_named(where):
             return function(*arguments, **options)
-        except (GroupwiseError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            if is_ours(error):
-                raise
-            raise UserCodeError(f"{where} {describe_failure(error)}") from error
 
     return call
 
@@ -165,7 +171,8 @@ def describe_failure(error: BaseException) -> str:
     """Why a user's code failed, with the line of its file: ``raised KeyError: 'a' (rewards.py, line 12)``."""
     text = printable(str(error))
     reason = f"raised {type(error).__name__}" + (f": {text if len(text) <= 300 else text[:299] + '…'}" if text else "")
-    callers = (__file__, str(Path(__file__).parent / "rewards"), importlib.__file__, "<frozen importlib")
+    ours = [str(Path(__file__).parent / folder) for folder in ("rewards", "training", "evaluate")]
+    callers = (__file__, *ours, importlib.__file__, contextlib.__file__, "<frozen importlib")
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(callers)]
     if frames:  # the error may come from deep inside a library; the last line of the user's own file says more
         line = [frame for frame in frames if frame.filename == frames[0].filename][-1]

@@ -153,7 +153,11 @@ def _outside_cause(error: Exception) -> str | None:
     if isinstance(error, RecursionError):
         return "the input is nested too deeply"
     if isinstance(error, MemoryError):
-        return f"out of memory: {error}" if str(error) else "out of memory"
+        reason = f" ({error_reason(error)})" if str(error) else ""
+        return (
+            f"memory ran out{reason}; use fewer or shorter completions (train.batch_size, sampling.samples_per_prompt, "
+            "sampling.max_new_tokens), or a smaller model"
+        )
     return None
 
 

@@ -12,7 +12,7 @@ from groupwise.cli.common import Commands, console, make_status, make_table, pri
 from groupwise.cli.train import add_with_settings, load_libraries, recipe_of
 from groupwise.errors import ConfigError
 from groupwise.paths import check_writable, is_file, is_folder
-from groupwise.text import plural
+from groupwise.text import fixed, plural
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
@@ -108,8 +108,8 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
         share = metrics.get(f"{name}_no_answer" if graded else f"{name}_unscored")  # None for preference pairs
         table.add_row(
             f"{name} *" if name == metric and len(names) > 1 else name,
-            f"{interval.estimate:.4f}",
-            f"{interval.low:.4f} – {interval.high:.4f}",
+            fixed(interval.estimate, ".4f"),
+            f"{fixed(interval.low, '.4f')} – {fixed(interval.high, '.4f')}",
             *(("" if share is None else f"{share:.1%}",) if missing else ()),
         )
     print_table(out, table)

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config.sections import LOSS_NAMES, PreferenceSection, Recipe
-from groupwise.errors import InputError, did_you_mean
+from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _sampling, _shrinkage, _preference):
+    for check in (_loss, _sampling, _optimizer, _shrinkage, _preference):
         yield from check(recipe)
 
 
@@ -40,11 +40,26 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
             f"sampling.min_new_tokens {sampling.min_new_tokens} is more than sampling.max_new_tokens "
             f"{sampling.max_new_tokens}"
         )
+    if 0 < recipe.evaluate.temperature < MIN_TEMPERATURE:
+        yield (
+            f"evaluate.temperature {recipe.evaluate.temperature!r} is below {MIN_TEMPERATURE:g}, where logits "
+            "overflow; 0 is greedy"
+        )
     has_group_baseline = recipe.advantages.baseline != "none" and recipe.advantages.grouping in ("prompt", "similarity")
     if recipe.loss.policy_coef and sampling.samples_per_prompt == 1 and has_group_baseline:
         yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
     if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         yield "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p or min_p leave; set one of them"
+
+
+def _optimizer(recipe: Recipe) -> Iterator[str]:
+    optimizer = recipe.optimizer
+    rate = max(optimizer.learning_rate, optimizer.embedding_learning_rate or 0.0)
+    if rate * optimizer.weight_decay > 1:
+        yield (
+            f"optimizer.weight_decay {optimizer.weight_decay:g} times the learning rate {rate:g} is more than 1: each "
+            "step would turn the signs of all weights; lower one of them"
+        )
 
 
 def _shrinkage(recipe: Recipe) -> Iterator[str]:

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from groupwise.errors import MAX_FLOAT32
+
 _TYPES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 _BOUNDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 
@@ -93,6 +95,12 @@ def remedy_for(value: Any, field: FieldInfo) -> str:
     types = types_of(field)
     if isinstance(value, float) and not math.isfinite(value):
         return ", and finite"
+    if isinstance(value, int | float) and not isinstance(value, bool) and types & {int, float}:
+        limits = [limit for _, limits in _members(field.annotation, field.metadata) for limit in limits]
+        if abs(value) > MAX_FLOAT32 and any(getattr(limit, "le", 0) == MAX_FLOAT32 for limit in limits):
+            return f", and at most {MAX_FLOAT32:.3g}, the largest float32"
+        if value >= 2**31 and any(getattr(limit, "lt", 0) == 2**31 for limit in limits):
+            return f", and below {2**31:,}"
     if isinstance(value, float) and value.is_integer() and int in types:
         return f": write {int(value)}"
     if isinstance(value, str) and types & {int, float}:
@@ -118,5 +126,5 @@ def _members(annotation: Any, limits: Sequence[Any] = ()) -> Iterator[tuple[Any,
 
 def _limits(limits: Sequence[Any]) -> str:
     bounds = {name: getattr(limit, name) for limit in limits for name in _BOUNDS if hasattr(limit, name)}
-    words = [f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items() if bound < 2**31]
+    words = [f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items() if abs(bound) < 2**31]
     return f" {' and '.join(words).replace(' and of ', ' and ')}" if words else ""

@@ -18,7 +18,7 @@ from groupwise.config.faults import option_fault, recipe_fault, source_of
 from groupwise.config.fields import choices_of, types_of
 from groupwise.config.names import LIST_KEYS, RENAMED_VALUES, find_field, section_names
 from groupwise.config.sections import Recipe
-from groupwise.errors import ConfigError, RecipeErrors
+from groupwise.errors import MAX_FLOAT32, ConfigError, RecipeErrors
 from groupwise.packaged import find_recipe
 from groupwise.paths import read_file
 from groupwise.redaction import without_secrets
@@ -266,7 +266,8 @@ def parse_override(name: str, text: str, command: str = "train") -> Any:
         return None
     only_text = types <= {str, list, type(None)}
     value = _parse(text, types, (str, *(types & {list})) if only_text else (object,))
-    return float(value) if float in types and int not in types and type(value) is int else value
+    is_float = float in types and int not in types and type(value) is int
+    return float(value) if is_float and abs(value) <= MAX_FLOAT32 else value
 
 
 def _parse(text: str, types: Collection[Any], allowed: tuple[type, ...]) -> Any:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from groupwise.algorithms import ALGORITHMS
+from groupwise.errors import MAX_FLOAT32, MAX_TEMPERATURE, MIN_TEMPERATURE
 from groupwise.redaction import hold_secrets, without_secrets
 
 LOSS_NAMES = ("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "luspo", "cispo", "sapo", "vespo", "reinforce")
@@ -23,12 +24,15 @@ PREFERENCE_KINDS = (
 )
 OWN_LENGTHS = ("steps", "tokens", "epochs")  # of a phase that does not depend on the length of the run
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT32, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, le=MAX_FLOAT32, allow_inf_nan=False)]
+Finite = Annotated[float, Field(ge=-MAX_FLOAT32, le=MAX_FLOAT32, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
+# AdamW moves a weight by about its learning rate in each step: above 1 nothing is learned, the weights only overflow.
+Rate = Annotated[float, Field(ge=0, le=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
 Options = Annotated[dict[str, Any], AfterValidator(hold_secrets)]
 """Arguments of a user's or a plug-in's own: a secret among them is a `Secret`."""
 
@@ -155,8 +159,8 @@ class SamplingSection(Section):
     """maximum completion length in tokens"""
     min_new_tokens: CountOrZero = 0
     """minimum completion length in tokens: EOS cannot be sampled before"""
-    temperature: Positive = 1.0
-    """divides the logits, in sampling and in training"""
+    temperature: Temperature = 1.0
+    """divides the logits, in sampling and in training; below 1e-6 they would overflow (top_k = 1 is greedy)"""
     top_k: CountOrZero | None = None
     """sample from the k most likely tokens only"""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -248,7 +252,7 @@ class LossSection(Section):
     """ε: the ratio is clipped below 1 − ε"""
     clip_high: NotNegative | None = None
     """ε_high: the ratio is clipped above 1 + ε_high; default: clip_low (cispo: the upper bound itself, 5)"""
-    dual_clip: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
+    dual_clip: Annotated[float, Field(gt=1, le=MAX_FLOAT32, allow_inf_nan=False)] | None = None
     """upper bound of the ratio for negative advantages (dual-clip PPO)"""
     denominator: Literal["completion_mask", "policy_mask"] = "completion_mask"
     """means are over all completion tokens, or only over those that [masks] leaves"""
@@ -345,9 +349,9 @@ class ReferenceSection(Section):
 class OptimizerSection(Section):
     """AdamW: learning rates, schedule, gradient clipping"""
 
-    learning_rate: NotNegative = 1e-6
+    learning_rate: Rate = 1e-6
     """of AdamW, on float32 master weights"""
-    embedding_learning_rate: NotNegative | None = None
+    embedding_learning_rate: Rate | None = None
     """learning rate of the token embeddings, unless they are tied to the output head; default: learning_rate"""
     tied_embedding_rate: bool = False
     """use embedding_learning_rate for tied embeddings too"""
@@ -357,7 +361,7 @@ class OptimizerSection(Section):
     """AdamW's β₁"""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
     """AdamW's β₂"""
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-20, le=1)] = 1e-8
     """AdamW's ε"""
     max_grad_norm: Positive | None = 1.0
     """gradients are clipped to this norm"""
@@ -378,7 +382,7 @@ class SftSection(Section):
     """passes over the examples; overrides steps"""
     batch_size: Count = 32
     """examples per step"""
-    learning_rate: Positive = 1e-3
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
     """of AdamW"""
 
 
@@ -426,8 +430,8 @@ class EvaluateSection(Section):
     """also evaluate before the first step"""
     samples: Count = 1
     """completions per row, averaged"""
-    temperature: NotNegative = 0.0
-    """sampling temperature; 0 is greedy"""
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
+    """sampling temperature, 0 (greedy) or at least 1e-6"""
     max_new_tokens: Count | None = None
     """maximum completion length in tokens; default: as in training"""
     metric: str | None = None

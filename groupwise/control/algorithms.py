@@ -23,7 +23,10 @@ from groupwise.control.policies import make_policy
 from groupwise.control.settings import AgentSettings, GRPOSettings, PPOSettings
 from groupwise.control.utils import MLP, AnyArray, Episode, GRPOBuffer, PPOBuffer, Shape
 from groupwise.core import aggregate, group_advantages, group_statistics, kl_estimate, policy_loss, value_loss
-from groupwise.errors import ControlError, InputError
+from groupwise.errors import MAX_FLOAT32, ControlError, InputError
+
+MAX_NORM = 1e19  # of a gradient: Adam squares it in float32
+REMEDY = "a smaller learning rate (lr) may help, or smaller rewards and weights of the loss"
 
 
 class Agent(nn.Module):
@@ -56,16 +59,26 @@ class Agent(nn.Module):
             outputs = np.tanh(outputs @ weight.T + bias)
         weight, bias = self._layers[-1]
         outputs = outputs @ weight.T + bias
+        if not np.isfinite(outputs).all():
+            largest = float(np.abs(states).max())
+            raise ControlError(
+                f"the policy's outputs are NaN or infinite, for observations up to {largest:g}; if these are large, "
+                "scale them, else a smaller learning rate (lr) may help"
+            )
         actions, logps = self.actor.draw(outputs, None if greedy else generator or self.generator)
         return (actions, logps) if np.ndim(states) > 1 else (actions[0], logps[0])
 
     def _step(self, loss: Tensor) -> None:
         if not bool(torch.isfinite(loss)):
-            raise ControlError(f"the loss is {loss.item()}; a smaller learning rate (lr) may help")
+            raise ControlError(f"the loss is {loss.item()}; {REMEDY}")
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        if self.settings.max_grad_norm is not None:
-            nn.utils.clip_grad_norm_(self._weights, self.settings.max_grad_norm)
+        gradients = [weight.grad for weight in self._weights if weight.grad is not None]
+        norm, limit = nn.utils.get_total_norm(gradients), self.settings.max_grad_norm
+        if not bool(norm <= (MAX_NORM if limit is None or limit > MAX_NORM else MAX_FLOAT32)):
+            raise ControlError(f"the gradient's norm is {norm.item():g}, and the weights have not changed; {REMEDY}")
+        if limit is not None:
+            nn.utils.clip_grads_with_norm_(self._weights, limit, norm)
         self.optimizer.step()
 
 

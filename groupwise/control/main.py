@@ -37,7 +37,7 @@ from groupwise.control.utils import GRPOBuffer, LivePlotter, PPOBuffer, Shape
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, check_choice
 from groupwise.rundir import RunDir, StopRequest, package_versions, stop_on_signals, write_csv
 from groupwise.terminal import write_text
-from groupwise.text import one_line
+from groupwise.text import fixed, one_line
 
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
@@ -389,7 +389,7 @@ def format_row(row: ProgressRow) -> str:
     """A row of progress as a line of text."""
     return (
         f"{row['env_steps']:9,.0f} steps {row['cpu_seconds']:7.2f} CPU s   "
-        f"greedy {row['greedy_return']:8.2f}   sampled {row['sampled_return']:8.2f}"
+        f"greedy {fixed(row['greedy_return'], '8.2f'):>8}   sampled {fixed(row['sampled_return'], '8.2f'):>8}"
     )
 
 

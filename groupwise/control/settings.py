@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import MAX_FLOAT32, ConfigError, check_choice
 
 # What pydantic refuses, in the words of other messages, by its names of the errors.
 REASONS = {
@@ -33,8 +33,8 @@ class StrictModel(BaseModel):
 class AgentSettings(StrictModel):
     """The settings of both algorithms. The descriptions are shown by `groupwise control train --help`."""
 
-    lr: float = Field(default=3e-4, gt=0, description="Adam's learning rate")
-    clip: float = Field(default=0.2, ge=0, description="the ratio is clipped to 1 ± this")
+    lr: float = Field(default=3e-4, gt=0, le=1, description="Adam's learning rate")
+    clip: float = Field(default=0.2, ge=0, le=MAX_FLOAT32, description="the ratio is clipped to 1 ± this")
     epochs: int = Field(default=1, ge=1, description="passes over each batch")
     gamma: float = Field(default=0.99, ge=0, le=1, description="discount of later rewards")
     max_grad_norm: float | None = Field(default=None, gt=0, description="gradient norm clipping (none: no clipping)")
@@ -57,7 +57,7 @@ class GRPOSettings(AgentSettings):
     length_norm: Literal["episode", "step"] = Field(
         default="episode", description="episode: equal weight for every episode (1/T_i); step: for every step"
     )
-    kl_coef: float = Field(default=0.0, ge=0, description="weight of the KL to the initial policy")
+    kl_coef: float = Field(default=0.0, ge=0, le=MAX_FLOAT32, description="weight of the KL to the initial policy")
 
 
 class PPOSettings(AgentSettings):
@@ -68,8 +68,8 @@ class PPOSettings(AgentSettings):
     steps: int = Field(default=2048, ge=2, description="steps per update, over all environments")
     minibatch: int = Field(default=64, ge=2, description="steps per optimizer step")
     gae_lambda: float = Field(default=0.95, ge=0, le=1, description="GAE's λ")
-    value_coef: float = Field(default=0.5, ge=0, description="c₁, weight of the critic's loss")
-    entropy_coef: float = Field(default=0.0, ge=0, description="c₂, weight of the entropy")
+    value_coef: float = Field(default=0.5, ge=0, le=MAX_FLOAT32, description="c₁, weight of the critic's loss")
+    entropy_coef: float = Field(default=0.0, ge=0, le=MAX_FLOAT32, description="c₂, weight of the entropy")
 
     @model_validator(mode="after")
     def _check_steps(self) -> Self:
@@ -107,7 +107,9 @@ class Config(StrictModel):
     steps: int = Field(default=500_000, ge=1, description="environment steps to train for; the last update is finished")
     evaluate_every: int = Field(default=2048, ge=1, description="environment steps between evaluations")
     starts: int = Field(default=20, ge=1, description="held-out first states that an evaluation plays")
-    threshold: float | None = Field(default=None, description="return that counts as solved (None: the environment's)")
+    threshold: float | None = Field(
+        default=None, ge=-1e30, le=1e30, description="return that counts as solved (None: the environment's)"
+    )
     stop_when_solved: bool = Field(default=False, description="stop after two evaluations in a row at the threshold")
     save_every: int = Field(default=50, ge=1, description="updates between checkpoints")
 

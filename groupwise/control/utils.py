@@ -26,9 +26,9 @@ from groupwise.text import excerpt, one_line
 AnyArray = NDArray[Any]
 SIMILAR = 0.75  # of difflib: ids that differ by a typo
 VERSION = r"-v\d+$"  # the end of an id
+LARGEST_REWARD = 1e30  # the returns of 10,000 of them are far below the largest float32
 LONGEST_EPISODE = 10_000  # steps, for an environment without a time limit
 LONGEST_REASON = 500  # characters of an environment's own error in a message
-LARGEST_REWARD = 1e30  # the return of an episode is a float32 in PPO
 LARGEST_SPACE = 10**6  # numbers of a flat observation or action; the policy is a dense network
 
 
@@ -139,9 +139,8 @@ class SeededGymEnv:
         except BaseException as error:
             raise ControlError(f"{self._where} failed on action {action}: {_describe(error)}") from error
         if not abs(reward) <= LARGEST_REWARD:  # NaN, too
-            raise ControlError(
-                f"{self._where} gave the reward {reward:g}; rewards must be finite, and at most {LARGEST_REWARD:g}"
-            )
+            limit = f"rewards must be finite and at most {LARGEST_REWARD:g}"
+            raise ControlError(f"{self._where} gave the reward {reward:g}; {limit}; scale them")
         return self._checked(observation), reward, terminated, truncated
 
     def render(self) -> AnyArray:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import InputError
+from groupwise.errors import MAX_TEMPERATURE, MIN_TEMPERATURE, InputError
 
 
 def check_tensors(**tensors: Any) -> None:
@@ -53,6 +53,13 @@ def check_above(name: str, value: float, bound: float) -> None:
         raise InputError(f"{name} must be a finite number above {bound:g}, got {value!r}")
 
 
+def check_temperature(value: float) -> None:
+    """A temperature that the logits can be divided by without an overflow of float32."""
+    if not is_number(value) or not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+        limits = f"from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        raise InputError(f"temperature must be a number {limits}, got {value!r}; for lower ones sample greedily")
+
+
 def check_share(name: str, value: float, interval: str) -> None:
     """A number from 0 to 1. A round bracket of ``interval``, such as "(0, 1]", excludes that end."""
     excluded = {end for end, bracket in ((0, interval[0]), (1, interval[-1])) if bracket in "()"}
@@ -62,7 +69,10 @@ def check_share(name: str, value: float, interval: str) -> None:
 
 def is_number(value: object) -> bool:
     """A finite number: not a string, not NaN, and not True."""
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def working(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@
 formula: a NaN reward means "not scored" and is left out, a sample alone in its group gets 0, and a group of equal
 rewards gets exactly 0 rather than amplified round-off.
 
-Computed in float64 on the CPU, so that the result is the same on every device.
+Computed in float64 on the CPU, so that the result is the same on every device. Rewards whose squares float64 cannot
+hold are divided by a power of two first, which changes nothing else: rewards of 1e308 are compared like those of 1.
 
 Groups may be nested, as clusters of similar answers are within a prompt. With ``shrinkage`` κ, κ pseudo-samples with
 the mean and variance of the enclosing group are added to each group: 0 adds none, and for large κ the advantages
@@ -26,6 +27,7 @@ from groupwise.errors import InputError, check_choice
 
 SCALES = ("group", "batch", "none")
 BASELINES = ("mean", "leave_one_out", "none")
+LARGE = 2.0**500  # the squares of numbers up to this, and from its inverse on, are exact enough in float64
 COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
 
 
@@ -36,7 +38,7 @@ class GroupStatistics:
     index: Tensor  # (B,) the group of each sample, 0..N-1
     count: Tensor  # (N,) scored samples
     mean: Tensor  # (N,) NaN where nothing was scored
-    std: Tensor  # (N,) 0 for fewer than two scored samples
+    std: Tensor  # (N,) 0 for fewer than two scored samples; inf if it is beyond the largest float
     equal: Tensor  # (N,) bool: no spread; true for a group of one and for an unscored group
 
     def of_samples(self) -> GroupStatistics:
@@ -81,7 +83,9 @@ def group_statistics(
     """Count, mean and standard deviation of each group's scored rewards ``(B,)``, in float64 on the CPU."""
     values = _rewards(rewards, columns=False)
     index, number = group_index(groups, len(values))
-    return _statistics(values, index, number, unbiased, _round_off(rewards.dtype))
+    unit = _units(values, index, number)
+    scaled = _statistics(values / unit[index], index, number, unbiased, _round_off(rewards.dtype))
+    return replace(scaled, mean=scaled.mean * unit, std=scaled.std * unit)
 
 
 def group_advantages(
@@ -131,6 +135,9 @@ def group_advantages(
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
+        index, number = levels[0] if scale != "batch" else (torch.zeros_like(levels[0][0]), 1)
+        unit = _units(values, index, number)[index]
+        values = values / unit
         groups = _shrunk_statistics(values, levels, shrinkage, unbiased, round_off)
         advantages = values
         if baseline != "none":
@@ -138,15 +145,19 @@ def group_advantages(
             if baseline == "leave_one_out":  # r − mean of the others = (r − mean) · n / (n − 1)
                 advantages = advantages * (groups.count.double() / (groups.count - 1).clamp(min=1))
             advantages = torch.where(groups.equal, 0.0, advantages)
+        undivided = advantages * unit
         if scale == "group":
-            advantages = torch.where(groups.equal, advantages, advantages / (groups.std + eps))
+            advantages = torch.where(groups.equal, undivided, advantages / (groups.std + eps / unit))
         elif scale == "batch":
             batch = _statistics(values, torch.zeros_like(groups.index), 1, unbiased, round_off)
-            advantages = advantages if bool(batch.equal) else advantages / (batch.std + eps)
+            advantages = undivided if bool(batch.equal) else advantages / (batch.std + eps / unit)
+        else:
+            advantages = undivided
         return torch.where(values.isnan(), 0.0, advantages)
 
     if combine == "sum_then_normalize":
         total = (table * factors).nansum(dim=1)
+        _check_finite("the weighted sum of the rewards", total)
         advantages = normalise(torch.where(scored, total, torch.nan))
     else:
         advantages = sum(
@@ -157,6 +168,7 @@ def group_advantages(
         if scale != "none" and len(spread) > 1 and bool(spread.std() > 0):
             advantages = advantages / (spread.std(unbiased=unbiased) + eps)
     dtype = rewards.dtype if rewards.dtype in (torch.float32, torch.float64) else torch.float32
+    _check_finite("the advantage", advantages.to(dtype))
     return advantages.to(device=rewards.device, dtype=dtype)
 
 
@@ -205,6 +217,23 @@ def _statistics(values: Tensor, index: Tensor, number: int, unbiased: bool, roun
     largest = extreme(rewards.abs(), "amax")
     equal = extreme(rewards, "amax") - extreme(rewards, "amin") <= round_off * largest
     return GroupStatistics(index, count, mean, torch.where(equal, 0.0, std), equal)
+
+
+def _units(values: Tensor, index: Tensor, number: int) -> Tensor:
+    """What each group's values are divided by, ``(N,)``: 1, or a power of two if their squares are beyond float64."""
+    sizes = torch.zeros(number, dtype=torch.float64).scatter_reduce(0, index, values.abs().nan_to_num(), "amax")
+    extreme = (sizes > LARGE) | ((sizes > 0) & (sizes < 1 / LARGE))
+    return torch.where(extreme, (torch.frexp(sizes).exponent.double() - 1).clamp(min=-1022).exp2(), 1.0)
+
+
+def _check_finite(what: str, values: Tensor) -> None:
+    """Raise an error for the first value that is NaN or infinite."""
+    if not bool(values.isfinite().all()):
+        where = int((~values.isfinite()).nonzero()[0])
+        raise InputError(
+            f"{what} of sample {where} is {values[where].item()}: the rewards or their weights are too large; lower "
+            "them, or divide by the standard deviation (scale 'group' or 'batch')"
+        )
 
 
 def _round_off(dtype: torch.dtype) -> float:

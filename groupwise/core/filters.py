@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above, check_share, check_tensors, working
+from groupwise.core._checks import check_share, check_temperature, check_tensors, working
 from groupwise.errors import InputError, check_choice, check_integer
 
 ORDERS = {
@@ -66,7 +66,7 @@ def check_sampling(
     temperature: float, top_k: int | None, top_p: float, min_p: float | None, min_tokens_to_keep: int = 1
 ) -> None:
     """Raise an error unless these are valid sampling settings."""
-    check_above("temperature", temperature, 0.0)
+    check_temperature(temperature)
     if top_k is not None:
         check_integer("top_k", top_k, 0)
     check_share("top_p", top_p, "(0, 1]")

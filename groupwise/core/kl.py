@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.core._checks import check_mask, check_same_shape, check_tensors, not_none, working
+from groupwise.core._checks import check_mask, check_same_shape, check_temperature, check_tensors, not_none, working
 from groupwise.core.logps import head_logits, rows_per_chunk
 from groupwise.core.losses import MAX_LOG_RATIO, log_ratio
 from groupwise.errors import InputError, check_choice, check_integer
@@ -90,6 +90,7 @@ def full_kl_from_hidden(
     chunk_size: int | None = None,
 ) -> Tensor:
     """`full_kl` of two models' heads, straight from hidden states ``(…, D)``, without a ``(…, V)`` tensor."""
+    check_temperature(temperature)
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
         raise InputError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from groupwise.core._checks import check_above, check_tensors, not_none, working
+from groupwise.core._checks import check_above, check_temperature, check_tensors, not_none, working
 from groupwise.core.filters import KeptSets, kept_mask
 from groupwise.errors import InputError, check_integer
 
@@ -35,7 +35,7 @@ def logps_from_logits(logits: Tensor, ids: Tensor, *, temperature: float = 1.0, 
     With ``with_entropy``, a pair: log-probs and entropies.
     """
     check_tensors(logits=logits, ids=ids)
-    check_above("temperature", temperature, 0.0)
+    check_temperature(temperature)
     if logits.shape[:-1] != ids.shape:
         raise InputError(f"ids has shape {tuple(ids.shape)}; expected logits' {tuple(logits.shape)} without the last")
     logps = (working(logits) / temperature).log_softmax(-1)
@@ -71,7 +71,8 @@ def selective_logps(
     chunk_size: rows per chunk; by default as many as fit into 32 MiB of logits (512 MiB on a GPU).
     """
     vocabulary, width = _check_head(hidden, weight, ids, bias)
-    for name, number in not_none(temperature=temperature, scale=scale, softcap=softcap).items():
+    check_temperature(temperature)
+    for name, number in not_none(scale=scale, softcap=softcap).items():
         check_above(name, number, 0.0)
     if chunk_size is not None:
         check_integer("chunk_size", chunk_size, 1)

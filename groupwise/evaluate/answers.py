@@ -18,9 +18,10 @@ from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError
 from groupwise.generate.types import Generator, Sampling, Stop
 from groupwise.rewards import Scorer, weighted_total
-from groupwise.stats import Interval, bootstrap_interval, mean_interval
+from groupwise.stats import Interval, bootstrap_interval, mean_interval, scale_of
 from groupwise.tasks.base import Grade, TaskRow
 from groupwise.text import plural
+from groupwise.user_code import failures_named
 
 REWARD = "reward"
 CHUNK = 512  # rows sampled at a time, between two calls of `progress`
@@ -92,7 +93,8 @@ def evaluate(
         for number, (row, text, length, reason) in enumerate(zip(row_of_each, texts, lengths, reasons, strict=True))
     ]
     for name, grade in grades.items():
-        results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]
+        with failures_named(f"the grade {name!r}"):
+            results = [grade(row, text) for row, text in zip(row_of_each, texts, strict=True)]
         _add_mean(metrics, name, [float(bool(result)) for result in results], samples)
         metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
         for record, result in zip(answers, results, strict=True):
@@ -145,6 +147,7 @@ def _add_mean(metrics: dict[str, float], name: str, values: Sequence[float], sam
     """Add the mean over rows and its interval, ignoring NaN."""
     table = np.asarray(values, dtype=np.float64).reshape(-1, samples)
     table = table[~np.isnan(table).all(1)]
-    by_row = np.nanmean(table, axis=1)
+    scale = scale_of(table)
+    by_row = scale * np.nanmean(table / scale, axis=1)
     interval = mean_interval(by_row) if samples == 1 else bootstrap_interval(by_row)
     metrics |= {name: interval.estimate, f"{name}_low": interval.low, f"{name}_high": interval.high}

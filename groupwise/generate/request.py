@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
 from groupwise.core.filters import KeptSets
-from groupwise.errors import InputError
+from groupwise.errors import InputError, NotFiniteError
 from groupwise.generate.runner import Group, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import Ids, check_ids
+from groupwise.model.precision import name_not_finite
 
 Progress = Callable[[float, int, int], None]
 """Called with the completions done, their number, and the tokens sampled so far.
@@ -39,7 +40,7 @@ class Request:
     ) -> None:
         if not len(prompts):
             raise InputError("there is no prompt")
-        self.sampling = sampling
+        self.sampling, self.handle = sampling, handle
         self.prompts = [check_ids(ids, handle, f"prompt {number}") for number, ids in enumerate(prompts)]
         self.prompt_lengths = [len(ids) for ids in self.prompts]
         self.counts = [samples] * len(prompts) if isinstance(samples, int) else list(samples)
@@ -159,6 +160,10 @@ class OutputBuffer:
         """Store a step; returns the samples that ended with it. Tokens after a sample's end are ignored."""
         running = np.flatnonzero(self.reasons[batch.samples] == "")
         samples, index, ids = batch.samples[running], batch.index[running], output.ids[running]
+        finite = np.isfinite(output.logps[running]) & np.isfinite(output.filtered_logps[running])
+        if not finite.all():
+            first = int(np.flatnonzero(~finite)[0])
+            self._refuse(int(samples[first]), int(index[first]))
         self.ids[samples, index] = ids
         self.logps[samples, index] = output.logps[running]
         self.filtered_logps[samples, index] = output.filtered_logps[running]
@@ -189,6 +194,21 @@ class OutputBuffer:
         if self.progress is not None:
             self._report(self.progress)
         return ended
+
+    def _refuse(self, sample: int, index: int) -> NoReturn:
+        request = self.request
+        place = f"token {index + 1} of completion {request.number_of[sample] + 1} of prompt {request.prompt_of[sample]}"
+        name, dtype = name_not_finite(request.handle.model), str(request.handle.dtype).removeprefix("torch.")
+        if name is not None:
+            cause = (
+                f"the weight {name} holds NaN or an infinity, in {dtype}. Load another copy or checkpoint of the model"
+            )
+        else:
+            cause = (
+                f"its weights are finite, so its activations overflow in {dtype}. Use another dtype (bfloat16, "
+                "float32); if it was trained with too high a learning rate, load an earlier checkpoint"
+            )
+        raise NotFiniteError(f"{place} has no probability: the model's logits are NaN or infinite; {cause}")
 
     def _report(self, progress: Progress) -> None:
         """Report the progress now and then, and at the end."""

@@ -74,7 +74,8 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
     cumulative = weights.cumsum(-1, dtype=exact)
     last = cumulative[:, -1:]
     target = torch.minimum(uniform[:, None].to(exact) * last, torch.nextafter(last, torch.zeros_like(last)))
-    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    # Logits with NaN give no index; a valid id keeps the device alive, and the log-prob is NaN, which the host refuses.
+    ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     logps = _logps_at(full, ids, total)
     return DrawnTokens(ids, logps, logps if unfiltered else _logps_at(filtered, ids, filtered_total), filtered)
 

@@ -10,13 +10,14 @@ float16 weights are accepted, but the loss is not scaled; bfloat16 has the range
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from groupwise.errors import CheckpointError, InputError
+from groupwise.errors import CheckpointError, InputError, NotFiniteError
 
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -30,6 +31,14 @@ def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
     for parameter in model.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
+
+
+def name_not_finite(model: nn.Module) -> str | None:
+    """The name of the first parameter or buffer that holds NaN or an infinity; None if there is none."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all()):
+            return name
+    return None
 
 
 class MasterWeights:
@@ -107,6 +116,19 @@ class MasterWeights:
         if self._copied:
             parameters, masters = zip(*self._copied, strict=True)
             torch._foreach_copy_(parameters, masters)
+
+    def check_finite(self, what: str, remedy: str) -> None:
+        """Raise an error if a weight is NaN, infinite, or beyond the dtype that the model computes in."""
+        largest = float(torch.nn.utils.get_total_norm(list(self.parameters()), math.inf))
+        trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+        limit = min(torch.finfo(parameter.dtype).max for parameter in trained)
+        if not largest <= limit:
+            sizes = {name: float(master.detach().abs().max()) for name, master in self._masters.items()}
+            name = next(name for name, size in sizes.items() if not size <= limit)
+            raise NotFiniteError(
+                f"{what} gave the weight {name} the size {sizes[name]:g}, beyond the model's {limit:g}; nothing of it "
+                f"is saved. {remedy}, and resume from the last checkpoint"
+            )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The masters by name. They are not copies: save them before the next step."""

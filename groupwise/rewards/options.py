@@ -11,7 +11,10 @@ from groupwise.text import excerpt
 
 
 def is_finite_number(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    try:
+        return not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def check_number(name: str, value: Any, least: float) -> float:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from groupwise.errors import InputError, RewardError, check_choice
 from groupwise.redaction import hide_secrets
@@ -192,6 +193,7 @@ class Scorer:
                 extra[name if name not in extra else f"{call.reward.name}/{name}"] = values
             for name, logged in call.metrics.items():
                 metrics.setdefault(name, []).extend(logged)
+        failures += self._check_sums(calls, rewards, dropped)
         rewards[dropped] = math.nan
         if rows:
             self._lost_batches = self._lost_batches + 1 if bool(dropped.all()) else 0
@@ -202,6 +204,22 @@ class Scorer:
             )
         means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
         return Scores(rewards, dropped, tuple(failures), extra, means)
+
+    def _check_sums(self, calls: Sequence[RewardCall], rewards: Tensor, dropped: Tensor) -> list[RowFailure]:
+        """Drop the rows whose weighted sum is beyond the largest float, or raise an error for the first of them."""
+        products = rewards * rewards.new_tensor([reward.weight for reward in self.functions])
+        failures = []
+        for row in (~products.nansum(1).isfinite()).nonzero().flatten().tolist():
+            call = calls[int(products[row].abs().nan_to_num().argmax())]
+            reason = (
+                f"its reward {call.rewards[row]:g}, times its weight {call.reward.weight:g}, takes the sum of the "
+                "rewards beyond the largest float; scale it, or lower its weight"
+            )
+            if self.on_error == "stop":
+                call.fail(row, reason)
+            failures.append(RowFailure(call.reward.name, row, reason))
+            dropped[row] = True
+        return failures
 
 
 @dataclass
@@ -321,7 +339,7 @@ class RewardCall:
     def _log_metric(self, name: str, value: float) -> None:
         try:
             number = float(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise InputError(f"log_metric({name!r}, …) needs a number, got {excerpt(value)}") from error
         self.metrics.setdefault(hide_secrets(str(name)), []).append(number)
 

@@ -1,7 +1,9 @@
 """A run folder: a lock, atomic files with manifests, metrics, and signals."""
 
 from groupwise.rundir.files import (
+    as_json,
     atomic_folder,
+    from_json,
     read_json,
     verify_manifest,
     write_bytes,
@@ -24,8 +26,10 @@ __all__ = [
     "RunDir",
     "SignalInterrupt",
     "StopRequest",
+    "as_json",
     "atomic_folder",
     "end_with_parent",
+    "from_json",
     "interrupt_on_signals",
     "interrupts_ignored",
     "metric_column",

@@ -8,16 +8,17 @@ after a crash or on a full disk. `verify_manifest` detects later damage.
 from __future__ import annotations
 
 import csv
-import errno
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import stat
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON holds them: in strings
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of these may be computed by a spreadsheet
 LATER_STATE = "state_after_evaluation.json"  # added to a checkpoint that is finished, with a hash of its own
 LOADED = (".safetensors", ".json", ".jinja", ".model", ".tiktoken")  # endings of files that a program reads
@@ -45,12 +47,40 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write ``value`` as JSON. NaN and infinities are refused: they are not valid JSON."""
+    """Write ``value`` as JSON. NaN and infinities become strings, see `as_json`; they never prevent a checkpoint."""
     try:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RuntimeError) as error:  # a RecursionError too: it holds itself
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
     write_bytes(path, (text + "\n").encode("utf-8", "backslashreplace"))  # a lone surrogate becomes a JSON escape
+
+
+def as_json(value: Any) -> Any:
+    """The value with each number as JSON can hold it: NaN and infinities as the strings of `NOT_FINITE`, which
+    ``float`` reads, and numbers of NumPy and tensors of one number as Python's."""
+    if isinstance(value, Mapping):
+        return {key: as_json(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, (str, bool)) or value is None:
+        return value
+    if hasattr(value, "item") and getattr(value, "size", None) is not None:
+        value = value.item()  # a ValueError or RuntimeError unless it is one number
+    if isinstance(value, int):
+        return value if abs(value) < 10**308 else as_json(math.copysign(math.inf, value))
+    if isinstance(value, Real):
+        number = float(value)
+        if not math.isfinite(number):
+            return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+        return number
+    return value
+
+
+def from_json(value: Any) -> Any:
+    """The value with the strings of `NOT_FINITE` as numbers; for metrics, which have no other strings like them."""
+    if isinstance(value, Mapping):
+        return {key: from_json(entry) for key, entry in value.items()}
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
 
 
 def read_json(path: str | Path) -> Any:
@@ -71,19 +101,6 @@ def read_object(path: str | Path, **kinds: type) -> dict[str, Any]:
         if not isinstance(value.get(name), kind) or (kind is int and isinstance(value[name], bool)):
             raise CheckpointError(f"{path} is damaged: its {name!r} is missing or not of type {kind.__name__}")
     return value
-
-
-def read_regular(path: str | Path) -> bytes:
-    """The content of a file; an OSError for a device or a pipe, which could be read for ever."""
-    with open(path, "rb", opener=_open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-        return file.read()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Opening a pipe that nobody writes to would wait."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def set_aside(path: Path) -> Path:

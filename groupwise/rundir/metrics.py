@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import io
 import json
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import read_regular, set_aside, write_bytes
-from groupwise.text import error_reason, one_line, plural
+from groupwise.paths import MEGABYTE, read_file
+from groupwise.rundir.files import as_json, from_json, set_aside, write_bytes
+from groupwise.text import error_reason, excerpt, one_line, plural
 
-NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+LARGEST = 4096 * MEGABYTE
 
 
 class MetricsRecorder:
@@ -131,10 +131,7 @@ class _Line(NamedTuple):
 
 def _read_lines(path: Path) -> list[_Line]:
     """The complete lines of the file. They are split at line feeds, as an editor counts them."""
-    try:
-        content = io.BytesIO(read_regular(path))
-    except OSError as error:
-        raise RunDirError(f"{path} cannot be read: {error_reason(error)}") from error
+    content = io.BytesIO(read_file(path, RunDirError, limit=LARGEST))
     lines = (_parse(number, text) for number, text in enumerate(content, start=1) if text.endswith(b"\n"))
     return list(lines)
 
@@ -158,18 +155,14 @@ def _parse(number: int, text: bytes) -> _Line:
         return _Line(number, text, None, "'step' is missing or not a number of steps")
     if name := next((name for name, value in row.items() if isinstance(value, (dict, list))), None):
         return _Line(number, text, None, f"{name!r} is neither a number nor a text")
-    finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
-    return _Line(number, text, finite)
+    return _Line(number, text, from_json(row))
 
 
 def _plain(name: str, value: Any) -> Any:
-    if hasattr(value, "item") and getattr(value, "size", None) is not None:
-        try:
-            value = value.item()
-        except (ValueError, RuntimeError) as error:
-            raise InputError(f"the metric {name!r} must be one number, got {value!r}") from error
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
+    try:
+        plain = as_json(value)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"the metric {name!r} must be one number, got {excerpt(value)}") from error
+    if plain is None or isinstance(plain, (bool, int, float, str)):
+        return plain
     raise InputError(f"the metric {name!r} must be a number, a string or None, got {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Errors in the middle of a step: out of memory, and losses or gradients that are NaN or infinite."""
+"""Running out of memory in the middle of a step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,6 @@ MEMORY_MESSAGES = (
 )
 
 _Result = TypeVar("_Result")
-
-
-class NotFiniteError(GroupwiseError, ArithmeticError):
-    """A loss or gradient is NaN or infinite; the weights have not changed."""
 
 
 class OutOfMemoryError(GroupwiseError, RuntimeError):

@@ -12,11 +12,11 @@ import torch
 
 from groupwise.core.losses import aggregation_weights
 from groupwise.data import Order
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, NotFiniteError
 from groupwise.model.logprobs import iter_packs
 from groupwise.model.precision import MasterWeights
 from groupwise.training.components import RunComponents
-from groupwise.training.errors import NotFiniteError, retry_with_less_memory
+from groupwise.training.errors import retry_with_less_memory
 from groupwise.training.seeds import derive_seed
 
 
@@ -79,6 +79,7 @@ class SupervisedFineTuning:
             for group in optimizer.param_groups:
                 group["lr"] = rate
             optimizer.step()
+            masters.check_finite(f"step {step + 1} of SFT", f"Lower sft.learning_rate (now {rate:g})")
             masters.sync_to_model()
             optimizer.zero_grad(set_to_none=True)
             progress(step + 1, {"loss": loss, "learning_rate": rate})

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
+from groupwise.rundir import from_json
 from groupwise.text import plural
 
 
@@ -77,4 +78,4 @@ class TrainState:
     def load_json(self, values: Mapping[str, Any]) -> None:
         """Take all values from a saved state, which `asdict` gave."""
         for entry in fields(self):
-            setattr(self, entry.name, values[entry.name])
+            setattr(self, entry.name, from_json(values[entry.name]))

@@ -91,5 +91,5 @@ def _relative(path: Path) -> str:
     """A path as a user would type it."""
     try:
         return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
-    except ValueError:
+    except (ValueError, OSError):  # on another drive; the working folder was deleted
         return str(path)

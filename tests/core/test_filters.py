@@ -156,7 +156,10 @@ def test_shapes_and_types():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"temperature": 0.0}, "temperature must be a finite number above 0, got 0.0"),
+        ({"temperature": 0.0}, "temperature must be a number from 1e-06 to 1e.06, got 0.0; .*greedily"),
+        ({"temperature": 1e-300}, "temperature must be"),
+        ({"temperature": 1e300}, "temperature must be"),
+        ({"temperature": 10**400}, "temperature must be"),
         ({"temperature": -1.0}, "temperature must be"),
         ({"temperature": math.nan}, "temperature must be"),
         ({"top_k": -1}, "top_k must be an integer"),

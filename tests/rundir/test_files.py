@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import stat
 from pathlib import Path
@@ -42,7 +41,7 @@ def test_json_round_trip(tmp_path):
     assert names(tmp_path / "deep") == ["config.json"]
 
 
-@pytest.mark.parametrize("value", [math.nan, {"a": {1, 2}}, object()])
+@pytest.mark.parametrize("value", [{"a": {1, 2}}, object(), [torch.zeros(2)]])
 def test_a_value_that_is_not_json_leaves_the_old_file(tmp_path, value):
     write_json(tmp_path / "x.json", "old")
     with pytest.raises(CheckpointError, match=r"x.json cannot be written as JSON"):

@@ -8,12 +8,11 @@ import signal
 import pytest
 import torch
 
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, NotFiniteError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.training.preflight import describe_run
 from groupwise.training.sft import SupervisedFineTuning
-from groupwise.training.update.updater import NotFiniteError
 from tests.training.runs import ROWS, even, metrics_of, run_steps, small_recipe, small_trainer
 
 EXAMPLES = [(f"Say number {number}: ", "one" * (number % 3 + 1)) for number in range(10)]

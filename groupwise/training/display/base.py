@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rich.cells import cell_len
 
-from groupwise.text import format_duration
+from groupwise.text import fixed, format_duration
 from groupwise.training.store import EVAL_PREFIX
 
 Clock = Callable[[], float]
@@ -299,7 +299,7 @@ class Display:
         sign = "+" if signed else ""
         if self._in_percent():
             return f"{100 * value:{sign}.1f}" + ("" if signed else " %")
-        return f"{value:{sign}.3f}"
+        return fixed(value, f"{sign}.3f")
 
     def _in_percent(self) -> bool:
         return is_share(self.facts.metric or "") and all(point.value <= 1 for point in self._evaluations)

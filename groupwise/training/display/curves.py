@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from groupwise.rundir import metric_column, read_metrics
-from groupwise.training.display.base import is_share
+from groupwise.training.display.base import MAX_DRAWN, is_share
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.store.recorder import EVAL_PREFIX
 
@@ -111,7 +111,7 @@ def _cells(metric: str | None) -> list[dict[str, dict[str, str]]]:
 
 def _finite(rows: list[dict[str, Any]], name: str) -> Points:
     steps, values = metric_column(rows, name)
-    kept = [isinstance(value, (int, float)) and math.isfinite(value) for value in values]
+    kept = [isinstance(value, (int, float)) and abs(value) <= MAX_DRAWN for value in values]
     return list(compress(steps, kept)), [float(value) for value in compress(values, kept)]
 
 

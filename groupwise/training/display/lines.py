@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TextIO
 
 from groupwise.terminal import write_text
-from groupwise.text import one_line, plural
+from groupwise.text import fixed, one_line, plural
 from groupwise.training.display.base import (
     MARGIN,
     REWARD,
@@ -33,7 +33,7 @@ COLUMNS: dict[str, Callable[[float], str]] = {
     "diversity/mean_distance": lambda value: f"distance {value:.2f}",
     "completions/mean_length": lambda value: f"length {value:6.1f}",
     "preference/pairs": lambda value: f"pairs {value:3,.0f}",
-    MARGIN: lambda value: f"margin {value:6.3f}",
+    MARGIN: lambda value: f"margin {fixed(value, '6.3f')}",
     "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",
     "step_time": lambda value: f"{value:5.1f} s/step",
@@ -81,7 +81,7 @@ class LineDisplay(Display):
             completion = one_line(sample.completion)
             if len(completion) > COMPLETION_WIDTH:
                 completion = completion[: COMPLETION_WIDTH - 1] + "…"
-            self._print(f"  sample · reward {sample.reward:6.3f} · {prompt} → {completion or '(empty)'}")
+            self._print(f"  sample · reward {fixed(sample.reward, '6.3f')} · {prompt} → {completion or '(empty)'}")
 
     def stage(self, text: str) -> None:
         self._show_activity(self._begin(text))
@@ -127,9 +127,9 @@ class LineDisplay(Display):
     def _write_step(self) -> None:
         self._pending, self._step_written = False, self._clock()
         values, cells = self._metrics, [self._position(self._step)]
-        spread = f" ±{values['reward_std']:.2f}" if "reward_std" in values else ""
+        spread = f" ±{fixed(values['reward_std'], '.2f')}" if "reward_std" in values else ""
         if "reward" in values:
-            cells.append(f"reward {values['reward']:6.3f}{spread}")
+            cells.append(f"reward {fixed(values['reward'], '6.3f')}{spread}")
         if self._evaluations:
             last = self._evaluations[-1]
             name = "held out" if self.facts.metric == REWARD else f"held-out {self.facts.metric}"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from groupwise.data.rows import Row
-from groupwise.rundir import write_bytes
+from groupwise.rundir import as_json, write_bytes
+from groupwise.stats import mean
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 
@@ -45,12 +47,24 @@ def status_of(history: Sequence[float]) -> str:
     return "between"
 
 
+def _visits(history: list[float]) -> dict[str, Any]:
+    return {
+        "visits": len(history),
+        "first": history[0] if history else None,
+        "last": history[-1] if history else None,
+        "best": max(history, default=None),
+        "status": status_of(history),
+        "history": history,
+    }
+
+
 class QuestionLog:
     """The history of each training row. ``metric`` is the task's grade; without one the mean reward is used."""
 
     def __init__(self, rows: Sequence[TaskRow], metric: str | None = None) -> None:
         self.rows, self.metric = rows, metric
-        self._history: dict[int, list[float]] = {}
+        # One entry per visit: 16 bytes, where a list per row would take a hundred and more.
+        self._visited, self._values = array("q"), array("d")
 
     def observe(self, batch: Batch, group_advantages: GroupAdvantages) -> None:
         """Add a visit of each prompt of a batch, except prompts without a scored answer."""
@@ -61,39 +75,47 @@ class QuestionLog:
             members = range(prompt * batch.samples, (prompt + 1) * batch.samples)
             scored = [values[sample] for sample in members if not dropped[sample]]
             if scored:
-                self._history.setdefault(row, []).append(sum(scored) / len(scored))
+                self._visited.append(row)
+                self._values.append(mean(scored))
 
     def table(self) -> list[dict[str, Any]]:
         """One record per training row."""
-        records = []
-        for number, row in enumerate(self.rows):
-            history = self._history.get(number, [])
-            records.append(
-                {
-                    "row": number,
-                    **({"where": row.where} if isinstance(row, Row) else {}),  # its file and line
-                    **{name: row[name] for name in ROW_COLUMNS if name in row},
-                    "visits": len(history),
-                    "first": history[0] if history else None,
-                    "last": history[-1] if history else None,
-                    "best": max(history, default=None),
-                    "status": status_of(history),
-                    "history": history,
-                }
-            )
-        return records
+        histories = self._histories()
+        return [{**self._row(number), **_visits(histories.get(number, []))} for number in range(len(self.rows))]
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
-        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in self.table())
+        histories, encode = self._histories(), json.JSONEncoder(ensure_ascii=False, default=str).encode
+        unseen = encode(_visits([]))[1:]  # most rows of a large data set, and the same for all
+        lines = [
+            f"{encode(self._row(number))[:-1]}, "
+            f"{encode(as_json(_visits(histories[number])))[1:] if number in histories else unseen}\n"
+            for number in range(len(self.rows))
+        ]
         write_bytes(folder / QUESTIONS, "".join(lines).encode("utf-8", "backslashreplace"))
 
     def state(self) -> dict[str, list[float]]:
-        return {str(row): list(history) for row, history in self._history.items()}
+        return {str(row): history for row, history in self._histories().items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; later visits are dropped."""
-        self._history = {int(row): list(history) for row, history in state.items()}
+        self._visited, self._values = array("q"), array("d")
+        for row, history in state.items():
+            self._visited.extend([int(row)] * len(history))
+            self._values.extend(map(float, history))
+
+    def _row(self, number: int) -> dict[str, Any]:
+        """What identifies a row: its number, its file and line, its id and category."""
+        row = self.rows[number]
+        where = {"where": row.where} if isinstance(row, Row) else {}
+        return {"row": number, **where, **{name: row[name] for name in ROW_COLUMNS if name in row}}
+
+    def _histories(self) -> dict[int, list[float]]:
+        """The values of each visited row, in order of its first visit."""
+        histories: dict[int, list[float]] = {}
+        for row, value in zip(self._visited, self._values, strict=True):
+            histories.setdefault(row, []).append(value)
+        return histories
 
 
 def summarise(records: Iterable[Mapping[str, Any]]) -> str:

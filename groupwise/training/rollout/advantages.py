@@ -24,7 +24,7 @@ from groupwise.tasks.base import Grade
 from groupwise.training.preference.group_pairs import build_group_pairs
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.difficulty import correctness, difficulty_weights
-from groupwise.user_code import guarded, load_function
+from groupwise.user_code import failures_named, load_function
 
 OVERLONG = "overlong"  # the name of the overlong penalty among the rewards
 
@@ -66,7 +66,7 @@ def _find(
         check_choice(setting, name, [*registered, "module:function"], ConfigError)
     if name in registered:
         return registered[name]
-    return guarded(load_function(name, what=what), f"the {what} function {name!r}")
+    return load_function(name, what=what)
 
 
 def add_overlong_penalty(rewards: Tensor, lengths: Sequence[int], step_recipe: Recipe) -> Tensor:
@@ -99,10 +99,10 @@ def compute_group_advantages(
         nothing = torch.zeros(0)
         return GroupAdvantages(nothing.double(), nothing.long(), nothing, {}, nothing.bool())
     rows = [batch.rows[prompt] for prompt in batch.prompt_of.tolist()]
-    graded = {
-        name: [grade(row, text) for row, text in zip(rows, batch.texts, strict=True)]
-        for name, grade in (grades or {}).items()
-    }
+    graded: dict[str, list[bool | None]] = {}
+    for name, grade in (grades or {}).items():
+        with failures_named(f"the grade {name!r}"):
+            graded[name] = [grade(row, text) for row, text in zip(rows, batch.texts, strict=True)]
     settings, answers = step_recipe.advantages, graded.get(metric or "")
     groups = _groups(batch, grouping)
     parents = _parent_groups(batch, grouping, groups) if settings.shrinkage and grouping is not None else []
@@ -110,7 +110,9 @@ def compute_group_advantages(
     rewards = batch.scored
     total = weighted_total(rewards, weights)
     if advantage is not None:
-        advantages = _check_advantages(advantage(rewards, groups, factors), len(batch))
+        with failures_named(f"the advantage function {settings.function}"):
+            values = advantage(rewards, groups, factors)
+        advantages = _check_advantages(values, len(batch))
     else:
         advantages = group_advantages(
             rewards,
@@ -124,12 +126,20 @@ def compute_group_advantages(
             within=parents,
             shrinkage=settings.shrinkage,
         )
+    advantages = torch.where(batch.dropped, 0.0, advantages).float()
+    if not bool(advantages.isfinite().all()):
+        where = int((~advantages.isfinite()).nonzero()[0])
+        raise RewardError(
+            f"the advantage of completion {where % batch.samples + 1} of {batch.samples} of row "
+            f"{batch.row_numbers[where // batch.samples]}, whose reward is {float(total[where]):g}, is beyond float32; "
+            "scale the rewards, or divide by their standard deviation (advantages.scale = 'group' or 'batch')"
+        )
     # With shrinkage, a cluster of equal rewards has a learning signal unless all rewards of its prompt are equal.
     statistics = group_statistics(total, parents[0] if parents else groups)
     result = GroupAdvantages(
         rewards=total,
         groups=groups,
-        advantages=torch.where(batch.dropped, 0.0, advantages).float(),
+        advantages=advantages,
         masked_out=_masks(batch, step_recipe, answers),
         equal=statistics.equal[statistics.index],
         graded=graded,
@@ -164,7 +174,8 @@ def repetition(text: str) -> float:
 def _groups(batch: Batch, grouping: GroupingFunction | None) -> Tensor:
     if grouping is None:
         return batch.prompt_of
-    labels = grouping(batch)
+    with failures_named("the grouping function"):
+        labels = grouping(batch)
     try:
         return group_index(labels, len(batch))[0]
     except (TypeError, ValueError) as error:
@@ -190,7 +201,10 @@ def _parent_groups(batch: Batch, grouping: GroupingFunction, groups: Tensor) -> 
 
 def _check_advantages(advantages: Any, number: int) -> Tensor:
     try:
-        values = torch.as_tensor(advantages, dtype=torch.float32).detach().cpu()
+        given = torch.as_tensor(advantages)
+        if given.is_complex():
+            raise TypeError("complex numbers")
+        values = given.detach().to(device="cpu", dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise RewardError(
             f"the advantage function returned {type(advantages).__name__}, not one number per sample"

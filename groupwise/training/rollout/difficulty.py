@@ -37,4 +37,5 @@ def correctness(graded: Sequence[bool | None] | None, rewards: Tensor) -> Tensor
     scored = rewards[~rewards.isnan()]
     if not len(scored) or float(scored.max()) == float(scored.min()):
         return rewards * 0.0 + 0.5
-    return (rewards - scored.min()) / (scored.max() - scored.min())
+    rewards, least, most = rewards / 2, scored.min() / 2, scored.max() / 2  # half: their range may be beyond a float
+    return (rewards - least) / (most - least)

@@ -25,7 +25,7 @@ from groupwise.errors import CheckpointError
 from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
-from groupwise.rundir import RunDir, read_json, verify_manifest, write_json, write_safetensors
+from groupwise.rundir import RunDir, as_json, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import LATER_STATE, UNFINISHED
 from groupwise.text import Say, error_reason
 from groupwise.training.store.run_folder import checkpoints_in
@@ -57,7 +57,7 @@ def save_checkpoint(
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
     if folder.exists():  # this process wrote it or resumed from it, so it is intact
-        write_json(folder / LATER_STATE, {"sha256": _digest(full_state), "state": full_state})
+        write_json(folder / LATER_STATE, {"sha256": digest(full_state), "state": full_state})
         return
     with run.folder(checkpoint_name(step)) as unfinished:
         if resumable:
@@ -116,13 +116,13 @@ def read_state(folder: Path) -> dict[str, Any]:
         )
     try:
         later = read_json(folder / LATER_STATE)
-        return dict(later["state"]) if later["sha256"] == _digest(later["state"]) else state
+        return dict(later["state"]) if later["sha256"] == digest(later["state"]) else state
     except (CheckpointError, KeyError, TypeError, ValueError):
         return state  # not there, or damaged: the step is evaluated again
 
 
-def _digest(state: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+def digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(as_json(state), sort_keys=True).encode()).hexdigest()
 
 
 def verify_checkpoint(folder: Path) -> None:
@@ -164,7 +164,7 @@ def newest(
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
     would delete the run's records. ``check`` raises a CheckpointError for damage that only its caller can see; ``say``
     is told what is wrong with newer ones."""
-    problems = []
+    problems: list[str] = []
     for folder in reversed(checkpoints_in(run.path).values()):
         try:
             verify_checkpoint(folder)

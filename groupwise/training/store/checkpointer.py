@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -39,7 +38,7 @@ class Checkpointer:
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
-        self._saved: dict[str, Any] | None = None  # the state of the last checkpoint
+        self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
     def newest(self) -> Path | None:
@@ -53,7 +52,8 @@ class Checkpointer:
     def save(self) -> None:
         """Write a checkpoint of the last finished step, unless nothing has changed since the last one."""
         settings, state = self.components.recipe.run, self._state()
-        if state == self._saved:
+        digest = checkpoint.digest(state)
+        if digest == self._saved:
             return
         self.run_dir.check_in_place()
         checkpoint.save_checkpoint(
@@ -67,7 +67,7 @@ class Checkpointer:
         )
         checkpoint.prune(self.run_dir, settings.keep_checkpoints, self._write_best())
         self.question_log.write(self.run_dir.path)
-        self._saved = copy.deepcopy(state)
+        self._saved = digest
 
     def _load_state(self, folder: Path) -> None:
         """Restore everything but the weights from a checkpoint; a CheckpointError if that is damaged."""

@@ -13,7 +13,7 @@ from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
 from groupwise.model.catalogue import CATALOGUE
 from groupwise.rundir import package_versions
-from groupwise.text import code_span, escape_markdown, markdown_table, plural
+from groupwise.text import code_span, escape_markdown, fixed, markdown_table, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.preference import LOGP_ACCURACY
 from groupwise.training.state import TrainState
@@ -82,7 +82,9 @@ def held_out_rows(components: RunComponents, state: TrainState) -> list[tuple[st
         if name not in metrics:
             return "–"
         value, low, high = (metrics[key] for key in (name, f"{name}_low", f"{name}_high"))
-        return f"{value:.1%} [{low:.1%}, {high:.1%}]" if name in shares else f"{value:.3f} [{low:.3f}, {high:.3f}]"
+        if name in shares:
+            return f"{value:.1%} [{low:.1%}, {high:.1%}]"
+        return f"{fixed(value)} [{fixed(low)}, {fixed(high)}]"
 
     return [(name, shown(state.first, name), shown(state.measured, name)) for name in names]
 

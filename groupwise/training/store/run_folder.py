@@ -172,7 +172,9 @@ def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]
     sources = before.get(SOURCES)
     for role, new in inputs.get(SOURCES, {}).items():
         old = sources.get(role) if isinstance(sources, dict) else None
-        for file in dict.fromkeys([*old, *new]) if isinstance(old, dict) else ():
+        if not isinstance(old, dict):
+            continue
+        for file in dict.fromkeys([*old, *new]):
             one, other = old.get(file), new.get(file)
             if one != other:
                 changed[f"{file}, source of {role}"] = [one or "not used", other or "not used"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from groupwise.errors import ConfigError
 from groupwise.model.device import float64_device
 from groupwise.training.errors import is_out_of_memory
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
-from groupwise.user_code import guarded, load_function
+from groupwise.user_code import failures_named, load_function
 
 
 @dataclass(frozen=True)
@@ -338,14 +339,25 @@ def find_loss(name: str) -> Loss:
     """
     if name in LOSSES:
         return LOSSES[name]
-    function = guarded(load_function(name, what="loss"), f"the loss {name!r}", is_ours=is_out_of_memory)
+    function = load_function(name, what="loss")
 
     def token_loss(tokens: Tokens, settings: LossSettings) -> TokenTerm:
-        result, expected = function(tokens, settings), tuple(tokens.advantages.shape)
+        with failures_named(f"the loss {name}", is_ours=is_out_of_memory):
+            result = function(tokens, settings)
+        expected = tuple(tokens.advantages.shape)
         term = result if isinstance(result, TokenTerm) else TokenTerm(result)
-        shape = tuple(term.values.shape) if isinstance(term.values, Tensor) else type(result).__name__
+        values: Any = term.values
+        shape = tuple(values.shape) if isinstance(values, Tensor) else type(result).__name__
         if shape != expected:
             raise ConfigError(f"the loss {name} returned {shape}; expected one number per token, {expected}")
-        return term
+        if not values.is_floating_point() or values.device != tokens.logps.device:
+            got = f"{values.dtype} on {values.device}"
+            raise ConfigError(f"the loss {name} returned {got}; expected floats on {tokens.logps.device}")
+        if tokens.logps.requires_grad and not values.requires_grad:
+            raise ConfigError(
+                f"the loss {name} returned values without a gradient, so nothing would be learned; compute them from "
+                "tokens.logps or tokens.log_ratio, without detach() and no_grad()"
+            )
+        return term._replace(values=values.to(tokens.logps.dtype))
 
     return Loss(token_loss, "token_mean")

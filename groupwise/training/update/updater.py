@@ -17,18 +17,13 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
+from groupwise.errors import NotFiniteError
 from groupwise.model.device import float64_device
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import TokenLogps, completion_logps, iter_pack_states, iter_packs
-from groupwise.model.precision import MasterWeights
+from groupwise.model.precision import MasterWeights, name_not_finite
 from groupwise.text import Say
-from groupwise.training.errors import (
-    SMALLEST_BUDGET,
-    NotFiniteError,
-    OutOfMemoryError,
-    halve_budget,
-    retry_with_less_memory,
-)
+from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError, halve_budget, retry_with_less_memory
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
 from groupwise.training.preference.reference_cache import pair_completions, pair_logps
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
@@ -39,6 +34,9 @@ from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import LogProbMismatch, UpdateResult, gradient_statistics
 
 _Result = TypeVar("_Result")
+
+MAX_NORM = 1e19  # of a gradient: AdamW squares it in float32
+LARGE_WEIGHT = 1e9  # of a term or an advantage, which is then the likely reason of a loss that is not finite
 
 
 class Updater:
@@ -131,19 +129,18 @@ class Updater:
             lambda: self._gradient(minibatch, step_recipe, check, log_term_gradients), minibatch
         )
         norm = self._clip_gradient(step_recipe)
-        if not (math.isfinite(norm) and all(math.isfinite(value) for value in result.values.values())):
+        limit = math.inf if step_recipe.optimizer.max_grad_norm is None else step_recipe.optimizer.max_grad_norm
+        values = [norm, *result.values.values()]
+        if not all(map(math.isfinite, values)) or min(norm, limit) > MAX_NORM:
             self.optimizer.zero_grad(set_to_none=True)
             if step_recipe.train.on_non_finite == "stop":
-                terms = ", ".join(f"{name} {value:g}" for name, value in result.values.items())
-                raise NotFiniteError(
-                    f"the gradient's norm is {norm:g} (terms: {terms}); the weights have not changed. Lower "
-                    "optimizer.learning_rate, look at the rewards of this step, or skip such updates with "
-                    "train.on_non_finite = 'skip'"
-                )
+                raise NotFiniteError(self._reason_not_finite(minibatch, step_recipe, result, norm))
             result.skipped = True
             return result
         result.grad_norm = norm
         self._optimizer_step()
+        rates = ", ".join(f"{rate:g}" for rate in sorted({group["lr"] for group in self.optimizer.param_groups}))
+        self.masters.check_finite("the update", f"Lower optimizer.learning_rate (now {rates})")
         self.masters.sync_to_model()
         self.optimizer.zero_grad(set_to_none=True)
         return result
@@ -268,6 +265,30 @@ class Updater:
         if max_norm is not None and bool(norm.isfinite()):
             torch.nn.utils.clip_grads_with_norm_(list(self.masters.parameters()), max_norm, norm)
         return float(norm)
+
+    def _reason_not_finite(self, minibatch: MiniBatch, step_recipe: Recipe, result: UpdateResult, norm: float) -> str:
+        terms = ", ".join(f"{name} {value:g}" for name, value in result.values.items())
+        start = f"the gradient's norm is {norm:g} (terms: {terms}); the weights have not changed."
+        weights = [(term.weight, term.weight_in(step_recipe)) for term in active_terms(step_recipe)]
+        if step_recipe.preference.weight:
+            weights.append(("preference.beta", step_recipe.preference.beta))
+        large = [f"{setting} = {weight:g}" for setting, weight in weights if abs(weight) > LARGE_WEIGHT]
+        custom = step_recipe.loss.name
+        advantage = float(minibatch.advantages.abs().max()) if len(minibatch) else 0.0
+        if (name := name_not_finite(self.handle.model)) is not None:
+            return f"{start} The weight {name} of the model holds NaN or an infinity: load another copy of it"
+        if large:
+            return f"{start} Lower {', '.join(large)}"
+        if ":" in custom and not math.isfinite(result.values.get("policy", 0.0)):
+            return f"{start} The loss {custom} returned NaN or an infinity for a token: mend it"
+        if advantage > LARGE_WEIGHT:
+            return (
+                f"{start} The largest advantage is {advantage:g}: scale the rewards, or use advantages.scale = 'group'"
+            )
+        return (
+            f"{start} Lower optimizer.learning_rate, look at the rewards of this step, or skip such updates with "
+            "train.on_non_finite = 'skip'"
+        )
 
     def _optimizer_step(self) -> None:
         """Step each parameter group on its own: a group that was stepped must not be stepped again if a later one runs

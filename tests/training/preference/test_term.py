@@ -13,7 +13,7 @@ import groupwise.training.update.updater as updater_module
 from groupwise.config import Recipe, with_settings
 from groupwise.core import preference_loss
 from groupwise.core.preference import BATCH_KINDS, KINDS, SMOOTHED_KINDS
-from groupwise.errors import InputError
+from groupwise.errors import InputError, NotFiniteError
 from groupwise.model.handle import prepare
 from groupwise.model.packing import pack_members
 from groupwise.training.monitor.metrics import step_metrics
@@ -24,7 +24,7 @@ from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import DatasetPairs, MiniBatch, build_minibatch
 from groupwise.training.update.result import gradient_statistics
-from groupwise.training.update.updater import NotFiniteError, Updater
+from groupwise.training.update.updater import Updater
 from tests.model.models import VOCABULARY, padded_logps
 from tests.training.factories import (
     assert_same,

@@ -10,7 +10,8 @@ import torch
 import groupwise.training.update.updater as updater_module
 from groupwise.core.filters import KeptSets, filter_logits
 from groupwise.core.losses import LOSSES, Loss, TokenTerm
-from groupwise.training.errors import SMALLEST_BUDGET, NotFiniteError, OutOfMemoryError
+from groupwise.errors import NotFiniteError
+from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.trainer import Callback
 from groupwise.training.update.minibatch import build_minibatch
