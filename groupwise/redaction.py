@@ -48,7 +48,7 @@ _TEXT_TOKENS = {
 _NOT_THE_VALUE = {"column", "count", "env", "field", "file", "folder", "length", "name", "path", "var", "variable"}
 
 # The user's name and password of a URL, and its parameters.
-_USER = re.compile(r"(://)([^/\s@'\"<>]+)@")
+_USER = re.compile(r"([A-Za-z0-9+.-]://)([^/\s@'\"<>]+)@")
 _PARAMETER = re.compile(r"([?&]([A-Za-z0-9_.-]{1,60})=)([^&#\s'\"<>]+)")
 _URL_PARAMETERS = {"key", "sig", "signature"}
 

@@ -13,7 +13,7 @@ from groupwise.config import Recipe
 from groupwise.evaluate import REWARD
 from groupwise.model.catalogue import CATALOGUE
 from groupwise.rundir import package_versions
-from groupwise.text import code_span, escape_markdown, fixed, markdown_table, plural
+from groupwise.text import code_span, escape_markdown, fixed, markdown_table, one_line, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.preference import LOGP_ACCURACY
 from groupwise.training.state import TrainState
@@ -70,7 +70,7 @@ def base_model(source: str) -> dict[str, Any]:
         return {}
     if (entry := CATALOGUE.get(source)) is not None and entry.hub_id is not None:
         return {"base_model": entry.hub_id, "license": HUB_LICENCES.get(entry.licence, entry.licence.lower())}
-    return {"base_model": source} if "/" in source else {}
+    return {"base_model": one_line(source)} if "/" in source else {}
 
 
 def held_out_rows(components: RunComponents, state: TrainState) -> list[tuple[str, str, str]]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
 import torch
+import yaml
+from markdown_it import MarkdownIt
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from groupwise.config import with_settings
 from groupwise.errors import CheckpointError
 from groupwise.rundir import RunDir, read_json, read_metrics, verify_manifest, write_bytes
 from groupwise.tasks import Task
+from groupwise.text import one_line, printable
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.store.model_card import base_model, model_card
 from groupwise.training.trainer import Trainer
@@ -195,6 +200,24 @@ def test_model_card(tmp_path):
     assert "loss.clip_high" not in card
     assert f"torch {version('torch')}" in card
     assert str(tmp_path) not in card
+
+
+def test_names_in_a_model_card_are_no_markup(tmp_path):
+    """In the front matter, the heading, code and tables."""
+    evil = "a\n---\n: `x` | <img src=x onerror=alert(1)> [b](javascript:c) \x1b[31m \u202e"
+    trainer = graded_trainer(tmp_path / "run", [1, 1, 3], QUICK, {"run": {"name": "mine"}}, held_out=3)
+    trainer.run()
+    recipe = with_settings(trainer.recipe, {"model.source": f"owner/{evil}", "run.name": evil, "task_options.x": evil})
+    task = replace(trainer.components.task, name=evil, grades={evil: lambda *_: True}, metric=evil)
+    state = replace(trainer.state)
+    state.first = state.last = {f"{evil}{end}": 0.5 for end in ("", "_low", "_high")}
+    card = model_card(replace(trainer.components, recipe=recipe, task=task), state, [evil])
+    _, front, page = card.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == one_line(f"owner/{evil}")
+    tokens = [token for block in MarkdownIt().enable("table").parse(page) for token in (block, *(block.children or ()))]
+    assert not {token.type for token in tokens} & {"link_open", "image", "html_inline", "html_block", "hr", "fence"}
+    assert card == printable(card)
+    assert "".join(token.content for token in tokens if token.type == "code_inline").count("onerror") == 6
 
 
 def test_model_card_without_held_out_rows(tmp_path):
@@ -413,7 +436,7 @@ def test_a_model_from_before_is_replaced(tmp_path):
     small_trainer(folder, QUICK, {"train": {"steps": 3}}, resume=True).run()
     assert not (folder / "model" / "stale.txt").exists()
     verify_manifest(folder / "model")
-    assert "- train.steps: 3\n" in (folder / "model" / "README.md").read_text()
+    assert "- train.steps: `3`\n" in (folder / "model" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
