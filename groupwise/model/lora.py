@@ -159,7 +159,7 @@ def tensor_names(file: Path) -> set[str]:
     try:
         with safe_open(file, "pt") as opened:
             return set(opened.keys())
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # a RuntimeError of torch if the file is gone
         raise CheckpointError(f"{file} is damaged or truncated ({error}); download it again") from error
 
 

@@ -225,6 +225,16 @@ def same_folder(path: Path) -> Iterator[Callable[[], bool]]:
         os.close(descriptor)
 
 
+def delete_folder(folder: Path) -> None:
+    """Delete a folder. It is renamed first, so that readers and an interrupted deletion find no half under its name."""
+    renamed = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    try:
+        folder.rename(renamed)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be deleted: {error_reason(error)}; delete it yourself") from error
+    _remove(renamed)
+
+
 def remove_leftovers(folder: str | Path) -> None:
     """Delete unfinished files and folders of a killed process. Only the process that holds the lock may call this."""
     for path in list(Path(folder).rglob(f"{UNFINISHED}*")):
