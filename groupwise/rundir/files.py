@@ -44,10 +44,18 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as JSON. NaN and infinities are refused: they are not valid JSON."""
     try:
-        text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+        content = json_bytes(value, indent=2)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
-    write_bytes(path, (text + "\n").encode())
+    write_bytes(path, content + b"\n")
+
+
+def json_bytes(value: Any, **options: Any) -> bytes:
+    """A value as JSON in UTF-8. Text with a lone surrogate, which UTF-8 does not have, is written in escapes."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **options).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False, **options).encode()
 
 
 def read_json(path: str | Path) -> Any:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import read_regular, set_aside, write_bytes
+from groupwise.rundir.files import json_bytes, read_regular, set_aside, write_bytes
 from groupwise.text import error_reason, one_line, plural
 
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -51,7 +51,7 @@ class MetricsRecorder:
         if "step" in values:
             raise InputError("'step' is reserved for the step number; give the metric another name")
         row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
-        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        self._append(json_bytes(row) + b"\n")
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:

@@ -174,7 +174,7 @@ def readers(run: Run, folder: Path) -> list[Callable[[], Any]]:
     ]
 
 
-@many(4)
+@many(2)
 @given(st.data())
 def test_any_file(run, data):
     """Any file of the run folder is damaged or gone: every reader accepts it or raises an error with a sentence."""

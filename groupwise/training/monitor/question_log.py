@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from groupwise.data.rows import Row
 from groupwise.rundir import write_bytes
+from groupwise.rundir.files import json_bytes
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 
@@ -85,8 +85,8 @@ class QuestionLog:
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
-        lines = (json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in self.table())
-        write_bytes(folder / QUESTIONS, "".join(lines).encode())
+        lines = (json_bytes(record, default=str) + b"\n" for record in self.table())
+        write_bytes(folder / QUESTIONS, b"".join(lines))
 
     def state(self) -> dict[str, list[float]]:
         return {str(row): list(history) for row, history in self._history.items()}
