@@ -163,7 +163,7 @@ def newest(
     """The newest intact checkpoint; None if the run has none yet. If all are damaged, that is an error: starting again
     would delete the run's records. ``check`` raises a CheckpointError for damage that only its caller can see; ``say``
     is told what is wrong with newer ones."""
-    problems = []
+    problems: list[str] = []
     for folder in reversed(checkpoints_in(run.path).values()):
         try:
             verify_checkpoint(folder)
