@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -281,7 +281,9 @@ class Training:
             self.agent.optimizer.load_state_dict(saved["optimizer"])
             for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
                 generator.bit_generator.state = state
-            self.progress = TypeAdapter(TrainingProgress).validate_python(saved["progress"])
+            TypeAdapter(TrainingProgress).validate_python(saved["progress"])
+            names = [entry.name for entry in fields(TrainingProgress)]
+            self.progress = TrainingProgress(**{name: saved["progress"][name] for name in names})
         except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{run.path / STATE_FILE} is damaged: {one_line(repr(error))[:200]}; train this run again (--overwrite)"

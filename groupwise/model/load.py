@@ -353,7 +353,7 @@ def _deletion_reported(path: Path | None) -> Iterator[None]:
     try:
         yield
     except (GroupwiseError, OSError) as error:
-        if path is None or path.exists():
+        if path is None or (path.exists() and not isinstance(error, FileNotFoundError)):
             raise
         raise CheckpointError(
             f"{path} was deleted while it was read; a run keeps its last checkpoints and the best one "

@@ -49,10 +49,15 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 def write_json(path: str | Path, value: Any) -> None:
     """Write ``value`` as JSON. NaN and infinities become strings, see `as_json`; they never prevent a checkpoint."""
     try:
-        text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
+        content = json_bytes(as_json(value), indent=2)
     except (TypeError, ValueError, RuntimeError) as error:  # a RecursionError too: it holds itself
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
-    write_bytes(path, (text + "\n").encode("utf-8", "backslashreplace"))  # a lone surrogate becomes a JSON escape
+    write_bytes(path, content + b"\n")
+
+
+def json_bytes(value: Any, **options: Any) -> bytes:
+    """A value as JSON in UTF-8. A lone surrogate, which UTF-8 does not have, becomes a JSON escape."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, **options).encode("utf-8", "backslashreplace")
 
 
 def as_json(value: Any) -> Any:
@@ -257,6 +262,16 @@ def same_folder(path: Path) -> Iterator[Callable[[], bool]]:
         yield is_same
     finally:
         os.close(descriptor)
+
+
+def delete_folder(folder: Path) -> None:
+    """Delete a folder. It is renamed first, so that readers and an interrupted deletion find no half under its name."""
+    renamed = folder.with_name(f"{UNFINISHED}old-{folder.name}")
+    try:
+        folder.rename(renamed)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be deleted: {error_reason(error)}; delete it yourself") from error
+    _remove(renamed)
 
 
 def remove_leftovers(folder: str | Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
 from groupwise.paths import MEGABYTE, read_file
-from groupwise.rundir.files import as_json, from_json, set_aside, write_bytes
+from groupwise.rundir.files import as_json, from_json, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
 LARGEST = 4096 * MEGABYTE
@@ -51,7 +51,7 @@ class MetricsRecorder:
         if "step" in values:
             raise InputError("'step' is reserved for the step number; give the metric another name")
         row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
-        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8", "backslashreplace"))
+        self._append(json_bytes(row) + b"\n")
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:

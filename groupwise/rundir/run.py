@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.paths import kind_of, path_reason, show_path
-from groupwise.rundir.files import atomic_folder, read_json, remove_leftovers, same_folder, write_json
+from groupwise.rundir.files import atomic_folder, delete_folder, read_json, remove_leftovers, same_folder, write_json
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
 
@@ -174,9 +174,9 @@ class RunDir:
     def clear(self) -> None:
         """Delete everything in the folder, to start a run again in it."""
         self.metrics.close()
-        for entry in self.path.iterdir():
+        for entry in list(self.path.iterdir()):
             if entry.name not in (LOCK, HOLDER):
-                shutil.rmtree(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
+                delete_folder(entry) if entry.is_dir() and not entry.is_symlink() else entry.unlink()
         _write_marker(self.path)
         self.metrics = MetricsRecorder(self.path / METRICS)
 

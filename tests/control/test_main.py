@@ -926,3 +926,21 @@ def test_an_environment_without_frames_has_no_video(tmp_path):
     with pytest.raises(ControlError, match=f"'{WALK}' cannot be created: .*render_mode"):
         play([tmp_path / "other"], out=tmp_path / "play.gif")
     assert not (tmp_path / "play.gif").exists()
+
+
+@pytest.mark.parametrize("part", ["optimizer", "generators", "progress"])
+def test_a_checkpoint_with_a_damaged_part(tmp_path, part):
+    """It is an error with a sentence, whether the part is missing or of another type."""
+    config = config_of(environment="CartPole-v1", algorithm="grpo", steps=300, evaluate_every=100, starts=2)
+    train(config, tmp_path / "run")
+    file = tmp_path / "run" / "state.pt"
+    state = torch.load(file, weights_only=True)
+    for value in (None, [], {}, {"update": "many"}, "[1]"):
+        torch.save({**state, part: value}, file)
+        with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+            train(config, tmp_path / "run", resume=True)
+    torch.save({name: value for name, value in state.items() if name != part}, file)
+    with pytest.raises(CheckpointError, match=r"state\.pt is damaged"):
+        train(config, tmp_path / "run", resume=True)
+    torch.save(state, file)
+    assert train(config, tmp_path / "run", resume=True).is_over

@@ -294,3 +294,11 @@ def test_json_that_cannot_be_read(tmp_path):
     os.mkfifo(path)  # a reader would wait for ever
     with pytest.raises(CheckpointError, match="not a regular file"):
         read_json(path)
+
+
+def test_a_lone_surrogate_is_written_in_escapes(tmp_path):
+    """As it may come from a damaged recipe.json: it must not prevent a checkpoint."""
+    for value in ({"name": "\ud800"}, {"name": "é"}):
+        write_json(tmp_path / "a.json", value)
+        assert read_json(tmp_path / "a.json") == value
+    assert "é".encode() in (tmp_path / "a.json").read_bytes()

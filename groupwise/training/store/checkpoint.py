@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, as_json, read_json, verify_manifest, write_json, write_safetensors
-from groupwise.rundir.files import LATER_STATE, UNFINISHED
+from groupwise.rundir.files import LATER_STATE, delete_folder
 from groupwise.text import Say, error_reason
 from groupwise.training.store.run_folder import checkpoints_in
 from groupwise.training.update.updater import Updater
@@ -84,25 +82,26 @@ def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
             f"{folder} holds only the policy (run.resumable was false), so the run cannot be resumed; start a new one "
             f"from --model.source {folder / POLICY}"
         )
-    updater.masters.load_state_dict(_load_tensors(folder / MASTERS))
-    _load_optimizer(updater.optimizer, updater.masters, _load_tensors(folder / OPTIMIZER))
+    updater.masters.load_state_dict(load_tensors(folder / MASTERS))
+    _load_optimizer(updater.optimizer, updater.masters, load_tensors(folder / OPTIMIZER))
     if updater.reference is not None:
         if not (folder / REFERENCE).exists():
             raise CheckpointError(
                 f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a "
                 "new run"
             )
-        updater.reference.load(_load_tensors(folder / REFERENCE), int(state["refreshes"]))
+        updater.reference.load(load_tensors(folder / REFERENCE), int(state["refreshes"]))
     return state
 
 
-def _load_tensors(file: Path) -> dict[str, Tensor]:
+def load_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors in a file, or a CheckpointError if it cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         return load_file(file)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
 
 
@@ -154,7 +153,7 @@ def _shapes(file: Path) -> dict[str, list[int]]:
     try:
         with safe_open(file, "pt") as tensors:
             return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
 
 
@@ -186,7 +185,7 @@ def rewind(run: RunDir, step: int) -> list[str]:
     """Delete the checkpoints after ``step``, which are damaged if the run resumes from there; their names."""
     later = [folder for number, folder in checkpoints_in(run.path).items() if number > step]
     for folder in later:
-        _delete(folder)
+        delete_folder(folder)
     return [folder.name for folder in later]
 
 
@@ -194,19 +193,7 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
     """Delete all but the last ``keep`` checkpoints and the best one."""
     for folder in list(checkpoints_in(run.path).values())[:-keep]:
         if folder.name != best:
-            _delete(folder)
-
-
-def _delete(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so that an interrupted deletion leaves no half under its name."""
-    renamed = folder.with_name(f"{UNFINISHED}old-{folder.name}")
-    try:
-        folder.rename(renamed)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be deleted: {error_reason(error)}; delete it yourself") from error
-    shutil.rmtree(renamed, ignore_errors=True)
-    with suppress(OSError):  # a file or a link of that name
-        renamed.unlink()
+            delete_folder(folder)
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:

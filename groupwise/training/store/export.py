@@ -15,7 +15,7 @@ from groupwise.text import Say
 from groupwise.training.components import RunComponents
 from groupwise.training.state import TrainState
 from groupwise.training.store.changes import changed_evaluation
-from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name, verify_checkpoint
+from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name, load_tensors, verify_checkpoint
 from groupwise.training.store.model_card import model_card
 
 if TYPE_CHECKING:
@@ -64,13 +64,11 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
 
 def _checkpoint_weights(source: Path, masters: MasterWeights) -> dict[str, Tensor] | None:
     """The trained weights in a checkpoint; None if it holds only a complete policy, which can be copied."""
-    from safetensors.torch import load_file
-
     if (source / MASTERS).exists():
-        return load_file(source / MASTERS)
+        return load_tensors(source / MASTERS)
     if not is_lora(masters.model):
         return None
-    adapter = load_file(source / POLICY / ADAPTER_WEIGHTS)  # PEFT saves without the adapter's name
+    adapter = load_tensors(source / POLICY / ADAPTER_WEIGHTS)  # PEFT saves without the adapter's name
     return {
         name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.state_dict().items()
     }

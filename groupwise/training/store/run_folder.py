@@ -169,12 +169,10 @@ def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]
     before = read_kept(path / INPUTS)
     names = [name for name in inputs if name in before and name != SOURCES]
     changed = {name: [before[name], inputs[name]] for name in names if inputs[name] != before[name]}
-    sources = before.get(SOURCES)
+    sources: Any = before.get(SOURCES)
     for role, new in inputs.get(SOURCES, {}).items():
-        old = sources.get(role) if isinstance(sources, dict) else None
-        if not isinstance(old, dict):
-            continue
-        for file in dict.fromkeys([*old, *new]):
+        old: Any = sources.get(role) if isinstance(sources, dict) else None
+        for file in dict.fromkeys([*old, *new]) if isinstance(old, dict) else ():
             one, other = old.get(file), new.get(file)
             if one != other:
                 changed[f"{file}, source of {role}"] = [one or "not used", other or "not used"]

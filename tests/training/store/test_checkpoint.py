@@ -226,7 +226,7 @@ def test_an_interrupted_prune(tmp_path, monkeypatch):
             (Path(path) / "state.json").unlink()
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(checkpoint.shutil, "rmtree", interrupted)
+        monkeypatch.setattr(shutil, "rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.prune(run, 1, None)
         monkeypatch.undo()
