@@ -1081,3 +1081,56 @@ def test_a_former_name_in_a_schedule():
     for name in ("refill", "train.refill"):
         with pytest.raises(ConfigError, match=r"^train.refill is now train.resample_rounds$"):
             resolve_scheduled(make_recipe(), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "problem"),
+    [
+        ("r.toml", "x = " + "[" * 100_000, "is not valid TOML: its tables or lists are nested too deeply"),
+        ("r.toml", "x = " + "{a = " * 100_000, "nested too deeply"),
+        ("r.toml", "[data]\n" + ".".join(["a"] * 100_000) + " = 1", "a dotted key has more than 100 parts"),
+        ("r.toml", "[" + " . ".join(["'task'"] * 50_000) + "]", "a dotted key has more than 100 parts"),
+        ("r.toml", "[task_options]\nx = " + "[" * 150 + "]" * 150, "nested too deeply"),
+        ("r.toml", "[train]\nsteps = " + "9" * 5000, "4300 digits"),
+        ("r.toml", "[train]\nsteps = 0x" + "f" * 5000, "train.steps' is an integer of more than 64 bits"),
+        ("r.toml", "[train]\nsteps = 1\nsteps = 2", "is not valid TOML"),
+        ("r.toml", "[train]\nsteps = 2026-01-01", "train.steps = datetime.date"),
+        ("r.toml", "train = 5", "train = 5 cannot be used; it should be a section"),
+        ("r.json", '{"x": ' + "[" * 100_000, "is not valid JSON: its tables or lists are nested too deeply"),
+        ("r.json", '{"train": {"steps": ' + "9" * 5000 + "}}", "4300 digits"),
+        ("r.json", '{"task": "\\ud800"}', "is not valid Unicode"),
+        ("r.toml", "\xff", "not UTF-8"),
+    ],
+)
+def test_recipe_files_that_readers_crash_on(tmp_path, name, text, problem):
+    (tmp_path / name).write_bytes(text.encode("latin-1" if text == "\xff" else "utf-8"))
+    with pytest.raises(ConfigError, match=problem) as error:
+        load_recipe(tmp_path / name)
+    assert len(str(error.value)) < 4000
+
+
+def test_a_recipe_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "r.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert load_recipe(tmp_path / "r.toml").train.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("train.steps", "1e999"),
+        ("train.steps", "9" * 5000),
+        ("train.steps", "0x" + "f" * 5000),
+        ("train.steps", "[" * 5000),
+        ("rewards." + "9" * 5000 + ".weight", "1"),
+        ("rewards.٣.weight", "1"),
+        ("rewards.0.options" + ".a" * 500, "1"),
+        ("task_options" + ".a" * 500, "1"),
+        ("task", "a\udcff"),
+        ("a.b.c.d", "1"),
+        ("phases.0.x.y", "1"),
+    ],
+)
+def test_settings_of_junk_are_refused(name, text):
+    with pytest.raises(ConfigError) as error:
+        make_recipe({"rewards": [{"function": "a.py:f"}]}, overrides={name: parse_override(name, text)})
+    assert len(str(error.value)) < 4000

@@ -144,7 +144,7 @@ def _outside_cause(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{show_path(os.fsdecode(error.filename))} cannot be used: {path_reason(error)}"
     if isinstance(error, OSError):
-        what = "the output or a file cannot be written" if error.errno in WRITE_ERRORS else "the system refused a call"
+        what = "the output cannot be written" if error.errno in WRITE_ERRORS else "the system refused a call"
         return f"{what}: {error_reason(error)}"
     if isinstance(error, ValueError) and str(error).startswith("embedded null"):
         return "a file name contains a NUL character, which no file name can have"

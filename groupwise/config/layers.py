@@ -31,6 +31,7 @@ DATA_FILES = (("data", "train"), ("data", "held_out"), ("preference", "train"), 
 FUNCTION_FILES = (("", "task"), ("loss", "name"), ("advantages", "function"), ("advantages", "grouping"))
 DEEPEST = 100  # levels of tables and lists; a recipe has five
 SURROGATE = re.compile("[\ud800-\udfff]")  # from a \\u escape of JSON, or a byte of the command line that is not UTF-8
+DOTTED_KEY = re.compile(rf"""(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{DEEPEST}}}""")
 TOO_DEEP = "its tables or lists are nested too deeply"
 # Tables with keys of the user's choice: a new table replaces the old one.
 REPLACED = {"chat_template_kwargs", "ramps"}
@@ -57,7 +58,7 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
         raise ConfigError(f"the recipe {path} cannot be read: it is not UTF-8 ({error})") from error
     if path.suffix.lower() != ".json":
         try:
-            table = tomllib.loads(text)
+            table = _read_toml(text)
         except (ValueError, RecursionError) as error:  # TOMLDecodeError, or a number of thousands of digits
             reason = TOO_DEEP if isinstance(error, RecursionError) else error
             raise ConfigError(f"{path} is not valid TOML: {reason}{_quotes_hint(text, str(error))}") from error
@@ -81,6 +82,13 @@ def load_recipe(path: str | Path, overrides: Mapping[str, Any] | None = None) ->
             "change nothing; set the algorithm in the recipe that the run was made from"
         )
     return make_recipe(table, where=str(path), base={}, overrides=overrides)
+
+
+def _read_toml(text: str) -> dict[str, Any]:
+    """The tables of a text; tomllib takes time and memory in the square of a dotted key's parts."""
+    if DOTTED_KEY.search(text):
+        raise ValueError(f"a dotted key has more than {DEEPEST} parts")
+    return tomllib.loads(text)
 
 
 def _quotes_hint(text: str, message: str) -> str:
@@ -275,7 +283,7 @@ def _parse(text: str, types: Collection[Any], allowed: tuple[type, ...]) -> Any:
     if text in ("True", "False") and bool in types:
         return text == "True"
     try:
-        parsed = tomllib.loads(f"value = {text}")
+        parsed = _read_toml(f"value = {text}")
     except (ValueError, RecursionError):  # not TOML, or a number of thousands of digits
         for kind in (int, float):  # Python reads numbers that TOML does not, such as .5 and 007
             if kind in types:

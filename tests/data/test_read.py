@@ -483,3 +483,103 @@ def test_without_the_datasets_package(monkeypatch):
         MissingExtraError, match=r"no file or folder owner/name; reading it from the hub needs .*\[hub\]"
     ):
         read_rows("owner/name")
+
+
+def test_a_broken_line_is_reported_under_its_own_number(tmp_path):
+    """Line feeds alone separate lines: not the separators that occur in texts, and blank lines count."""
+    good = '{"prompt": "a\u2028b\x85c\x0b", "n": 1}'
+    lines = ["\ufeff" + good, "", "  ", good + "\r", good, '{"prompt": "x" "y"}', good]
+    for name, data in (("rows.jsonl", "\n".join(lines)), ("rows.json", "\n".join(lines))):
+        (tmp_path / name).write_text(data, encoding="utf-8", newline="")
+        with pytest.raises(DataError, match=rf"^{name}, line 6, column 16: this is not JSON"):
+            read_rows(tmp_path / name)
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(lines).encode()))
+    with pytest.raises(DataError, match="line 6, column 16"):
+        read_rows(packed)
+
+
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('[\n{"prompt": "a"},\n\n{"prompt": b}\n]', "line 4, column 12"),
+        ('[\n{"prompt": "a"}\n{"prompt": "b"}]', "line 3, column 1: this is not JSON: expected a comma"),
+        ('[{"prompt": "a"},\n]', "line 2, column 1: this is not JSON: there is no value after the comma"),
+        ('[{"prompt": "a"}]\n\n[]', "line 3, column 1: this is not JSON: there is more after the end"),
+        ('[\n{"prompt": "a"},\n{"n": ' + "9" * 5000 + "}]", "line 3: this cannot be read as JSON"),
+        ('[\n{"prompt": "a"},\n{"n": 1, "n": 2}]', "line 3: this cannot be read as JSON: the key 'n' is there twice"),
+        ('{\n"prompt": "a",\n"n": x\n}', "line 3, column 6"),  # one object over several lines, and broken
+        ('{"prompt": "a"}\n{"prompt":\n{"prompt": "c"}', "line 2, column 11"),
+        ('[{"prompt": "a"}', "line 1, column 17: this is not JSON: expected a comma or the end"),
+        ("[", "line 1, column 2"),
+    ],
+)
+def test_places_in_a_json_file(tmp_path, text, place):
+    (tmp_path / "rows.json").write_text(text)
+    with pytest.raises(DataError, match=f"^rows.json, {place}"):
+        read_rows(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is there twice"),
+        ('{"prompt": "a", "x": {"y": 1, "y": 1}}', "the key 'y' is there twice"),
+        ('{"prompt": "a", "n": ' + "9" * 5000 + "}", "4300 digits"),
+        ('{"prompt": ' + "[" * 100_000, "nested too deeply"),
+        ('{"prompt": ' + "[" * 150 + "]" * 150 + "}", "nested more than 100 deep"),
+        ('{"prompt": "a"} {"prompt": "b"}', "column 17: this is not JSON: there is more after the object"),
+        ('{"prompt": "\\ud800"}', "lone surrogate"),
+        ("{", "this is not JSON"),
+    ],
+)
+def test_lines_that_json_readers_would_take_or_crash_on(tmp_path, line, problem):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n\n' + line + "\n")
+    with pytest.raises(DataError, match=problem) as error:
+        read_rows(tmp_path / "rows.jsonl")
+    assert str(error.value).startswith("rows.jsonl, line 3")
+
+
+def test_a_line_and_a_list_have_a_largest_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.data.text_files.LONGEST_LINE", 1_000_000)
+    monkeypatch.setattr("groupwise.data.text_files.LARGEST_JSON", 1_000_000)
+    short, long = (json.dumps({"prompt": "x" * length}) for length in (900_000, 1_100_000))
+    (tmp_path / "rows.jsonl").write_text(f"{short}\n{short}\n")
+    assert len(read_rows(tmp_path / "rows.jsonl")) == 2
+    (tmp_path / "rows.jsonl").write_text(f"{short}\n{long}\n")
+    with pytest.raises(DataError, match=r"rows.jsonl, line 2 has more than 1 MB"):
+        read_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "rows.json").write_text(f"[{short}, {short}]")
+    with pytest.raises(DataError, match=r"rows.json has more than 1 MB; write a .jsonl file"):
+        read_rows(tmp_path / "rows.json")
+    (tmp_path / "rows.csv").write_text('prompt\n"never closed\n' + "x\n" * 600_000)
+    with pytest.raises(DataError, match=r"rows.csv, line 2: this is not CSV: field larger than field limit"):
+        read_rows(tmp_path / "rows.csv")
+    bomb = gzip.compress(b"0" * 50_000_000)
+    (tmp_path / "rows.jsonl.gz").write_bytes(bomb)
+    with pytest.raises(DataError, match="line 1 has more than 1 MB"):
+        read_rows(tmp_path / "rows.jsonl.gz")
+
+
+def test_parquet_files_that_python_cannot_hold(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["prompt", "prompt"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="two columns named 'prompt'"):
+        read_rows(tmp_path / "twice.parquet")
+    when = pyarrow.array([2**62], pyarrow.int64()).cast(pyarrow.timestamp("ms"), safe=False)
+    parquet.write_table(pyarrow.table({"prompt": ["a"], "when": when}), tmp_path / "when.parquet")
+    with pytest.raises(DataError, match=r"when.parquet is damaged"):
+        read_rows(tmp_path / "when.parquet")
+
+
+def test_a_link_to_nothing(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to("nowhere.jsonl")
+    with pytest.raises(DataError, match=r"is a link to nowhere.jsonl, which does not exist"):
+        read_rows(tmp_path / "rows.jsonl")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "other").symlink_to("other")  # a loop that is no data file
+    (tmp_path / "folder" / "a.jsonl").write_text('{"prompt": "a"}\n')
+    assert read_rows(tmp_path / "folder") == [{"prompt": "a"}]

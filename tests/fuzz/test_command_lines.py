@@ -65,7 +65,7 @@ def check(words: list[str], capsys) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_lines_of_words_and_junk(capsys):
-    @many(25)
+    @many(8)
     @given(
         command=st.sampled_from(COMMANDS) | texts,
         words=st.lists(st.sampled_from(WORDS) | st.sampled_from(WORDS) | texts, max_size=5),
@@ -76,7 +76,7 @@ def test_lines_of_words_and_junk(capsys):
     run()
 
 
-@many(10)
+@many(6)
 @given(
     file=st.sampled_from(["rewards.py", "./rewards.py", "rewards", "json", "os.path", "", "nosuch", "rows.jsonl"])
     | texts,

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("recipes")
 
 
-@many(15)
+@many(10)
 @given(data=st.data())
 def test_packaged_recipes_with_changes(data):
     dates = st.sampled_from([datetime.date(2026, 1, 1), datetime.datetime(2026, 1, 1), datetime.time(1)])
@@ -36,7 +36,7 @@ def test_packaged_recipes_with_changes(data):
         accepted("recipes", lambda: make_recipe(table))
 
 
-@many(8)
+@many(4)
 @given(section=st.sampled_from([name.partition(".")[0] for name in NAMES]), value=json_values)
 def test_a_section_of_another_type(section, value):
     accepted("recipes", lambda: make_recipe({section: value}))
@@ -62,7 +62,7 @@ def options(draw):
     return [f"--{name}={value}"] if draw(st.booleans()) else [f"--{name}", value]
 
 
-@many(20)
+@many(12)
 @given(words=st.lists(options(), min_size=1, max_size=2), name=st.sampled_from(sorted(PATHS)))
 def test_settings_as_options(words, name):
     def recipe():

@@ -109,7 +109,7 @@ def test_damaged_parquet_files(folder, data):
     read(folder / "rows.parquet", data)
 
 
-TIMES = [pyarrow.timestamp("s"), pyarrow.date64(), pyarrow.duration("ns"), pyarrow.time64("ns")]
+TIMES = [pyarrow.timestamp("ms"), pyarrow.date64(), pyarrow.duration("ns"), pyarrow.time64("ns")]
 
 
 @many(2)
