@@ -35,6 +35,7 @@ from groupwise.control.settings import Config, PPOSettings, config_of
 from groupwise.control.utils import GRPOBuffer, LivePlotter, PPOBuffer, Shape
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, check_choice
 from groupwise.rundir import RunDir, StopRequest, package_versions, stop_on_signals, write_csv
+from groupwise.text import one_line
 
 CONFIG: dict[str, Any] = {
     "mode": "train",  # "train" the algorithms one after the other and let them play; or only "play" trained ones
@@ -268,14 +269,19 @@ class Training:
 
     def restore(self, run: RunDir) -> None:
         """Load the checkpoint of a run with the same configuration; see `check_same_config`."""
-        saved = read_model(run.path / STATE_FILE)
+        path = run.path / STATE_FILE
+        saved = read_model(path)
         config = self.config.model_dump(mode="json")
         check_same_config(saved["config"], config, run.path)
-        load_weights(self.agent, saved, run.path / STATE_FILE)
-        self.agent.optimizer.load_state_dict(saved["optimizer"])
-        for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
-            generator.bit_generator.state = state
-        self.progress = TrainingProgress(**saved["progress"])
+        load_weights(self.agent, saved, path)
+        try:
+            self.agent.optimizer.load_state_dict(saved["optimizer"])
+            for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
+                generator.bit_generator.state = state
+            self.progress = _read_progress(saved["progress"])
+        except Exception as error:  # torch and NumPy raise many kinds for parts that are missing or of wrong types
+            reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
+            raise CheckpointError(f"{path} is damaged ({reason}); start the run again with --overwrite") from error
         self._remember_generators()
         run.metrics.rewind(self.progress.update)
         (run.path / RESULT_FILE).unlink(missing_ok=True)  # the result of a smaller budget
@@ -302,6 +308,25 @@ class Training:
         progress, last = self.progress, self.progress.rows[-1]
         result = {name: last[name] for name in ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")}
         return {**result, "best": progress.best, "threshold": self.threshold, "solved_at": progress.solved_at}
+
+
+def _read_progress(values: Mapping[str, Any]) -> TrainingProgress:
+    """The progress of a checkpoint; a ValueError if a part of it has the wrong type."""
+    progress = TrainingProgress(**values)
+    counts = (progress.update, progress.env_steps, progress.at_threshold)
+    rows = [*progress.rows, *progress.seen]
+    numbers = [progress.cpu_seconds, *(progress.best or ()), *(progress.solved_at or ())]
+    numbers += [number for row in rows for number in row.values()]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("its counters are not numbers")
+    if not progress.rows or not all(name in row for row in progress.rows for name in ("update", *MEASURED)):
+        raise ValueError("its evaluations are incomplete")
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("its results are not numbers")
+    for pair in (progress.best, progress.solved_at):
+        if pair is not None and len(pair) != 2:
+            raise ValueError("its results are incomplete")
+    return progress
 
 
 def check_same_config(saved: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:
