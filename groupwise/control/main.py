@@ -11,14 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 
 from groupwise.control.algorithms import GRPOAgent, PPOAgent, make_agent, play_out
 from groupwise.control.environments import HELD_OUT, Environments, make_environments, shape_of
@@ -273,21 +272,19 @@ class Training:
 
     def restore(self, run: RunDir) -> None:
         """Load the checkpoint of a run with the same configuration; see `check_same_config`."""
-        saved = read_model(run.path / STATE_FILE)
+        path = run.path / STATE_FILE
+        saved = read_model(path)
         config = self.config.model_dump(mode="json")
         check_same_config(saved["config"], config, run.path)
-        load_weights(self.agent, saved, run.path / STATE_FILE)
+        load_weights(self.agent, saved, path)
         try:
             self.agent.optimizer.load_state_dict(saved["optimizer"])
             for generator, state in zip((self.rng, self.agent.generator), json.loads(saved["generators"]), strict=True):
                 generator.bit_generator.state = state
-            TypeAdapter(TrainingProgress).validate_python(saved["progress"])
-            names = [entry.name for entry in fields(TrainingProgress)]
-            self.progress = TrainingProgress(**{name: saved["progress"][name] for name in names})
-        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{run.path / STATE_FILE} is damaged: {one_line(repr(error))[:200]}; train this run again (--overwrite)"
-            ) from error
+            self.progress = _read_progress(saved["progress"])
+        except Exception as error:  # torch and NumPy raise many kinds for parts that are missing or of wrong types
+            reason = f"{type(error).__name__}: {one_line(str(error))[:200]}"
+            raise CheckpointError(f"{path} is damaged ({reason}); start the run again with --overwrite") from error
         self._remember_generators()
         run.metrics.rewind(self.progress.update)
         (run.path / RESULT_FILE).unlink(missing_ok=True)  # the result of a smaller budget
@@ -314,6 +311,25 @@ class Training:
         progress, last = self.progress, self.progress.rows[-1]
         result = {name: last[name] for name in ("env_steps", "cpu_seconds", "greedy_return", "sampled_return")}
         return {**result, "best": progress.best, "threshold": self.threshold, "solved_at": progress.solved_at}
+
+
+def _read_progress(values: Mapping[str, Any]) -> TrainingProgress:
+    """The progress of a checkpoint; a ValueError if a part of it has the wrong type."""
+    progress = TrainingProgress(**values)
+    counts = (progress.update, progress.env_steps, progress.at_threshold)
+    rows = [*progress.rows, *progress.seen]
+    numbers = [progress.cpu_seconds, *(progress.best or ()), *(progress.solved_at or ())]
+    numbers += [number for row in rows for number in row.values()]
+    if not all(type(count) is int and count >= 0 for count in counts):
+        raise ValueError("its counters are not numbers")
+    if not progress.rows or not all(name in row for row in progress.rows for name in ("update", *MEASURED)):
+        raise ValueError("its evaluations are incomplete")
+    if not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("its results are not numbers")
+    for pair in (progress.best, progress.solved_at):
+        if pair is not None and len(pair) != 2:
+            raise ValueError("its results are incomplete")
+    return progress
 
 
 def check_same_config(saved: Mapping[str, Any], config: Mapping[str, Any], folder: Path) -> None:

@@ -82,7 +82,10 @@ def _read_about(path: Path) -> dict[str, Any]:
 def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
     """The best agent of a run folder, or the agent of a saved file."""
     model = read_model(path / BEST_FILE if is_folder(path, CheckpointError) else path)
-    config = config_of(**model["config"])
+    try:
+        config = config_of(**model["config"])
+    except TypeError as error:
+        raise CheckpointError(f"{path} has no configuration of this groupwise: {one_line(str(error))[:200]}") from error
     agent = make_agent(shape_of(config.environment, config.options), config.settings, config.seed)
     load_weights(agent, model, path)
     return config, agent
@@ -91,6 +94,9 @@ def load_agent(path: Path) -> tuple[Config, GRPOAgent | PPOAgent]:
 def load_weights(agent: GRPOAgent | PPOAgent, model: Mapping[str, Any], path: Path) -> None:
     try:
         agent.load_state_dict(model["weights"])
-    except RuntimeError as error:
+    except Exception as error:  # of other shapes, or no tensors
         name = model["config"].get("environment")
-        raise CheckpointError(f"{path} does not fit the installed {name}: {error}") from error
+        reason = one_line(str(error))[:300]
+        raise CheckpointError(f"{path} does not fit the installed {name}: {reason}") from error
+    if not all(bool(weight.isfinite().all()) for weight in agent.parameters()):
+        raise CheckpointError(f"{path} has weights that are NaN or infinite; use another model of the run (models/)")

@@ -315,7 +315,7 @@ def _check_weights(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _is_file_name(name: Any) -> bool:
     """Whether a name is that of a file in the folder itself, not a path to elsewhere."""
-    return isinstance(name, str) and len(name) < 256 and "\0" not in name and Path(name).name == name
+    return isinstance(name, str) and name != ".." and len(name) < 256 and "\0" not in name and Path(name).name == name
 
 
 @contextmanager
