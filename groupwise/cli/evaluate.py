@@ -120,7 +120,7 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
 
 
 def _write_lines(path: Path, records: Sequence[Any]) -> None:
-    from groupwise.rundir import write_bytes
+    from groupwise.rundir import as_json, encode_json, write_bytes
 
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    write_bytes(path, lines.encode())
+    lines = "".join(json.dumps(as_json(record), ensure_ascii=False) + "\n" for record in records)
+    write_bytes(path, encode_json(lines))

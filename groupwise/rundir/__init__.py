@@ -3,6 +3,7 @@
 from groupwise.rundir.files import (
     as_json,
     atomic_folder,
+    encode_json,
     from_json,
     read_json,
     verify_manifest,
@@ -20,6 +21,7 @@ __all__ = [
     "StopRequest",
     "as_json",
     "atomic_folder",
+    "encode_json",
     "end_with_parent",
     "from_json",
     "interrupts_ignored",

@@ -46,7 +46,12 @@ def write_json(path: str | Path, value: Any) -> None:
         text = json.dumps(as_json(value), indent=2, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RuntimeError) as error:  # a RecursionError too: it holds itself
         raise CheckpointError(f"{path} cannot be written as JSON: {error}") from error
-    write_bytes(path, (text + "\n").encode())
+    write_bytes(path, encode_json(text + "\n"))
+
+
+def encode_json(text: str) -> bytes:
+    """JSON as UTF-8. Half of a surrogate pair, which UTF-8 cannot hold, becomes JSON's own escape of it."""
+    return text.encode(errors="backslashreplace")
 
 
 def as_json(value: Any) -> Any:
@@ -60,10 +65,13 @@ def as_json(value: Any) -> Any:
         return value
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         value = value.item()  # a ValueError or RuntimeError unless it is one number
-    if isinstance(value, int):
-        return value if abs(value) < 10**308 else as_json(math.copysign(math.inf, value))
+    if isinstance(value, int) and abs(value) < 10**308:
+        return value
     if isinstance(value, Real):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer or a fraction beyond the largest float
+            number = math.inf if value > 0 else -math.inf
         if not math.isfinite(number):
             return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         return number
@@ -94,7 +102,7 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(dict.fromkeys(name for row in rows for name in row)), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    write_bytes(path, text.getvalue().encode())
+    write_bytes(path, text.getvalue().encode(errors="backslashreplace"))
 
 
 def write_safetensors(

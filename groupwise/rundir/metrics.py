@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.rundir.files import as_json, from_json, write_bytes
+from groupwise.rundir.files import as_json, encode_json, from_json, write_bytes
 from groupwise.text import error_reason, excerpt
 
 
@@ -41,7 +41,7 @@ class MetricsRecorder:
         if "step" in values:
             raise InputError("'step' is reserved for the step number; give the metric another name")
         row = {"step": int(step), **{name: _plain(name, value) for name, value in values.items()}}
-        self._append((json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode())
+        self._append(encode_json(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"))
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.data.rows import Row
-from groupwise.rundir import as_json, write_bytes
+from groupwise.rundir import as_json, encode_json, write_bytes
 from groupwise.stats import mean
 from groupwise.tasks.base import TaskRow
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
@@ -92,7 +92,7 @@ class QuestionLog:
             f"{encode(as_json(_visits(histories[number])))[1:] if number in histories else unseen}\n"
             for number in range(len(self.rows))
         ]
-        write_bytes(folder / QUESTIONS, "".join(lines).encode())
+        write_bytes(folder / QUESTIONS, encode_json("".join(lines)))
 
     def state(self) -> dict[str, list[float]]:
         return {str(row): history for row, history in self._histories().items()}
