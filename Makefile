@@ -10,7 +10,8 @@ VERL_INSTALLED := $(VERL)/.installed
 AUDIT := .venv-audit
 AUDIT_INSTALLED := $(AUDIT)/.installed
 
-.PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control test-gpu test-verl audit clean
+.PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control soak test-gpu test-verl \
+  audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,6 +73,9 @@ bench: setup ## run the benchmarks (on a GPU where there is one); about 15 minut
 
 bench-control: setup ## GRPO and PPO beside Stable-Baselines3's PPO on CartPole, ten seeds, one thread; about 20 minutes
 	$(BIN)/python benchmarks/control.py
+
+soak: setup ## train for 2,000 steps on 100,000 rows: memory, files, threads and saved state must not grow; about 15 minutes
+	$(BIN)/python benchmarks/soak.py
 
 test-gpu: ## run the GPU tests; they fail, rather than skip, without a CUDA device
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m pytest -m gpu tests/gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,7 +121,6 @@ def _print_metrics(evaluation: Evaluation, metric: str | None, model: str) -> No
 
 
 def _write_lines(path: Path, records: Sequence[Any]) -> None:
-    from groupwise.rundir import write_bytes
+    from groupwise.rundir import as_json, json_bytes, write_bytes
 
-    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    write_bytes(path, lines.encode("utf-8", "backslashreplace"))
+    write_bytes(path, b"".join(json_bytes(as_json(record)) + b"\n" for record in records))

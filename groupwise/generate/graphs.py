@@ -31,6 +31,7 @@ from groupwise.model.handle import Head, ModelHandle
 from groupwise.model.kernels import TILE_ROWS, DecodeInputs, decode_attention, splits_for
 
 LAG = 4
+MAX_SETTINGS = 4  # sampling parameters whose graphs are kept
 FIELDS = 6  # per row: slot, length, position, prompt length, banned, uniform
 
 
@@ -102,6 +103,9 @@ class DecodeGraphs:
         """Run one step for the first ``rows`` rows of the inputs."""
         key = rows, _captured_settings(sampling)
         if key not in self.captured:
+            known = list(dict.fromkeys(settings for _, settings in self.captured))
+            if key[1] not in known and len(known) >= MAX_SETTINGS:  # a ramp of the temperature has others in each step
+                self.captured = {other: graph for other, graph in self.captured.items() if other[1] != known[0]}
             self.captured[key] = self._capture(rows, sampling)
         self.captured[key].replay()
 

@@ -43,6 +43,7 @@ LOADING = "[SimilarityGrouperWorker] Loading model: {}"
 MAX_DEFAULT_WORKERS = 8
 MAX_RESTARTS = 3  # of one worker in one call
 START_TIMEOUT = 180.0  # seconds for a worker's process to start; loading its model has no limit
+ANSWER_TIMEOUT = 60.0  # seconds for a worker that is busy to say that it is alive
 
 
 class SimilarityGrouperWorker(LocalGrouper):
@@ -109,19 +110,27 @@ class RayGrouper(SimilarityGrouper):
 
     It uses the Ray that this process is connected to, that of ``settings.ray_address``, or a local instance that ends
     with this object. ``restarts`` counts the workers that were replaced, ``pids`` are the processes of the present
-    ones. A worker without a process after ``start_timeout`` seconds is given up.
+    ones. A worker without a process after ``start_timeout`` seconds is given up. Its work has no time limit, but while
+    it works it must answer within ``answer_timeout`` seconds that it is alive: a process that hangs is replaced.
 
     Create it in a thread that outlives it: on Linux, Ray's processes end with the thread that started them.
     """
 
     def __init__(
-        self, settings: GroupingSection, workers: int, say: Say, *, start_timeout: float = START_TIMEOUT
+        self,
+        settings: GroupingSection,
+        workers: int,
+        say: Say,
+        *,
+        start_timeout: float = START_TIMEOUT,
+        answer_timeout: float = ANSWER_TIMEOUT,
     ) -> None:
         check_embedder(settings.embedder)
         self.restarts = 0
         self.pids: list[int | None] = [None] * workers
         self._actors: list[Any] = [None] * workers
-        self.settings, self._say, self._start_timeout = settings, say, start_timeout
+        self.settings, self._say = settings, say
+        self._start_timeout, self._answer_timeout = start_timeout, answer_timeout
         self._local: LocalGrouper | None = None
         self._given_up = self._closed = False
         self._connection = RayConnection()
@@ -169,15 +178,20 @@ class RayGrouper(SimilarityGrouper):
         device = "cuda" if self.settings.device.startswith("cuda") else self.settings.device
         settings = self.settings.model_copy(update={"device": device})
         threads = max(1, usable_cpus() // workers) if self._connection.started else None
-        actor = self._connection.ray.remote(GroupingActor).options(num_cpus=0, num_gpus=part, max_restarts=0)
+        actor = self._connection.ray.remote(GroupingActor).options(
+            num_cpus=0,
+            num_gpus=part,
+            max_restarts=0,
+            max_concurrency=2,  # one call works, another answers that the process is alive
+        )
         return lambda: actor.remote(settings, threads)
 
     def _first_start(self) -> None:
         """Start all workers and load their models."""
         try:
             self._start(range(len(self._actors)))
-            for call in [actor.load.remote() for actor in self._actors]:
-                self._result(call)
+            for actor, call in [(actor, actor.load.remote()) for actor in self._actors]:
+                self._result(call, actor=actor)
         except _WorkerLostError as error:
             if not self._connection.is_alive():
                 raise NoRayError("Ray stopped right after it was started") from error
@@ -207,7 +221,7 @@ class RayGrouper(SimilarityGrouper):
                 return {}
         for number, call in calls.items():
             with self._handle_loss(number):
-                parts[number] = self._result(call)
+                parts[number] = self._result(call, actor=self._actors[number])
         return parts
 
     @contextlib.contextmanager
@@ -221,16 +235,22 @@ class RayGrouper(SimilarityGrouper):
             self._kill(number)
             self._say(f"a similarity worker died ({error}) and is replaced")
 
-    def _result(self, call: Any, deadline: float = math.inf) -> Any:
-        """The result of a call to a worker, or the error that it raised."""
+    def _result(self, call: Any, deadline: float = math.inf, actor: Any = None) -> Any:
+        """The result of a call to a worker, or the error that it raised. ``actor``: also check that it answers."""
         from ray.exceptions import RayError, RayTaskError
 
-        ray = self._connection.ray
+        ray, pause = self._connection.ray, min(5.0, self._answer_timeout / 2)
+        ping, asked_at = None, 0.0
         try:
-            while not ray.wait([call], timeout=max(0.0, min(5.0, deadline - time.monotonic())))[0]:
-                if time.monotonic() >= deadline:
+            while not ray.wait([call], timeout=max(0.0, min(pause, deadline - time.monotonic())))[0]:
+                now = time.monotonic()
+                if now >= deadline:
                     raise _NotScheduledError(f"Ray started no worker within {self._start_timeout:g} seconds")
                 self._check_ray()  # if Ray is gone, the call would wait forever
+                if actor is not None and (ping is None or ray.wait([ping], timeout=0)[0]):
+                    ping, asked_at = actor.pid.remote(), now
+                elif ping is not None and now - asked_at >= self._answer_timeout:
+                    raise _WorkerLostError(f"it did not answer for {self._answer_timeout:g} seconds")
             return ray.get(call)
         except RayTaskError as error:
             raise error.cause from (None if isinstance(error.cause, GroupwiseError) else error)

@@ -71,10 +71,13 @@ def as_json(value: Any) -> Any:
         return value
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         value = value.item()  # a ValueError or RuntimeError unless it is one number
-    if isinstance(value, int):
-        return value if abs(value) < 10**308 else as_json(math.copysign(math.inf, value))
+    if isinstance(value, int) and abs(value) < 10**308:
+        return value
     if isinstance(value, Real):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer or a fraction beyond the largest float
+            number = math.inf if value > 0 else -math.inf
         if not math.isfinite(number):
             return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         return number

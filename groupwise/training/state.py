@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -44,6 +45,9 @@ class TrainState:
             return False
         self.evaluations += 1
         value, previous = metrics[metric], None if self.best is None else self.best["value"]
+        if math.isnan(value):  # is not better than anything
+            self.evaluations_since_improvement += 1
+            return False
         if previous is not None and value <= previous:
             self.evaluations_since_improvement += 1
             if value < previous:

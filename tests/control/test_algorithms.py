@@ -657,6 +657,23 @@ def test_ppo_stops_before_a_loss_that_is_not_finite_moves_anything():
     assert not agent.optimizer.state
 
 
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_a_gradient_beyond_float32_moves_nothing(kind):
+    agent = make_agent(SHAPE, settings_of(kind), 0)
+    before = bits(agent)
+    with pytest.raises(ControlError, match=r"the gradient's norm is .*, and the weights have not changed"):
+        agent._step((1e30 * agent._weights[0]).sum())
+    assert all(map(torch.equal, before, bits(agent)))
+
+
+def test_outputs_that_are_not_finite_are_refused():
+    agent = GRPOAgent(SHAPE)
+    with torch.no_grad():
+        agent._weights[0].fill_(float("nan"))
+    with pytest.raises(ControlError, match=r"outputs are NaN or infinite, for observations up to 2; .*learning rate"):
+        agent.get_action(np.full((3, SHAPE.observation), 2.0, np.float32))
+
+
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
@@ -710,6 +727,9 @@ REFUSED = [
     ("grpo:", "'' does not change a setting"),
     ("grpo:lr=fast", "grpo:lr=fast: lr must be a number, got 'fast'"),
     ("grpo:lr=0", "lr must be greater than 0, got '0'"),
+    ("grpo:lr=1e10", "lr must be at most 1, got '1e10'"),
+    ("ppo:lr=1e39", "lr must be at most 1, got '1e39'"),
+    ("ppo:value_coef=1e39", "value_coef must be at most 3.40282e.38, got '1e39'"),
     ("grpo:lr=nan", "lr must be finite, got 'nan'"),
     ("grpo:group_size=1", "group_size must be at least 2, got '1'"),
     ("grpo:epochs=1.5", "epochs must be an integer, got '1.5'"),

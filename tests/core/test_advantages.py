@@ -208,3 +208,27 @@ def test_group_index():
     index, number = group_index(2, 6)
     assert index.tolist() == [0, 0, 1, 1, 2, 2]
     assert number == 3
+
+
+@pytest.mark.parametrize("size", [1.0, 1e200, 1.7e308, 1e-200, 5e-324])
+def test_rewards_of_any_size_by_hand(size):
+    """Two equal and opposite rewards are ±1/√2 standard deviations (n − 1) from their mean, whatever their size."""
+    got = group_advantages(torch.tensor([size, -size], dtype=torch.float64), 2, eps=0.0)
+    torch.testing.assert_close(got, torch.tensor([1.0, -1.0], dtype=torch.float64) / 2**0.5)
+
+
+def test_groups_of_different_sizes_do_not_disturb_each_other():
+    rewards = torch.tensor([1.7e308, -1.7e308, 1e-200, 3e-200, 1.0, 2.0], dtype=torch.float64)
+    got = group_advantages(rewards, 2, eps=0.0)
+    torch.testing.assert_close(got.abs(), torch.full((6,), 0.5**0.5, dtype=torch.float64))
+    groups = group_statistics(rewards, 2, unbiased=False)
+    torch.testing.assert_close(groups.mean, torch.tensor([0.0, 2e-200, 1.5], dtype=torch.float64))
+    torch.testing.assert_close(groups.std, torch.tensor([1.7e308, 1e-200, 0.5], dtype=torch.float64))
+
+
+def test_what_is_beyond_a_float_is_refused():
+    large = torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)
+    with pytest.raises(InputError, match=r"the weighted sum of the rewards of sample 0 is inf.*lower them"):
+        group_advantages(large, 2, weights=[2.0])
+    with pytest.raises(InputError, match="the advantage of sample 0 is"):
+        group_advantages(torch.tensor([3e38, -3e38, -3e38]), 3, scale="none")

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from groupwise.config import GroupingSection
+from groupwise.errors import ConfigError
 from groupwise.grouping import workers
 from groupwise.grouping.grouper import GroupingResult, LocalGrouper
 from groupwise.grouping.workers import RayGrouper
@@ -80,7 +81,7 @@ def grouper(settings, all_messages) -> Iterator[RayGrouper]:
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
-    with RayGrouper(settings, 2, all_messages) as grouper:
+    with RayGrouper(settings, 2, all_messages, answer_timeout=4.0) as grouper:
         yield grouper
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
@@ -174,6 +175,81 @@ def test_killed_again_and_again(grouper, messages, expected, monkeypatch, tmp_pa
     assert None not in grouper.pids
 
 
+def test_a_worker_that_hangs_is_replaced(grouper, messages, expected, tmp_path):
+    """A stopped process neither works nor answers; its work itself has no time limit."""
+    before, stopped = grouper.restarts, []
+
+    def stop(working: int) -> None:
+        (tmp_path / "block").unlink()
+        stopped.append(psutil.Process(working))
+        os.kill(working, signal.SIGSTOP)
+
+    with when_working(tmp_path, stop):
+        result = grouper.group(texts_that_block(tmp_path, LAST))
+    check_same(result, expected)
+    assert grouper.restarts == before + 1
+    assert [message for message in messages if "did not answer for 4 seconds" in message] == messages != []
+    assert psutil.wait_procs(stopped, timeout=600)[1] == []  # no orphan is left
+
+
+def test_a_worker_that_works_for_longer_than_that_is_not_replaced(grouper, messages, expected, tmp_path):
+    before, pids = grouper.restarts, list(grouper.pids)
+
+    def release(working: int) -> None:
+        time.sleep(10)
+        (tmp_path / "block").unlink()
+
+    with when_working(tmp_path, release):
+        result = grouper.group(texts_that_block(tmp_path, FIRST))
+    check_same(result, expected)
+    assert (grouper.restarts, grouper.pids, messages) == (before, pids, [])
+
+
+class Bomb(list):
+    """The texts of a prompt, which end the process that receives them."""
+
+    def __init__(self, texts: list[str], how: str, folder: Path) -> None:
+        super().__init__(texts)
+        self.how, self.folder = how, folder
+
+    def __reduce__(self):
+        return explode, (list(self), self.how, str(self.folder))
+
+
+def explode(texts: list[str], how: str, folder: str) -> list[str]:
+    try:
+        os.unlink(os.path.join(folder, "armed"))
+    except FileNotFoundError:
+        return texts
+    if how == "exit":
+        os._exit(0)
+    os.kill(os.getpid(), getattr(signal, how))
+    time.sleep(600)
+    return texts
+
+
+@pytest.mark.parametrize("how", ["exit", "SIGTERM"])
+def test_a_worker_that_ends_while_it_reads_a_request(grouper, expected, tmp_path, how):
+    (tmp_path / "armed").touch()
+    before = grouper.restarts
+    texts = [Bomb(texts, how, tmp_path) if number == LAST else texts for number, texts in enumerate(TEXTS)]
+    check_same(grouper.group(texts), expected)
+    assert grouper.restarts == before + 1
+    check_same(grouper.group(TEXTS), expected)
+
+
+def test_all_workers_are_killed_in_one_call(grouper, expected, tmp_path):
+    before = grouper.restarts
+    (tmp_path / "armed").touch()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "armed").touch()
+    places = {FIRST: tmp_path, LAST: other}
+    texts = [Bomb(entry, "SIGKILL", places[n]) if n in places else entry for n, entry in enumerate(TEXTS)]
+    check_same(grouper.group(texts), expected)
+    assert grouper.restarts == before + 2
+
+
 def test_without_ray_grouping_continues_in_this_process(grouper, messages, expected, tmp_path):
     """The last test of this module: its Ray is killed."""
     import ray
@@ -193,4 +269,47 @@ def test_without_ray_grouping_continues_in_this_process(grouper, messages, expec
     check_same(grouper.group(TEXTS[:3]), expected)
     assert len(messages) == count
     assert not ray.is_initialized()
+    assert psutil.wait_procs(children, timeout=600)[1] == []
+
+
+def test_rays_control_service_is_killed_between_steps(settings, expected):
+    """The grouping goes on, and no process is left at the end."""
+    messages = Messages()
+    with RayGrouper(settings, 1, messages) as grouper:
+        check_same(grouper.group(TEXTS[:2]), expected)
+        children = psutil.Process().children(recursive=True)
+        (process,) = [child for child in children if child.name() == "gcs_server"]
+        process.kill()
+        process.wait()
+        check_same(grouper.group(TEXTS[:2]), expected)
+        assert messages[-1].startswith("Ray has stopped")
+    assert psutil.wait_procs(children, timeout=600)[1] == []
+
+
+@pytest.mark.parametrize("moment", ["load", "close"])
+def test_killed_while_it_loads_its_model_or_before_it_is_closed(settings, expected, monkeypatch, moment):
+    """In the first start there is a sentence; a dead worker does not prevent closing. No process is left."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    children: list[psutil.Process] = []
+
+    def kill(grouper: RayGrouper) -> None:
+        children.extend(child for child in psutil.Process().children(recursive=True) if child.pid not in before)
+        for pid in grouper.pids:
+            os.kill(pid, signal.SIGKILL)
+
+    if moment == "load":
+        start = RayGrouper._start
+
+        def start_and_kill(grouper: RayGrouper, numbers: range) -> None:
+            start(grouper, numbers)
+            kill(grouper)
+
+        monkeypatch.setattr(RayGrouper, "_start", start_and_kill)
+        with pytest.raises(ConfigError, match=r"1 similarity workers could not be started.*lower grouping\.workers"):
+            RayGrouper(settings, 1, Messages())
+    else:
+        with RayGrouper(settings, 1, Messages()) as grouper:
+            check_same(grouper.group(TEXTS[:2]), expected)
+            kill(grouper)
+    assert len(children) > 2
     assert psutil.wait_procs(children, timeout=600)[1] == []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from groupwise.errors import InputError
+from groupwise.errors import InputError, NotFiniteError
 from groupwise.generate.engine import Engine
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.types import Rollout, Sampling
@@ -359,3 +359,27 @@ def assert_equal_up_to_a_tie(model: torch.nn.Module, prompt: list[int], got: Ten
             assert first - second < 1e-3, f"token {at} differs, and is not a near-tie"
             return
     assert len(got) == len(wanted)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"greedy": True}, {"top_k": 3, "top_p": 0.5, "keep_sets": True}, {"min_p": 1.0}]
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("generator", [Engine, PlainGenerator])
+def test_a_damaged_model_is_refused_and_its_weight_named(generator, value, settings):
+    """No token of such logits is returned; a valid id before it would be garbage too."""
+    model = tiny("llama", torch.float32)
+    handle = prepare(model)  # before the damage, which could change the path
+    with torch.no_grad():
+        model.model.norm.weight[3] = value
+    with pytest.raises(NotFiniteError, match=r"token 1 of completion 1 .*the weight model\.norm\.weight holds"):
+        generator(handle).generate(PROMPTS, 2, Sampling(max_new_tokens=4, **settings))
+
+
+def test_activations_that_overflow_are_refused():
+    model = tiny("llama", torch.float32)
+    handle = prepare(model)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(3e38)
+    with pytest.raises(NotFiniteError, match=r"weights are finite, so its activations overflow in float32"):
+        Engine(handle).generate(PROMPTS, 1, Sampling(max_new_tokens=4))

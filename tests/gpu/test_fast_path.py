@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from groupwise.core.filters import KeptSets
+from groupwise.errors import NotFiniteError
 from groupwise.generate import Engine, PlainGenerator, Rollout, Sampling
 from groupwise.generate.sampling import draw
 from groupwise.model.attention import AttentionInputs
@@ -202,6 +203,33 @@ def assert_same(got: Rollout, wanted: Rollout) -> None:
     if got.kept is not None and wanted.kept is not None:
         assert torch.equal(got.kept.ids, wanted.kept.ids)
         assert torch.equal(got.kept.offsets, wanted.kept.offsets)
+
+
+@pytest.mark.parametrize("kind", [*SETTINGS, "greedy"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_damaged_model_is_refused_and_the_device_lives_on(kind, value):
+    """Its ids are valid until the host reads the log-probs, so there is no assert on the device."""
+    model = tiny("llama", torch.float32).cuda()
+    handle = prepare(model, compile=False)
+    sampling = Sampling(max_new_tokens=20, **SETTINGS.get(kind, {"greedy": True}))
+    engine = Engine(handle, max_num_seqs=6)
+    wanted = engine.generate(PROMPTS, COUNTS, sampling)
+    weight = model.model.norm.weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[3] = value
+    with pytest.raises(NotFiniteError, match=r"the weight model\.norm\.weight holds NaN or an infinity"):
+        engine.generate(PROMPTS, COUNTS, sampling)
+    with torch.no_grad():
+        weight.copy_(kept)
+    assert torch.equal(engine.generate(PROMPTS, COUNTS, sampling).ids, wanted.ids)
+
+
+def test_a_ramp_of_the_temperature_does_not_keep_a_graph_for_every_step():
+    engine = Engine(prepare(tiny("llama", torch.float32).cuda(), compile=False), max_num_seqs=4)
+    for step in range(12):
+        engine.generate(PROMPTS[:2], 2, Sampling(max_new_tokens=6, temperature=1 - step / 100))
+    assert len({settings for _, settings in engine._graphs.captured}) == 4
 
 
 def rough(name: str = "llama") -> nn.Module:
