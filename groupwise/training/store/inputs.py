@@ -17,11 +17,10 @@ from groupwise.errors import CheckpointError
 from groupwise.text import error_reason, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.extras import groups_by_similarity
-from groupwise.training.store.run_folder import SOURCES
+from groupwise.training.store.run_folder import FROZEN, NONE, SOURCES
 from groupwise.user_code import source_hashes
 
 HASH_LENGTH = 16  # hexadecimal digits
-NONE = "none"
 
 
 def describe_inputs(components: RunComponents) -> dict[str, Any]:
@@ -39,7 +38,7 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
         "training pairs": _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
         "held-out pairs": _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
         "tokenizer": _hash_tokenizer(components.tokenizer),
-        "frozen weights": _hash_frozen(components.model),
+        FROZEN: _hash_frozen(components.model),
         "reward models": _hash_folders(reward_models),
         "embedder": _hash_folders(embedder),
         SOURCES: _sources(components),

@@ -25,6 +25,7 @@ NUMBER_OF_STEPS = (
 )  # fmt: skip
 AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
+FROZEN, NONE = "frozen weights", "none"  # among the inputs
 SOURCES = "sources"  # among the inputs: the source files of each function, and a hash of each
 REQUIRED_INPUTS = {"model": str, "task": str, "rewards": list, "training rows": str, "held-out rows": str}
 REMEDY = "Restore it from a copy, or delete it and resume with --allow-changed: what it says is then not compared"
@@ -169,6 +170,8 @@ def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]
     before = read_kept(path / INPUTS)
     names = [name for name in inputs if name in before and name != SOURCES]
     changed = {name: [before[name], inputs[name]] for name in names if inputs[name] != before[name]}
+    if NONE in changed.get(FROZEN, ()):
+        del changed[FROZEN]  # LoRA was added or removed: the checkpoint's weights do not fit, which is said then
     sources: Any = before.get(SOURCES)
     for role, new in inputs.get(SOURCES, {}).items():
         old: Any = sources.get(role) if isinstance(sources, dict) else None
