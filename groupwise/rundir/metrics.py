@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import InputError, RunDirError
+from groupwise.paths import MEGABYTE, kind_of, read_file
 from groupwise.rundir.files import write_bytes
 from groupwise.text import error_reason
 
+LARGEST = 4096 * MEGABYTE
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -73,7 +75,7 @@ class MetricsRecorder:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. An unfinished last line is ignored; other damage is an error."""
-    if not Path(path).exists():
+    if kind_of(path, RunDirError) is None:
         raise RunDirError(f"{path} does not exist")
     return [row for _, row in _parse(Path(path))]
 
@@ -86,7 +88,9 @@ def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], lis
 
 def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     """The complete lines of the file, each with its row."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    if kind_of(path, RunDirError) is None:
+        return []
+    lines = read_file(path, RunDirError, limit=LARGEST).splitlines(keepends=True)
     parsed = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith(b"\n"):
@@ -94,7 +98,7 @@ def _parse(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
         try:
             row = json.loads(line)
             row["step"] = int(row["step"])
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise RunDirError(f"{path}, line {number} is damaged: {error}. Repair or remove that line") from error
         finite = {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()}
         parsed.append((line, finite))
