@@ -95,5 +95,11 @@ def say_error(error: str | BaseException) -> None:
     lines = error.lines() if isinstance(error, RecipeErrors) else [str(error)]
     first, *rest = map(one_line, lines)
     text = "\n".join([f"groupwise: {first}", *(f"  {line}" for line in rest)])
-    with suppress(OSError):  # stderr is closed or full; the exit status says it, too
+    try:
         console(stderr=True).print(text, style="red", markup=False, highlight=False, soft_wrap=True)
+    except (
+        OSError,
+        ImportError,
+    ):  # too many open files to load rich, or stderr is closed
+        with suppress(OSError):
+            sys.stderr.write(f"{text}\n")
