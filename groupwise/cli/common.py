@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.parser import Parser
 from groupwise.errors import RecipeErrors
-from groupwise.terminal import make_console
+from groupwise.terminal import make_console, write_text
 from groupwise.text import one_line
 
 if TYPE_CHECKING:
@@ -95,5 +95,8 @@ def say_error(error: str | BaseException) -> None:
     lines = error.lines() if isinstance(error, RecipeErrors) else [str(error)]
     first, *rest = map(one_line, lines)
     text = "\n".join([f"groupwise: {first}", *(f"  {line}" for line in rest)])
-    with suppress(OSError):  # a closed pipe, or a terminal that is gone: the exit status says it, too
+    try:
         console(stderr=True).print(text, style="red", soft_wrap=True)
+    except (OSError, ImportError):  # stderr is closed, or too many files are open to load rich
+        with suppress(OSError):
+            write_text(f"{text}\n", sys.stderr)

@@ -170,6 +170,6 @@ def read_csv(file: BinaryIO, name: str, header: Sequence[str] | None = None) -> 
                 raise DataError(f"{where}: the header must name every column once, got {list_columns(header)}")
             continue
         if len(fields) != len(header):
-            counts = f"{len(fields)} fields, but the header names {len(header)} ({list_columns(header)})"
+            counts = f"{len(fields)} fields, but the header names {len(header)} ({', '.join(header)})"
             raise DataError(f'{where} has {counts}; put a field that holds commas or line breaks into "…"')
         yield Row(dict(zip(header, fields, strict=True)), where)

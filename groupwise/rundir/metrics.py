@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.paths import MEGABYTE, read_file
+from groupwise.paths import MEGABYTE, kind_of, read_file
 from groupwise.rundir.files import as_json, from_json, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
@@ -107,7 +107,7 @@ class MetricsRecorder:
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a metrics file. An unfinished last line is ignored; other damage is an error."""
-    if not Path(path).exists():
+    if kind_of(path, RunDirError) is None:
         raise RunDirError(f"{path} does not exist")
     lines = _read_lines(Path(path))
     _check(path, lines)

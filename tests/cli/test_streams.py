@@ -110,3 +110,11 @@ def test_an_error_of_groupwise_itself_keeps_its_traceback(monkeypatch, capsys):
 def test_a_word_that_is_not_utf8(capsys):
     assert main(["sample", "tiny", "\udcff"]) == 2
     assert "argument 3" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_too_many_open_files():
+    done = shell("ulimit -n 20; groupwise check quiz --quick")
+    assert done.returncode == 2
+    assert "groupwise: " in done.stderr
+    assert "Traceback" not in done.stderr

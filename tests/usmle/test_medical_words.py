@@ -225,5 +225,5 @@ def test_invalid_files(tmp_path, content, message):
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match=r"none\.txt cannot be read: No such file"):
         load_medical_vocabulary(tmp_path / "none.txt")
-    with pytest.raises(DataError, match="cannot be read: Is a directory"):
+    with pytest.raises(DataError, match=r"cannot be read: .* is a folder, not a file"):
         load_medical_vocabulary(tmp_path)
