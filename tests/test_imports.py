@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "user_code": BASE,
     "model": BASE | {"algorithms", "config"},
     "generate": BASE | {"algorithms", "config", "model"},
-    "rewards": BASE | {"algorithms", "chat_template", "config", "user_code"},
+    "rewards": BASE | {"algorithms", "chat_template", "config", "model", "user_code"},
     "grouping": BASE | {"algorithms", "config", "model"},
     "tasks": LIBRARY,
     "evaluate": LIBRARY | {"tasks"},

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from groupwise.errors import CheckpointError, ConfigError, InputError, check_integer, did_you_mean
 from groupwise.grouping.static import StaticTable, is_static
+from groupwise.model.checks import check_model_folder
 from groupwise.model.device import compute_dtype, resolve_device, resolve_dtype
 from groupwise.model.source import DOWNLOADED, first_line
 from groupwise.model.weights import CATALOGUE, cached, fetch
 from groupwise.paths import FOLDER, kind_of, user_path
 from groupwise.rundir import read_json
+from groupwise.text import error_reason
 
 log = logging.getLogger("groupwise")
 
@@ -180,6 +182,8 @@ class SentenceModel:
             from sentence_transformers import SentenceTransformer
 
             with without_progress_bars():
+                for part in {folder, *(config.parent for config in folder.glob("*Transformer/config.json"))}:
+                    check_model_folder(part, dtype, "AutoModel")
                 model = SentenceTransformer(
                     str(folder), device=str(self.device), trust_remote_code=False, local_files_only=True
                 )
@@ -189,8 +193,10 @@ class SentenceModel:
                 f"{self.device} ran out of memory for the embedder {self.name}; set grouping.device to 'cpu', or "
                 "use a smaller embedder"
             ) from error
-        except Exception as error:  # transformers and tokenizers raise many kinds, and an import may fail
-            raise CheckpointError(f"the embedder in {folder} could not be loaded: {first_line(error)}") from error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # transformers raises many kinds, tokenizers panics, and an import may fail
+            raise CheckpointError(f"the embedder in {folder} could not be loaded: {error_reason(error)}") from error
 
 
 def _check_texts(texts: Sequence[str]) -> list[str]:

@@ -104,17 +104,36 @@ def _settings_in(config: Any) -> Iterator[tuple[str, Any]]:
                 yield str(key), entry
 
 
-def check_parameters(config: Any, shapes: Shapes, where: str, dtype: torch.dtype) -> str | None:
+def check_model_folder(folder: Path, dtype: torch.dtype, kind: str = "AutoModelForSequenceClassification") -> None:
+    """Raise for a folder whose config.json does not fit its weights, for a model of another kind than a language model.
+
+    Weights in a pickle have no header to compare with.
+    """
+    from transformers import AutoConfig
+
+    check_settings_files(folder)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        shapes |= tensor_shapes(file)
+    if shapes and (folder / "config.json").is_file():
+        where = str(folder / "config.json")
+        check_counts(read_settings(folder / "config.json"), shapes, where)
+        config = AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        check_parameters(config, shapes, where, dtype, kind)
+
+
+def check_parameters(
+    config: Any, shapes: Shapes, where: str, dtype: torch.dtype, kind: str = "AutoModelForCausalLM"
+) -> str | None:
     """Raise unless the weights have about as many numbers as the model of ``config``, and fit in memory.
 
     The model is built on torch's meta device, which takes no memory. Returns a sentence about the first tensor whose
     shape differs from the model's, for an error of transformers that does not name it.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        build: Any = AutoModelForCausalLM.from_config  # untyped
-        model = build(config)
+        model = getattr(transformers, kind).from_config(config)
     if not getattr(config.get_text_config(), "num_hidden_layers", 1):
         raise CheckpointError(f"{where} describes a model without layers; download it again")
     needed = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from groupwise.chat_template import TemplateError, render_chats
 from groupwise.errors import ConfigError, InputError, check_choice, check_integer
+from groupwise.model.checks import check_model_folder
 from groupwise.paths import kind_of
 from groupwise.rewards.options import check_after
 from groupwise.rewards.text import THINKING_ENDS, answer_of, prompt_messages, prompt_text
@@ -237,11 +239,15 @@ def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool
     precision = "float32" if dtype == "auto" and device.type == "cpu" else dtype
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": os.path.isdir(source)}
     try:
+        if os.path.isdir(source) and not trust_remote_code:
+            check_model_folder(Path(source), torch.float32 if precision == "float32" else torch.bfloat16)
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         loaded: Any = AutoModelForSequenceClassification.from_pretrained(
             source, dtype=precision, use_safetensors=True, output_loading_info=True, **options
         )
-    except Exception as error:  # transformers, the hub and remote code raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # transformers, the hub and remote code raise anything, and tokenizers panics
         reason = f"{type(error).__name__}: {error_reason(error)}"
         raise ConfigError(f"the reward model {source} cannot be loaded: {reason}") from error
     finally:

@@ -190,3 +190,24 @@ def test_commands_end_within_a_gigabyte(tmp_path, original):
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert done.stderr.count("groupwise: ") == 2 * len(cases)
+
+
+def test_reward_models_and_embedders_with_a_billion_layers(tmp_path):
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+    from groupwise.errors import ConfigError
+    from groupwise.grouping.embed import load_embedder
+    from groupwise.rewards.reward_model import reward_model
+
+    settings = BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, num_labels=1
+    )
+    for kind, name in ((BertForSequenceClassification, "reward"), (BertModel, "embedder")):
+        kind(settings).save_pretrained(tmp_path / name)
+        rewrite(tmp_path / name / "config.json", num_hidden_layers=10**9)
+    with pytest.raises(ConfigError, match="num_hidden_layers = 1,000,000,000"):
+        reward_model(model=str(tmp_path / "reward"), device="cpu")
+    modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+    (tmp_path / "embedder" / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(CheckpointError, match="num_hidden_layers = 1,000,000,000"):
+        load_embedder(str(tmp_path / "embedder"), device="cpu")
