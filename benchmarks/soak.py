@@ -33,6 +33,7 @@ from groupwise.training.trainer import Callback, Trainer
 MEMORY_LIMIT = 2.0  # MiB per 1,000 steps: the log of questions takes 0.1 of them
 OBJECTS_LIMIT = 1.0  # Python objects per step
 STATE_LIMIT = 60  # bytes of state.json per question of a step: its number and its share of right answers
+KEPT = 2  # checkpoints, besides the best one
 Z = 1.96  # of a 95 % interval
 
 
@@ -91,7 +92,7 @@ def soak(folder: Path, *, steps: int, rows: int, every: int, grouping: str) -> l
         evaluate={"every": 2 * every},
         optimizer={"learning_rate": 1e-4},
         ramps={"sampling.temperature": {"from": 1.0, "to": 0.8, "steps": steps}},
-        run={"checkpoint_every": every, "keep_checkpoints": 2},
+        run={"checkpoint_every": every, "keep_checkpoints": KEPT},
     )
     trainer.run()
     return samples
@@ -131,7 +132,9 @@ def verdicts(samples: Sequence[dict[str, float]], prompts: int = 4) -> list[tupl
             f"{state:+.1f} bytes per step, {second[-1]['state']:,.0f} bytes at the end ({prompts} questions per step)",
         ),
     ]
-    for name in ("files", "threads", "children", "checkpoints"):
+    most = int(max(sample["checkpoints"] for sample in second))
+    results.append(("checkpoints", most <= KEPT + 1, f"at most {most}: the last {KEPT}, and the best"))
+    for name in ("files", "threads", "children"):
         seen = sorted({int(sample[name]) for sample in second})
         results.append((name, len(seen) == 1, f"always {seen[0]}" if len(seen) == 1 else f"{seen[0]} to {seen[-1]}"))
     return results

@@ -77,7 +77,7 @@ def as_json(value: Any) -> Any:
         try:
             number = float(value)
         except OverflowError:  # an integer or a fraction beyond the largest float
-            number = math.inf if value > 0 else -math.inf  # type: ignore[operator]
+            number = math.inf if abs(value) == value else -math.inf
         if not math.isfinite(number):
             return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
         return number

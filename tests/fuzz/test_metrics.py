@@ -48,7 +48,7 @@ def same(one: Any, other: Any) -> bool:
     return repr(one) == repr(other)
 
 
-@many(10)
+@many(6)
 @given(st.lists(st.dictionaries(NAMES, VALUES, max_size=4), min_size=1, max_size=4))
 def test_the_recorder(rows):
     with TemporaryDirectory() as folder, ExitStack() as stack:
@@ -89,7 +89,7 @@ def test_the_state_of_a_run(metrics, values):
     assert (None if state.best is None else state.best["value"]) == max(numbers, default=None)
 
 
-@many(6)
+@many(3)
 @given(st.recursive(VALUES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner)))
 def test_any_json(value):
     with TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def literal(logits: list[float], temperature: float) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-@many(20)
+@many(12)
 @given(LOGITS, SETTINGS, st.floats(0, 1, exclude_max=True, width=32))
 def test_the_token_has_a_probability(logits, settings, uniform):
     sampling = accepted("sampling settings", lambda: Sampling(**settings))
@@ -68,7 +68,7 @@ def test_the_token_has_a_probability(logits, settings, uniform):
     assert drawn.filtered[0, token] > -math.inf
 
 
-@many(10)
+@many(8)
 @given(BROKEN, SETTINGS, st.floats(0, 1, exclude_max=True, width=32))
 def test_no_logits_give_an_invalid_token(logits, settings, uniform):
     """With NaN or an infinity anywhere the id is valid, and a log-prob that is not finite tells the engine."""

@@ -97,7 +97,7 @@ def schedule_of(table):
     return recipe, make_schedule(recipe, length), length
 
 
-@many(10)
+@many(6)
 @given(TABLES, st.lists(METRICS, min_size=3, max_size=12))
 def test_any_schedule_and_any_metric(table, metrics):
     made = accepted("schedules", lambda: schedule_of(table))
