@@ -137,7 +137,7 @@ def test_an_earlier_report_on_other_questions(folder, error_of, output_of):
     ("words", "message"),
     [
         (["--against", "first"], "also give --report FOLDER"),
-        (["--report", "file"], "cannot be written"),
+        (["--report", "file"], "--report file is a file; give a folder"),
         (["--report", "file/within"], "cannot be written"),
         (["--report", "new", "--answers", "."], "--answers . is a folder; give a file"),
         (["--report", "new", "--against", "gone/report.json"], "there is no report at gone/report.json"),
