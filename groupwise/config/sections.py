@@ -431,7 +431,7 @@ class EvaluateSection(Section):
     samples: Count = 1
     """completions per row, averaged"""
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
-    """sampling temperature, 0 (greedy) or at least 1e-6"""
+    """temperature: 0 (greedy), or at least 1e-6"""
     max_new_tokens: Count | None = None
     """maximum completion length in tokens; default: as in training"""
     metric: str | None = None

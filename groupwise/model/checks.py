@@ -10,15 +10,15 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, InputError
-from groupwise.model.device import free_memory
 from groupwise.rundir import read_json
 from groupwise.text import excerpt, one_line
+
+if TYPE_CHECKING:  # the command line checks a model's files before it loads PyTorch
+    import torch
+    from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each tensor of a file by its name."""
@@ -130,6 +130,7 @@ def check_parameters(
     The model is built on torch's meta device, which takes no memory. Returns a sentence about the first tensor whose
     shape differs from the model's, for an error of transformers that does not name it.
     """
+    import torch
     import transformers
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -152,6 +153,8 @@ def check_parameters(
 
 def check_memory(count: int, dtype: torch.dtype, where: str) -> None:
     """Raise an InputError if ``count`` numbers of ``dtype`` do not fit in the memory that is free."""
+    from groupwise.model.device import free_memory
+
     needed, free = count * dtype.itemsize, free_memory("cpu")
     if needed > free:
         raise InputError(
@@ -162,6 +165,8 @@ def check_memory(count: int, dtype: torch.dtype, where: str) -> None:
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise a CheckpointError that names the first tensor with NaN or an infinity."""
+    import torch
+
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             continue

@@ -23,9 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock, Timeout
+from typing import TYPE_CHECKING, Any
 
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
@@ -33,6 +31,9 @@ from groupwise.paths import kind_of, path_reason, show_path
 from groupwise.rundir.files import atomic_folder, delete_folder, read_json, remove_leftovers, same_folder, write_json
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 MARKER = "run.json"
 FORMAT = 1
@@ -215,6 +216,8 @@ def _check_marker(path: Path) -> None:
 
 
 def _acquire(path: Path) -> FileLock:
+    from filelock import FileLock, Timeout
+
     lock = FileLock(path / LOCK)
     try:
         lock.acquire(timeout=0)

@@ -84,7 +84,7 @@ def test_a_character_that_the_output_cannot_encode(tmp_path):
         (ValueError("embedded null byte"), "NUL character"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed"), "not valid Unicode"),
         (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
-        (MemoryError(), "out of memory"),
+        (MemoryError(), "memory ran out"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error, words):

@@ -170,5 +170,5 @@ def test_a_file_that_is_deleted_or_replaced_gets_no_rows(tmp_path):
 
 def test_a_folder_in_place_of_the_file(tmp_path):
     (tmp_path / "m.jsonl").mkdir()
-    with pytest.raises(RunDirError, match=r"m\.jsonl cannot be read"):
+    with pytest.raises(RunDirError, match=r"m\.jsonl is a folder"):
         read_metrics(tmp_path / "m.jsonl")

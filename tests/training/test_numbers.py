@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.config import make_recipe
-from groupwise.errors import ConfigError, GroupwiseError, NotFiniteError, RewardError
+from groupwise.errors import ConfigError, GroupwiseError, NotFiniteError, RewardError, UserCodeError
 from groupwise.evaluate import Evaluation
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import read_json, read_metrics
@@ -106,7 +106,7 @@ LOSSES = {
     "nothing": (lambda tokens, settings: None, ConfigError, "NoneType"),
     "raises": (
         lambda tokens, settings: {}["x"],
-        ConfigError,
+        UserCodeError,
         r"the loss bad_losses:raises raised KeyError.*test_numbers",
     ),
     "meta": (lambda tokens, settings: tokens.logps.to("meta"), ConfigError, "on meta; expected floats on cpu"),

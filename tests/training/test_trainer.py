@@ -273,7 +273,9 @@ def test_a_failing_reward(tmp_path):
         failing.run()
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [1, 2]
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
-    small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True).run()
+    with pytest.raises(ConfigError, match=r"test_trainer\.py, source of reward 'even'"):
+        small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True)
+    small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True, allow_changed=True).run()
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
@@ -342,7 +344,8 @@ def test_a_failing_last_evaluation_loses_no_step(tmp_path):
     with pytest.raises(RewardError, match="too slow"):
         small_trainer(tmp_path / "run", QUICK, changes, rewards=[fails_in_evaluations]).run()
     assert (tmp_path / "run" / "checkpoint-3" / "manifest.json").exists()
-    result = small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True).run()
+    trainer = small_trainer(tmp_path / "run", QUICK, changes, rewards=[even], resume=True, allow_changed=True)
+    result = trainer.run()
     assert (result.steps, result.best_step) == (3, 3)
     assert [row["step"] for row in metrics_of(tmp_path / "run")] == [0, 1, 2, 3, 3]
     assert (result.model / "model.safetensors").exists()
