@@ -254,7 +254,8 @@ def test_several_errors_have_a_line_each(capsys, here):
     assert output.out == ""
     assert output.err.splitlines() == [
         "groupwise: 2 errors on the command line:",
-        "  sampling.temperature = 'hot\\n\\x1b[0m' cannot be used; it should be a number of at least 1e-06 and at most 1e+06",
+        "  sampling.temperature = 'hot\\n\\x1b[0m' cannot be used; "
+        "it should be a number of at least 1e-06 and at most 1e+06",
         "  train.steps = -1 cannot be used; it should be an integer of at least 0",
     ]
     (here / "r.toml").write_text(RECIPE.replace("steps = 2\nbatch_size", "setps = 2\nbatchsize"))
