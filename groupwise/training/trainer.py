@@ -9,7 +9,7 @@ never stopped.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,9 +132,8 @@ class Trainer:
                 recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
             )
             self._inputs = describe_inputs(self.components)
-            if resume and not allow_changed:
-                check_inputs(self.run_dir, self._inputs, recipe)
-            self._build()
+            changed = check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
+            self._build(changed)
             if overwrite and not resume:
                 self.run_dir.clear()
             if not resume:
@@ -143,8 +142,8 @@ class Trainer:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise
 
-    def _build(self) -> None:
-        """Make everything that a step needs."""
+    def _build(self, changed: Collection[str]) -> None:
+        """Make everything that a step needs; ``changed`` are the inputs that differ from those of the resumed run."""
         recipe, components = self.recipe, self.components
         handle, task = components.handle, components.task
         self.metric = components.metric
@@ -189,7 +188,7 @@ class Trainer:
             "questions": self.question_log,
         }
         self.checkpointer = Checkpointer(
-            self.run_dir, components, self.state, parts, self.question_log, self.updater, self.engine, self.say
+            self.run_dir, components, self.state, parts, self.question_log, self.updater, self.engine, self.say, changed
         )
         self.collector = RolloutCollector(
             self.engine,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from groupwise.config import make_recipe
-from groupwise.errors import CheckpointError, ConfigError, DataError
+from groupwise.errors import CheckpointError, ConfigError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.tasks.quiz import quiz_task
@@ -381,9 +381,13 @@ def test_what_cannot_be_resumed(tmp_path, changes, error, sentence):
 def test_other_rows(tmp_path):
     run_steps(small_trainer(tmp_path / "run"), 1)
     fewer = Task("try", TASK.train[:9], TASK.held_out)
-    with pytest.raises(DataError, match=r"10 rows.*9"):
-        small_trainer(tmp_path / "run", resume=True, allow_changed=True, task=fewer).run()
-    assert small_trainer(tmp_path / "run", resume=True).run().steps == 4  # what it was started with is still known
+    with pytest.raises(ConfigError, match=r"training rows \(before: 10, .*now: 9, .*--allow-changed"):
+        small_trainer(tmp_path / "run", resume=True, task=fewer)
+    again = small_trainer(tmp_path / "run", resume=True, allow_changed=True, task=fewer)
+    run_steps(again, 1)  # a new epoch over the other rows: 3 of 9
+    assert again.order.epoch == pytest.approx(1 + 3 / 9)
+    assert len(again.question_log.state()) == 3  # row 0 may be another row now
+    assert "the training rows changed: a new epoch over them begins" in again.display.said
 
 
 def test_resumed_by_its_own_recipe(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,16 @@ from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.state import Stateful, TrainState
 from groupwise.training.store import checkpoint
 from groupwise.training.store.recorder import rewind
+from groupwise.training.store.run_folder import TRAINING_PAIRS, TRAINING_ROWS
 from groupwise.training.store.saved_state import check_state
 from groupwise.training.update.updater import Updater
 
 
 class Checkpointer:
-    """Writes checkpoints into the run folder, prunes old ones, and restores one. ``parts`` are saved by name."""
+    """Writes checkpoints into the run folder, prunes old ones, and restores one. ``parts`` are saved by name.
+
+    changed: inputs that differ from those that the run was started with; what is saved about their rows is not used.
+    """
 
     def __init__(
         self,
@@ -35,9 +39,11 @@ class Checkpointer:
         updater: Updater,
         engine: Engine,
         say: Say,
+        changed: Collection[str] = (),
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
+        self.changed = changed
         self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
@@ -79,9 +85,17 @@ class Checkpointer:
                 f"new one from --model.source {folder / checkpoint.POLICY}"
             )
         self.state.load_json(saved["train"])
+        if TRAINING_ROWS in self.changed:
+            saved = {**saved, "order": self._next_epoch(saved["order"], len(self.components.train)), "questions": {}}
+        if TRAINING_PAIRS in self.changed and saved["pairs"] is not None:
+            saved = {**saved, "pairs": self._next_epoch(saved["pairs"], len(self.components.pairs.train))}
         for name, part in self.parts.items():
             part.load_state(saved[name])
         self._loaded = saved
+
+    def _next_epoch(self, order: Mapping[str, Any], rows: int) -> dict[str, Any]:
+        """The state of an order over other rows than before, at the start of the next epoch."""
+        return {**order, "rows": max(1, rows), "epoch": order["epoch"] + 1, "position": 0, "deferred": []}
 
     def resume(self, folder: Path, total_steps: int) -> None:
         """Restore the checkpoint that `newest` has found; records and checkpoints of later steps are deleted."""
@@ -108,6 +122,8 @@ class Checkpointer:
         self._write_best()
         for name in checkpoint.rewind(self.run_dir, self.state.step):
             self.say(f"{name} is damaged and was removed: its steps are done again")
+        for name in (name for name in (TRAINING_ROWS, TRAINING_PAIRS) if name in self.changed):
+            self.say(f"the {name} changed: a new epoch over them begins")
         self.say(f"resuming after step {self.state.step}, from {folder.name}")
 
     def _state(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from groupwise.errors import CheckpointError
 from groupwise.text import error_reason, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.extras import groups_by_similarity
-from groupwise.training.store.run_folder import FROZEN, NONE, SOURCES
+from groupwise.training.store.run_folder import FROZEN, NONE, SOURCES, TRAINING_PAIRS, TRAINING_ROWS
 from groupwise.user_code import source_hashes
 
 HASH_LENGTH = 16  # hexadecimal digits
@@ -33,9 +33,9 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
         "model": recipe.model.source,
         "task": components.task.name,
         "rewards": [function.name for function in functions],
-        "training rows": _hash_rows(components.train.rows),
+        TRAINING_ROWS: _hash_rows(components.train.rows),
         "held-out rows": _hash_rows(components.held_out.rows),
-        "training pairs": _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
+        TRAINING_PAIRS: _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
         "held-out pairs": _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
         "tokenizer": _hash_tokenizer(components.tokenizer),
         FROZEN: _hash_frozen(components.model),

@@ -27,7 +27,8 @@ AFTER_THE_END = ("run.export_dtype", "run.plot", "run.push_to_hub")
 RECIPE, INPUTS, VERSIONS, FINISHED = "recipe.json", "inputs.json", "versions.json", "finished.json"
 FROZEN, NONE = "frozen weights", "none"  # among the inputs
 SOURCES = "sources"  # among the inputs: the source files of each function, and a hash of each
-REQUIRED_INPUTS = {"model": str, "task": str, "rewards": list, "training rows": str, "held-out rows": str}
+TRAINING_ROWS, TRAINING_PAIRS = "training rows", "training pairs"
+REQUIRED_INPUTS = {"model": str, "task": str, "rewards": list, TRAINING_ROWS: str, "held-out rows": str}
 REMEDY = "Restore it from a copy, or delete it and resume with --allow-changed: what it says is then not compared"
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "peft", "trl")
 
@@ -144,15 +145,20 @@ def _recipe_file(path: Path) -> str | None:
         return None
 
 
-def check_inputs(run: RunDir, inputs: Mapping[str, Any], recipe: Recipe) -> None:
-    """Raise an error if a run to be resumed was started with other rows, another model, or other code."""
+def check_inputs(
+    run: RunDir, inputs: Mapping[str, Any], recipe: Recipe, *, allow_changed: bool = False
+) -> dict[str, list[Any]]:
+    """The inputs that changed since a run was started, as in `changed_inputs`; an error unless that is allowed."""
     if not (run.path / INPUTS).exists():
+        if allow_changed:
+            return {}
         raise RunDirError(
             f"{run.path} has no {INPUTS}: an earlier version of groupwise wrote it, or it was deleted; start a new "
             "run, or add --allow-changed to resume without comparing inputs"
         )
     read_kept(run.path / INPUTS, **REQUIRED_INPUTS)
-    if changed := changed_inputs(run.path, inputs):
+    changed = changed_inputs(run.path, inputs)
+    if changed and not allow_changed:
         shown = "; ".join(f"{name} (before: {before}, now: {now})" for name, (before, now) in changed.items())
         if seeds := _drawn_by_another_seed(run, recipe):
             shown += f"; the held-out rows are drawn by train.seed, {seeds}"
@@ -160,6 +166,7 @@ def check_inputs(run: RunDir, inputs: Mapping[str, Any], recipe: Recipe) -> None
             f"{run.path} was started with other inputs: {shown}. Resume it with the same ones, add --allow-changed (in "
             "Python allow_changed=True), or start a new run"
         )
+    return changed
 
 
 def changed_inputs(path: Path, inputs: Mapping[str, Any]) -> dict[str, list[Any]]:
