@@ -38,7 +38,7 @@ train: setup ## train the embedded default, a quiz: from a quarter right to over
 train-seeds: setup ## the same with five seeds, and a table of what they reached
 	$(BIN)/python benchmarks/quiz_seeds.py
 
-test: setup ## run the tests that one waits for (under four minutes on two idle cores)
+test: setup ## run the tests that one waits for (about five minutes on two idle cores)
 	$(BIN)/python -m pytest -n auto
 
 test-all: setup $(BOX2D) ## run all tests, the slow ones too: real weights, killed processes, peers, long properties
