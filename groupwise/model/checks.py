@@ -65,7 +65,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         with safe_open(file, "pt") as opened:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, RuntimeError) as error:  # a RuntimeError of torch if the file is gone
         reason = one_line(str(error))[:LONGEST_REASON]
         raise CheckpointError(f"{file} is damaged or truncated ({reason}); download it again") from error
 
