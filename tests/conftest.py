@@ -1,8 +1,9 @@
-"""What every test gets: one thread, a fixed seed, and no network."""
+"""What every test gets: one thread, a fixed seed, no network, and signals that are not ignored."""
 
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
@@ -13,6 +14,12 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.fuzz import TRIED
+
+# A shell starts background jobs with some signals ignored, and a run honours that.
+for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL),
+                        (signal.SIGHUP, signal.SIG_DFL)):  # fmt: skip
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 # `make test` tries few examples of each property, `make test-all` (--hypothesis-profile all) many.
 for profile, examples in (("quick", 12), ("all", 100)):

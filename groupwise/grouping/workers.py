@@ -222,6 +222,8 @@ class RayGrouper(SimilarityGrouper):
         for number, call in calls.items():
             with self._handle_loss(number):
                 parts[number] = self._result(call, actor=self._actors[number])
+            if self._given_up:  # Ray was ended: asking for another result would start it again
+                break
         return parts
 
     @contextlib.contextmanager

@@ -240,7 +240,7 @@ def test_only_missing_runs_are_trained_and_a_failed_one_does_not_stop_the_others
 def test_a_killed_process_is_an_error(tmp_path, trouble):
     trouble.write_text("kill")
     configs = [config_of(**SMALL, environment=TROUBLED, algorithm="grpo-fast", seed=seed) for seed in range(2)]
-    with pytest.raises(ControlError, match="process of a run was killed"):
+    with pytest.raises(ControlError, match="process of a run ended before the run did"):
         compare(configs, tmp_path / "comparison", jobs=1, report=lambda line: None)
     assert not list((tmp_path / "comparison").rglob("result.json"))
 
