@@ -176,7 +176,7 @@ def verify_manifest(folder: str | Path, *, required: Iterable[str] = ()) -> dict
     file that a program would load, as an omitted one could not be trusted, and may not name files outside the folder.
     """
     folder = Path(folder)
-    if not (folder / MANIFEST).exists():
+    if kind_of(folder / MANIFEST, CheckpointError) is None:
         raise CheckpointError(f"{folder} has no {MANIFEST}: it is not a finished checkpoint")
     manifest = read_json(folder / MANIFEST)
     if not isinstance(manifest, dict) or manifest.get("version") != MANIFEST_VERSION:

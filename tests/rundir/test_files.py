@@ -262,6 +262,11 @@ def test_a_manifest_without_a_table_of_files(tmp_path, files):
         verify_manifest(folder)
 
 
+def test_a_folder_whose_name_is_too_long(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be used: File name too long"):
+        verify_manifest(tmp_path / ("x" * 300))
+
+
 def test_required_files_and_files_of_the_user(tmp_path):
     folder = finished_folder(tmp_path / "checkpoint")
     (folder / "notes.txt").write_text("mine")
