@@ -44,7 +44,7 @@ test: setup ## run the tests that one waits for (about five minutes on two idle 
 test-all: setup $(BOX2D) ## run all tests, the slow ones too: real weights, killed processes, peers, long properties
 	$(BIN)/python -m pytest -n auto -m 'not gpu' --hypothesis-profile all
 
-test-crash: setup ## kill runs at each write of a save, 100 times per kind of run, and resume each to the same bits; about 20 minutes
+test-crash: setup ## kill runs at each write of a save, 100 times per kind of run, and resume each to the same bits; about 15 minutes
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m tests.faults.crash_loop --kills 100
 
 lint: setup ## check style, formatting and types
