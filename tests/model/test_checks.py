@@ -97,7 +97,7 @@ def test_large_weights_are_finite():
 
 
 def test_a_model_larger_than_the_memory(monkeypatch):
-    monkeypatch.setattr(checks, "free_memory", lambda device: 2**30)
+    monkeypatch.setattr("groupwise.model.device.free_memory", lambda device: 2**30)
     check_memory(2**28, torch.float32, "x")
     with pytest.raises(InputError, match=r"needs 1\.5 GiB in float32, but only 1\.0 GiB"):
         check_memory(3 * 2**27, torch.float32, "x")
