@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 MAX_FLOAT32 = 3.4028234663852886e38
+MAX_GRADIENT_NORM = 1e19  # Adam squares a gradient in float32
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # outside them float32 logits overflow, or all become equal
 SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
 LONGEST = 3000  # characters of a message

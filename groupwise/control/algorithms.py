@@ -23,9 +23,8 @@ from groupwise.control.policies import make_policy
 from groupwise.control.settings import AgentSettings, GRPOSettings, PPOSettings
 from groupwise.control.utils import MLP, AnyArray, Episode, GRPOBuffer, PPOBuffer, Shape
 from groupwise.core import aggregate, group_advantages, group_statistics, kl_estimate, policy_loss, value_loss
-from groupwise.errors import MAX_FLOAT32, ControlError, InputError
+from groupwise.errors import MAX_FLOAT32, MAX_GRADIENT_NORM, ControlError, InputError
 
-MAX_NORM = 1e19  # of a gradient: Adam squares it in float32
 REMEDY = "a smaller learning rate (lr) may help, or smaller rewards and weights of the loss"
 
 
@@ -75,7 +74,7 @@ class Agent(nn.Module):
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in self._weights if weight.grad is not None]
         norm, limit = nn.utils.get_total_norm(gradients), self.settings.max_grad_norm
-        if not bool(norm <= (MAX_NORM if limit is None or limit > MAX_NORM else MAX_FLOAT32)):
+        if not bool(norm <= (MAX_GRADIENT_NORM if limit is None or limit > MAX_GRADIENT_NORM else MAX_FLOAT32)):
             raise ControlError(f"the gradient's norm is {norm.item():g}, and the weights have not changed; {REMEDY}")
         if limit is not None:
             nn.utils.clip_grads_with_norm_(self._weights, limit, norm)

@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
+NOT_IN_PLACE = (
+    "was deleted, moved or replaced during the run, so the run stops; restore the folder and continue with --resume, or "
+    "start a new run"
+)
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON holds them: in strings
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of these may be computed by a spreadsheet
 LATER_STATE = "state_after_evaluation.json"  # added to a checkpoint that is finished, with a hash of its own

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
 from groupwise.paths import MEGABYTE, kind_of, read_file
-from groupwise.rundir.files import as_json, from_json, json_bytes, set_aside, write_bytes
+from groupwise.rundir.files import NOT_IN_PLACE, as_json, from_json, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
 LARGEST = 4096 * MEGABYTE
@@ -73,10 +73,7 @@ class MetricsRecorder:
         except OSError:
             same = False
         if not same:
-            raise RunDirError(
-                f"{self.path} was deleted, moved or replaced during the run, so the run stops; restore the folder and "
-                "continue with --resume, or start a new run"
-            )
+            raise RunDirError(f"{self.path} {NOT_IN_PLACE}")
 
     def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> str | None:
         """Delete the rows after ``step``, to resume from there, and those to ``drop``.

@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any
 from groupwise import __version__
 from groupwise.errors import CheckpointError, InputError, RunDirError
 from groupwise.paths import kind_of, path_reason, show_path
-from groupwise.rundir.files import atomic_folder, delete_folder, read_json, remove_leftovers, same_folder, write_json
+from groupwise.rundir.files import (
+    NOT_IN_PLACE,
+    atomic_folder,
+    delete_folder,
+    read_json,
+    remove_leftovers,
+    same_folder,
+    write_json,
+)
 from groupwise.rundir.metrics import MetricsRecorder
 from groupwise.text import error_reason
 
@@ -113,10 +121,7 @@ class RunDir:
     def check_in_place(self) -> None:
         """Raise an error if the folder was deleted, moved or replaced, or if another process has taken it over."""
         if not self._is_same():
-            raise RunDirError(
-                f"{self.path} was deleted, moved or replaced during the run, so the run stops; restore the folder and "
-                "continue with --resume, or start a new run"
-            )
+            raise RunDirError(f"{self.path} {NOT_IN_PLACE}")
         try:
             is_locked = os.path.samestat(self._lock_file, os.stat(self.path / LOCK))
         except OSError:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
-from groupwise.errors import NotFiniteError
+from groupwise.errors import MAX_GRADIENT_NORM, NotFiniteError
 from groupwise.model.device import float64_device
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import TokenLogps, completion_logps, iter_pack_states, iter_packs
@@ -35,7 +35,6 @@ from groupwise.training.update.result import LogProbMismatch, UpdateResult, grad
 
 _Result = TypeVar("_Result")
 
-MAX_NORM = 1e19  # of a gradient: AdamW squares it in float32
 LARGE_WEIGHT = 1e9  # of a term or an advantage, which is then the likely reason of a loss that is not finite
 
 
@@ -131,7 +130,7 @@ class Updater:
         norm = self._clip_gradient(step_recipe)
         limit = math.inf if step_recipe.optimizer.max_grad_norm is None else step_recipe.optimizer.max_grad_norm
         values = [norm, *result.values.values()]
-        if not all(map(math.isfinite, values)) or min(norm, limit) > MAX_NORM:
+        if not all(map(math.isfinite, values)) or min(norm, limit) > MAX_GRADIENT_NORM:
             self.optimizer.zero_grad(set_to_none=True)
             if step_recipe.train.on_non_finite == "stop":
                 raise NotFiniteError(self._reason_not_finite(minibatch, step_recipe, result, norm))
