@@ -33,8 +33,8 @@ MANIFEST = "manifest.json"
 MANIFEST_VERSION = 1
 UNFINISHED = ".unfinished-"
 NOT_IN_PLACE = (
-    "was deleted, moved or replaced during the run, so the run stops; restore the folder and continue with --resume, or "
-    "start a new run"
+    "was deleted, moved or replaced during the run, so the run stops; restore the folder and continue with --resume, "
+    "or start a new run"
 )
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}  # as JSON holds them: in strings
 FORMULA = tuple("=+-@\t\r\n＝＋－＠")  # a text that begins with one of these may be computed by a spreadsheet
