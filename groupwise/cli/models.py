@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.cli.common import Commands, add, console, make_table, print_table, say
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
 
 BUILT_IN = "tiny"
 STAGES = {
@@ -57,7 +57,12 @@ class HelpWithCache(argparse._HelpAction):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from groupwise.model.catalogue import CACHE_VARIABLE, cache_folder
 
-        place = f"Weights are stored in {cache_folder()}; the variable {CACHE_VARIABLE} or --cache DIR changes that."
+        try:
+            place = (
+                f"Weights are stored in {cache_folder()}; the variable {CACHE_VARIABLE} or --cache DIR changes that."
+            )
+        except ConfigError as error:  # help is wanted all the more
+            place = f"Note: {error}."
         parser.epilog = f"{place}\n\n{parser.epilog}"
         super().__call__(parser, *_)
 

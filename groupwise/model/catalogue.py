@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from groupwise.errors import ConfigError
-from groupwise.paths import user_path
+from groupwise.paths import FOLDER, kind_of, user_path
 
 CACHE_VARIABLE = "GROUPWISE_CACHE"
 
@@ -229,8 +229,14 @@ CATALOGUE: Mapping[str, CatalogueEntry] = {
 
 def cache_folder(cache: str | Path | None = None) -> Path:
     """The folder of the weights: ``cache`` or ``GROUPWISE_CACHE``, else ``groupwise`` in XDG_CACHE_HOME or ~/.cache."""
-    if folder := cache or os.environ.get(CACHE_VARIABLE):
-        return user_path(folder)
+    if given := cache or os.environ.get(CACHE_VARIABLE):
+        folder = user_path(given)
+        if (kind := kind_of(folder)) not in (None, FOLDER):
+            raise ConfigError(
+                f"models cannot be stored in {folder}: it is a {kind}, not a folder. Choose another with --cache or "
+                f"{CACHE_VARIABLE}"
+            )
+        return folder
     folder = user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
     if folder.parts[0] == "~":
         raise ConfigError(f"there is no home folder to keep models in; set {CACHE_VARIABLE} to a folder")

@@ -58,7 +58,7 @@ def _check_size(path: Path, largest: int) -> None:
         raise CheckpointError(f"{path} has {size / 2**20:,.0f} MiB, more than the {largest / 2**20:,.0f} of any model")
 
 
-def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(file: Path, remedy: str = "download it again") -> dict[str, tuple[int, ...]]:
     """The shapes of the tensors in a safetensors file; raises if the file is not as long as its header says."""
     from safetensors import SafetensorError, safe_open
 
@@ -67,7 +67,7 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
             return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, RuntimeError) as error:  # a RuntimeError of torch if the file is gone
         reason = one_line(str(error))[:LONGEST_REASON]
-        raise CheckpointError(f"{file} is damaged or truncated ({reason}); download it again") from error
+        raise CheckpointError(f"{file} is damaged or truncated ({reason}); {remedy}") from error
 
 
 def check_counts(config: Mapping[str, Any], shapes: Shapes, where: str) -> None:

