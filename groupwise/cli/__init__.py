@@ -64,7 +64,7 @@ EXAMPLES = (
 )
 
 BROKEN_PIPE = 141  # 128 + SIGPIPE
-WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
+WRITE_ERRORS = (errno.EBADF, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 BUG = "this is an error of groupwise itself; please report it with the lines above"
 ENDED = "code that is not groupwise's ended the command before it was finished"
 
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if isinstance(problem, BrokenPipeError):
         return BROKEN_PIPE
-    say_error(f"the output cannot be written: {error_reason(problem)}")
+    say_error(_unwritten(problem))
     return 2
 
 
@@ -144,8 +144,7 @@ def _outside_cause(error: Exception) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{show_path(os.fsdecode(error.filename))} cannot be used: {path_reason(error)}"
     if isinstance(error, OSError):
-        what = "the output cannot be written" if error.errno in WRITE_ERRORS else "the system refused a call"
-        return f"{what}: {error_reason(error)}"
+        return _unwritten(error) if error.errno in WRITE_ERRORS else f"the system refused a call: {error_reason(error)}"
     if isinstance(error, ValueError) and str(error).startswith("embedded null"):
         return "a file name contains a NUL character, which no file name can have"
     if isinstance(error, UnicodeError):
@@ -159,6 +158,10 @@ def _outside_cause(error: Exception) -> str | None:
             "sampling.max_new_tokens), or a smaller model"
         )
     return None
+
+
+def _unwritten(error: OSError) -> str:
+    return f"the output cannot be written: {'it is closed' if error.errno == errno.EBADF else error_reason(error)}"
 
 
 def _has_current_folder() -> bool:
@@ -198,13 +201,14 @@ def _exits_reported() -> Iterator[None]:
 
 
 def _prepare_streams() -> None:
-    """Read from and write to nowhere if a standard stream is closed (`>&-`): the next opened file would get its number.
+    """Replace a standard stream that is closed (`>&-`): otherwise the next opened file would get its number.
 
-    A character that the output's encoding does not have is written as an escape.
+    What is written to a closed output fails, as on a full disk; errors go nowhere. A character that the output's
+    encoding does not have is written as an escape.
     """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+    for name, mode, flag in (("stdin", "r", os.O_RDONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_WRONLY)):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - for the rest of the process
+            setattr(sys, name, open(os.open(os.devnull, flag), mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

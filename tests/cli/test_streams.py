@@ -37,9 +37,24 @@ def test_a_full_disk_is_an_error(words):
 def test_output_without_a_reader_or_a_stream(words):
     done = shell(f"groupwise {words} | true; exit ${{PIPESTATUS[0]}}", unbuffered="1")
     assert (done.returncode, done.stderr) == (141, "")
-    for closed in (">&-", "2>&-", "<&- >&- 2>&-", "2> /dev/full"):
+    for closed in ("2>&-", "2> /dev/full"):
         done = shell(f"groupwise {words} {closed}")
         assert (done.returncode, done.stderr) == (0, ""), closed
+    done = shell(f"groupwise {words} >&-")
+    assert (done.returncode, done.stderr) == (2, "groupwise: the output cannot be written: it is closed\n")
+    done = shell(f"groupwise {words} <&- >&- 2>&-")
+    assert (done.returncode, done.stderr) == (2, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("output", [">&-", "<&- >&- 2>&-", "> /dev/full"])
+def test_a_run_without_an_output_is_trained_to_its_end(output, tmp_path):
+    """The status says that the output was lost; the run is whole."""
+    command = f"groupwise train quiz --train.steps 1 --sft.steps 0 --run.folder {tmp_path / 'run'}"
+    done = shell(f"{command} {output}")
+    assert done.returncode == 2
+    assert done.stderr.count("the output cannot be written") == ("2>&-" not in output)
+    assert "nothing to resume" in shell(f"{command} --resume").stdout
 
 
 @pytest.mark.slow
