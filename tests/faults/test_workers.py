@@ -77,7 +77,14 @@ def all_messages() -> Messages:
 
 
 @pytest.fixture(scope="module")
-def grouper(settings, all_messages) -> Iterator[RayGrouper]:
+def ray_processes() -> Callable[[], list[psutil.Process]]:
+    """The processes that were started since: other tests may have left theirs, such as the one of chat templates."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    return lambda: [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+
+
+@pytest.fixture(scope="module")
+def grouper(settings, all_messages, ray_processes) -> Iterator[RayGrouper]:
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the workers cannot import this module
@@ -250,11 +257,11 @@ def test_all_workers_are_killed_in_one_call(grouper, expected, tmp_path):
     assert grouper.restarts == before + 2
 
 
-def test_without_ray_grouping_continues_in_this_process(grouper, messages, expected, tmp_path):
+def test_without_ray_grouping_continues_in_this_process(grouper, messages, expected, ray_processes, tmp_path):
     """The last test of this module: its Ray is killed."""
     import ray
 
-    children = psutil.Process().children(recursive=True)
+    children = ray_processes()
     (raylet,) = [child for child in children if child.name() == "raylet"]
 
     def kill(pid: int) -> None:
@@ -272,12 +279,12 @@ def test_without_ray_grouping_continues_in_this_process(grouper, messages, expec
     assert psutil.wait_procs(children, timeout=600)[1] == []
 
 
-def test_rays_control_service_is_killed_between_steps(settings, expected):
+def test_rays_control_service_is_killed_between_steps(settings, expected, ray_processes):
     """The grouping goes on, and no process is left at the end."""
     messages = Messages()
     with RayGrouper(settings, 1, messages) as grouper:
         check_same(grouper.group(TEXTS[:2]), expected)
-        children = psutil.Process().children(recursive=True)
+        children = ray_processes()
         (process,) = [child for child in children if child.name() == "gcs_server"]
         process.kill()
         process.wait()
@@ -287,13 +294,12 @@ def test_rays_control_service_is_killed_between_steps(settings, expected):
 
 
 @pytest.mark.parametrize("moment", ["load", "close"])
-def test_killed_while_it_loads_its_model_or_before_it_is_closed(settings, expected, monkeypatch, moment):
+def test_killed_while_it_loads_its_model_or_before_it_is_closed(settings, expected, ray_processes, monkeypatch, moment):
     """In the first start there is a sentence; a dead worker does not prevent closing. No process is left."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
     children: list[psutil.Process] = []
 
     def kill(grouper: RayGrouper) -> None:
-        children.extend(child for child in psutil.Process().children(recursive=True) if child.pid not in before)
+        children.extend(ray_processes())
         for pid in grouper.pids:
             os.kill(pid, signal.SIGKILL)
 
