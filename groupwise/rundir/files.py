@@ -166,7 +166,7 @@ def write_manifest(folder: str | Path) -> None:
     """Write the size and SHA-256 of every file below ``folder`` into its ``manifest.json``."""
     folder = Path(folder)
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file() and path.name != MANIFEST and not path.name.startswith(UNFINISHED)
     }
@@ -224,7 +224,7 @@ def _problem(folder: Path, name: str, facts: Any) -> str | None:
         return f"{shown} is a link to a file outside the folder"
     if path.stat().st_size != size:
         return f"{shown} has {path.stat().st_size} bytes instead of {size}"
-    if _sha256(path) != digest:
+    if file_sha256(path) != digest:
         return f"{shown} has been changed (its SHA-256 differs)"
     return None
 
@@ -259,16 +259,19 @@ def same_folder(path: Path) -> Iterator[Callable[[], bool]]:
         return
     descriptor = os.open(path, os.O_RDONLY)
 
-    def is_same() -> bool:
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(path))
-        except OSError:
-            return False
-
     try:
-        yield is_same
+        yield lambda: is_still(descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def is_still(file: int | os.stat_result, path: Path) -> bool:
+    """Whether an open file or folder (its descriptor), or one of this state, is still at ``path``: neither deleted nor
+    moved nor replaced."""
+    try:
+        return os.path.samestat(os.fstat(file) if isinstance(file, int) else file, os.stat(path))
+    except OSError:
+        return False
 
 
 def delete_folder(folder: Path) -> None:
@@ -343,7 +346,7 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

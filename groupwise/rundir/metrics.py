@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
 from groupwise.paths import MEGABYTE, kind_of, read_file
-from groupwise.rundir.files import NOT_IN_PLACE, as_json, from_json, json_bytes, set_aside, write_bytes
+from groupwise.rundir.files import NOT_IN_PLACE, as_json, from_json, is_still, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
 LARGEST = 4096 * MEGABYTE
@@ -55,7 +55,8 @@ class MetricsRecorder:
         self.last_step = int(step)
 
     def _append(self, line: bytes) -> None:
-        self._check_in_place()
+        if not is_still(self._file.fileno(), self.path):  # what is written to a deleted file is lost silently
+            raise RunDirError(f"{self.path} {NOT_IN_PLACE}")
         length = self._file.seek(0, os.SEEK_END)
         try:
             written = self._file.write(line)
@@ -65,15 +66,6 @@ class MetricsRecorder:
         if reason:
             self._file.truncate(length)
             raise RunDirError(f"{self.path} could not be written: {reason}. Earlier rows are untouched; make room")
-
-    def _check_in_place(self) -> None:
-        """What is written to a deleted file is lost without an error."""
-        try:
-            same = os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
-        except OSError:
-            same = False
-        if not same:
-            raise RunDirError(f"{self.path} {NOT_IN_PLACE}")
 
     def rewind(self, step: int, *, drop: Callable[[Mapping[str, Any]], bool] = lambda row: False) -> str | None:
         """Delete the rows after ``step``, to resume from there, and those to ``drop``.

@@ -32,6 +32,7 @@ from groupwise.rundir.files import (
     NOT_IN_PLACE,
     atomic_folder,
     delete_folder,
+    is_still,
     read_json,
     remove_leftovers,
     same_folder,
@@ -122,11 +123,7 @@ class RunDir:
         """Raise an error if the folder was deleted, moved or replaced, or if another process has taken it over."""
         if not self._is_same():
             raise RunDirError(f"{self.path} {NOT_IN_PLACE}")
-        try:
-            is_locked = os.path.samestat(self._lock_file, os.stat(self.path / LOCK))
-        except OSError:
-            is_locked = False
-        if not is_locked:  # the lock file was deleted: a second process may have locked a new one
+        if not is_still(self._lock_file, self.path / LOCK):  # it was deleted: another process may have locked a new one
             released, self._lock = self._lock, _acquire(self.path)
             released.release()
             self._lock_file = os.stat(self.path / LOCK)
@@ -172,7 +169,7 @@ class RunDir:
     def close(self) -> None:
         self.metrics.close()
         with suppress(OSError):
-            if self._is_same() and os.path.samestat(self._lock_file, os.stat(self.path / LOCK)):
+            if self._is_same() and is_still(self._lock_file, self.path / LOCK):
                 (self.path / HOLDER).unlink()
         self._open.close()
         self._lock.release()

@@ -6,6 +6,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,12 +132,16 @@ def test_environments_that_misbehave(fault, algorithm):
             Faulty.fault = ("", 0, None)
 
 
+@contextmanager
+def copy_of(run: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(shutil.copytree(run, Path(name) / "run"))
+
+
 @many(3)
 @given(st.data())
 def test_saved_models(run, data):
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        shutil.copytree(run, folder)
+    with copy_of(run) as folder:
         if data.draw(st.booleans()):
             about = data.draw(mutated(json.loads((folder / "best_model.json").read_bytes())))
             (folder / "best_model.json").write_bytes(as_json(about))
@@ -150,9 +155,7 @@ def test_saved_models(run, data):
 @given(st.data())
 def test_checkpoints(run, data):
     """Every entry of a checkpoint may be missing or have another value."""
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name) / "run"
-        shutil.copytree(run, folder)
+    with copy_of(run) as folder:
         if data.draw(st.booleans()):
             state = torch.load(folder / "state.pt", weights_only=True)
             plain = {key: state[key] for key in ("config", "progress", "generators", "format")}

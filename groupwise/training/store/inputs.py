@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.errors import CheckpointError
+from groupwise.paths import user_path
+from groupwise.rundir.files import file_sha256
 from groupwise.text import error_reason, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.extras import groups_by_similarity
@@ -83,15 +85,13 @@ def _hash_frozen(model: nn.Module) -> str:
 
 def _hash_folders(sources: Iterable[Any]) -> str:
     """The files of local model folders. What has a name is fetched by hash, and what is on the hub has a revision."""
-    folders = [Path(os.path.expanduser(source)) for source in sources if isinstance(source, str)]
-    digest = hashlib.sha256()
+    folders = [user_path(source) for source in sources if isinstance(source, str)]
     folders = [folder for folder in folders if os.path.isdir(folder)]
+    digest = hashlib.sha256()
     try:
         for folder in folders:
             for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-                with open(path, "rb") as file:
-                    name = path.relative_to(folder).as_posix()
-                    digest.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+                digest.update(f"{path.relative_to(folder).as_posix()} {file_sha256(path)}\n".encode())
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error_reason(error)}") from error
     return digest.hexdigest()[:HASH_LENGTH] if folders else NONE

@@ -280,8 +280,8 @@ def test_a_run_of_an_earlier_version_is_refused(tmp_path):
 def test_a_resume_hashes_a_checkpoint_once(tmp_path, monkeypatch):
     run_steps(small_trainer(tmp_path / "run", QUICK, {"run": {"checkpoint_every": 2}}), 2)
     hashed = []
-    real = files._sha256
-    monkeypatch.setattr(files, "_sha256", lambda path: hashed.append(path.name) or real(path))
+    real = files.file_sha256
+    monkeypatch.setattr(files, "file_sha256", lambda path: hashed.append(path.name) or real(path))
     with small_trainer(tmp_path / "run", QUICK, {"train": {"steps": 3}}, resume=True) as trainer:
         next(trainer.steps())
         assert hashed.count("masters.safetensors") == 2  # once to resume, once for the manifest of checkpoint-3
