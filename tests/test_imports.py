@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": {"errors"},
     "rundir": {"errors", "text", "paths"},
     "stats": {"errors"},
+    "distributed": {"errors", "text"},
     "plots": {"errors", "rundir", "stats", "text"},
     "packaged": {"errors", "text", "paths"},
     "chat_template": BASE,
