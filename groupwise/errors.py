@@ -88,6 +88,10 @@ class RunDirError(GroupwiseError, RuntimeError):
     """A run folder is in use by another process, not empty, or not a run folder."""
 
 
+class RankError(GroupwiseError, RuntimeError):
+    """A process of a run of several failed, died, or does not answer."""
+
+
 class ControlError(GroupwiseError, RuntimeError):
     """A control environment is invalid or failed."""
 

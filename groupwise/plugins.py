@@ -9,6 +9,9 @@ from typing import Any
 from groupwise.errors import ConfigError, check_choice
 from groupwise.text import error_reason
 
+GENERATORS = "groupwise.generators"
+BUILTIN_GENERATORS = {"engine": "groupwise.generate.engine:make_engine"}  # as in pyproject.toml
+
 
 def plugin_names(group: str, builtin: Mapping[str, str]) -> list[str]:
     """The names in a group of entry points, ours first."""

@@ -174,6 +174,8 @@ class SamplingSection(Section):
     """stop strings that end a completion"""
     max_num_seqs: Count | None = None
     """maximum number of completions generated at once"""
+    generator: str = "engine"
+    """what samples: groupwise's own engine, or the name of an installed plug-in"""
 
 
 class AdvantagesSection(Section):

@@ -16,20 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.config import Recipe
 from groupwise.errors import InputError, check_integer
+from groupwise.generate.local import LocalGenerator
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
-from groupwise.generate.request import ActiveSamples, OutputBuffer, Progress, RandomStream, Request
+from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import Runner, StepBatch
 from groupwise.generate.scheduler import Scheduler
-from groupwise.generate.types import Rollout, Sampling, Stop
+from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle, eval_mode, prepare
 from groupwise.model.packing import Ids
 from groupwise.model.small_batch_linear import small_batch_linears
 
 
-class Engine:
+class Engine(LocalGenerator):
     """Samples from a causal language model of transformers.
 
     cache_bytes: the maximal size of the KV cache; by default 70 % of the free memory.
@@ -57,12 +59,11 @@ class Engine:
             if number is not None:
                 check_integer(name, number, 1)
         gpu = self.handle.device.type == "cuda"
+        super().__init__(max_num_seqs or (512 if gpu else 128))
         self.cache_bytes = cache_bytes
-        self.max_num_seqs = max_num_seqs or (512 if gpu else 128)
         self.prefill_tokens = 1 if isolated else prefill_tokens or (16384 if gpu else 2048)
         self.isolated = isolated
         self.graphs = _can_capture(self.handle) if graphs is None else graphs
-        self.progress: Progress | None = None
         self._cache: SharedCache | None = None
         self._graphs: Any = None
 
@@ -85,7 +86,7 @@ class Engine:
         """``samples`` completions of each prompt; see `Sampling` and `Rollout`."""
         if self.handle.head is None:
             plain = PlainGenerator(self.handle)
-            plain.progress = self.progress
+            plain.progress, plain.version = self.progress, self.version
             return plain.generate(prompts, samples, sampling, stop=stop, keys=keys)
         request = Request(self.handle, prompts, samples, sampling, keys)
         with eval_mode(self.handle.model), small_batch_linears(self.handle.trunk):
@@ -134,7 +135,7 @@ class Engine:
                 batch, step = in_flight.popleft()
                 for sample in output.append(batch, runner.read(step)):
                     active.drop(sample)
-        return output.rollout(stats, runner.kept_ids())
+        return output.rollout(self.version, stats, runner.kept_ids())
 
     def _runner(self, plan: CachePlan, request: Request) -> Runner:
         head = self.handle.head
@@ -155,12 +156,13 @@ class Engine:
         return GraphRunner(self._graphs, request, self.isolated)
 
 
+def make_engine(recipe: Recipe, handle: ModelHandle) -> Engine:
+    return Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
+
+
 @contextmanager
-def watched(generator: Any, progress: Progress) -> Iterator[None]:
-    """Within this block an engine reports its progress, see `Progress`."""
-    if not isinstance(generator, Engine):  # another generator may not be able to tell
-        yield
-        return
+def watched(generator: Generator, progress: Progress) -> Iterator[None]:
+    """Within this block a generator reports its progress, see `Progress`."""
     before, generator.progress = generator.progress, progress
     try:
         yield

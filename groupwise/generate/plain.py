@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 
-from groupwise.generate.request import OutputBuffer, Progress, RandomStream, Request
+from groupwise.generate.local import LocalGenerator
+from groupwise.generate.request import OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import StepBatch, to_step_output
 from groupwise.generate.sampling import draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
@@ -22,12 +23,12 @@ from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.packing import Ids
 
 
-class PlainGenerator:
+class PlainGenerator(LocalGenerator):
     """A `Generator` for models that cannot share prompts, and for comparison."""
 
     def __init__(self, model: Any) -> None:
+        super().__init__(max_num_seqs=1)
         self.handle: ModelHandle = prepare(model, plain=True)
-        self.progress: Progress | None = None
 
     @torch.no_grad()
     def generate(
@@ -61,7 +62,7 @@ class PlainGenerator:
                 stopping_criteria=StoppingCriteriaList([sampler.ended]),
             )
         prefilled = sum(length * count for length, count in zip(request.prompt_lengths, request.counts, strict=True))
-        return output.rollout({"prefilled_tokens": prefilled, "plain": True})
+        return output.rollout(self.version, {"prefilled_tokens": prefilled, "plain": True})
 
 
 class _Sampler(LogitsProcessor):

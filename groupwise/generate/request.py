@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,16 +14,11 @@ from groupwise.errors import InputError, NotFiniteError
 from groupwise.generate.runner import Group, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
-from groupwise.generate.types import Rollout, Sampling, Stop
+from groupwise.generate.types import Progress, Rollout, Sampling, Stop
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import Ids, check_ids
 from groupwise.model.precision import name_not_finite
 
-Progress = Callable[[float, int, int], None]
-"""Called with the completions done, their number, and the tokens sampled so far.
-
-A completion that is not finished counts as its share of the maximal length.
-"""
 REPORT_SECONDS = 0.2  # between two reports of progress
 
 
@@ -228,8 +223,8 @@ class OutputBuffer:
         place = np.repeat(starts - ends + counts, counts) + np.arange(counts.sum())
         return KeptSets(torch.from_numpy(pool[place]), torch.from_numpy(np.concatenate([[0], ends])))
 
-    def rollout(self, stats: dict[str, Any], kept_ids: np.ndarray | None = None) -> Rollout:
-        """The result, once all samples have ended."""
+    def rollout(self, version: int, stats: dict[str, Any], kept_ids: np.ndarray | None = None) -> Rollout:
+        """The result, once all samples have ended. ``version``: of the weights that sampled it."""
         width = int(self.lengths.max())
         kept = self._kept(kept_ids) if self.request.sampling.keep_sets else None
         return Rollout(
@@ -239,6 +234,7 @@ class OutputBuffer:
             filtered_logps=torch.from_numpy(self.filtered_logps[:, :width].copy()),
             stop_reasons=tuple(self.reasons.tolist()),
             groups=torch.from_numpy(self.request.prompt_of),
+            versions=torch.full((len(self.ids), width), version, dtype=torch.int32),
             kept=kept,
             stats=stats,
         )

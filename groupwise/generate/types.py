@@ -17,6 +17,12 @@ STOP_REASONS = ("eos", "stop_string", "length")
 Stop = Callable[[Sequence[int]], bool]
 """Called with a completion's ids after each new token; true ends the completion."""
 
+Progress = Callable[[float, int, int], None]
+"""Called with the completions done, their number, and the tokens sampled so far.
+
+A completion that is not finished counts as its share of the maximal length.
+"""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -67,6 +73,7 @@ class Rollout:
     filtered_logps: log-prob after the filters. Use it as the old log-prob only together with ``kept``, when training
     renormalises over the same sets.
     kept: with ``Sampling.keep_sets``, one set per token of each completion, in order.
+    versions: the version of the weights that sampled each token.
     """
 
     ids: Tensor  # (B, T) int64
@@ -75,6 +82,7 @@ class Rollout:
     filtered_logps: Tensor  # (B, T) float32
     stop_reasons: tuple[str, ...]  # (B,) of STOP_REASONS
     groups: Tensor  # (B,) the index of each sample's prompt
+    versions: Tensor  # (B, T) int32
     kept: KeptSets | None = None
     stats: dict[str, Any] = field(default_factory=dict)  # prefilled tokens, decode steps, …
 
@@ -92,7 +100,16 @@ class Rollout:
 
 
 class Generator(Protocol):
-    """Anything that samples: `Engine`, `PlainGenerator`, or a wrapper of another library."""
+    """Samples completions: `Engine`, `PlainGenerator`, or another library behind the same methods.
+
+    max_num_seqs: the maximal number of completions at once; the trainer lowers it if memory runs out.
+    version: of the weights that it samples with, as given to `update_weights`.
+    progress: called while it samples, if it can tell.
+    """
+
+    max_num_seqs: int
+    version: int
+    progress: Progress | None
 
     def generate(
         self,
@@ -104,3 +121,15 @@ class Generator(Protocol):
         keys: Sequence[int] | None = None,
     ) -> Rollout:
         """``samples`` completions of each prompt. ``keys`` identify prompts for the seed; by default their indices."""
+
+    def update_weights(self, version: int) -> None:
+        """From now on, sample with the current weights of the model that is trained, and call them ``version``."""
+
+    def check_health(self) -> None:
+        """Raise a GroupwiseError, with what to do, if it cannot sample now."""
+
+    def release(self) -> None:
+        """Free the memory that only sampling needs; the next call allocates it again."""
+
+    def close(self) -> None:
+        """End everything that was started for it."""

@@ -9,7 +9,7 @@ from groupwise.config import Recipe
 from groupwise.data.read import check_source as check_data_source
 from groupwise.errors import ConfigError, check_choice
 from groupwise.model.source import check_source as check_model_source
-from groupwise.plugins import plugin_names
+from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, plugin_names
 from groupwise.redaction import literal_secrets, resolve_secrets
 from groupwise.training.extras import check_extras, data_sources
 from groupwise.user_code import load_function, names_file
@@ -30,6 +30,8 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
         check_data_source(source)
     if ":" not in recipe.task and (tasks := plugin_names("groupwise.tasks", {})):  # none if groupwise is not installed
         check_choice("task", recipe.task, tasks, ConfigError)
+    generators = plugin_names(GENERATORS, BUILTIN_GENERATORS)
+    check_choice("sampling.generator", recipe.sampling.generator, generators, ConfigError)
     functions = [("task", recipe.task), *(("reward", entry.function) for entry in recipe.rewards)]
     if training:
         functions += [("loss", recipe.loss.name), ("advantage", recipe.advantages.function or "")]

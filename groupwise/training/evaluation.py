@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
-from groupwise.generate import Engine, Sampling
+from groupwise.generate import Generator, Sampling
 from groupwise.generate.engine import watched
+from groupwise.generate.registry import make_generator
 from groupwise.model.packing import default_token_budget
 from groupwise.rewards import Scorer
 from groupwise.text import Say, plural
@@ -35,7 +36,7 @@ NO_STEPS = SimpleNamespace(global_step=0, max_steps=0, epoch=0.0, num_input_toke
 
 def evaluate_rows(
     components: RunComponents,
-    engine: Engine,
+    generator: Generator,
     progress: RowProgress = lambda done, total, tokens: None,
     trainer_state: Any = NO_STEPS,
 ) -> Evaluation:
@@ -53,8 +54,8 @@ def evaluate_rows(
         tokens_now = tokens_before + tokens
         progress(rows_before + completions / samples, total, tokens_now)
 
-    with watched(engine, sampled), _scoring_held_out(components.scorer):
-        return _evaluate_rows(components, engine, chunk_finished, trainer_state)
+    with watched(generator, sampled), _scoring_held_out(components.scorer):
+        return _evaluate_rows(components, generator, chunk_finished, trainer_state)
 
 
 @contextmanager
@@ -81,11 +82,11 @@ def show_rows(display: Display) -> RowProgress:
 
 
 def _evaluate_rows(
-    components: RunComponents, engine: Engine, progress: Callable[[int, int], None], trainer_state: Any
+    components: RunComponents, generator: Generator, progress: Callable[[int, int], None], trainer_state: Any
 ) -> Evaluation:
     settings, recipe = components.recipe.evaluate, components.recipe
     return evaluate(
-        engine,
+        generator,
         components.tokenizer,
         components.held_out.rows,
         components.held_out.prompts,
@@ -108,7 +109,7 @@ def _evaluate_rows(
 
 def evaluate_policy(
     components: RunComponents,
-    engine: Engine,
+    generator: Generator,
     pairs: PairSampler,
     reference: Reference | None,
     step_recipe: Recipe,
@@ -119,7 +120,7 @@ def evaluate_policy(
     """Everything that a run holds out: its rows, and its preference pairs relative to the reference."""
     evaluation = Evaluation({})
     if len(components.held_out):
-        evaluation = evaluate_rows(components, engine, progress, trainer_state)
+        evaluation = evaluate_rows(components, generator, progress, trainer_state)
     if reference is not None:
         budget = default_token_budget(components.handle)  # the one that the reference's log-probs were computed with
         evaluation.metrics.update(
@@ -142,8 +143,9 @@ def evaluate_recipe(
             "for pairs"
         )
     if len(components.held_out):
-        engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
         display.progress("evaluating", 0.0, len(components.held_out), "rows")
-        evaluation = evaluate_rows(components, engine, show_rows(display))
+        with closing(make_generator(recipe, components.handle)) as generator:
+            generator.update_weights(0)
+            evaluation = evaluate_rows(components, generator, show_rows(display))
     evaluation.metrics.update(logp_accuracy(components.handle, components.pairs.held_out))
     return evaluation, LOGP_ACCURACY if metric == PREFERENCE_ACCURACY else metric

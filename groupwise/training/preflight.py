@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from statistics import mean
 from typing import Any
 
@@ -12,7 +13,8 @@ from pydantic import BaseModel
 
 from groupwise.config import Recipe, setting_names
 from groupwise.data import Prompt, decode_completions, reward_inputs
-from groupwise.generate import Engine, Rollout, Sampling
+from groupwise.generate import Rollout, Sampling
+from groupwise.generate.registry import make_generator
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
 from groupwise.model.logprobs import completion_logps, iter_packs
@@ -207,7 +209,8 @@ def _sampled_at_once(components: RunComponents) -> tuple[int, int]:
     else:
         prompt_set, each = components.held_out, recipe.evaluate.samples
         prompts, tokens = len(prompt_set), recipe.evaluate.max_new_tokens or sampling.max_new_tokens
-    sequences = min(prompts * each, Engine(components.handle).max_num_seqs)
+    with closing(make_generator(recipe, components.handle)) as generator:
+        sequences = min(prompts * each, generator.max_num_seqs)
     return sequences, prompt_set.longest * -(-sequences // each) + sequences * tokens
 
 
@@ -279,13 +282,13 @@ def _rewards(components: RunComponents, row: TaskRow, rollout: Rollout) -> Itera
 def _seconds_per_step(components: RunComponents, prompt: Prompt, tokens: int) -> tuple[float, Rollout]:
     """Completions of ``tokens`` for one prompt, sampled and run forward and backward, scaled up to a step."""
     recipe, settings = components.recipe, components.recipe.sampling
-    engine = Engine(components.handle)
     sampling = Sampling(max_new_tokens=tokens, min_new_tokens=tokens, temperature=settings.temperature)
-    engine.generate([prompt.ids], settings.samples_per_prompt, sampling)  # the first call compiles and allocates
-    start = time.perf_counter()
-    rollout = engine.generate([prompt.ids], settings.samples_per_prompt, sampling)
-    generation = time.perf_counter() - start
-    engine.release()
+    with closing(make_generator(recipe, components.handle)) as generator:
+        generator.update_weights(0)
+        generator.generate([prompt.ids], settings.samples_per_prompt, sampling)  # the first call compiles and allocates
+        start = time.perf_counter()
+        rollout = generator.generate([prompt.ids], settings.samples_per_prompt, sampling)
+        generation = time.perf_counter() - start
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()

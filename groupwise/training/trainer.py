@@ -21,7 +21,7 @@ from groupwise.config import Recipe, with_settings
 from groupwise.data import Order
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation
-from groupwise.generate import Engine
+from groupwise.generate.registry import make_generator
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
 from groupwise.model.precision import MasterWeights
@@ -161,7 +161,7 @@ class Trainer:
         self.masters = MasterWeights(components.model)
         self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
         self.reference: Reference | None = None  # the policy after SFT, so not known yet
-        self.engine = Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
+        self.generator = make_generator(recipe, handle)
         self.updater = Updater(
             handle,
             self.masters,
@@ -170,7 +170,7 @@ class Trainer:
             recipe.train.token_budget or default_token_budget(handle),
             components.loss,
             dropout=components.has_dropout,
-            release=self.engine.release,
+            release=self.generator.release,
             say=self.say,
         )
 
@@ -188,10 +188,18 @@ class Trainer:
             "questions": self.question_log,
         }
         self.checkpointer = Checkpointer(
-            self.run_dir, components, self.state, parts, self.question_log, self.updater, self.engine, self.say, changed
+            self.run_dir,
+            components,
+            self.state,
+            parts,
+            self.question_log,
+            self.updater,
+            self.generator,
+            self.say,
+            changed,
         )
         self.collector = RolloutCollector(
-            self.engine,
+            self.generator,
             components.tokenizer,
             components.train.rows,
             components.train.prompts,
@@ -335,7 +343,7 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.close()
         self.masters.close()
-        self.engine.release()
+        self.generator.close()
         if self.grouper is not None:
             self.grouper.close()
         self.run_dir.close()
@@ -362,6 +370,7 @@ class Trainer:
         self._compiles = False
         state.step += 1
         state.tokens += rollout.tokens
+        self.generator.update_weights(state.step)
         refresh = step_recipe.reference
         if self.reference is not None and refresh.refresh_every and state.step % refresh.refresh_every == 0:
             self.reference.refresh(refresh.mix)
@@ -491,6 +500,7 @@ class Trainer:
             self.reference = self.updater.reference = Reference(self.masters, mixes=mixes)
         if folder is not None:
             self.checkpointer.resume(folder, self.total_steps)
+        self.generator.update_weights(self.state.step)
         if self.reference is not None and self.components.has_fixed_reference:
             load_reference_logps(
                 self.pairs,
@@ -526,6 +536,7 @@ class Trainer:
             self.save()
         if folder is None and self.components.supervised:
             self.state.step = self._run_sft()
+            self.generator.update_weights(self.state.step)
         self.timer.take()  # what is not part of a step
 
     def _run_sft(self) -> int:
@@ -567,7 +578,7 @@ class Trainer:
             self.display.stage("evaluating pairs")
         evaluation = evaluate_policy(
             self.components,
-            self.engine,
+            self.generator,
             self.pairs,
             self.reference,
             self.step_recipe(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from groupwise.config import Recipe, with_settings
-from groupwise.generate import Engine
+from groupwise.generate.registry import make_generator
 from groupwise.paths import kind_of
 from groupwise.rundir import package_versions
 from groupwise.tasks import TaskReport, find_task
@@ -59,19 +60,20 @@ def exam_of_recipe(
     """Load a recipe's model and held-out questions, and run the exam."""
     check_extras(recipe, training=False)
     components = load_components(recipe, say=say)
-    engine = Engine(components.handle, max_num_seqs=recipe.sampling.max_num_seqs)
-    model = ModelUnderTest(components.handle, engine, components.tokenizer, components.builder, components.stop)
-    return run_exam(
-        model,
-        components.held_out.rows,
-        form=_prompt_form(recipe),
-        max_new_tokens=recipe.evaluate.max_new_tokens or recipe.sampling.max_new_tokens,
-        samples=recipe.evaluate.samples,
-        temperature=recipe.evaluate.temperature or recipe.sampling.temperature,
-        seed=derive_seed("evaluation", recipe.train.seed),
-        like=like,
-        progress=lambda stage, done, total: progress(f"{recipe.model.source}: {stage}", done, total),
-    )
+    with closing(make_generator(recipe, components.handle)) as generator:
+        generator.update_weights(0)
+        model = ModelUnderTest(components.handle, generator, components.tokenizer, components.builder, components.stop)
+        return run_exam(
+            model,
+            components.held_out.rows,
+            form=_prompt_form(recipe),
+            max_new_tokens=recipe.evaluate.max_new_tokens or recipe.sampling.max_new_tokens,
+            samples=recipe.evaluate.samples,
+            temperature=recipe.evaluate.temperature or recipe.sampling.temperature,
+            seed=derive_seed("evaluation", recipe.train.seed),
+            like=like,
+            progress=lambda stage, done, total: progress(f"{recipe.model.source}: {stage}", done, total),
+        )
 
 
 def facts_of(recipe: Recipe) -> dict[str, str]:

@@ -11,6 +11,7 @@ from groupwise.data import PromptBuilder
 from groupwise.errors import ConfigError, RewardError
 from groupwise.evaluate import CHUNK, REWARD, evaluate
 from groupwise.generate import Engine, Sampling
+from groupwise.generate.local import LocalGenerator
 from groupwise.generate.types import Rollout
 from groupwise.model.tiny import tiny_model, tiny_tokenizer
 from groupwise.rewards import RewardFunction, Scorer
@@ -20,10 +21,11 @@ TOKENIZER = tiny_tokenizer()
 END = TOKENIZER.eos_token_id
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(LocalGenerator):
     """A generator of given completions: a list for each prompt's text."""
 
     def __init__(self, answers, reason="eos"):
+        super().__init__(max_num_seqs=128)
         self.answers, self.reason, self.calls = answers, reason, []
 
     def generate(self, prompts, samples, sampling, *, stop=None, keys=None):
@@ -35,7 +37,7 @@ class ScriptedGenerator:
         zeros = torch.zeros(ids.shape)
         groups = torch.arange(len(prompts)).repeat_interleave(samples)
         lengths = torch.tensor([len(row) for row in rows])
-        return Rollout(ids, lengths, zeros, zeros, (self.reason,) * len(rows), groups)
+        return Rollout(ids, lengths, zeros, zeros, (self.reason,) * len(rows), groups, zeros.int())
 
 
 def rows_of(*prompts, **columns):

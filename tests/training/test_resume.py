@@ -259,11 +259,11 @@ def test_another_number_of_threads_may_be_chosen(tmp_path):
 def test_token_budget_and_rows_at_once_are_kept(tmp_path):
     """What was resolved at run time, or lowered when memory ran out, holds after a resume."""
     trainer = small_trainer(tmp_path / "run")
-    trainer.updater.token_budget, trainer.engine.max_num_seqs = 77, 5
+    trainer.updater.token_budget, trainer.generator.max_num_seqs = 77, 5
     run_steps(trainer, 1)
     resumed = small_trainer(tmp_path / "run", resume=True)
     run_steps(resumed, 1)
-    assert (resumed.updater.token_budget, resumed.engine.max_num_seqs) == (77, 5)
+    assert (resumed.updater.token_budget, resumed.generator.max_num_seqs) == (77, 5)
     assert [row["token_budget"] for row in count_steps(metrics_of(tmp_path / "run"))] == [77, 77]
 
 

@@ -12,6 +12,7 @@ from groupwise.config import make_recipe
 from groupwise.data import PromptBuilder
 from groupwise.errors import ConfigError
 from groupwise.generate import Engine, Rollout, Sampling
+from groupwise.generate.local import LocalGenerator
 from groupwise.model import load_model_and_tokenizer, prepare
 from groupwise.tasks import load_task
 from groupwise.usmle import exam as exam_module
@@ -164,10 +165,11 @@ def test_both_readers_read_an_answer(text, lenient, strict, rule):
 # --- the exam ---------------------------------------------------------------------------------------------------------
 
 
-class ScriptedGenerator:
+class ScriptedGenerator(LocalGenerator):
     """A generator of given texts; the tiny model's answers are meaningless."""
 
     def __init__(self, tokenizer, say):
+        super().__init__(max_num_seqs=128)
         self.tokenizer, self.say = tokenizer, say
         self.asked = []
 
@@ -179,7 +181,7 @@ class ScriptedGenerator:
         zeros = torch.zeros(ids.shape)
         lengths = torch.tensor([len(row) for row in rows])
         groups = torch.arange(len(prompts)).repeat_interleave(samples)
-        return Rollout(ids, lengths, zeros, zeros, ("eos",) * len(rows), groups)
+        return Rollout(ids, lengths, zeros, zeros, ("eos",) * len(rows), groups, zeros.int())
 
 
 def test_a_report_on_scripted_answers():

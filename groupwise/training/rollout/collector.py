@@ -183,7 +183,7 @@ class RolloutCollector:
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
-        generator: Any = self.generator
+        generator = self.generator
 
         def shrink() -> None:
             generator.max_num_seqs //= 2
@@ -194,8 +194,8 @@ class RolloutCollector:
             )
 
         return retry_with_less_memory(
-            lambda: self.generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop),
-            can_shrink=lambda: getattr(generator, "max_num_seqs", 1) > samples,
+            lambda: generator.generate([prompt.ids for prompt in prompts], samples, sampling, stop=self.stop),
+            can_shrink=lambda: generator.max_num_seqs > samples,
             shrink=shrink,
         )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from groupwise.errors import ConfigError
-from groupwise.generate import Engine
+from groupwise.generate import Generator
 from groupwise.rundir import RunDir
 from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents
@@ -37,12 +37,12 @@ class Checkpointer:
         parts: Mapping[str, Stateful],
         question_log: QuestionLog,
         updater: Updater,
-        engine: Engine,
+        generator: Generator,
         say: Say,
         changed: Collection[str] = (),
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
-        self.question_log, self.updater, self.engine, self.say = question_log, updater, engine, say
+        self.question_log, self.updater, self.generator, self.say = question_log, updater, generator, say
         self.changed = changed
         self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
@@ -107,7 +107,7 @@ class Checkpointer:
             )
         checkpoint.load_checkpoint(folder, self.updater)
         self.updater.token_budget = recipe.train.token_budget or saved["token_budget"]
-        self.engine.max_num_seqs = recipe.sampling.max_num_seqs or saved["max_num_seqs"]
+        self.generator.max_num_seqs = recipe.sampling.max_num_seqs or saved["max_num_seqs"]
         threads = saved["threads"]
         if torch.get_num_threads() != threads:
             before = f"the run was started with {plural(threads, 'thread')}"
@@ -132,7 +132,7 @@ class Checkpointer:
             "train": asdict(self.state),
             **{name: part.state() for name, part in self.parts.items()},
             "token_budget": self.updater.token_budget,
-            "max_num_seqs": self.engine.max_num_seqs,
+            "max_num_seqs": self.generator.max_num_seqs,
             "threads": torch.get_num_threads(),
             "supervised": self.components.supervised,
         }

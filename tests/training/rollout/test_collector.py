@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.filters import KeptSets
 from groupwise.data import Order, Prompt
+from groupwise.generate.local import LocalGenerator
 from groupwise.generate.types import Rollout
 from groupwise.rewards import Scorer, named
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -21,13 +22,14 @@ from groupwise.training.seeds import derive_seed
 from tests.training.factories import make_batch, make_trainer, short_recipe
 
 
-class Echo:
+class Echo(LocalGenerator):
     """A generator whose completions are the prompt's first id and then the sample's number, repeated.
 
     Every token's kept set is the token and the prompt's first id."""
 
     def __init__(self, fits=128):
-        self.max_num_seqs, self.fits, self.released = 128, fits, 0
+        super().__init__(max_num_seqs=128)
+        self.fits, self.released = fits, 0
         self.calls = []
 
     def release(self):
@@ -52,6 +54,7 @@ class Echo:
             filtered_logps=-padded.float() - 0.5,
             stop_reasons=tuple("length" if len(row) == 3 else "eos" for row in rows),
             groups=torch.arange(len(prompts)).repeat_interleave(samples),
+            versions=torch.zeros_like(padded),
             kept=KeptSets(torch.tensor(sets, dtype=torch.int32).flatten(), offsets) if sampling.keep_sets else None,
         )
 
