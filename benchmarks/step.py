@@ -284,7 +284,7 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     batch = Batch(
         rows=rows(args), row_numbers=[0, 1], prompts=[Prompt(p, t) for p, t in zip(prompts, texts, strict=True)],
         samples=args.samples, ids=ids, texts=[""] * len(ids), stop_reasons=["length"] * len(ids),
-        sampler_logps=list(rollout.logps), kept=None, rewards=rewards[:, None],
+        sampler_logps=list(rollout.logps), versions=list(rollout.versions), kept=None, rewards=rewards[:, None],
         dropped=torch.zeros(len(ids), dtype=torch.bool),
     )  # fmt: skip
     none = torch.zeros(len(ids), dtype=torch.bool)

@@ -21,7 +21,7 @@ PACKAGE = Path(groupwise.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The floors: a part may import those above its own line, and what its line adds.
-BASE = {"errors", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "plots"}
+BASE = {"errors", "redaction", "text", "terminal", "paths", "core", "rundir", "stats", "distributed", "plots"}
 LIBRARY = BASE | {
     "algorithms",
     "chat_template",

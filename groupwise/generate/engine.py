@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import InputError, check_integer
 from groupwise.generate.local import LocalGenerator
 from groupwise.generate.memory import CachePlan, plan_cache
@@ -156,7 +157,7 @@ class Engine(LocalGenerator):
         return GraphRunner(self._graphs, request, self.isolated)
 
 
-def make_engine(recipe: Recipe, handle: ModelHandle) -> Engine:
+def make_engine(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Engine:
     return Engine(handle, max_num_seqs=recipe.sampling.max_num_seqs)
 
 

@@ -10,6 +10,7 @@ class LocalGenerator:
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
+        self.remote = False
         self.version = 0
         self.progress: Progress | None = None
 

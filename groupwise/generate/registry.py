@@ -1,7 +1,7 @@
 """Generators by name: ``sampling.generator`` chooses one.
 
 Another package adds one with an entry point of the group ``groupwise.generators``: a function that is called with the
-recipe and the model, and returns a `Generator`.
+recipe, the model and the run's processes, and returns a `Generator`.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from groupwise.config import Recipe
+from groupwise.distributed.ranks import Ranks
 from groupwise.generate.types import Generator
 from groupwise.model.handle import ModelHandle
 from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, load_plugin
 
-MakeGenerator = Callable[[Recipe, ModelHandle], Generator]
+MakeGenerator = Callable[[Recipe, ModelHandle, Ranks], Generator]
 
 
-def make_generator(recipe: Recipe, handle: ModelHandle) -> Generator:
+def make_generator(recipe: Recipe, handle: ModelHandle, ranks: Ranks | None = None) -> Generator:
     """The recipe's generator, which samples with the weights of ``handle``. Close it at the end."""
     make: MakeGenerator = load_plugin(GENERATORS, BUILTIN_GENERATORS, recipe.sampling.generator, "sampling.generator")
-    return make(recipe, handle)
+    return make(recipe, handle, ranks or Ranks())

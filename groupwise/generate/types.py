@@ -103,11 +103,13 @@ class Generator(Protocol):
     """Samples completions: `Engine`, `PlainGenerator`, or another library behind the same methods.
 
     max_num_seqs: the maximal number of completions at once; the trainer lowers it if memory runs out.
+    remote: it samples outside of this process, with a copy of the weights; so it may sample while the model is updated.
     version: of the weights that it samples with, as given to `update_weights`.
     progress: called while it samples, if it can tell.
     """
 
     max_num_seqs: int
+    remote: bool
     version: int
     progress: Progress | None
 

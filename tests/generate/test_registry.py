@@ -29,7 +29,7 @@ def test_a_plug_in(monkeypatch):
     assert isinstance(make_generator(recipe, HANDLE), PlainGenerator)
 
 
-def make_plain(recipe, handle):
+def make_plain(recipe, handle, ranks):
     return PlainGenerator(handle)
 
 

@@ -83,6 +83,7 @@ def make_batch(
         texts=list(texts) if texts is not None else [f"text {number}" for number in range(len(flat))],
         stop_reasons=["length" if number in cut else "eos" for number in range(len(flat))],
         sampler_logps=[-4 - torch.rand(length, generator=generator) for length in flat],
+        versions=[torch.zeros(length, dtype=torch.int32) for length in flat],
         kept=make_kept_sets(completions, generator) if kept else None,
         rewards=scores if columns is None else columns,
         dropped=gone,

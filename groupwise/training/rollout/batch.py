@@ -17,7 +17,7 @@ from groupwise.tasks.base import TaskRow
 from groupwise.training.preference.group_pairs import GroupPairs
 
 PROMPT_LISTS = ("rows", "row_numbers", "prompts")  # the lists of a batch with an entry per prompt
-SAMPLE_LISTS = ("ids", "texts", "stop_reasons", "sampler_logps")  # and per sample
+SAMPLE_LISTS = ("ids", "texts", "stop_reasons", "sampler_logps", "versions")  # and per sample
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Batch:
     texts: list[str]  # B
     stop_reasons: list[str]  # B
     sampler_logps: list[Tensor]  # B, (t,) each: under the distribution that is trained
+    versions: list[Tensor]  # B, (t,) int32 each: of the weights that sampled each token
     kept: KeptSets | None  # one token set per sampled token, in order
     rewards: Tensor  # (B, K) float64, NaN where a function gave no reward
     dropped: Tensor  # (B,) bool: a reward failed, so the sample is ignored
@@ -111,7 +112,7 @@ def _join_sets(sets: Sequence[KeptSets]) -> KeptSets:
 def empty_batch(rewards: int) -> Batch:
     """The batch of a step without sampling; ``rewards`` is the number of reward functions."""
     nothing = torch.zeros(0, dtype=torch.bool)
-    return Batch([], [], [], 1, [], [], [], [], None, torch.zeros(0, rewards, dtype=torch.float64), nothing)
+    return Batch([], [], [], 1, [], [], [], [], [], None, torch.zeros(0, rewards, dtype=torch.float64), nothing)
 
 
 @dataclass(frozen=True)

@@ -165,6 +165,7 @@ class RolloutCollector:
             texts=completions.texts,
             stop_reasons=list(rollout.stop_reasons),
             sampler_logps=list(torch.split(logps[rollout.mask], completions.lengths)),
+            versions=list(torch.split(rollout.versions[rollout.mask], completions.lengths)),
             kept=rollout.kept,
             rewards=scores.rewards,
             dropped=scores.dropped,
