@@ -31,6 +31,7 @@ from groupwise.cli.evaluate import add_eval
 from groupwise.cli.init import add_init
 from groupwise.cli.models import add_models
 from groupwise.cli.parser import Parser
+from groupwise.cli.plan import add_plan
 from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
@@ -48,6 +49,7 @@ from groupwise.user_code import describe_failure
 COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_train,
     add_check,
+    add_plan,
     add_eval,
     add_sample,
     add_recipes,

@@ -1,0 +1,213 @@
+"""The plan of a recipe on a number of GPUs: the best colocated and the best disaggregated layout, and which to take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.config import Recipe
+from groupwise.errors import ConfigError, check_integer
+from groupwise.planning.gpus import Gpu
+from groupwise.planning.layouts import COLOCATED, DISAGGREGATED, Layout, all_layouts
+from groupwise.planning.links import LINK_SHARE
+from groupwise.planning.shapes import ModelShape, named_shape, shape_of_source
+from groupwise.planning.work import StepWork, work_of
+
+WORTH_IT = 1.1  # asynchronous sampling learns from older weights: it must be this much faster to be recommended
+NAMES = {
+    "launches": "kernel launches",
+    "products": "matrix products",
+    "cache": "reading the KV caches",
+    "logits": "logits over the vocabulary",
+    "rows": "work per sample on the host",
+    "call": "fixed costs of a call",
+    "activations": "reading and writing activations",
+    "attention": "attention",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was asked, the best layout of each kind that fits, and the recommended one."""
+
+    shape: ModelShape
+    work: StepWork
+    gpu: Gpu
+    gpus: int
+    layouts: tuple[Layout, ...]
+    best: Layout
+    assumed: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.shape.name,
+            "parameters": self.shape.parameters,
+            "gpu": self.gpu.name,
+            "gpus": self.gpus,
+            "recommended": self.best.kind,
+            "settings": recommended_settings(self.best),
+            "advice": list(advice(self)),
+            "layouts": [layout_dict(layout) for layout in self.layouts],
+            "assumptions": list(self.assumed),
+        }
+
+
+def make_plan(
+    recipe: Recipe,
+    gpu: Gpu,
+    gpus: int,
+    *,
+    model_shape: str | None = None,
+    prompt_tokens: float | None = None,
+    answer_tokens: float | None = None,
+) -> Plan:
+    """Compare the layouts of a recipe's step; a `ConfigError` with what to do if none fits."""
+    check_integer("--gpus", gpus, 1, ConfigError)
+    for option, number in (("--prompt-tokens", prompt_tokens), ("--answer-tokens", answer_tokens)):
+        if number is not None and not number >= 1:
+            raise ConfigError(f"{option} must be at least 1, got {number:g}")
+    shape = named_shape(model_shape) if model_shape is not None else shape_of_source(recipe.model.source)
+    work = work_of(recipe, prompt_tokens, answer_tokens)
+    assumed = tuple(_assumptions(recipe, work, gpu, gpus, prompt_tokens is None, answer_tokens is None))
+    return plan_step(shape, work, gpu, gpus, assumed)
+
+
+def plan_step(
+    shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, assumed: tuple[str, ...] = (), ideal: bool = False
+) -> Plan:
+    best: dict[str, Layout] = {}
+    closest: Layout | None = None
+    for layout in all_layouts(shape, work, gpu, gpus, ideal):
+        if layout.missing is not None:
+            need = sum(layout.training.memory.values())
+            if closest is None or need < sum(closest.training.memory.values()):
+                closest = layout
+        elif layout.kind not in best or layout.step_seconds < best[layout.kind].step_seconds:
+            best[layout.kind] = layout
+    if not best:
+        raise ConfigError(_does_not_fit(shape, work, gpu, gpus, closest))
+    together, apart = best.get(COLOCATED), best.get(DISAGGREGATED)
+    chosen = together or apart
+    if together and apart and apart.step_seconds * WORTH_IT < together.step_seconds:
+        chosen = apart
+    if chosen is None:
+        raise RuntimeError("a layout that fits is neither colocated nor disaggregated")
+    return Plan(shape, work, gpu, gpus, tuple(best.values()), chosen, assumed)
+
+
+def _does_not_fit(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, closest: Layout | None) -> str:
+    reason = "" if closest is None else f": {closest.missing}"
+    remedies = ["more GPUs (--gpus)", "a GPU with more memory (--gpu)"]
+    remedies += [] if work.lora_rank else ["an adapter ([model.lora])"]
+    remedies += [] if work.checkpointing else ["--model.gradient_checkpointing true"]
+    remedies += ["shorter completions (--sampling.max_new_tokens)"]
+    return (
+        f"{shape.name} ({shape.parameters / 1e9:.1f} B parameters) does not fit on {gpus} × {gpu.name}{reason}. Use "
+        f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
+    )
+
+
+def _assumptions(
+    recipe: Recipe, work: StepWork, gpu: Gpu, gpus: int, prompts_assumed: bool, answers_assumed: bool
+) -> Iterator[str]:
+    yield "times are fitted to one H200 with this engine and trainer (docs/scale.md has every error of the fit)"
+    if gpu.name != "h200":
+        yield f"{gpu.name}: rates of its data sheet ({gpu.source}), times the shares of the peaks measured on an H200"
+    if gpus > 1:
+        yield (
+            f"everything beyond one GPU is predicted, not measured: links at {LINK_SHARE:.0%} of their data sheet, "
+            f"{gpu.per_node} GPUs per node"
+        )
+    if prompts_assumed:
+        yield f"prompts of {work.prompt_tokens:.0f} tokens, half of data.max_prompt_length (--prompt-tokens)"
+    if answers_assumed:
+        yield f"every completion has its full length, {work.max_tokens} tokens (--answer-tokens)"
+    else:
+        lengths = f"exponentially distributed up to {work.max_tokens}"
+        yield f"completions of {work.answer_tokens:g} tokens on average, {lengths}"
+    yield "rewards take no time, and every group has a learning signal"
+    yield "servers decode as fast as this engine; checkpoints, evaluation and start-up are left out"
+    if recipe.sampling.generator not in ("engine", "vllm"):
+        yield f"sampling.generator {recipe.sampling.generator!r} is not known here; it is planned as the engine"
+
+
+def recommended_settings(layout: Layout) -> dict[str, Any]:
+    settings: dict[str, Any] = {"model.sharding": layout.training.sharding} if layout.training.ranks > 1 else {}
+    if layout.kind == DISAGGREGATED:
+        return settings | {"sampling.generator": "vllm", "train.max_staleness": 1}
+    return settings | {"sampling.generator": "engine"}
+
+
+def bound(layout: Layout) -> tuple[str, float]:
+    """The largest part of a step, in words, and its share of the seconds that the step waits for."""
+    parts = dict(layout.sampling.seconds) | {part.name: part.seconds for part in layout.exchanges}
+    learning = layout.training.seconds | {part.name: part.seconds for part in layout.training.exchanges}
+    if layout.kind == COLOCATED:
+        parts |= learning
+    elif layout.training_seconds > layout.sampling_seconds + layout.transfer_seconds:
+        parts = dict(learning)
+    name = max(parts, key=lambda part: parts[part])
+    phase, _, term = name.partition(": ")
+    phases = {"decode": "decoding", "train": "learning"}
+    words = f"{phases[phase]}: {NAMES.get(term, term)}" if phase in phases else name
+    return words, parts[name] / sum(parts.values())
+
+
+def advice(plan: Plan) -> Iterator[str]:
+    """The recommendation, a sentence each."""
+    best, (what, share) = plan.best, bound(plan.best)
+    yield f"The step is bound by {what} ({share:.0%} of {best.step_seconds:,.2f} s)."
+    others = {layout.kind: layout for layout in plan.layouts}
+    if plan.gpus == 1:
+        yield "One GPU samples and learns in turn."
+    elif best.kind == COLOCATED and DISAGGREGATED in others:
+        other = others[DISAGGREGATED]
+        yield (
+            f"Colocated: with {other.servers} of {plan.gpus} GPUs as servers a step would take "
+            f"{other.step_seconds:,.2f} s, not enough less to learn from older weights."
+        )
+    elif best.kind == COLOCATED:
+        yield "Colocated: no division into servers and learners fits."
+    elif COLOCATED in others:
+        yield (
+            f"Disaggregated: {best.servers} GPUs sample while {best.training.ranks} learn; colocated, a step would "
+            f"take {others[COLOCATED].step_seconds:,.2f} s."
+        )
+    else:
+        yield (
+            f"Disaggregated: {best.servers} GPUs sample and {best.training.ranks} learn; the model does not fit "
+            "on GPUs that do both."
+        )
+    need = max(sum(best.training.memory.values()), sum(best.sampling.memory.values()))
+    yield f"It fits: at most {need / 1e9:,.0f} of {plan.gpu.memory / 1e9:,.0f} GB per GPU."
+    idle = plan.gpus - min(plan.gpus, int(plan.work.completions))
+    if idle and best.kind == COLOCATED:
+        yield f"{idle} GPUs have nothing to sample: a step has only {plan.work.completions:,.0f} completions."
+    settings = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in recommended_settings(best).items())
+    yield f"Set {settings}."
+
+
+def layout_dict(layout: Layout) -> dict[str, Any]:
+    what, share = bound(layout)
+    return {
+        "kind": layout.kind,
+        "predicted": layout.gpus > 1 or layout.gpu.name != "h200",
+        "training_gpus": layout.training.ranks,
+        "server_gpus": layout.servers,
+        "tensor_parallel": layout.tensor_parallel,
+        "sharding": layout.training.sharding,
+        "samples_at_once": layout.sampling.rows,
+        "token_budget": layout.training.budget,
+        "step_seconds": layout.step_seconds,
+        "synchronous_seconds": layout.synchronous_seconds,
+        "sampling_seconds": layout.sampling.seconds,
+        "training_seconds": layout.training.seconds,
+        "exchanges": [vars(part) for part in layout.all_exchanges],
+        "tokens_per_second": layout.tokens_per_second,
+        "bound_by": what,
+        "bound_share": share,
+        "memory_sampling": layout.sampling.memory,
+        "memory_training": layout.training.memory,
+        "memory_of_gpu": layout.gpu.memory,
+    }

@@ -1,0 +1,135 @@
+"""What a step computes, from a recipe: prompts, completions, their lengths, passes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from groupwise.config import Recipe
+from groupwise.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One step: ``prompts`` of ``prompt_tokens``, each with ``samples`` completions of ``answer_tokens`` on average.
+
+    max_tokens: of a completion. passes: forward and backward over the batch; forwards: forward alone.
+    """
+
+    prompts: float
+    prompt_tokens: float
+    samples: int
+    answer_tokens: float
+    max_tokens: int
+    max_num_seqs: int = 512
+    passes: int = 1
+    forwards: int = 0
+    updates: int = 1
+    checkpointing: bool = False
+    reference: bool = False
+    token_budget: int | None = None
+    lora_rank: int | None = None
+
+    @property
+    def completions(self) -> float:
+        return self.prompts * self.samples
+
+    @property
+    def sampled_tokens(self) -> float:
+        return self.completions * self.answer_tokens
+
+    @property
+    def packed_tokens(self) -> float:
+        """Tokens of a training pass: prompts once per group, completions without their last token."""
+        return self.prompts * self.prompt_tokens + self.completions * max(self.answer_tokens - 1, 0)
+
+    @property
+    def longest(self) -> float:
+        """Tokens of the longest sequence, with a prompt of average length."""
+        return self.prompt_tokens + self.max_tokens
+
+    @property
+    def decay(self) -> float:
+        """λ of the completions' lengths: exponential, cut off at ``max_tokens``, with the given mean. 0: all full."""
+        share = self.answer_tokens / self.max_tokens
+        if share >= 1:
+            return 0.0
+        low, high = 0.0, 1.0
+        while _mean_share(high) > share:
+            high *= 2
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if _mean_share(middle) > share else (low, middle)
+        return high / self.max_tokens
+
+    @property
+    def variance(self) -> float:
+        """Of a completion's length."""
+        decay, tokens = self.decay, self.max_tokens
+        if not decay:
+            return 0.0
+        second = 2 * (1 - math.exp(-decay * tokens) * (1 + decay * tokens)) / decay**2
+        return max(0.0, second - self.answer_tokens**2)
+
+    @property
+    def mean_age(self) -> float:
+        """Tokens that a running completion has on average, if others take the places of finished ones."""
+        return (self.variance / self.answer_tokens + self.answer_tokens) / 2
+
+    def share(self, ranks: int) -> StepWork:
+        """The share of the busiest of ``ranks``; a group is divided only if there are more ranks than prompts."""
+        if ranks <= self.prompts:
+            return replace(self, prompts=math.ceil(self.prompts / ranks - 1e-9))
+        samples = math.ceil(self.samples / math.floor(ranks / self.prompts))
+        return replace(self, prompts=1, samples=samples)
+
+
+def _mean_share(rate: float) -> float:
+    """The mean of an exponential variable of ``rate`` cut off at 1."""
+    return (1 - math.exp(-rate)) / rate if rate else 1.0
+
+
+def work_of(recipe: Recipe, prompt_tokens: float | None = None, answer_tokens: float | None = None) -> StepWork:
+    """The work of one step of a recipe; a `ConfigError` if it samples nothing."""
+    if recipe.train.steps == 0:
+        raise ConfigError("train.steps is 0: a recipe of SFT alone samples nothing, so there is no step to plan")
+    loss, preference, sampling = recipe.loss, recipe.preference, recipe.sampling
+    samples = (
+        loss.policy_coef or loss.kl_coef or loss.entropy_coef or (preference.weight and preference.pairs != "data")
+    )
+    if not samples:
+        raise ConfigError(
+            "this recipe learns from the pairs of a data set and samples nothing; a plan is about steps that sample "
+            "(`groupwise check RECIPE` tells its memory and time)"
+        )
+    if recipe.model.dtype in ("float32", "float64"):
+        raise ConfigError(
+            f"model.dtype is {recipe.model.dtype}, but the plan's constants were measured in bfloat16; add "
+            "--model.dtype bfloat16"
+        )
+    longest = recipe.data.max_prompt_length
+    if prompt_tokens is None:
+        prompt_tokens = 256.0 if longest is None else max(1.0, longest / 2)
+    mean = float(sampling.max_new_tokens) if answer_tokens is None else answer_tokens
+    if mean > sampling.max_new_tokens:
+        raise ConfigError(
+            f"--answer-tokens {mean:g} is more than sampling.max_new_tokens {sampling.max_new_tokens}; lower it, or "
+            "raise the setting"
+        )
+    updates = recipe.train.iterations * recipe.train.mini_batches
+    reference = bool(loss.kl_coef or preference.weight or recipe.masks.off_policy == "reference_drift")
+    return StepWork(
+        prompts=recipe.train.prompts_per_step,
+        prompt_tokens=prompt_tokens,
+        samples=sampling.samples_per_prompt,
+        answer_tokens=mean,
+        max_tokens=sampling.max_new_tokens,
+        max_num_seqs=sampling.max_num_seqs or 512,
+        passes=recipe.train.iterations,
+        forwards=int(updates > 1 or loss.importance_cap is not None) + int(reference),
+        updates=updates,
+        checkpointing=recipe.model.gradient_checkpointing,
+        reference=reference and recipe.model.lora is None,
+        token_budget=recipe.train.token_budget,
+        lora_rank=None if recipe.model.lora is None else recipe.model.lora.rank,
+    )
