@@ -10,9 +10,11 @@ is the relative error. A constant that multiplies an ideal time is at least 1, t
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +29,21 @@ from groupwise.planning.work import StepWork
 ROOT = Path(__file__).parents[1]
 MEASURED = ROOT / "benchmarks" / "results" / "plan_h200.json"
 CONSTANTS = ROOT / "groupwise" / "planning" / "constants.py"
-AT_LEAST_ONE = ("products", "cache", "bytes")
+# Seconds of earlier runs on an H200 with other programs beside them (docs/performance.md): a complete step of the
+# trainer and its parts, and the engine alone.
+EARLIER = (
+    ("step", "smollm2-135m", 16, 1.80),
+    ("generation", "smollm2-135m", 16, 1.26),
+    ("training", "smollm2-135m", 16, 0.52),
+    ("generation", "smollm2-135m", 16, 1.23),
+    ("step", "qwen2.5-0.5b", 16, 2.67),
+    ("generation", "qwen2.5-0.5b", 16, 1.43),
+    ("training", "qwen2.5-0.5b", 16, 1.19),
+    ("generation", "qwen2.5-1.5b", 16, 2.35),
+    ("generation", "qwen2.5-1.5b", 64, 6.88),
+    ("generation", "qwen2.5-7b", 16, 4.92),
+)
+AT_LEAST_ONE = ("products", "attention", "activations", "cache", "bytes")
 
 
 class Comparison(NamedTuple):
@@ -39,11 +55,15 @@ class Comparison(NamedTuple):
     measured: float
     terms: Terms
     validation: bool
-    source: str
+
+    @property
+    def group(self) -> str:
+        """The constants that it shares with other phases."""
+        return "passes" if self.phase in ("prefill", "forward", "training") else self.phase
 
     @property
     def predicted(self) -> float:
-        return sum(cost.seconds(self.phase, self.terms).values())
+        return sum(cost.seconds(self.group, self.terms).values())
 
     @property
     def error(self) -> float:
@@ -87,14 +107,13 @@ def describe(row: Mapping[str, Any]) -> str:
 def comparisons(report: Mapping[str, Any], device: Device | None = None) -> Iterator[Comparison]:
     """Every time that was measured, phase by phase."""
     device = device or device_of(report)
-    source = "plan_constants.py"
     for row in report["measurements"]:
         if row["what"] == "limits":
             continue
         shape, name, validation = shape_of(row), row["shape"].removesuffix("-shape"), row["validation"]
 
         def compare(phase: str, measured: float, terms: Terms, row: Any = row) -> Comparison:
-            return Comparison(phase, name, describe(row), measured, terms, validation, source)  # noqa: B023
+            return Comparison(phase, name, describe(row), measured, terms, validation)  # noqa: B023
 
         if row["what"] == "step":
             yield compare("optimizer", row["optimizer"], cost.optimizer_terms(row["parameters"], device))
@@ -113,19 +132,108 @@ def comparisons(report: Mapping[str, Any], device: Device | None = None) -> Iter
                 yield compare("forward", row["forward"], terms)
 
 
+class Total(NamedTuple):
+    """A measured time that several phases make up, or a peak of memory."""
+
+    what: str
+    shape: str
+    work: str
+    measured: float
+    predicted: float
+    kind: str  # fitted, validation, or another run
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def totals(report: Mapping[str, Any]) -> Iterator[Total]:
+    """Generation, training and complete steps, of this file and of earlier runs on an H200."""
+    rows = list(comparisons(report))
+    steps = {row.shape: [other for other in rows if not other.work and other.shape == row.shape] for row in rows}
+    for shape, work in dict.fromkeys((row.shape, row.work) for row in rows if row.work):
+        phases = {row.phase: row for row in rows if (row.shape, row.work) == (shape, work)}
+        for what, names in (("generation", ("prefill", "decode")), ("training", ("training",))):
+            parts = [phases[name] for name in names if name in phases]
+            if what == "training":
+                parts += steps[shape] if parts else []
+            if parts:
+                yield total_of(what, shape, work, parts)
+        if {"decode", "training"} <= phases.keys():
+            chosen = [phases["prefill"], phases["decode"], phases["training"], *steps[shape]]
+            yield total_of("step", shape, work, chosen)
+    device = device_of(report)
+    for what, name, prompts, measured in EARLIER:
+        shape, work = SHAPES[name], StepWork(prompts, 250, 16, 512, 512)
+        predicted = 0.0
+        if what != "training":
+            predicted += sum(cost.seconds("decode", cost.decode_terms(shape, work, device)[0]).values())
+            predicted += sum(cost.seconds("passes", cost.prefill_terms(shape, work, device)).values())
+        if what != "generation":
+            budget = memory.default_budget(shape, replace(GPUS["h200"], memory=report["memory"]))
+            predicted += sum(cost.seconds("passes", cost.training_terms(shape, work, device, budget)).values())
+            for phase, terms in (("optimizer", cost.optimizer_terms), ("sync", cost.sync_terms)):
+                predicted += sum(cost.seconds(phase, terms(shape.parameters, device)).values())
+        yield Total(what, name, f"{prompts} × 250 × 16 × 512", measured, predicted, "another run")
+
+
+def total_of(what: str, shape: str, work: str, parts: Sequence[Comparison]) -> Total:
+    sums = (sum(part.measured for part in parts), sum(part.predicted for part in parts))
+    return Total(what, shape, work, *sums, "validation" if any(part.validation for part in parts) else "fitted")
+
+
+def memory_totals(report: Mapping[str, Any]) -> Iterator[Total]:
+    """Peaks of training, with weights, masters, gradients and optimizer."""
+    for row, measured, counted, rest in memory_comparisons(report):
+        kind = "checkpoints" if row.get("checkpointing") else "activations"
+        peak = rest + constants.FITTED["memory"][kind] * counted
+        name = row["shape"].removesuffix("-shape")
+        mark = "validation" if row["validation"] else "fitted"
+        yield Total("memory", name, describe(row), measured + rest, peak, mark)
+
+
 def fit(rows: Sequence[Comparison]) -> dict[str, float]:
-    """The constants with the least sum of squared relative errors."""
+    """The constants with the least sum of squared relative errors.
+
+    Where a phase takes as long as the slower of host and GPU, guess which of them that is for each measurement, fit the
+    constants, and so on until the guess holds. It starts with the measurements that are the furthest from ideal.
+    """
     names = list(rows[0].terms)
     matrix = np.array([[row.terms[name] / row.measured for name in names] for row in rows])
     least = np.array([1.0 if name in AT_LEAST_ONE else 0.0 for name in names])
-    found = least.copy()
-    for _ in range(20000):  # coordinate descent; each coordinate has its best value, or its least one
-        for index in range(len(names)):
-            column = matrix[:, index]
-            rest = 1 - matrix @ found + column * found[index]
-            square = column @ column
-            found[index] = max(least[index], column @ rest / square) if square else least[index]
-    return {name: float(f"{value:.4g}") for name, value in zip(names, found, strict=True)}
+    on_host = np.array([name in cost.HOST and rows[0].group == "passes" for name in names])
+    if not on_host.any():
+        return rounded(names, least_squares(matrix, least))
+    order = np.argsort(matrix[:, names.index("products")])
+    best, best_error = least, np.inf
+    for count in range(len(rows)):
+        host_bound = np.isin(np.arange(len(rows)), order[:count])
+        for _ in range(8):
+            found = least_squares(np.where(host_bound[:, None] == on_host, matrix, 0.0), least)
+            host, device = (matrix * found * on_host).sum(1), (matrix * found * ~on_host).sum(1)
+            host_bound = host > device
+        if (error := ((np.maximum(host, device) - 1) ** 2).sum()) < best_error:
+            best, best_error = found, error
+    return rounded(names, best)
+
+
+def rounded(names: Sequence[str], numbers: np.ndarray) -> dict[str, float]:
+    return {name: float(f"{number:.4g}") for name, number in zip(names, numbers, strict=True)}
+
+
+def least_squares(matrix: np.ndarray, least: np.ndarray) -> np.ndarray:
+    """The numbers, none below ``least``, whose products with the rows are nearest to 1: tries every set of numbers that
+    are at their least."""
+    best, best_error = least, np.inf
+    for free in itertools.product((False, True), repeat=len(least)):
+        found, chosen = least.copy(), np.array(free)
+        if chosen.any():
+            target = 1 - matrix[:, ~chosen] @ least[~chosen]
+            found[chosen] = np.linalg.lstsq(matrix[:, chosen], target, rcond=None)[0]
+        error = ((matrix @ found - 1) ** 2).sum()
+        if (found >= least).all() and error < best_error:
+            best, best_error = found, error
+    return best
 
 
 def memory_comparisons(report: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], float, float, float]]:
@@ -140,7 +248,7 @@ def memory_comparisons(report: Mapping[str, Any]) -> Iterator[tuple[Mapping[str,
         shape, step, work = shape_of(row), weights[row["shape"]], work_of(row)
         held = step["weight_bytes"] + step["master_bytes"] + step["adam_bytes"] + 4 * step["parameters"]
         rest = held + memory.logits_bytes(shape)
-        tokens = min(row["budget"], work.packed_tokens)
+        tokens = work.packs(row["budget"]).largest
         per_token = shape.activation_bytes
         if work.checkpointing:
             per_token = shape.checkpoint_bytes + 2 * shape.activation_bytes / shape.layers
@@ -164,8 +272,8 @@ def fitted(report: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     shares = {"flops": device.flops / peaks.flops, "bandwidth": device.bandwidth / peaks.bandwidth}
     result = {"device": {name: float(f"{share:.4g}") for name, share in shares.items()}}
     rows = [row for row in comparisons(report) if not row.validation]
-    for phase in ("prefill", "decode", "training", "forward", "optimizer", "sync"):
-        result[phase] = fit([row for row in rows if row.phase == phase])
+    for group in ("passes", "decode", "optimizer", "sync"):
+        result[group] = fit([row for row in rows if row.group == group])
     return result | {"memory": fit_memory(report)}
 
 
@@ -185,17 +293,12 @@ def main() -> int:
     constants.FITTED.update(values)
     for row in comparisons(report):
         mark = "validation" if row.validation else "fitted"
-        line = (
-            f"{row.phase:10}{row.shape:14}{row.work:38}{row.measured:9.4f}{row.predicted:9.4f}{row.error:+8.1%}  {mark}"
-        )
-        print(line)
-    for case, measured, counted, rest in memory_comparisons(report):
-        kind = "checkpoints" if case.get("checkpointing") else "activations"
-        predicted = rest + constants.FITTED["memory"][kind] * counted
-        total = measured + rest
-        print(
-            f"memory    {case['shape']:20}{describe(case):38}{total / 2**30:7.1f}{predicted / 2**30:7.1f}{predicted / total - 1:+8.1%}"
-        )
+        times = f"{row.measured:9.4f}{row.predicted:9.4f}{row.error:+8.1%}  {mark}"
+        print(f"{row.phase:11}{row.shape:14}{row.work:40}{times}")
+    for total in (*totals(report), *memory_totals(report)):
+        scale = 2**30 if total.what == "memory" else 1.0
+        values = f"{total.measured / scale:9.3f}{total.predicted / scale:9.3f}{total.error:+8.1%}  {total.kind}"
+        print(f"{total.what:11}{total.shape:14}{total.work:40}{values}")
     return 1 if changed and "--check" in sys.argv else 0
 
 

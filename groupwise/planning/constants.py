@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 FITTED: dict[str, dict[str, float]] = {
-    "device": {"flops": 0.79, "bandwidth": 0.88},
-    "prefill": {"launches": 4e-4, "products": 1.5, "activations": 1.5, "logits": 2.0, "call": 0.005},
-    "decode": {"launches": 5e-5, "products": 1.2, "cache": 1.6, "logits": 2.0, "rows": 1e-6, "call": 2e-4},
-    "training": {"products": 1.2, "attention": 2.0, "activations": 2.0, "logits": 1.5, "launches": 1e-4, "call": 0.01},
-    "forward": {"products": 1.2, "attention": 2.0, "activations": 2.0, "logits": 1.5, "launches": 1e-4, "call": 0.01},
-    "optimizer": {"bytes": 1.2, "call": 0.001},
-    "sync": {"bytes": 1.2, "call": 0.0005},
-    "memory": {"activations": 1.0, "checkpoints": 1.0},
+    "device": {"flops": 0.8123, "bandwidth": 0.8844},
+    "passes": {"products": 1.0, "attention": 1.951, "activations": 5.823, "logits": 1.751, "launches": 0.03942},
+    "decode": {
+        "launches": 3.971e-05,
+        "products": 1.288,
+        "cache": 1.403,
+        "logits": 17.63,
+        "inner": 1.615e-09,
+        "prompts": 1.695e-11,
+    },
+    "optimizer": {"bytes": 1.0, "call": 0.007918},
+    "sync": {"bytes": 1.126, "call": 0.0001297},
+    "memory": {"activations": 0.9341, "checkpoints": 0.4976},
 }

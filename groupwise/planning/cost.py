@@ -18,6 +18,8 @@ from groupwise.planning.work import StepWork
 
 FLOAT = 4  # bytes of a float32 number
 PREFILL_TOKENS = 16384  # of one prefill (`Engine`)
+HOST = ("launches",)  # terms of the host in passes over packed rows
+BACKWARD_LAUNCHES = 1.5  # the time to launch a backward pass, relative to a forward pass: 0.06 and 0.04 s
 INTERVALS = 24  # of the integral over a decode whose samples end at different times
 
 Terms = dict[str, float]
@@ -37,9 +39,17 @@ def device_of(gpu: Gpu) -> Device:
 
 
 def seconds(phase: str, terms: Mapping[str, float]) -> Terms:
-    """The seconds of each term of a phase."""
+    """The seconds of each term of a phase.
+
+    In passes over packed rows the host launches kernels while the GPU computes: they take as long as the slower of the
+    two. Decoding replays captured graphs, whose launches are a part of the GPU's time; the optimizer waits for norms.
+    """
     constants = FITTED[phase]
-    return {name: constants[name] * value for name, value in terms.items()}
+    parts = {name: constants[name] * value for name, value in terms.items()}
+    if phase != "passes":
+        return parts
+    host = {name: parts.pop(name) for name in HOST}
+    return host if sum(host.values()) > sum(parts.values()) else parts
 
 
 def add(*parts: Mapping[str, float]) -> Terms:
@@ -60,34 +70,45 @@ def scaled(terms: Mapping[str, float], factor: float) -> Terms:
 def prefill_terms(shape: ModelShape, work: StepWork, device: Device, tensor_parallel: int = 1) -> Terms:
     """Prompts are computed once per group, at most 16,384 tokens at a time; then each sample's first token is drawn."""
     tokens = work.prompts * work.prompt_tokens
-    calls = math.ceil(tokens / PREFILL_TOKENS)
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * tokens * work.prompt_tokens
-    operations = 2 * shape.layers * shape.layer_matrices * tokens + 2 * shape.head_weights * work.prompts + attention
+    operations = 2 * shape.layers * shape.layer_matrices * tokens + 2 * shape.head_weights * work.prompts
+    attention = 4 * shape.layers * shape.heads * shape.head_dim * tokens * work.prompt_tokens / 2
     return {
-        "launches": shape.layers * calls,
         "products": operations / device.flops / tensor_parallel,
+        "attention": attention / device.flops / tensor_parallel,
         "activations": shape.activation_bytes * tokens / device.bandwidth / tensor_parallel,
         "logits": work.completions * shape.vocabulary * FLOAT / device.bandwidth,
-        "call": 1.0,
+        "launches": math.ceil(tokens / PREFILL_TOKENS),
     }
 
 
 def decode_step_terms(
-    shape: ModelShape, rows: float, own_tokens: float, prompt_tokens: float, device: Device, tensor_parallel: int = 1
+    shape: ModelShape,
+    rows: float,
+    own_tokens: float,
+    prompts: float,
+    prompt_tokens: float,
+    device: Device,
+    tensor_parallel: int = 1,
 ) -> Terms:
-    """One token for ``rows`` samples that have ``own_tokens`` in all, with prompts of ``prompt_tokens`` in all.
+    """One token for ``rows`` samples that have ``own_tokens`` in all, with ``prompts`` of ``prompt_tokens`` each.
 
     The weights are read once for all rows; their products are bound by that or by arithmetic, whichever takes longer.
+    Beside these, two latencies: with few rows a product has few blocks, each of which goes through the inner dimension
+    step by step (``inner``, a sum over a layer's products); and attention to a prompt goes through its tokens, for all
+    heads that share keys (``prompts``).
     """
     weights = shape.layers * shape.layer_matrices + shape.head_weights
     split = tensor_parallel
     return {
         "launches": float(shape.layers),
         "products": max(weights * HALF / device.bandwidth, 2 * rows * weights / device.flops) / split,
-        "cache": (own_tokens + prompt_tokens) * shape.cache_bytes / device.bandwidth / min(split, shape.kv_heads),
+        "cache": (own_tokens + prompts * prompt_tokens)
+        * shape.cache_bytes
+        / device.bandwidth
+        / min(split, shape.kv_heads),
         "logits": rows * shape.vocabulary * FLOAT / device.bandwidth / split,
-        "rows": rows,
-        "call": 1.0,
+        "inner": float(shape.layers * (6 * shape.hidden + shape.intermediate)),
+        "prompts": float(shape.layers * shape.heads * shape.head_dim // shape.kv_heads) * prompt_tokens,
     }
 
 
@@ -107,8 +128,8 @@ def decode_terms(
     prompts = rows / work.samples
 
     def step(running: float, tokens: float) -> Terms:
-        shared = min(prompts, running) * work.prompt_tokens
-        return decode_step_terms(shape, running, running * tokens, shared, device, tensor_parallel)
+        shared = min(prompts, running)
+        return decode_step_terms(shape, running, running * tokens, shared, work.prompt_tokens, device, tensor_parallel)
 
     longer = longest_share(total, total.completions / work.completions)
     waiting = (work.completions - rows) * work.answer_tokens / rows * longer  # steps with all slots in use
@@ -143,7 +164,8 @@ def training_terms(shape: ModelShape, work: StepWork, device: Device, budget: fl
     more with gradient checkpointing, and the head once more, because its logits are recomputed. Attention's backward
     pass is 2.5 times its forward pass.
     """
-    tokens, answers = work.packed_tokens, work.sampled_tokens
+    packs = work.packs(budget)
+    tokens, answers = packs.tokens, work.sampled_tokens
     checkpointing = backward and work.checkpointing
     backwards = (2 if work.lora_rank else 4) if backward else 0
     layers = (2 + backwards + 2 * checkpointing) * shape.layers * shape.layer_matrices * tokens
@@ -158,8 +180,7 @@ def training_terms(shape: ModelShape, work: StepWork, device: Device, budget: fl
         "attention": attention / device.flops,
         "activations": passes * shape.activation_bytes * tokens / device.bandwidth,
         "logits": (3 if backward else 1) * answers * shape.vocabulary * FLOAT / device.bandwidth,
-        "launches": float(shape.layers * math.ceil(tokens / budget)),
-        "call": 1.0,
+        "launches": packs.count * ((1 + BACKWARD_LAUNCHES) if backward else 1),
     }
 
 

@@ -117,7 +117,7 @@ def sample_share(
     decode, steps = decode_terms(shape, share, device, max(rows, 1), tensor_parallel, total=work)
     prefill = prefill_terms(shape, share, device, tensor_parallel)
     parts = {f"decode: {name}": value for name, value in seconds("decode", decode).items()}
-    parts["prefill"] = sum(seconds("prefill", prefill).values())
+    parts["prefill"] = sum(seconds("passes", prefill).values())
     if tensor_parallel > 1:  # two sums over the GPUs of a server per layer and step
         links = Links(gpu, tensor_parallel, ideal)
         size = HALF * shape.hidden * max(rows, 1)
@@ -137,12 +137,12 @@ def train_share(
         budget /= 2
         held = memory.training_bytes(shape, share, ranks, sharding, budget)
     passes = training_terms(shape, share, device, budget)
-    compute = {f"train: {name}": value for name, value in seconds("training", passes).items()}
-    forward = seconds("forward", training_terms(shape, share, device, budget, backward=False))
+    compute = {f"train: {name}": value for name, value in seconds("passes", passes).items()}
+    forward = seconds("passes", training_terms(shape, share, device, budget, backward=False))
     compute = scaled(compute, work.passes)
     if work.forwards:
         compute["log-probs"] = work.forwards * sum(forward.values())
-    packs = -(-share.packed_tokens // budget) * work.passes
+    packs = share.packs(budget).count * work.passes
     own = trained / ranks
     update = sum(seconds("optimizer", optimizer_terms(own, device)).values())
     update += sum(seconds("sync", sync_terms(own, device)).values()) if sharding == "optimizer" else 0.0

@@ -76,7 +76,7 @@ def logits_bytes(shape: ModelShape) -> float:
 def training_bytes(shape: ModelShape, work: StepWork, ranks: int, sharding: str, budget: float) -> Bytes:
     """The memory of one rank while it learns with this token budget."""
     static = (optimizer_sharded if sharding == "optimizer" else weights_sharded)(shape, work, ranks)
-    tokens = min(budget, work.packed_tokens)
+    tokens = work.packs(budget).largest
     return static | {
         "gradients": gradient_bytes(shape, work, ranks, sharding),
         "gathered layers": gathered_bytes(shape, sharding),

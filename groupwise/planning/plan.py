@@ -20,8 +20,8 @@ NAMES = {
     "products": "matrix products",
     "cache": "reading the KV caches",
     "logits": "logits over the vocabulary",
-    "rows": "work per sample on the host",
-    "call": "fixed costs of a call",
+    "inner": "latency of small matrix products",
+    "prompts": "latency of attention to the prompts",
     "activations": "reading and writing activations",
     "attention": "attention",
 }

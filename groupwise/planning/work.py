@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError
+
+
+class Packs(NamedTuple):
+    """A training pass: the number of packs, the tokens of the largest, and of all, with repeated prompts."""
+
+    count: int
+    largest: float
+    tokens: float
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,18 @@ class StepWork:
     def packed_tokens(self) -> float:
         """Tokens of a training pass: prompts once per group, completions without their last token."""
         return self.prompts * self.prompt_tokens + self.completions * max(self.answer_tokens - 1, 0)
+
+    def packs(self, budget: float) -> Packs:
+        """How `model.packing.plan_packs` divides a training pass, for groups of average size."""
+        each = max(self.answer_tokens - 1, 0)
+        group = self.prompt_tokens + self.samples * each
+        if group <= budget:  # complete groups
+            together = min(budget // group, math.ceil(self.prompts))
+            return Packs(math.ceil(self.prompts / together), together * group, self.packed_tokens)
+        at_once = max(1, (budget - self.prompt_tokens) // max(each, 1))  # completions of a group that is divided
+        count = math.ceil(self.completions / at_once)
+        parts = max(count, self.prompts)
+        return Packs(count, self.prompt_tokens + at_once * each, parts * self.prompt_tokens + self.completions * each)
 
     @property
     def longest(self) -> float:
