@@ -107,10 +107,12 @@ def _show_layouts(plan: Plan) -> None:
     row("step", (_seconds(layout.step_seconds) for layout in layouts))
     if plan.gpus > 1:
         row("step without overlap", (_seconds(layout.synchronous_seconds) for layout in layouts))
-    row("sampled tokens per second", (f"{layout.tokens_per_second:,.0f}" for layout in layouts))
-    row("per GPU", (f"{layout.tokens_per_second / plan.gpus:,.0f}" for layout in layouts))
-    row("bound by", (bound(layout)[0] for layout in layouts))
+    row("tokens per second", (f"{layout.tokens_per_second:,.0f}" for layout in layouts))
+    row("  per GPU", (f"{layout.tokens_per_second / plan.gpus:,.0f}" for layout in layouts))
     print_table(console(), table)
+    for layout in layouts:
+        what, share = bound(layout)
+        say(f"{layout.kind}: {share:.0%} of the step is {what}")
 
 
 def _show_memory(layout: Layout) -> None:

@@ -107,7 +107,7 @@ def decode_step_terms(
         / device.bandwidth
         / min(split, shape.kv_heads),
         "logits": rows * shape.vocabulary * FLOAT / device.bandwidth / split,
-        "inner": float(shape.layers * (6 * shape.hidden + shape.intermediate)),
+        "inner": shape.layers * (5 * shape.hidden + (shape.heads * shape.head_dim + shape.intermediate) / split),
         "prompts": float(shape.layers * shape.heads * shape.head_dim // shape.kv_heads) * prompt_tokens,
     }
 
@@ -180,7 +180,7 @@ def training_terms(shape: ModelShape, work: StepWork, device: Device, budget: fl
         "attention": attention / device.flops,
         "activations": passes * shape.activation_bytes * tokens / device.bandwidth,
         "logits": (3 if backward else 1) * answers * shape.vocabulary * FLOAT / device.bandwidth,
-        "launches": packs.count * ((1 + BACKWARD_LAUNCHES) if backward else 1),
+        "launches": packs.number * ((1 + BACKWARD_LAUNCHES) if backward else 1),
     }
 
 

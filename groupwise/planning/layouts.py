@@ -97,6 +97,10 @@ class Layout:
         return self.work.sampled_tokens / self.step_seconds
 
     @property
+    def most_memory(self) -> float:
+        return max(sum(self.training.memory.values()), sum(self.sampling.memory.values()))
+
+    @property
     def all_exchanges(self) -> tuple[Exchange, ...]:
         return (*self.exchanges, *self.training.exchanges)
 
@@ -142,15 +146,16 @@ def train_share(
     compute = scaled(compute, work.passes)
     if work.forwards:
         compute["log-probs"] = work.forwards * sum(forward.values())
-    packs = share.packs(budget).count * work.passes
+    packs = share.packs(budget).number * work.passes
     own = trained / ranks
     update = sum(seconds("optimizer", optimizer_terms(own, device)).values())
     update += sum(seconds("sync", sync_terms(own, device)).values()) if sharding == "optimizer" else 0.0
     exchanges: tuple[Exchange, ...] = ()
     if ranks > 1 and sharding == "optimizer":
+        tensors = (2 if work.lora_rank else 1) * shape.tensors  # one exchange each (`model.sharded_masters`)
         exchanges = (
-            links.ring("gradients, summed (reduce-scatter)", 4 * trained, work.updates),
-            links.ring("updated weights (all-gather)", HALF * trained, work.updates),
+            links.ring("gradients, summed (reduce-scatter)", 4 * trained / tensors, work.updates * tensors),
+            links.ring("updated weights (all-gather)", HALF * trained / tensors, work.updates * tensors),
         )
     elif ranks > 1:
         exchanges = _fsdp_exchanges(shape, work, links, trained, packs, sum(compute.values()))

@@ -34,10 +34,13 @@ def optimizer_sharded(shape: ModelShape, work: StepWork, ranks: int) -> Bytes:
 
 
 def weights_sharded(shape: ModelShape, work: StepWork, ranks: int) -> Bytes:
-    """Sharding "weights" (FSDP2): each rank has its share of the float32 weights, which are their own masters."""
+    """Sharding "weights" (FSDP2): each rank has its share of the float32 weights, which are their own masters.
+
+    The frozen weights under an adapter are bfloat16.
+    """
     trained, frozen = trained_weights(shape, work), shape.parameters if work.lora_rank else 0
     return {
-        "weights": FLOAT * (trained + frozen) / ranks,
+        "weights": (FLOAT * trained + HALF * frozen) / ranks,
         "AdamW": ADAM * trained / ranks,
         "reference": FLOAT * shape.parameters / ranks * work.reference,
     }
@@ -87,8 +90,12 @@ def training_bytes(shape: ModelShape, work: StepWork, ranks: int, sharding: str,
 
 
 def cache_bytes(shape: ModelShape, work: StepWork, rows: float) -> float:
-    """The KV cache of ``rows`` samples of full length, and of their prompts once per group."""
-    return shape.cache_bytes * (rows * work.max_tokens + math.ceil(rows / work.samples) * work.prompt_tokens)
+    """The KV cache of ``rows`` samples of full length and a spare one, and of their prompts once per group.
+
+    If others wait, there is room for one more prompt (`generate.memory.plan_cache`).
+    """
+    prompts = min(work.prompts, math.ceil(rows / work.samples) + 1)
+    return shape.cache_bytes * ((rows + 1) * work.max_tokens + prompts * work.prompt_tokens)
 
 
 def sampling_bytes(shape: ModelShape, static: Bytes, rows: float, work: StepWork, tensor_parallel: int = 1) -> Bytes:
@@ -107,9 +114,9 @@ def server_weights(shape: ModelShape, tensor_parallel: int) -> Bytes:
 def most_rows(shape: ModelShape, static: Bytes, work: StepWork, gpu: Gpu, tensor_parallel: int = 1) -> int:
     """How many samples fit at once beside ``static``; 0 if none does. Fewer than these only take longer."""
     wanted = int(min(work.completions, work.max_num_seqs))
+    parallel = min(tensor_parallel, shape.kv_heads)
     free = gpu.memory - sum(static.values()) - RESERVED
-    each = (
-        shape.cache_bytes * (work.max_tokens + work.prompt_tokens / work.samples) / min(tensor_parallel, shape.kv_heads)
-    )
+    free -= shape.cache_bytes * (work.max_tokens + 2 * work.prompt_tokens) / parallel  # the spare one, and rounding up
+    each = shape.cache_bytes * (work.max_tokens + work.prompt_tokens / work.samples) / parallel
     each += 2 * FLOAT * shape.vocabulary / tensor_parallel
     return max(0, min(wanted, int(free / each)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.errors import ConfigError, check_integer
-from groupwise.planning.gpus import Gpu
+from groupwise.planning.gpus import GPUS, Gpu
 from groupwise.planning.layouts import COLOCATED, DISAGGREGATED, Layout, all_layouts
 from groupwise.planning.links import LINK_SHARE
 from groupwise.planning.shapes import ModelShape, named_shape, shape_of_source
@@ -76,36 +76,50 @@ def make_plan(
 def plan_step(
     shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, assumed: tuple[str, ...] = (), ideal: bool = False
 ) -> Plan:
+    best, closest = best_layouts(shape, work, gpu, gpus, ideal)
+    if not best:
+        raise ConfigError(_does_not_fit(shape, work, gpu, gpus, closest))
+    chosen = min(best.values(), key=lambda layout: layout.step_seconds)
+    together = best.get(COLOCATED)
+    if together is not None and chosen.step_seconds * WORTH_IT >= together.step_seconds:
+        chosen = together
+    return Plan(shape, work, gpu, gpus, tuple(best.values()), chosen, assumed)
+
+
+def best_layouts(
+    shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, ideal: bool = False
+) -> tuple[dict[str, Layout], Layout | None]:
+    """The fastest layout of each kind that fits, and the one that lacks the least memory."""
     best: dict[str, Layout] = {}
     closest: Layout | None = None
     for layout in all_layouts(shape, work, gpu, gpus, ideal):
         if layout.missing is not None:
-            need = sum(layout.training.memory.values())
-            if closest is None or need < sum(closest.training.memory.values()):
+            if closest is None or layout.most_memory < closest.most_memory:
                 closest = layout
         elif layout.kind not in best or layout.step_seconds < best[layout.kind].step_seconds:
             best[layout.kind] = layout
-    if not best:
-        raise ConfigError(_does_not_fit(shape, work, gpu, gpus, closest))
-    together, apart = best.get(COLOCATED), best.get(DISAGGREGATED)
-    chosen = together or apart
-    if together and apart and apart.step_seconds * WORTH_IT < together.step_seconds:
-        chosen = apart
-    if chosen is None:
-        raise RuntimeError("a layout that fits is neither colocated nor disaggregated")
-    return Plan(shape, work, gpu, gpus, tuple(best.values()), chosen, assumed)
+    return best, closest
 
 
 def _does_not_fit(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, closest: Layout | None) -> str:
+    """What is missing, and the changes that would help."""
+    shorter = next((tokens for tokens in (work.max_tokens // 2, work.max_tokens // 4) if tokens >= 64), work.max_tokens)
+    half = replace(work, max_tokens=shorter, answer_tokens=min(work.answer_tokens, shorter))
+    changes: list[tuple[str, StepWork, Gpu, int]] = [
+        ("--model.gradient_checkpointing true", replace(work, checkpointing=True), gpu, gpus),
+        ("an adapter, [model.lora]", replace(work, lora_rank=16, reference=False), gpu, gpus),
+        ("an adapter and gradient checkpointing", replace(work, lora_rank=16, checkpointing=True), gpu, gpus),
+        (f"--sampling.max_new_tokens {shorter}", half, gpu, gpus),
+        *((f"--gpus {gpus * times}", work, gpu, gpus * times) for times in (2, 4, 8, 16)),
+        *((f"--gpu {other.name}", work, other, gpus) for other in GPUS.values() if other.memory > gpu.memory),
+    ]
+    helping = [text for text, other, on, number in changes if best_layouts(shape, other, on, number)[0]]
+    more = [text for text in helping if text.startswith("--gpus")]
+    helping = [text for text in helping if text not in more[1:]]  # the least number of GPUs is enough
+    remedy = f"What helps: {', or '.join(helping)}" if helping else "Choose a smaller model"
     reason = "" if closest is None else f": {closest.missing}"
-    remedies = ["more GPUs (--gpus)", "a GPU with more memory (--gpu)"]
-    remedies += [] if work.lora_rank else ["an adapter ([model.lora])"]
-    remedies += [] if work.checkpointing else ["--model.gradient_checkpointing true"]
-    remedies += ["shorter completions (--sampling.max_new_tokens)"]
-    return (
-        f"{shape.name} ({shape.parameters / 1e9:.1f} B parameters) does not fit on {gpus} × {gpu.name}{reason}. Use "
-        f"{', '.join(remedies[:-1])}, or {remedies[-1]}"
-    )
+    model = f"{shape.name} ({shape.parameters / 1e9:.1f} B parameters)"
+    return f"{model} does not fit on {gpus} × {gpu.name}{reason}. {remedy}"
 
 
 def _assumptions(
@@ -127,7 +141,9 @@ def _assumptions(
         lengths = f"exponentially distributed up to {work.max_tokens}"
         yield f"completions of {work.answer_tokens:g} tokens on average, {lengths}"
     yield "rewards take no time, and every group has a learning signal"
-    yield "servers decode as fast as this engine; checkpoints, evaluation and start-up are left out"
+    yield "checkpoints, evaluation and start-up are left out"
+    if gpus > 1:
+        yield 'servers decode as fast as this engine, and get new weights over the network (vllm.weights "nccl")'
     if recipe.sampling.generator not in ("engine", "vllm"):
         yield f"sampling.generator {recipe.sampling.generator!r} is not known here; it is planned as the engine"
 
@@ -135,7 +151,7 @@ def _assumptions(
 def recommended_settings(layout: Layout) -> dict[str, Any]:
     settings: dict[str, Any] = {"model.sharding": layout.training.sharding} if layout.training.ranks > 1 else {}
     if layout.kind == DISAGGREGATED:
-        return settings | {"sampling.generator": "vllm", "train.max_staleness": 1}
+        return settings | {"sampling.generator": "vllm", "vllm.weights": "nccl", "train.max_staleness": 1}
     return settings | {"sampling.generator": "engine"}
 
 
@@ -179,11 +195,13 @@ def advice(plan: Plan) -> Iterator[str]:
             f"Disaggregated: {best.servers} GPUs sample and {best.training.ranks} learn; the model does not fit "
             "on GPUs that do both."
         )
-    need = max(sum(best.training.memory.values()), sum(best.sampling.memory.values()))
-    yield f"It fits: at most {need / 1e9:,.0f} of {plan.gpu.memory / 1e9:,.0f} GB per GPU."
-    idle = plan.gpus - min(plan.gpus, int(plan.work.completions))
-    if idle and best.kind == COLOCATED:
-        yield f"{idle} GPUs have nothing to sample: a step has only {plan.work.completions:,.0f} completions."
+    yield f"It fits: at most {best.most_memory / 1e9:,.0f} of {plan.gpu.memory / 1e9:,.0f} GB per GPU."
+    busy = max(best.servers // best.tensor_parallel, best.training.ranks)
+    if busy > plan.work.prompts:
+        yield (
+            f"A step has {plan.work.prompts:,} prompts, and whole prompts are divided: more GPUs that learn, or "
+            "samplers, are idle. Raise train.batch_size or train.accumulation."
+        )
     settings = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in recommended_settings(best).items())
     yield f"Set {settings}."
 

@@ -51,6 +51,12 @@ class ModelShape:
         return self.layers * (self.layer_matrices + small) + self.hidden + embeddings
 
     @property
+    def tensors(self) -> int:
+        """The number of parameter tensors."""
+        per_layer = 7 + self.norms + 3 * self.qkv_bias + 2 * self.qk_norm
+        return self.layers * per_layer + 2 + (not self.tied)
+
+    @property
     def cache_bytes(self) -> int:
         """Of the keys and values of one token."""
         return 2 * self.layers * self.kv_heads * self.head_dim * HALF

@@ -13,7 +13,7 @@ from groupwise.errors import ConfigError
 class Packs(NamedTuple):
     """A training pass: the number of packs, the tokens of the largest, and of all, with repeated prompts."""
 
-    count: int
+    number: int
     largest: float
     tokens: float
 
@@ -25,7 +25,7 @@ class StepWork:
     max_tokens: of a completion. passes: forward and backward over the batch; forwards: forward alone.
     """
 
-    prompts: float
+    prompts: int
     prompt_tokens: float
     samples: int
     answer_tokens: float
@@ -40,7 +40,7 @@ class StepWork:
     lora_rank: int | None = None
 
     @property
-    def completions(self) -> float:
+    def completions(self) -> int:
         return self.prompts * self.samples
 
     @property
@@ -57,7 +57,7 @@ class StepWork:
         each = max(self.answer_tokens - 1, 0)
         group = self.prompt_tokens + self.samples * each
         if group <= budget:  # complete groups
-            together = min(budget // group, math.ceil(self.prompts))
+            together = min(budget // group, self.prompts)
             return Packs(math.ceil(self.prompts / together), together * group, self.packed_tokens)
         at_once = max(1, (budget - self.prompt_tokens) // max(each, 1))  # completions of a group that is divided
         count = math.ceil(self.completions / at_once)
@@ -98,11 +98,8 @@ class StepWork:
         return (self.variance / self.answer_tokens + self.answer_tokens) / 2
 
     def share(self, ranks: int) -> StepWork:
-        """The share of the busiest of ``ranks``; a group is divided only if there are more ranks than prompts."""
-        if ranks <= self.prompts:
-            return replace(self, prompts=math.ceil(self.prompts / ranks - 1e-9))
-        samples = math.ceil(self.samples / math.floor(ranks / self.prompts))
-        return replace(self, prompts=1, samples=samples)
+        """The share of the busiest of ``ranks``: whole prompts, as samples and updates are divided."""
+        return replace(self, prompts=math.ceil(self.prompts / ranks))
 
 
 def _mean_share(rate: float) -> float:
