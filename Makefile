@@ -58,6 +58,7 @@ format: setup ## put the code into the house format
 
 docs: setup ## write the generated pages and build the documentation into site/; any warning is an error
 	$(BIN)/python tools/docs_reference.py
+	$(BIN)/python -m tools.docs_scale
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 build: setup ## build the source archive and the wheel into dist/, and check them

@@ -102,7 +102,7 @@ def _show_layouts(plan: Plan) -> None:
     row("tokens per pass", (f"{layout.training.budget:,.0f}" for layout in layouts))
     row("sampling", (_seconds(layout.sampling_seconds) for layout in layouts))
     if plan.gpus > 1:
-        row("weights to the samplers", (_seconds(layout.transfer_seconds) for layout in layouts))
+        row("weights and samples", (_seconds(layout.transfer_seconds) for layout in layouts))
     row("learning", (_seconds(layout.training_seconds) for layout in layouts))
     row("step", (_seconds(layout.step_seconds) for layout in layouts))
     if plan.gpus > 1:

@@ -29,6 +29,7 @@ from groupwise.planning.work import StepWork
 COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
 SHARDINGS = ("optimizer", "weights")
 SMALLEST_BUDGET = 1024
+SAMPLE_BYTES = 8 + 4 + 4 + 4  # of one token of a `Rollout`
 CANDIDATES = 48  # numbers of servers to try
 
 
@@ -78,7 +79,7 @@ class Layout:
 
     @property
     def transfer_seconds(self) -> float:
-        """Of the new weights to where samples are drawn."""
+        """Of the new weights to where samples are drawn, and of the samples to where they are learned."""
         return sum(part.seconds for part in self.exchanges)
 
     @property
@@ -125,7 +126,7 @@ def sample_share(
     if tensor_parallel > 1:  # two sums over the GPUs of a server per layer and step
         links = Links(gpu, tensor_parallel, ideal)
         size = HALF * shape.hidden * max(rows, 1)
-        parts["decode: sums over a server's GPUs"] = links.all_reduce("", size, 2 * shape.layers * steps).seconds
+        parts["decode: sums over a server's GPUs"] = links.sum_in_server("", size, 2 * shape.layers * steps).seconds
     return SamplingCost(parts, rows, held)
 
 
@@ -181,15 +182,20 @@ def _fsdp_exchanges(
     return tuple(replace(part, seconds=part.seconds * waited) for part in parts)
 
 
+def _samples(work: StepWork, links: Links) -> Exchange:
+    """Every rank gets all samples, padded to the longest: ids, two log-probs and a version for each token."""
+    return links.to_every_host("samples to every rank", SAMPLE_BYTES * work.completions * work.max_tokens)
+
+
 def colocated(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, sharding: str, ideal: bool = False) -> Layout:
-    training = train_share(shape, work, gpu, gpus, sharding, ideal)
-    exchanges: tuple[Exchange, ...] = ()
+    training, links = train_share(shape, work, gpu, gpus, sharding, ideal), Links(gpu, gpus, ideal)
+    exchanges: tuple[Exchange, ...] = (_samples(work, links),) if gpus > 1 else ()
     if sharding == "optimizer":
         static = memory.optimizer_sharded(shape, work, gpus)
     else:  # a complete copy in bfloat16 while sampling
         static = memory.weights_sharded(shape, work, gpus) | {"weights to sample with": HALF * shape.parameters}
         if gpus > 1:
-            exchanges = (Links(gpu, gpus, ideal).ring("weights to sample with (all-gather)", HALF * shape.parameters),)
+            exchanges += (links.ring("weights to sample with (all-gather)", HALF * shape.parameters),)
     sampling = sample_share(shape, work, gpu, gpus, static, ideal=ideal)
     missing = _missing(training, gpu, gpus) or _no_rows(sampling, gpu, f"with model.sharding {sharding!r}")
     return Layout(COLOCATED, gpu, gpus, sampling, training, exchanges, missing=missing, work=work)
@@ -205,8 +211,11 @@ def disaggregated(
     static = memory.server_weights(shape, tensor_parallel)
     sampling = sample_share(shape, work, gpu, servers // tensor_parallel, static, tensor_parallel, ideal)
     exchanges = [Links(gpu, gpus, ideal).broadcast("new weights to the servers", HALF * shape.parameters)]
+    learners = Links(gpu, ranks, ideal)
+    if ranks > 1:
+        exchanges.append(_samples(work, learners))
     if sharding == "weights" and ranks > 1:
-        exchanges.append(Links(gpu, ranks, ideal).ring("new weights gathered (all-gather)", HALF * shape.parameters))
+        exchanges.append(learners.ring("new weights gathered (all-gather)", HALF * shape.parameters))
     missing = _missing(training, gpu, ranks) or _no_rows(sampling, gpu, f"on servers of {tensor_parallel} GPUs")
     return Layout(
         DISAGGREGATED, gpu, gpus, sampling, training, tuple(exchanges), servers, tensor_parallel, missing, work=work

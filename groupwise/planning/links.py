@@ -9,7 +9,9 @@ from groupwise.planning.gpus import Gpu
 
 LINK_SHARE = 0.8  # of a link's peak, which collectives of many megabytes reach; assumed
 LINK_LATENCY, NETWORK_LATENCY = 3e-6, 10e-6  # of one hop, seconds; assumed
-NETWORK = "network"
+SERVER_LATENCY = 10e-6  # of a sum over the GPUs of one server, which is not a ring; assumed
+HOST_RATE = 2e9  # bytes per second that one process receives by gloo, through the host; assumed
+NETWORK, HOST = "network", "host"
 
 
 @dataclass(frozen=True)
@@ -53,9 +55,16 @@ class Links:
         shared = self.gpu.per_node if self.nodes > 1 else 1  # the rings of a node
         return Exchange(name, self.name, times * sent / shared, times * seconds)
 
-    def all_reduce(self, name: str, size: float, times: float = 1.0) -> Exchange:
-        """A reduce-scatter and an all-gather."""
-        return self.ring(name, size, 2 * times)
+    def sum_in_server(self, name: str, size: float, times: float) -> Exchange:
+        """A sum over the GPUs of one server that all of them get."""
+        sent = 2 * size * (self.ranks - 1) / self.ranks
+        seconds = 0.0 if self.ideal else sent / self.bandwidth + SERVER_LATENCY
+        return Exchange(name, self.name, times * sent, times * seconds)
+
+    def to_every_host(self, name: str, size: float) -> Exchange:
+        """An all-gather of ``size`` bytes in the hosts' memory, by gloo."""
+        received = size * (self.ranks - 1) / self.ranks
+        return Exchange(name, HOST, received, 0.0 if self.ideal else received / HOST_RATE)
 
     def broadcast(self, name: str, size: float) -> Exchange:
         """From one rank to others, passed on in a chain, so that each link carries ``size`` bytes once."""

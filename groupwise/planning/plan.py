@@ -14,6 +14,7 @@ from groupwise.planning.links import LINK_SHARE
 from groupwise.planning.shapes import ModelShape, named_shape, shape_of_source
 from groupwise.planning.work import StepWork, work_of
 
+ADAPTER = "an adapter ([model.lora])"
 WORTH_IT = 1.1  # asynchronous sampling learns from older weights: it must be this much faster to be recommended
 NAMES = {
     "launches": "kernel launches",
@@ -107,8 +108,8 @@ def _does_not_fit(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, closes
     half = replace(work, max_tokens=shorter, answer_tokens=min(work.answer_tokens, shorter))
     changes: list[tuple[str, StepWork, Gpu, int]] = [
         ("--model.gradient_checkpointing true", replace(work, checkpointing=True), gpu, gpus),
-        ("an adapter, [model.lora]", replace(work, lora_rank=16, reference=False), gpu, gpus),
-        ("an adapter and gradient checkpointing", replace(work, lora_rank=16, checkpointing=True), gpu, gpus),
+        (ADAPTER, replace(work, lora_rank=16, reference=False), gpu, gpus),
+        (f"{ADAPTER} with gradient checkpointing", replace(work, lora_rank=16, checkpointing=True), gpu, gpus),
         (f"--sampling.max_new_tokens {shorter}", half, gpu, gpus),
         *((f"--gpus {gpus * times}", work, gpu, gpus * times) for times in (2, 4, 8, 16)),
         *((f"--gpu {other.name}", work, other, gpus) for other in GPUS.values() if other.memory > gpu.memory),
@@ -116,6 +117,7 @@ def _does_not_fit(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, closes
     helping = [text for text, other, on, number in changes if best_layouts(shape, other, on, number)[0]]
     more = [text for text in helping if text.startswith("--gpus")]
     helping = [text for text in helping if text not in more[1:]]  # the least number of GPUs is enough
+    helping = [text for text in helping if not (text.startswith(f"{ADAPTER} ") and ADAPTER in helping)]
     remedy = f"What helps: {', or '.join(helping)}" if helping else "Choose a smaller model"
     reason = "" if closest is None else f": {closest.missing}"
     model = f"{shape.name} ({shape.parameters / 1e9:.1f} B parameters)"

@@ -18,7 +18,7 @@ from groupwise.packaged import packaged_recipes
 from groupwise.planning import cost, memory
 from groupwise.planning.cost import Device
 from groupwise.planning.gpus import GPUS
-from groupwise.planning.links import LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, Links
+from groupwise.planning.links import HOST_RATE, LINK_LATENCY, LINK_SHARE, NETWORK_LATENCY, SERVER_LATENCY, Links
 from groupwise.planning.shapes import CATALOGUE_SHAPES, SHAPES, TINY, ModelShape, shape_of_config, shape_of_source
 from groupwise.planning.work import StepWork, work_of
 from groupwise.training.update.objective import samples_completions
@@ -209,8 +209,11 @@ def test_rings_by_hand():
     wide = across.ring("x", 80e9)
     assert (wide.link, wide.bytes) == ("network", 75e9 / 8)  # eight rings, one per port
     assert wide.seconds == pytest.approx(75e9 / (LINK_SHARE * 400e9) + NETWORK_LATENCY + 14 * LINK_LATENCY)
-    assert inside.all_reduce("x", 80e9).seconds == pytest.approx(2 * part.seconds)
-    assert inside.all_reduce("x", 80e9).bytes == 140e9
+    summed = inside.sum_in_server("x", 80e9, times=3)
+    assert summed.bytes == 3 * 140e9
+    assert summed.seconds == pytest.approx(3 * (140e9 / (LINK_SHARE * 450e9) + SERVER_LATENCY))
+    received = across.to_every_host("x", 16e9)
+    assert (received.link, received.bytes, received.seconds) == ("host", 15e9, 15e9 / HOST_RATE)
     assert Links(gpu, 1).ring("x", 80e9).bytes == Links(gpu, 1).ring("x", 80e9).seconds == 0
     assert Links(gpu, 16, ideal=True).ring("x", 80e9).seconds == 0
     assert across.broadcast("x", 8e9).seconds == pytest.approx(8e9 / (LINK_SHARE * 50e9))

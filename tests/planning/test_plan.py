@@ -186,7 +186,7 @@ def test_the_command_prints_json(capsys):
         (("gsm8k", "--prompt-tokens", "-5"), "at least 1"),
         (("gsm8k", "--prompt-tokens", "nan"), "--prompt-tokens must be"),
         (("gsm8k", "--model.dtype", "float32"), "bfloat16"),
-        (("preference-data", "--loss.policy_coef", "0", "--preference.pairs", "data"), "samples nothing"),
+        (("preference-data", "--loss.policy_coef", "0", "--loss.kl_coef", "0"), "samples nothing"),
         (("gsm8k", "--train.steps", "0"), "samples nothing"),
         (("gsm8k", "--gpus", "1", "--gpu", "rtx-4090", "--model-shape", "qwen2.5-7b"), "does not fit"),
         (("gsm8k", "--gpus", "1", "--gpu", "rtx-4090", "--model-shape", "qwen2.5-7b"), "What helps: "),
