@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plugins": BASE,
     "user_code": BASE,
     "model": BASE | {"algorithms", "config"},
-    "planning": BASE | {"algorithms", "config", "model"},
+    "planning": BASE | {"algorithms", "config"},
     "generate": BASE | {"algorithms", "config", "model", "plugins"},
     "rewards": BASE | {"algorithms", "chat_template", "config", "model", "user_code"},
     "grouping": BASE | {"algorithms", "config", "model"},

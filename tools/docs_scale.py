@@ -130,16 +130,18 @@ def constant_table() -> str:
     return table(("phase", "constant", "value", "meaning"), rows)
 
 
-def error_table(kinds: Sequence[str], what: Sequence[str]) -> str:
+def error_table(kind: str) -> str:
     report = fit_plan.read_report()
-    chosen = [*fit_plan.totals(report), *fit_plan.memory_totals(report)]
+    return total_table(row for row in (*fit_plan.totals(report), *fit_plan.memory_totals(report)) if row.kind == kind)
+
+
+def total_table(totals: Iterable[fit_plan.Total]) -> str:
     rows = []
-    for total in chosen:
-        if total.kind in kinds and total.what in what:
-            unit, scale = (" GiB", 2**30) if total.what == "memory" else (" s", 1.0)
-            digits = 1 if total.what == "memory" else 2
-            sizes = (f"{number / scale:.{digits}f}{unit}" for number in (total.measured, total.predicted))
-            rows.append([total.shape, total.work, total.what, *sizes, f"{total.error:+.0%}"])
+    for total in totals:
+        unit, scale = (" GiB", 2**30) if total.what == "memory" else (" s", 1.0)
+        digits = 1 if total.what == "memory" else 2
+        sizes = (f"{number / scale:.{digits}f}{unit}" for number in (total.measured, total.predicted))
+        rows.append([total.shape, total.work, total.what, *sizes, f"{total.error:+.0%}"])
     return table(("model", "work", "", "measured", "predicted", "error"), rows)
 
 
@@ -177,9 +179,10 @@ def nemo_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "validation": lambda: error_table(("validation",), ("generation", "training", "step", "memory")),
-    "other runs": lambda: error_table(("another run",), ("generation", "training", "step")),
-    "fitted": lambda: error_table(("fitted",), ("generation", "training", "step", "memory")),
+    "validation": lambda: error_table("validation"),
+    "other runs": lambda: error_table("another run"),
+    "servers": lambda: total_table(fit_plan.server_totals()),
+    "fitted": lambda: error_table("fitted"),
     "phases": prefill_errors,
     "weak scaling": weak_scaling,
     "strong scaling": strong_scaling,

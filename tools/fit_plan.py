@@ -23,6 +23,7 @@ import numpy as np
 from groupwise.planning import constants, cost, memory
 from groupwise.planning.cost import Device, Terms
 from groupwise.planning.gpus import GPUS
+from groupwise.planning.layouts import server_share
 from groupwise.planning.shapes import SHAPES, ModelShape
 from groupwise.planning.work import StepWork
 
@@ -42,6 +43,14 @@ EARLIER = (
     ("generation", "qwen2.5-1.5b", 16, 2.35),
     ("generation", "qwen2.5-1.5b", 64, 6.88),
     ("generation", "qwen2.5-7b", 16, 4.92),
+)
+# The same for vLLM 0.26, as the sampler of all prompts × 16 samples at once.
+SERVERS = (
+    ("smollm2-135m", 16, 2.87),
+    ("qwen2.5-0.5b", 16, 2.44),
+    ("qwen2.5-1.5b", 16, 2.48),
+    ("qwen2.5-1.5b", 64, 12.2),
+    ("qwen2.5-7b", 16, 5.21),
 )
 AT_LEAST_ONE = ("products", "attention", "activations", "cache", "bytes")
 
@@ -175,6 +184,15 @@ def totals(report: Mapping[str, Any]) -> Iterator[Total]:
             for phase, terms in (("optimizer", cost.optimizer_terms), ("sync", cost.sync_terms)):
                 predicted += sum(cost.seconds(phase, terms(shape.parameters, device)).values())
         yield Total(what, name, f"{prompts} × 250 × 16 × 512", measured, predicted, "another run")
+
+
+def server_totals() -> Iterator[Total]:
+    """Generation by vLLM, as `groupwise plan` predicts it for a server on one H200."""
+    for name, prompts, measured in SERVERS:
+        work = StepWork(prompts, 250, 16, 512, 512, max_num_seqs=prompts * 16)
+        cost_of_server = server_share(SHAPES[name], work, GPUS["h200"], 1, 1, False)
+        predicted = sum(cost_of_server.seconds.values())
+        yield Total("generation", name, f"{prompts} × 250 × 16 × 512", measured, predicted, "another run")
 
 
 def total_of(what: str, shape: str, work: str, parts: Sequence[Comparison]) -> Total:

@@ -58,9 +58,7 @@ def _show(plan: Plan) -> None:
     from groupwise.planning.plan import advice
 
     work, gpu = plan.work, plan.gpu
-    say(
-        f"{plan.shape.name}, {plan.shape.parameters / 1e9:.2f} B parameters, on {plan.gpus} × {gpu.name} ({gpu.source})"
-    )
+    say(f"{plan.shape.name}, {plan.shape.size} parameters, on {plan.gpus} × {gpu.name} ({gpu.source})")
     say(
         f"a step: {work.prompts:,.0f} prompts of {work.prompt_tokens:,.0f} tokens × {work.samples} completions of "
         f"{work.answer_tokens:,.0f} tokens, {work.sampled_tokens:,.0f} sampled tokens"

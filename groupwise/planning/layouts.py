@@ -6,6 +6,7 @@ are servers that sample, the others learn; the next batch is sampled while the l
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from groupwise.planning.cost import (
     Terms,
     decode_terms,
     device_of,
+    longest_share,
     optimizer_terms,
     prefill_terms,
     scaled,
@@ -30,6 +32,9 @@ COLOCATED, DISAGGREGATED = "colocated", "disaggregated"
 SHARDINGS = ("optimizer", "weights")
 SMALLEST_BUDGET = 1024
 SAMPLE_BYTES = 8 + 4 + 4 + 4  # of one token of a `Rollout`
+# A server's host needs so long for each sample and step, so that it has at most 50,000 tokens per second: chosen by
+# hand to match vLLM 0.26 on the host of one H200, see docs/scale.md.
+SERVER_HOST_SECONDS = 20e-6
 CANDIDATES = 48  # numbers of servers to try
 
 
@@ -114,8 +119,12 @@ def sample_share(
     static: memory.Bytes,
     tensor_parallel: int = 1,
     ideal: bool = False,
+    server: bool = False,
 ) -> SamplingCost:
-    """The busiest of ``replicas`` samplers, each on ``tensor_parallel`` GPUs, with as many samples at once as fit."""
+    """The busiest of ``replicas`` samplers, each on ``tensor_parallel`` GPUs, with as many samples at once as fit.
+
+    ``server``: with the host of a vLLM server instead of this engine's.
+    """
     share, device = work.share(replicas), device_of(gpu)
     rows = memory.most_rows(shape, static, share, gpu, tensor_parallel)
     held = memory.sampling_bytes(shape, static, max(rows, 1), share, tensor_parallel)
@@ -127,9 +136,13 @@ def sample_share(
         links = Links(gpu, tensor_parallel, ideal)
         size = HALF * shape.hidden * max(rows, 1)
         parts["decode: sums over a server's GPUs"] = links.sum_in_server("", size, 2 * shape.layers * steps).seconds
+    if server:
+        host = SERVER_HOST_SECONDS * share.sampled_tokens * longest_share(work, work.completions / share.completions)
+        parts["decode: the server's host"] = max(0.0, host - sum(parts.values()) + parts["prefill"])
     return SamplingCost(parts, rows, held)
 
 
+@functools.lru_cache(2048)  # the same for servers of any number of GPUs
 def train_share(
     shape: ModelShape, work: StepWork, gpu: Gpu, ranks: int, sharding: str, ideal: bool = False
 ) -> TrainingCost:
@@ -201,6 +214,14 @@ def colocated(shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, sharding: 
     return Layout(COLOCATED, gpu, gpus, sampling, training, exchanges, missing=missing, work=work)
 
 
+@functools.lru_cache(2048)  # the same for each sharding
+def server_share(
+    shape: ModelShape, work: StepWork, gpu: Gpu, servers: int, tensor_parallel: int, ideal: bool
+) -> SamplingCost:
+    static = memory.server_weights(shape, tensor_parallel)
+    return sample_share(shape, work, gpu, servers // tensor_parallel, static, tensor_parallel, ideal, server=True)
+
+
 def disaggregated(
     shape: ModelShape, work: StepWork, gpu: Gpu, gpus: int, servers: int, tensor_parallel: int, sharding: str,
     ideal: bool = False,
@@ -208,8 +229,7 @@ def disaggregated(
     """``servers`` GPUs sample, ``tensor_parallel`` together; the others learn."""
     ranks = gpus - servers
     training = train_share(shape, work, gpu, ranks, sharding, ideal)
-    static = memory.server_weights(shape, tensor_parallel)
-    sampling = sample_share(shape, work, gpu, servers // tensor_parallel, static, tensor_parallel, ideal)
+    sampling = server_share(shape, work, gpu, servers, tensor_parallel, ideal)
     exchanges = [Links(gpu, gpus, ideal).broadcast("new weights to the servers", HALF * shape.parameters)]
     learners = Links(gpu, ranks, ideal)
     if ranks > 1:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import ConfigError, did_you_mean
-from groupwise.paths import FOLDER, kind_of, user_path
+from groupwise.paths import FOLDER, kind_of, path_reason, user_path
 
 HALF = 2  # bytes of a bfloat16 number
 
@@ -49,6 +49,14 @@ class ModelShape:
         small += 2 * self.head_dim if self.qk_norm else 0
         embeddings = self.head_weights * (1 if self.tied else 2)
         return self.layers * (self.layer_matrices + small) + self.hidden + embeddings
+
+    @property
+    def size(self) -> str:
+        """The number of parameters, as it is written."""
+        for unit, scale in (("B", 1e9), ("M", 1e6)):
+            if self.parameters >= scale:
+                return f"{self.parameters / scale:.3g} {unit}"
+        return f"{self.parameters:,}"
 
     @property
     def tensors(self) -> int:
@@ -140,7 +148,8 @@ def shape_of_folder(folder: Path) -> ModelShape:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; a model's folder holds its config.json") from error
+        reason = path_reason(error) if isinstance(error, OSError) else f"it is not JSON ({error})"
+        raise ConfigError(f"{path} cannot be read: {reason}; a model's folder holds its config.json") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a model's configuration: it holds no table")
     return shape_of_config(config, folder.resolve().name, str(path))

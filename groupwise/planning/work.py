@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -72,16 +73,7 @@ class StepWork:
     @property
     def decay(self) -> float:
         """λ of the completions' lengths: exponential, cut off at ``max_tokens``, with the given mean. 0: all full."""
-        share = self.answer_tokens / self.max_tokens
-        if share >= 1:
-            return 0.0
-        low, high = 0.0, 1.0
-        while _mean_share(high) > share:
-            high *= 2
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if _mean_share(middle) > share else (low, middle)
-        return high / self.max_tokens
+        return _decay(self.answer_tokens / self.max_tokens) / self.max_tokens
 
     @property
     def variance(self) -> float:
@@ -100,6 +92,20 @@ class StepWork:
     def share(self, ranks: int) -> StepWork:
         """The share of the busiest of ``ranks``: whole prompts, as samples and updates are divided."""
         return replace(self, prompts=math.ceil(self.prompts / ranks))
+
+
+@functools.cache
+def _decay(share: float) -> float:
+    """The rate of an exponential variable, cut off at 1, whose mean is ``share``; 0 for a mean of 1."""
+    if share >= 1:
+        return 0.0
+    low, high = 0.0, 1.0
+    while _mean_share(high) > share:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _mean_share(middle) > share else (low, middle)
+    return high
 
 
 def _mean_share(rate: float) -> float:

@@ -10,7 +10,7 @@ from tools import fit_plan
 
 REPORT = fit_plan.read_report()
 COMPARISONS = list(fit_plan.comparisons(REPORT))
-TOTALS = [*fit_plan.totals(REPORT), *fit_plan.memory_totals(REPORT)]
+TOTALS = [*fit_plan.totals(REPORT), *fit_plan.memory_totals(REPORT), *fit_plan.server_totals()]
 
 
 def name_of(case):
@@ -80,3 +80,12 @@ def test_the_default_token_budget_is_that_of_the_trainer():
     for row in REPORT["measurements"]:
         if row["what"] == "training" and not row.get("small_budget"):
             assert memory.default_budget(fit_plan.shape_of(row), gpu) == row["budget"]
+
+
+def test_the_tables_of_the_docs_are_fresh():
+    from tools import docs_scale
+
+    text = docs_scale.PAGE.read_text(encoding="utf-8")
+    stale = text.replace("| colocated |", "| together |", 1)
+    assert stale != text
+    assert docs_scale.fresh(stale) == text, "run: make docs"
