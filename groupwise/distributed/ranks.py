@@ -88,6 +88,12 @@ class Ranks:
             for tensor in tensors:
                 distributed.all_reduce(tensor, group=self._tensors)
 
+    def mesh(self, device: torch.device) -> Any:
+        """All ranks in a row, as `torch.distributed.tensor` wants them: a DeviceMesh."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._tensors, device.type)
+
     def close(self) -> None:
         if self.size > 1:
             from torch import distributed
