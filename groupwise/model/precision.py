@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from groupwise.distributed.fsdp import is_sharded, local
 from groupwise.errors import CheckpointError, InputError, NotFiniteError
 
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -58,9 +57,6 @@ class MasterWeights:
     Only parameters with ``requires_grad`` have masters; a weight that two modules share has one. A float32 or float64
     parameter is its own master, so a float32 model trains exactly as it would without this class.
 
-    If the weights are sharded (`groupwise.distributed.fsdp`), a master is this rank's slice of a parameter; call
-    `take_gradients` after each backward pass.
-
     Move the model to its device and add its adapter before creating the masters. Until `close`, the ``.grad`` of a
     low-precision parameter is always None.
     """
@@ -69,7 +65,6 @@ class MasterWeights:
         self.model = model
         self._masters: dict[str, nn.Parameter] = {}
         self._copied: list[tuple[nn.Parameter, nn.Parameter]] = []  # (in the model, its float32 master)
-        self.sharded: dict[str, nn.Parameter] = {}  # the parameters of which this rank has a slice
         self._hooks: list[RemovableHandle] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -85,9 +80,6 @@ class MasterWeights:
                 f"the parameter {name} is {parameter.dtype}, which cannot be trained (allowed: bfloat16, float16, "
                 "float32, float64); load the model with one of them"
             )
-        if is_sharded(parameter):
-            self.sharded[name] = parameter
-            return nn.Parameter(local(parameter))
         if parameter.dtype.itemsize >= 4:
             return parameter
         master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
@@ -114,16 +106,6 @@ class MasterWeights:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The masters under their parameters' names in the model."""
         yield from self._masters.items()
-
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Add the gradients of sharded parameters, which FSDP has summed over the ranks, to their masters'."""
-        for name, parameter in self.sharded.items():
-            if parameter.grad is None:
-                continue
-            master, gradient = self._masters[name], local(parameter.grad)
-            master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-            parameter.grad = None
 
     @torch.no_grad()
     def sync_to_model(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from groupwise.distributed.fsdp import full
 from groupwise.distributed.ranks import Ranks, connect
+from groupwise.distributed.shards import read_shards, shard_shapes, write_shards
 from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.lora import LoraSettings, add_lora
@@ -110,3 +112,30 @@ def test_sharded_gradients_are_those_of_one_process(kind, size):
         assert result["logps"] < 1e-10
         assert result["held"] == 1.0  # every weight is on one rank
         assert result["dtype"] == "torch.float64"
+
+
+def tensors_for(ranks: Ranks) -> dict[str, Tensor]:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = {"masters/a": torch.arange(35.0).view(7, 5), "exp_avg/b": torch.arange(2, dtype=torch.float64)}
+    mesh = ranks.mesh(CPU)
+    return {
+        **{name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in whole.items()},
+        "step/a": torch.tensor(4.0),
+    }
+
+
+def save_shards(folder: str) -> None:
+    ranks = connect(CPU)
+    write_shards(Path(folder), tensors_for(ranks), ranks.rank)
+    ranks.close()
+
+
+def load_shards(folder: str) -> bool:
+    ranks = connect(CPU)
+    expected = tensors_for(ranks)
+    targets = {name: torch.full_like(value, -1.0) for name, value in expected.items()}
+    read_shards(Path(folder), targets)
+    same = all(torch.equal(full(targets[name]), full(expected[name])) for name in expected)
+    ranks.close()
+    return same

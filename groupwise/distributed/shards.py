@@ -1,0 +1,102 @@
+"""Tensors of which each rank has a slice, written and read by PyTorch's distributed checkpoint (DCP).
+
+Each rank writes its slices into files of its own, and any number of ranks can read them again, each what it needs.
+Nothing is pickled: DCP's usual format has its index in a pickle, and reading that can run any code, so the files are
+DCP's safetensors, each with the places of its slices in its header. Slices of different ranks never overlap, so each
+rank plans its files alone; DCP would send the plans between ranks as pickles.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.distributed.fsdp import is_sharded, local
+from groupwise.errors import CheckpointError
+from groupwise.text import error_reason
+
+SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # DCP's names in the header of a file
+
+
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None:
+    """Write this rank's slices of ``tensors``; those that are not sharded are written by rank 0.
+
+    Names are ``kind/name``; each kind is written to a file of its own, so that only one of them is in memory twice.
+    """
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+
+    class OwnPlanner(DefaultSavePlanner):
+        """Plans without the other ranks."""
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
+            return self.global_plan, self.metadata
+
+    class OwnWriter(checkpoint.HuggingFaceStorageWriter):
+        """Puts the rank's number into the names of its files."""
+
+        def prepare_global_plan(self, plans: Any) -> Any:
+            return [
+                replace(plan, storage_data={**plan.storage_data, "shard_index": rank + 1})
+                for plan in super().prepare_global_plan(plans)
+            ]
+
+    own = {name: tensor for name, tensor in tensors.items() if (local(tensor).numel() if is_sharded(tensor) else not rank)}
+    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, tensors)), start=1)}
+    files = {name: kinds[_kind(name)] for name in tensors}
+    folder.mkdir(exist_ok=True)
+    writer = OwnWriter(str(folder), files, save_distributed=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        checkpoint.save(dict(own), storage_writer=writer, planner=OwnPlanner(False, False), no_dist=True)
+
+
+def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill ``targets``, complete tensors or slices, with the values of their names, whichever ranks wrote them."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    wanted = {name: tensor for name, tensor in targets.items() if not is_sharded(tensor) or local(tensor).numel()}
+    reader = checkpoint.HuggingFaceStorageReader(str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            checkpoint.load(dict(wanted), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+    except (checkpoint.CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}; use an earlier checkpoint") from error
+
+
+def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each complete tensor; a CheckpointError if a slice of one is missing."""
+    from safetensors import SafetensorError, safe_open
+
+    slices: dict[str, list[tuple[list[int], list[int]]]] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                places = json.loads(tensors.metadata()[SHARDING_INFO])
+                for name in tensors.keys():
+                    shape = tensors.get_slice(name).get_shape()
+                    slices.setdefault(name, []).append((places[name][OFFSETS], shape))
+    except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}; use an earlier checkpoint") from error
+    shapes = {}
+    for name, parts in slices.items():
+        ends = [[start + size for start, size in zip(*part, strict=True)] for part in parts]
+        shapes[name] = tuple(map(max, zip(*ends, strict=True)))
+        if sum(math.prod(size) for _, size in parts) != math.prod(shapes[name]):
+            raise CheckpointError(f"{folder} is damaged: a part of {name} is missing; use an earlier checkpoint")
+    return shapes
+
+
+def _kind(name: str) -> str:
+    return name.partition("/")[0]
