@@ -289,7 +289,7 @@ def test_real_weights(tmp_path):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_full_weights_are_those_of_the_exported_folder_with_the_adapter_merged(tmp_path, rslora):
-    model = adapted(rank=4, rslora=rslora)
+    model = adapted(rslora=rslora)
     written = load_file(export_model(model, tmp_path / "out") / "model.safetensors")
     for source in (model, prepare(model).model):  # the PEFT model, and the model inside it
         weights = dict(iter_full_weights(source))
