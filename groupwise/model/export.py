@@ -6,6 +6,7 @@ The model is not changed, nor is its adapter: the weights are copied to the CPU 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,38 @@ def export_model(
         except (ValueError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"{folder} could not be written: {error}") from error
     return folder
+
+
+@torch.no_grad()
+def iter_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model one after another, by their names in a checkpoint, in the model's dtype and on its device.
+
+    LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once.
+    """
+    layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "merged_adapters")}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if "lora_" in name or id(value) in seen:
+            continue
+        seen.add(id(value))
+        owner, _, kind = name.rpartition(".")
+        layer = layers.get(owner.removesuffix(".base_layer"))
+        full = value.detach()
+        if layer is not None and kind == "weight" and not layer.merged:
+            full = _merged(full, layer)
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), full
+
+
+def _merged(weight: Tensor, layer: Any) -> Tensor:
+    """The weight of a layer with its active LoRA adapters added."""
+    merged = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    for name in layer.active_adapters if not layer.disable_adapters else ():
+        if name in layer.lora_A:
+            delta = layer.lora_B[name].weight.to(merged.dtype) @ layer.lora_A[name].weight.to(merged.dtype)
+            merged += layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
+        elif name in getattr(layer, "lora_embedding_A", {}):
+            merged += layer.get_delta_weight(name).to(merged.dtype)
+    return merged.to(weight.dtype)
 
 
 def _write_model(
