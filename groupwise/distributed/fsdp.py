@@ -75,7 +75,8 @@ class ShardedWeights:
 
     def most(self, passes: int) -> int:
         """The largest number of passes of any rank; a rank with fewer runs some without samples."""
-        return max(self.ranks.gather(passes))
+        numbers: list[int] = self.ranks.gather(passes)
+        return max(numbers)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from groupwise.distributed.fsdp import is_sharded, local
@@ -31,8 +30,10 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None
 
     Names are ``kind/name``; each kind is written to a file of its own, so that only one of them is in memory twice.
     """
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     class OwnPlanner(DefaultSavePlanner):
         """Plans without the other ranks."""
@@ -41,7 +42,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None
             self.global_plan, self.metadata = create_default_global_save_plan(all_plans)
             return self.global_plan, self.metadata
 
-    class OwnWriter(checkpoint.HuggingFaceStorageWriter):
+    class OwnWriter(HuggingFaceStorageWriter):
         """Puts the rank's number into the names of its files."""
 
         def prepare_global_plan(self, plans: Any) -> Any:
@@ -50,29 +51,43 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None
                 for plan in super().prepare_global_plan(plans)
             ]
 
-    own = {name: tensor for name, tensor in tensors.items() if (local(tensor).numel() if is_sharded(tensor) else not rank)}
+    own = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (local(tensor).numel() > 0 if is_sharded(tensor) else rank == 0)
+    }
     kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, tensors)), start=1)}
     files = {name: kinds[_kind(name)] for name in tensors}
-    folder.mkdir(exist_ok=True)
-    writer = OwnWriter(str(folder), files, save_distributed=True)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        checkpoint.save(dict(own), storage_writer=writer, planner=OwnPlanner(False, False), no_dist=True)
+    try:
+        folder.mkdir(exist_ok=True)
+        writer = OwnWriter(str(folder), files, save_distributed=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            save(dict(own), storage_writer=writer, planner=OwnPlanner(False, False), no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise CheckpointError(f"{folder} could not be written: {_reason(error)}") from error
 
 
 def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
     """Fill ``targets``, complete tensors or slices, with the values of their names, whichever ranks wrote them."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
+    shapes = shard_shapes(folder)
+    for name, target in targets.items():
+        if shapes.get(name) != tuple(target.shape):
+            found = f"has the shape {shapes[name]}, not {tuple(target.shape)}" if name in shapes else "is not there"
+            raise CheckpointError(f"{folder} does not fit the model: {name} {found}")
     wanted = {name: tensor for name, tensor in targets.items() if not is_sharded(tensor) or local(tensor).numel()}
-    reader = checkpoint.HuggingFaceStorageReader(str(folder))
+    reader = HuggingFaceStorageReader(str(folder))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            checkpoint.load(dict(wanted), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
-    except (checkpoint.CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}; use an earlier checkpoint") from error
+            load(dict(wanted), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
+    except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}; use an earlier checkpoint") from error
 
 
 def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -84,7 +99,7 @@ def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 places = json.loads(tensors.metadata()[SHARDING_INFO])
-                for name in tensors.keys():
+                for name in tensors.keys():  # noqa: SIM118  (it is no dict)
                     shape = tensors.get_slice(name).get_shape()
                     slices.setdefault(name, []).append((places[name][OFFSETS], shape))
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
@@ -100,3 +115,10 @@ def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def _kind(name: str) -> str:
     return name.partition("/")[0]
+
+
+def _reason(error: Exception) -> str:
+    """Why something failed; DCP's own error names only ranks, and holds the original."""
+    inner = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()]
+    cause = inner[0] if inner and isinstance(inner[0], Exception) else error
+    return error_reason(cause)

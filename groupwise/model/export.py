@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from groupwise.distributed.fsdp import full
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.device import resolve_dtype
 from groupwise.model.load import without_progress_bars
@@ -64,9 +65,11 @@ def export_model(
 
 
 @torch.no_grad()
-def iter_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The weights of a model one after another, by their names in a checkpoint, in the model's dtype and on its device.
+def iter_full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """The weights of a model one after another, by their names in a checkpoint, in ``dtype`` and on the model's device.
 
+    dtype: that of the model by default. If its weights are sharded, that is the dtype of the trained slices, float32,
+    not what the model computes in. Then all ranks iterate at the same time, and each tensor is gathered on all of them.
     LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once.
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "merged_adapters")}
@@ -77,22 +80,24 @@ def iter_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         seen.add(id(value))
         owner, _, kind = name.rpartition(".")
         layer = layers.get(owner.removesuffix(".base_layer"))
-        full = value.detach()
+        tensor = full(value)
+        chosen = dtype if dtype is not None and isinstance(value, nn.Parameter) else tensor.dtype
         if layer is not None and kind == "weight" and not layer.merged:
-            full = _merged(full, layer)
-        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), full
+            tensor = _merged(tensor, layer)
+        yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor.to(chosen)
 
 
 def _merged(weight: Tensor, layer: Any) -> Tensor:
-    """The weight of a layer with its active LoRA adapters added."""
+    """The weight of a layer with its active LoRA adapters added, in float32 or float64."""
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     for name in layer.active_adapters if not layer.disable_adapters else ():
         if name in layer.lora_A:
-            delta = layer.lora_B[name].weight.to(merged.dtype) @ layer.lora_A[name].weight.to(merged.dtype)
+            up, down = (full(part[name].weight).to(merged.dtype) for part in (layer.lora_B, layer.lora_A))
+            delta = up @ down
             merged += layer.scaling[name] * (delta.T if layer.fan_in_fan_out else delta)
         elif name in getattr(layer, "lora_embedding_A", {}):
-            merged += layer.get_delta_weight(name).to(merged.dtype)
-    return merged.to(weight.dtype)
+            merged += full(layer.get_delta_weight(name)).to(merged.dtype)
+    return merged
 
 
 def _write_model(

@@ -98,7 +98,7 @@ def iter_packs(
         compute = partial(_pack_logps, handle, pack, temperature, with_entropy, with_states)
         result: TokenLogps = handle.run(compute)
         if not len(pack.samples):  # run for other ranks only; its (empty) result takes part in the backward pass, too
-            result = TokenLogps(*(None if part is None else part[:0] for part in result))
+            result = TokenLogps._make(None if part is None else part[:0] for part in result)
         yield pack.samples, result
 
 
