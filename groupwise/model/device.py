@@ -137,10 +137,13 @@ def usable_cpus() -> int:
 def set_threads() -> int:
     """Lower torch's number of CPU threads to `usable_cpus` if it is higher, and return it.
 
+    The processes of a run on one machine (torchrun's LOCAL_WORLD_SIZE) share the CPUs.
     It is never raised above what OMP_NUM_THREADS or torch.set_num_threads chose. This changes the whole process: a
     training run and the command line call it, loading a model does not.
     """
-    if torch.get_num_threads() > (cpus := usable_cpus()):
+    processes = _number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
+    cpus = max(1, usable_cpus() // max(1, processes))
+    if torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
     return torch.get_num_threads()
 

@@ -24,6 +24,7 @@ from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import DatasetPairs, MiniBatch, build_minibatch
 from groupwise.training.update.result import gradient_statistics
+from groupwise.training.update.shares import share_of
 from groupwise.training.update.updater import Updater
 from tests.model.models import VOCABULARY, padded_logps
 from tests.training.factories import (
@@ -250,7 +251,10 @@ def plan_of(case, budget):
     case.updater.token_budget = budget
     updater, minibatch = case.updater, case.minibatch
     budget = updater._budget(minibatch)
-    return plan_pair_layout(updater.handle, minibatch, case.recipe, budget, updater._all_pair_logps)
+    share = share_of(minibatch, updater.ranks)
+    return plan_pair_layout(
+        updater.handle, minibatch, share, case.recipe, budget, updater._all_pair_logps, updater.ranks
+    )
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
