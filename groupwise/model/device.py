@@ -116,6 +116,11 @@ def _cpuinfo_flags() -> set[str]:
     return set()
 
 
+def gpu_count() -> int:
+    """The number of CUDA devices."""
+    return torch.cuda.device_count()
+
+
 def usable_cpus() -> int:
     """The number of CPUs this process can use, within its affinity and its container's CPU quota.
 

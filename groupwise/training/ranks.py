@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from groupwise.config import Recipe
+from groupwise.distributed.launch import restarts
 from groupwise.distributed.ranks import Ranks, connect
 from groupwise.model.device import resolve_device
 from groupwise.rundir.run import holds_run
@@ -28,7 +29,7 @@ def start_ranks(recipe: Recipe) -> Ranks:
 
 def restarted_folder(ranks: Ranks, chosen: str | Path | None) -> Path | None:
     """The folder of the run to go on with, if torchrun has restarted these processes because one of them failed."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if not restarts():
         return None
     folder = ranks.recall(FOLDER) or chosen
     return Path(folder) if folder is not None and holds_run(Path(folder)) else None

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError
 from groupwise.model.checks import tensor_shapes
 from groupwise.model.export import export_model
@@ -47,7 +46,6 @@ def save_checkpoint(
     step: int,
     state: Mapping[str, Any],
     updater: Updater,
-    ranks: Ranks,
     *,
     tokenizer: Any,
     dtype: str | None,
@@ -57,7 +55,7 @@ def save_checkpoint(
 
     All ranks call it, to collect the weights, and rank 0 writes. Whether the checkpoint is new.
     """
-    model, reference = updater.masters.model, updater.reference
+    model, reference, ranks = updater.masters.model, updater.reference, updater.ranks
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}

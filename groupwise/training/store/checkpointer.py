@@ -83,7 +83,6 @@ class Checkpointer:
             self.state.step,
             state,
             self.updater,
-            self.ranks,
             tokenizer=self.components.tokenizer,
             dtype=settings.export_dtype,
             resumable=settings.resumable,
