@@ -71,6 +71,8 @@ class ModelSection(Section):
     """recompute activations in the backward pass: less memory, about a third more time"""
     compile: bool | None = None
     """use torch.compile; default: on a GPU in half precision"""
+    sharding: Literal["optimizer", "weights"] = "optimizer"
+    """what several processes divide among them: masters and optimizer state (ZeRO-1), or all weights as well (FSDP2)"""
     lora: LoraSection | None = None
     """train a LoRA adapter instead of all weights ([model.lora], needs the extra `lora`)"""
     trust_remote_code: bool = False

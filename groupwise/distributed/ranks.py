@@ -29,6 +29,7 @@ from groupwise.text import error_reason, format_duration
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
 TIMEOUT = 1800.0
 OUT_OF_MEMORY = "memory ran out"
+LOST = ("Connection closed", "Connection reset", "Broken pipe", "timed out", "Timed out")  # what gloo and NCCL say
 
 _Result = TypeVar("_Result")
 
@@ -49,10 +50,11 @@ class Ranks:
         return self.rank == 0
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, *, exchanges: bool = False) -> Iterator[None]:
         """A piece of work that all ranks do at the same time; it ends when all have done it.
 
         The block itself must not exchange anything: a rank that fails in it would leave the others waiting there.
+        exchanges: it does, as a pass of a sharded model does; then a rank that fails ends at once, and so do others.
         """
         self._stage = name
         if self.size == 1:
@@ -65,6 +67,8 @@ class Ranks:
         except RankError:
             raise  # the others are known to be gone or late
         except Exception as error:
+            if exchanges:
+                self._end(name, error)
             failure = error
         self._note(f"waiting after {name}")
         reason = "" if failure is None else OUT_OF_MEMORY if is_out_of_memory(failure) else _reason(failure)
@@ -98,18 +102,24 @@ class Ranks:
         return any(self.gather(flag))
 
     def divide(
-        self, name: str, costs: Sequence[float], work: Callable[[list[int]], Iterable[_Result]]
+        self,
+        name: str,
+        costs: Sequence[float],
+        work: Callable[[list[int]], Iterable[_Result]],
+        *,
+        exchanges: bool = False,
     ) -> list[_Result]:
         """One value for each item, in order; each rank computes those of its share of the items in a stage.
 
-        ``work`` gets the numbers of some items and returns their values, which must fit in a message.
+        ``work`` gets the numbers of some items and returns their values, which must fit in a message. If it exchanges
+        something (see `stage`), it is called on all ranks, even with no items.
         """
         if self.size == 1:
             return list(work(list(range(len(costs))))) if costs else []
         shares = split_by_cost(costs, self.size)
         own = shares[self.rank]
-        with self.stage(name):
-            values = list(work(own)) if own else []
+        with self.stage(name, exchanges=exchanges):
+            values = list(work(own)) if own or exchanges else []
         results: dict[int, _Result] = {}
         for share, part in zip(shares, self.gather(values), strict=True):
             results |= dict(zip(share, part, strict=True))
@@ -169,9 +179,13 @@ class Ranks:
 
     def mesh(self, device: torch.device) -> Any:
         """All ranks in a row, as `torch.distributed.tensor` wants them: a DeviceMesh."""
+        from torch import distributed
         from torch.distributed.device_mesh import DeviceMesh
 
-        return DeviceMesh.from_group(self._tensors, device.type)
+        group = self._tensors
+        if group is self._control:  # messages after a failed pass must not be taken for weights
+            group = distributed.new_group(backend="gloo")
+        return DeviceMesh.from_group(group, device.type)
 
     def close(self) -> None:
         if self.size > 1:
@@ -213,6 +227,28 @@ class Ranks:
             lost = f"no answer {where}; last seen: {', '.join(late.values())}. It is dead or hangs"
             reason = lost if late else f"another rank died or hangs {where}"
             raise RankError(f"{reason} ({error_reason(error)})", main_is_lost=not late or 0 in late) from error
+
+    def _end(self, name: str, error: Exception) -> None:
+        """Raise an error of a stage that exchanges something: this rank's own, or that of the rank that failed first.
+
+        The others are stuck in an exchange with a rank that has failed, and get an error when its process ends.
+        """
+        failed = {}
+        for rank in range(self.size):
+            with suppress(RuntimeError):
+                if self._store.check([f"groupwise/failed/{rank}"]):
+                    failed[rank] = self._store.get(f"groupwise/failed/{rank}").decode()
+        for rank, reason in failed.items():
+            raise RankError(f"rank {rank} failed while {name}: {reason}") from error
+        if any(text in str(error) for text in LOST):
+            with self._collective():
+                raise error
+        if is_out_of_memory(error):  # it cannot be repeated: the others are in the middle of it
+            advice = "lower train.token_budget, or divide the weights among more processes"
+            error = RankError(f"memory ran out on rank {self.rank} while {name}; {advice}")
+        with suppress(RuntimeError):
+            self._store.set(f"groupwise/failed/{self.rank}", _reason(error))
+        raise error
 
     def _note(self, stage: str) -> None:
         """Let the other ranks see what this one does, for the case that it dies or hangs."""

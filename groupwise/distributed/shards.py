@@ -16,12 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from groupwise.distributed.fsdp import is_sharded, local
 from groupwise.errors import CheckpointError
 from groupwise.text import error_reason
 
+EARLIER = "use an earlier checkpoint"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SHARDING_INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # DCP's names in the header of a file
 
 
@@ -87,38 +90,62 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor]) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(dict(wanted), storage_reader=reader, planner=DefaultLoadPlanner(False, False), no_dist=True)
     except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}; use an earlier checkpoint") from error
+        raise CheckpointError(f"{folder} cannot be read: {_reason(error)}; {EARLIER}") from error
+
+
+def read_complete(folder: Path, kind: str | None = None) -> dict[str, Tensor]:
+    """The complete tensors, of one kind or of all, by their names in the files."""
+    targets = {
+        name: torch.empty(shape, dtype=DTYPES[dtype])
+        for name, (shape, dtype) in _entries(folder).items()
+        if kind is None or _kind(name) == kind
+    }
+    read_shards(folder, targets)
+    return targets
 
 
 def shard_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shape of each complete tensor; a CheckpointError if a slice of one is missing."""
+    return {name: shape for name, (shape, _) in _entries(folder).items()}
+
+
+def _entries(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """The shape of each complete tensor, and its dtype as safetensors names it."""
     from safetensors import SafetensorError, safe_open
 
     slices: dict[str, list[tuple[list[int], list[int]]]] = {}
+    dtypes: dict[str, str] = {}
     try:
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 places = json.loads(tensors.metadata()[SHARDING_INFO])
                 for name in tensors.keys():  # noqa: SIM118  (it is no dict)
-                    shape = tensors.get_slice(name).get_shape()
-                    slices.setdefault(name, []).append((places[name][OFFSETS], shape))
+                    part = tensors.get_slice(name)
+                    slices.setdefault(name, []).append((places[name][OFFSETS], part.get_shape()))
+                    dtypes[name] = part.get_dtype()
+                    if dtypes[name] not in DTYPES:
+                        raise ValueError(f"{name} is {dtypes[name]}")
+        ends = {
+            name: [[start + size for start, size in zip(*part, strict=True)] for part in parts]
+            for name, parts in slices.items()
+        }
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}; use an earlier checkpoint") from error
-    shapes = {}
+        raise CheckpointError(f"{folder} cannot be read: {error_reason(error)}; {EARLIER}") from error
+    entries = {}
     for name, parts in slices.items():
-        ends = [[start + size for start, size in zip(*part, strict=True)] for part in parts]
-        shapes[name] = tuple(map(max, zip(*ends, strict=True)))
-        if sum(math.prod(size) for _, size in parts) != math.prod(shapes[name]):
-            raise CheckpointError(f"{folder} is damaged: a part of {name} is missing; use an earlier checkpoint")
-    return shapes
+        shape = tuple(map(max, zip(*ends[name], strict=True)))
+        if sum(math.prod(size) for _, size in parts) != math.prod(shape):
+            raise CheckpointError(f"{folder} is damaged: a part of {name} is missing; {EARLIER}")
+        entries[name] = (shape, dtypes[name])
+    return entries
 
 
 def _kind(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Why something failed; DCP's own error names only ranks, and holds the original."""
     inner = [wrapped[0] for wrapped in getattr(error, "failures", {}).values()]
-    cause = inner[0] if inner and isinstance(inner[0], Exception) else error
+    cause = inner[0] if inner and isinstance(inner[0], BaseException) else error
     return error_reason(cause)

@@ -26,4 +26,4 @@ def make_generator(recipe: Recipe, handle: ModelHandle, ranks: Ranks | None = No
     make: MakeGenerator = load_plugin(GENERATORS, BUILTIN_GENERATORS, recipe.sampling.generator, "sampling.generator")
     ranks = ranks or Ranks()
     generator = make(recipe, handle, ranks)
-    return generator if ranks.size == 1 else ShardedGenerator(generator, ranks)
+    return generator if ranks.size == 1 else ShardedGenerator(generator, ranks, handle.sharded)

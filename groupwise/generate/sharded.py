@@ -1,12 +1,14 @@
 """A generator whose prompts are divided among the ranks of a run.
 
 A token's random number belongs to the seed, its prompt's key, the sample and the place, so the samples are those of one
-process. A generator outside the ranks (``remote``) is called by rank 0 alone, which sends its samples to the others.
+process. If the weights are sharded, each rank gathers all of them while it samples. A generator outside the ranks
+(``remote``) is called by rank 0 alone, which sends its samples to the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from groupwise.core.filters import KeptSets
+from groupwise.distributed.fsdp import ShardedWeights
 from groupwise.distributed.ranks import Ranks
 from groupwise.distributed.split import split_by_cost
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
@@ -25,8 +28,8 @@ PADDED = ("ids", "logps", "filtered_logps", "versions")  # (B, T)
 class ShardedGenerator:
     """`generate` and `update_weights` are called on all ranks; each gets the complete rollout."""
 
-    def __init__(self, inner: Generator, ranks: Ranks) -> None:
-        self.inner, self.ranks = inner, ranks
+    def __init__(self, inner: Generator, ranks: Ranks, weights: ShardedWeights | None = None) -> None:
+        self.inner, self.ranks, self.weights = inner, ranks, weights
         self.remote, self.version = inner.remote, inner.version
         self.progress: Progress | None = None
 
@@ -72,7 +75,8 @@ class ShardedGenerator:
         share = shares[self.ranks.rank]
         self.inner.progress = self._scaled(sum(counts) / max(1, sum(counts[i] for i in share)))
         rollout: Rollout | None = None
-        with self.ranks.stage("sampling"):
+        gathered = nullcontext() if self.weights is None or self.remote else self.weights.gathered()
+        with gathered, self.ranks.stage("sampling"):
             if share:
                 rollout = self.inner.generate(
                     [prompts[i] for i in share],

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.distributed.fsdp import full
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.device import resolve_dtype
 from groupwise.model.load import without_progress_bars
@@ -33,6 +34,7 @@ def export_model(
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     masters: MasterWeights | Mapping[str, Tensor] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
     dtype: str | torch.dtype | None = None,
     merge: bool = True,
 ) -> Path:
@@ -40,6 +42,8 @@ def export_model(
 
     masters: the model's float32 master weights, or other values by name, written instead of the model's own. ``dtype``
     is float32 by default with masters, else the model's.
+    weights: complete and merged ones in ``dtype``, by their names in a checkpoint (see `collect_weights`): for a model
+    whose own are sharded.
     merge: merge a LoRA adapter into its base, computed in float32 and rounded once, so that the folder needs no PEFT;
     otherwise write the adapter only, as a PEFT folder. In bfloat16 the rounding also affects the adapter's small
     changes: use float32 where that matters.
@@ -54,7 +58,9 @@ def export_model(
     chosen = default if dtype is None else resolve_dtype(dtype, CPU)
     with atomic_folder(folder) as unfinished, without_progress_bars():
         try:
-            if is_lora(model) and not merge:
+            if weights is not None:
+                _write_weights(model, unfinished, weights)
+            elif is_lora(model) and not merge:
                 _write_adapter(model, unfinished, values, chosen)
             else:
                 _write_model(model, unfinished, values, chosen)
@@ -88,6 +94,15 @@ def iter_full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Ite
         yield name.removeprefix("base_model.model.").replace(".base_layer.", "."), tensor.to(chosen)
 
 
+def collect_weights(model: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
+    """All weights of a sharded model for `export_model`, on the CPU of rank 0; none on the other ranks."""
+    weights = {}
+    for name, tensor in iter_full_weights(model, dtype):
+        if ranks.is_main:
+            weights[name] = tensor.to(CPU)
+    return weights
+
+
 def _merged(weight: Tensor, layer: Any) -> Tensor:
     """The weight of a layer with its active LoRA adapters added, in float32 or float64."""
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
@@ -110,6 +125,23 @@ def _write_model(
     if is_lora(plain):
         plain = plain.merge_and_unload(safe_merge=True)
     set_precision(plain, dtype)
+    _save(plain, folder)
+
+
+def _write_weights(model: PreTrainedModel | AdaptedModel, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write the weights as those of a new model of the same kind: a sharded one cannot be copied."""
+    inner: Any = model.get_base_model() if is_lora(model) else model
+    with torch.device("meta"):
+        plain = type(inner)(copy.deepcopy(inner.config))
+    plain.load_state_dict(dict(weights), strict=False, assign=True)
+    plain.tie_weights()
+    if missing := [name for name, parameter in plain.named_parameters() if parameter.is_meta]:
+        raise ValueError(f"{missing[0]} has no values")
+    plain.generation_config = copy.deepcopy(inner.generation_config)
+    _save(plain, folder)
+
+
+def _save(plain: Any, folder: Path) -> None:
     # The attention implementation is a choice of this process, not part of the weights.
     plain.config._attn_implementation = None
     if plain.generation_config is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from groupwise.distributed.fsdp import local
 from groupwise.errors import CheckpointError, InputError, NotFiniteError
 
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -36,7 +37,7 @@ def set_precision(model: nn.Module, dtype: torch.dtype) -> None:
 def name_not_finite(model: nn.Module) -> str | None:
     """The name of the first parameter or buffer that holds NaN or an infinity; None if there is none."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_floating_point() and not tensor.is_meta and not bool(tensor.isfinite().all()):
+        if tensor.is_floating_point() and not tensor.is_meta and not bool(local(tensor).isfinite().all()):
             return name
     return None
 

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from groupwise.distributed.fsdp import full, local, sharded_like
 from groupwise.distributed.ranks import Ranks
+from groupwise.model.handle import ModelHandle
 from groupwise.model.precision import MasterWeights
 
 
-def make_masters(model: nn.Module, ranks: Ranks) -> MasterWeights:
-    """The masters of a model that all ranks hold."""
+def make_masters(handle: ModelHandle, model: nn.Module, ranks: Ranks) -> MasterWeights:
+    """The masters of ``model``, which ``handle`` is the inner part of: complete, or divided among the ranks."""
+    if handle.sharded is not None:
+        return FsdpMasters(model, ranks, handle.dtype)
     return MasterWeights(model) if ranks.size == 1 else ShardedMasters(model, ranks)
 
 
@@ -117,3 +121,43 @@ class ShardedMasters(MasterWeights):
     def _too_large(self, limit: float) -> tuple[str, float] | None:
         found = [entry for entry in self.ranks.gather(super()._too_large(limit)) if entry is not None]
         return tuple(found[0]) if found else None
+
+
+class FsdpMasters(ShardedMasters):
+    """The masters of a model whose weights are sharded (`groupwise.distributed.fsdp`).
+
+    A trained parameter is float32, and this rank's slice of it, some of its rows, is the master. FSDP has summed the
+    gradients. ``dtype`` is what the model computes in.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        super().__init__(model, ranks)
+
+    def _master_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        self._parameters[name] = parameter
+        return nn.Parameter(local(parameter))  # in the parameter's memory
+
+    def sharded(self, name: str, own: Tensor) -> Tensor:
+        """This rank's slice, of the weight of this name, as a tensor that knows its place in the complete one."""
+        return sharded_like(own, self._parameters[name])
+
+    def own_part(self, name: str, complete: Tensor) -> Tensor:
+        rows = math.ceil(len(complete) / self.ranks.size)
+        return complete[self.ranks.rank * rows :][:rows]
+
+    def complete(self, name: str, own: Tensor) -> Tensor:
+        return full(self.sharded(name, own))
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                self._masters[name].grad = local(parameter.grad)
+                parameter.grad = None
+
+    def sync_to_model(self) -> None:
+        """There is nothing to do: the masters are the model's weights."""
+
+    def _too_large(self, limit: float) -> tuple[str, float] | None:
+        return super()._too_large(min(limit, torch.finfo(self.dtype).max))

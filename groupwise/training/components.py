@@ -6,7 +6,7 @@ Everything that can be wrong with a recipe is found here, before a single token 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,10 @@ from groupwise.model import (
     prepare,
     set_threads,
 )
+from groupwise.model.device import resolve_device, resolve_dtype
+from groupwise.model.flash import FLASH_DTYPES
 from groupwise.model.handle import ModelHandle
+from groupwise.model.sharding import shard_weights
 from groupwise.model.source import report_fetches
 from groupwise.model.weights import CATALOGUE, FetchProgress
 from groupwise.redaction import resolve_secrets
@@ -214,17 +217,19 @@ def load_components(
     model: Any = None,
     tokenizer: Any = None,
     display: Display | None = None,
+    shards: bool = False,
 ) -> RunComponents:
     """Load the model and build the prompts of ``inputs``, by default the recipe's own.
 
     ``model`` and ``tokenizer`` are loaded ones that replace the recipe's.
+    shards: load the model on the CPU, because its weights are to be divided among ranks (`shard_components`).
     """
     display = display or Display()
     inputs = inputs or load_inputs(recipe, say=say, display=display)
     task = inputs.task
     display.stage(f"loading the model {recipe.model.source}" if model is None else "preparing the model")
     with report_fetches(_fetch_report(recipe.model.source, display)):
-        model, tokenizer = _load_model(recipe, model, tokenizer)
+        model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
     display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out), 'row')}")
     builder = PromptBuilder(
         tokenizer,
@@ -242,7 +247,10 @@ def load_components(
             f"{recipe.data.max_prompt_length} tokens; raise data.max_prompt_length"
         )
     display.stage("preparing the model")
-    handle = prepare(model, compile=recipe.model.compile, notice=say)
+    compile = recipe.model.compile
+    if shards and compile is None:
+        compile = resolve_device(recipe.model.device).type == "cuda" and model.dtype in FLASH_DTYPES
+    handle = prepare(model, compile=compile, notice=say)
     _check_window(recipe, handle, train, held_out)
     stop_strings = [*recipe.sampling.stop, *task.stop]
     learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in inputs.driven
@@ -258,6 +266,12 @@ def load_components(
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
     )
+
+
+def shard_components(components: RunComponents, ranks: Ranks) -> RunComponents:
+    """The components with the model's weights divided among the ranks, each part on its rank's device."""
+    device = resolve_device(components.recipe.model.device)
+    return replace(components, handle=shard_weights(components.handle, ranks, device))
 
 
 def _fetch_report(source: str, display: Display) -> FetchProgress:
@@ -279,7 +293,7 @@ def _fetch_report(source: str, display: Display) -> FetchProgress:
     return report
 
 
-def _load_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _load_model(recipe: Recipe, model: Any, tokenizer: Any, *, on_cpu: bool) -> tuple[Any, Any]:
     settings, lora = recipe.model, None
     if settings.lora is not None:
         targets = settings.lora.targets
@@ -293,6 +307,10 @@ def _load_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Any, Any]:
     set_threads()
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "lora": lora}
     options["seed"] = recipe.train.seed
+    if on_cpu:
+        options["device"] = "cpu"
+        if model is None:  # as its device will be
+            options["dtype"] = resolve_dtype(settings.dtype, resolve_device(settings.device))
     hub: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
     if model is not None:
         model = adopt_model(model, **options)

@@ -108,7 +108,7 @@ class SupervisedFineTuning:
         own = [examples[place] for place in split_by_cost(lengths, ranks.size)[ranks.rank]]
         prompts, completions = [self.prompts[i] for i in own], [[self.completions[i]] for i in own]
         value = 0.0
-        with ranks.stage("SFT"):
+        with ranks.stage("SFT", exchanges=self.components.handle.sharded is not None):
             for _, tokens in self._packs(prompts, completions, max(token_budget, *lengths)):
                 weights = aggregation_weights(tokens.mask, "token_mean", total_tokens=total)
                 loss = -(tokens.logps * weights).sum()
@@ -119,5 +119,6 @@ class SupervisedFineTuning:
     def _packs(
         self, prompts: list[tuple[int, ...]], completions: list[list[list[int]]], token_budget: int
     ) -> Iterator[tuple[Tensor, TokenLogps]]:
-        if prompts:  # a rank may have no example
-            yield from iter_packs(self.components.handle, prompts, completions, token_budget=token_budget)
+        handle = self.components.handle
+        if prompts or handle.sharded is not None:  # a rank may have no example
+            yield from iter_packs(handle, prompts, completions, token_budget=token_budget)

@@ -39,6 +39,7 @@ from groupwise.training.components import (
     make_schedule,
     most_tokens,
     names_rows,
+    shard_components,
 )
 from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.base import SampleCompletion
@@ -78,7 +79,7 @@ from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
-from groupwise.training.update.reference import Reference
+from groupwise.training.update.reference import Reference, make_reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
 
@@ -137,13 +138,15 @@ class Trainer:
         self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
         try:
             with self.ranks.stage("loading the model"):
-                self.components = load_components(
-                    recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
-                )
+                shards = recipe.model.sharding == "weights" and self.ranks.size > 1
+                options = {"model": model, "tokenizer": tokenizer, "display": self.display, "shards": shards}
+                self.components = load_components(recipe, inputs, self.say, **options)
                 self._inputs = describe_inputs(self.components)
                 changed = (
                     check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
                 )
+            if shards:
+                self.components = shard_components(self.components, self.ranks)
             self._build(changed)
             if overwrite and not resume:
                 self.ranks.on_main("clearing the run's folder", self.run_dir.clear)
@@ -169,7 +172,7 @@ class Trainer:
         if recipe.model.gradient_checkpointing:
             handle.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         handle.model.train(recipe.model.gradient_checkpointing or components.has_dropout)
-        self.masters = make_masters(components.model, self.ranks)
+        self.masters = make_masters(handle, components.model, self.ranks)
         self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
         self.reference: Reference | None = None  # the policy after SFT, so not known yet
         self.generator = make_generator(recipe, handle, self.ranks)
@@ -525,7 +528,7 @@ class Trainer:
             self._run_sft()
         if self.components.uses_reference:
             mixes = "reference.mix" in self.components.driven or self.recipe.reference.mix < 1
-            self.reference = self.updater.reference = Reference(self.masters, mixes=mixes)
+            self.reference = self.updater.reference = make_reference(self.masters, mixes=mixes)
         if folder is not None:
             self.checkpointer.resume(folder, self.total_steps)
         self.generator.update_weights(self.state.step)

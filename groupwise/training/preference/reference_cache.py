@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from groupwise.distributed.fsdp import full
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.handle import ModelHandle, eval_mode
@@ -79,7 +80,7 @@ def pair_logps(
 
     They are at temperature 1, without gradient, on the CPU, in float64. A forward pass holds at most ``token_budget``
     tokens, or the longest completion with its prompt; if memory runs out, the budget is halved for the blocks to come.
-    ranks: divide the blocks of pairs among them.
+    ranks: divide the blocks of pairs among them, or the pairs of each block if the weights are sharded.
     folder: a block that has a file here is read, the others are written. progress: called after each block.
     say: told if memory runs out or a file cannot be written; neither ends the run.
     """
@@ -98,7 +99,7 @@ def pair_logps(
         block, first = blocks[number], number * block_size
         longest = max(pair.longest for pair in block)
         return retry_with_less_memory(
-            lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once),
+            lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once, ranks),
             can_shrink=lambda: token_budget > max(SMALLEST_BUDGET, longest),
             shrink=shrink,
             too_large=lambda: (
@@ -112,6 +113,8 @@ def pair_logps(
             yield fit(number)
             progress(min(round(done / len(numbers) * len(blocks)) * block_size, len(pairs)), len(pairs))
 
+    if handle.sharded is not None:  # then all ranks compute each block
+        return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *work(list(range(len(blocks))))])
     costs = [sum(pair.longest for pair in block) for block in blocks]
     results = ranks.divide("computing log-probs of pairs", costs, work)
     return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *results])
@@ -137,17 +140,34 @@ def reference_logps(
 
 
 def _load_or_compute(
-    handle: ModelHandle, block: Sequence[TokenPair], first: int, token_budget: int, folder: Path | None, say: Say
+    handle: ModelHandle,
+    block: Sequence[TokenPair],
+    first: int,
+    token_budget: int,
+    folder: Path | None,
+    say: Say,
+    ranks: Ranks,
 ) -> Tensor:
     """A block's log-probs ``(n, 2)``, all finite; ``first`` is the number of its first pair."""
     path = None if folder is None else folder / f"{_block_key(block, token_budget)}.safetensors"
     saved = None if path is None else _read_block(path, len(block))
+    if handle.sharded is not None and not all(ranks.gather(saved is not None)):
+        saved = None  # a rank that computes it needs the others
     if saved is not None:
         return saved
-    with torch.no_grad():
-        tokens = completion_logps(handle, *pair_completions(block), token_budget=token_budget).logps
-    # In float64: a float32 sum over a long completion would lose the effect of a small update.
-    logps = tokens.cpu().double().sum(1).view(-1, 2)
+
+    def compute(pairs: Sequence[TokenPair]) -> Tensor:
+        with torch.no_grad():
+            tokens = completion_logps(handle, *pair_completions(pairs), token_budget=token_budget).logps
+        # In float64: a float32 sum over a long completion would lose the effect of a small update.
+        return tokens.cpu().double().sum(1).view(-1, 2)
+
+    if handle.sharded is None:
+        logps = compute(block)
+    else:
+        costs = [pair.longest for pair in block]
+        work = lambda numbers: compute([block[number] for number in numbers]).unbind()  # noqa: E731
+        logps = torch.stack(ranks.divide("computing log-probs of pairs", costs, work, exchanges=True))
     for number, (chosen, rejected) in enumerate(logps.tolist(), start=first):
         if not (math.isfinite(chosen) and math.isfinite(rejected)):
             raise InputError(
@@ -208,8 +228,9 @@ def _reference_key(handle: ModelHandle) -> str:
     }
     digest = hashlib.sha256(_json(facts))
     for name, tensor in [*model.named_parameters(), *(item for item in buffers if item[0] in saved)]:
-        digest.update(_json([name, list(tensor.shape), str(tensor.dtype)]))
-        digest.update(_memory(tensor))
+        values = tensor if handle.sharded is None else full(tensor).to(handle.dtype)
+        digest.update(_json([name, list(values.shape), str(values.dtype)]))
+        digest.update(_memory(values))
     return digest.hexdigest()[:KEY_LENGTH]
 
 

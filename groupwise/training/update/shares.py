@@ -79,8 +79,13 @@ def divide_logps(
     ranks: Ranks,
     batch: MiniBatch | CompletionBatch,
     compute: Callable[[MiniBatch | CompletionBatch], TokenLogps],
+    *,
+    sharded: bool = False,
 ) -> TokenLogps:
-    """The log-probs of all completions, on every rank; each computes those of its share of the prompts."""
+    """The log-probs of all completions, on every rank; each computes those of its share of the prompts.
+
+    sharded: the weights are, so all ranks compute, even with an empty share.
+    """
     if ranks.size == 1:
         return compute(batch)
 
@@ -94,7 +99,7 @@ def divide_logps(
             for values in zip(torch.split(result.logps, sizes), torch.split(result.mask, sizes), entropy, strict=True)
         ]
 
-    columns = zip(*ranks.divide("computing log-probs", _costs(batch), work), strict=True)
+    columns = zip(*ranks.divide("computing log-probs", _costs(batch), work, exchanges=sharded), strict=True)
     logps, mask, entropy = (_joined(pieces) for pieces in columns)
     if logps is None or mask is None:
         raise ValueError("log-probs of no completion")

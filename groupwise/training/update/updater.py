@@ -8,9 +8,9 @@ finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -119,7 +119,8 @@ class Updater:
                 token_budget=self._budget(batch),
             )
 
-        return self._retry_with_smaller_packs(lambda: divide_logps(self.ranks, batch, compute), batch)
+        sharded = self.handle.sharded is not None
+        return self._retry_with_smaller_packs(lambda: divide_logps(self.ranks, batch, compute, sharded=sharded), batch)
 
     def update(
         self, minibatch: MiniBatch, step_recipe: Recipe, *, check: bool = False, log_term_gradients: bool = False
@@ -191,7 +192,7 @@ class Updater:
         record: bool = True,
     ) -> None:
         """One pass over all packs, of all terms or of one. ``record``: also record statistics, once per update."""
-        with self.ranks.stage("updating"):
+        with self.ranks.stage("updating", exchanges=self.handle.sharded is not None):
             self._run_packs(minibatch, objective, policy_mask, layout, result, only, record)
         self.masters.reduce_gradients()
 
@@ -207,10 +208,15 @@ class Updater:
     ) -> None:
         with_dataset, done = record or (only is not None and only.from_pairs), 0
         for micro_batch in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
+            if not len(micro_batch.logps):  # all ranks run as many passes, some of them without samples
+                micro_batch.logps.sum().backward()  # type: ignore[no-untyped-call]
+                continue
             values, statistics = objective.terms(micro_batch)
             if only is not None:
                 values = {name: value for name, value in values.items() if name == only.name}
             trained = [value for value in values.values() if value.requires_grad]
+            if not trained and self.handle.sharded is not None:  # other ranks run the backward pass of their packs
+                trained = [micro_batch.logps[:0].sum()]
             if trained:
                 torch.stack(trained).sum().backward()  # type: ignore[no-untyped-call]
             # Sums stay on the device: reading a number here would make the CPU wait for the GPU.
@@ -233,9 +239,9 @@ class Updater:
     ) -> Iterator[MicroBatch]:
         """Pack after pack: the samples, then the pairs of a data set."""
         sampled, dataset = layout
-        if len(minibatch):
+        if self._any(minibatch.prompts):
             yield from self._sample_micro_batches(minibatch, step_recipe, policy_mask, sampled)
-        if with_dataset and minibatch.pairs.dataset.pairs:
+        if with_dataset and self._any(minibatch.pairs.dataset.pairs):
             prompts, completions = pair_completions(minibatch.pairs.dataset.pairs)
             for rows, pack in iter_packs(self.handle, prompts, completions, token_budget=self._budget(minibatch)):
                 yield MicroBatch(pack.logps, pack.mask, pairs=dataset.for_pack(rows, float64_device(pack.logps.device)))
@@ -267,6 +273,10 @@ class Updater:
                 exact_kl=None if exact_kl is None or pack.states is None else exact_kl.next(pack.states, pack.mask),
                 pairs=pairs.for_pack(rows, float64_device(pack.logps.device)),
             )
+
+    def _any(self, share: Sequence[Any]) -> bool:
+        """Whether there is something to compute: on this rank, or on any if the weights are sharded."""
+        return bool(share) if self.handle.sharded is None else self.handle.sharded.most(len(share)) > 0
 
     def _exact_kl(self, minibatch: MiniBatch, step_recipe: Recipe) -> ExactKL | None:
         loss = step_recipe.loss
