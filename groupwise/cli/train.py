@@ -127,8 +127,8 @@ def _launch(arguments: argparse.Namespace, recipe: Recipe) -> int:
     number, gpus = arguments.processes, gpu_count()
     if recipe.model.device in ("auto", "cuda") and 0 < gpus < number:
         raise ConfigError(
-            f"--processes {number} needs as many GPUs, and this machine has {gpus}; use --processes {gpus}, or train on "
-            "its CPU with --model.device cpu"
+            f"--processes {number} needs as many GPUs, and this machine has {gpus}; use --processes {gpus}, or train "
+            "on its CPU with --model.device cpu"
         )
     command = ["train", str(arguments.recipe)]
     command += [f"--{name}" if text is None else f"--{name}={text}" for name, text in arguments.settings]

@@ -42,7 +42,7 @@ class Ranks:
         self._store: Any = None
         self._control: Any = None  # for messages, on the CPU
         self._tensors: Any = None  # for gradients and weights, on the device
-        self._stage, self._notes = "starting", 0
+        self._stage, self._notes, self._is_owner = "starting", 0, True
 
     @property
     def is_main(self) -> bool:
@@ -140,22 +140,18 @@ class Ranks:
 
     def sum_part(self, tensor: Tensor) -> Tensor:
         """This rank's part of the sum over all ranks of a flat tensor, whose length is a multiple of their number."""
-        from torch import distributed
-
         sent = self._to_wire(tensor)
         part = sent.new_empty(len(sent) // self.size)
         with self._collective():
-            distributed.reduce_scatter_tensor(part, sent, group=self._tensors)
+            _named("reduce_scatter_single", "reduce_scatter_tensor")(part, sent, group=self._tensors)
         return part.to(tensor.device)
 
     def join_parts(self, part: Tensor) -> Tensor:
         """The flat tensors of all ranks, which have the same length, one after the other."""
-        from torch import distributed
-
         sent = self._to_wire(part)
         joined = sent.new_empty(self.size * len(sent))
         with self._collective():
-            distributed.all_gather_into_tensor(joined, sent, group=self._tensors)
+            _named("all_gather_single", "all_gather_into_tensor")(joined, sent, group=self._tensors)
         return joined.to(part.device)
 
     def remember(self, key: str, value: str) -> None:
@@ -188,12 +184,13 @@ class Ranks:
         return DeviceMesh.from_group(group, device.type)
 
     def close(self) -> None:
-        if self.size > 1:
+        """Leave the group; with an error on one rank the others notice it."""
+        if self.size > 1 and self._is_owner:
             from torch import distributed
 
             with suppress(RuntimeError, ValueError):
                 distributed.destroy_process_group()
-            self.size = 1
+        self.size = 1
 
     def _to_wire(self, tensor: Tensor) -> Tensor:
         """The tensor where its collectives take place: gloo, for two ranks on one GPU, does not have all on CUDA."""
@@ -201,18 +198,17 @@ class Ranks:
 
     def _exchange(self, data: bytes) -> list[bytes]:
         """The bytes of each rank."""
-        from torch import distributed
-
+        all_gather = _named("all_gather_single", "all_gather_into_tensor")
         lengths = torch.zeros(self.size, dtype=torch.int64)
         with self._collective():
-            distributed.all_gather_into_tensor(lengths, torch.tensor([len(data)]), group=self._control)
+            all_gather(lengths, torch.tensor([len(data)]), group=self._control)
             width = int(lengths.max())
             if not width:
                 return [b""] * self.size
             sent = torch.zeros(width, dtype=torch.uint8)
             sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else sent[:0]
             received = torch.empty(self.size * width, dtype=torch.uint8)
-            distributed.all_gather_into_tensor(received, sent, group=self._control)
+            all_gather(received, sent, group=self._control)
         rows = received.view(self.size, width)
         return [rows[rank, : int(length)].numpy().tobytes() for rank, length in enumerate(lengths)]
 
@@ -287,14 +283,23 @@ def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
     limit = datetime.timedelta(seconds=timeout)
     ranks = Ranks(rank, size)
     with ranks._collective():
-        distributed.init_process_group("gloo", timeout=limit)
+        ranks._is_owner = not distributed.is_initialized()  # a script may train several times
+        if ranks._is_owner:
+            distributed.init_process_group("gloo", timeout=limit)
         ranks._store = distributed.distributed_c10d._get_default_store()
-        ranks._control = ranks._tensors = distributed.group.WORLD
+        ranks._control = ranks._tensors = distributed.new_group(backend="gloo", timeout=limit)
     places = ranks.gather(f"{socket.gethostname()} {device}")
     if device.type == "cuda" and len(set(places)) == size:  # NCCL refuses two ranks on one device
         with ranks._collective():
             ranks._tensors = distributed.new_group(backend="nccl", timeout=limit)
     return ranks
+
+
+def _named(name: str, before: str) -> Any:
+    """A collective of torch by its name in 2.13, or by the one it had before."""
+    from torch import distributed
+
+    return getattr(distributed, name, None) or getattr(distributed, before)
 
 
 def _reason(error: BaseException) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -11,9 +13,11 @@ import torch
 from groupwise.config import Recipe
 from groupwise.distributed.launch import restarts
 from groupwise.distributed.ranks import Ranks, connect
+from groupwise.errors import RankError
 from groupwise.model.device import resolve_device
 from groupwise.rundir.run import holds_run
 from groupwise.rundir.signals import StopRequest
+from groupwise.training.store.run_folder import checkpoints_in
 
 FOLDER = "folder"  # of the run, remembered for a restart
 
@@ -33,6 +37,18 @@ def restarted_folder(ranks: Ranks, chosen: str | Path | None) -> Path | None:
         return None
     folder = ranks.recall(FOLDER) or chosen
     return Path(folder) if folder is not None and holds_run(Path(folder)) else None
+
+
+@contextmanager
+def checkpoint_named(folder: Path) -> Iterator[None]:
+    """Add to the error about a lost or failed rank from which checkpoint the run can be resumed."""
+    try:
+        yield
+    except RankError as error:
+        saved = list(checkpoints_in(folder).values())
+        rest = f"the run in {folder} is saved up to {saved[-1].name}; go on with --resume" if saved else ""
+        rest = rest or f"nothing of the run in {folder} is saved yet"
+        raise RankError(f"{error}; {rest}", main_is_lost=error.main_is_lost) from error
 
 
 class AgreedStop(StopRequest):

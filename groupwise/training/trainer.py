@@ -54,7 +54,7 @@ from groupwise.training.monitor.metrics import rollout_table, settings_metrics, 
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
-from groupwise.training.ranks import FOLDER, AgreedStop, restarted_folder, start_ranks
+from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
@@ -303,9 +303,10 @@ class Trainer:
                 self.stopping = AgreedStop(self.stopping, self.ranks)
             self.display.on_broken_pipe = self.stopping.broken_pipe
             try:
-                for _ in self.steps():
-                    pass
-                return self.finish()
+                with checkpoint_named(self.run_dir.path):
+                    for _ in self.steps():
+                        pass
+                    return self.finish()
             finally:
                 self.close()
 
