@@ -11,17 +11,20 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.logps import finish_logits
+from groupwise.distributed.fsdp import ShardedWeights
 from groupwise.errors import InputError
 from groupwise.model.attention import IMPLEMENTATION, LAYOUT, AttentionInputs, PackedLayout
 from groupwise.model.flash import FLASH_DTYPES
 from groupwise.model.small_batch_linear import small_batch_matmul
+
+_Result = TypeVar("_Result")
 
 RECOMPILE_LIMIT = 64  # compiled versions of a layer
 ROUNDING_SHARE = 0.07  # rounding may be this share of the difference that a wrong pass makes
@@ -30,10 +33,17 @@ ROUNDING_SHARE = 0.07  # rounding may be this share of the difference that a wro
 class Head(NamedTuple):
     """The output layer: logits = softcap · tanh(scale · (hidden · weightᵀ + bias) / softcap)."""
 
-    weight: Tensor  # (V, D)
-    bias: Tensor | None = None
+    layer: nn.Linear
     softcap: float | None = None
     scale: float = 1.0
+
+    @property
+    def weight(self) -> Tensor:  # (V, D); looked up each time, because a sharded model's changes
+        return self.layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.layer.bias
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``(…, V)`` in float32, or in float64 for a float64 model."""
@@ -62,6 +72,7 @@ class ModelHandle:
     fallback_reason: str | None = None
     compiled: CompiledLayers | None = None
     windows: tuple[int, ...] = ()  # of its sliding-window layers
+    sharded: ShardedWeights | None = None  # if each rank holds only a part of the weights
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +80,12 @@ class ModelHandle:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        """What the model computes in."""
+        return self.model.dtype if self.sharded is None else self.sharded.dtype
+
+    def run(self, function: Callable[[], _Result]) -> _Result:
+        """The result of ``function``, which runs `hidden`, the head or the model with gradients or without."""
+        return function() if self.sharded is None else self.sharded.run(function)
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Changes whenever a captured CUDA graph is out of date: other tensors, or another active adapter.
@@ -193,8 +209,12 @@ def prepare(
         return replace(handle, fallback_reason=inspected)
     if compile is None:
         compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
-    layers = [module for module in inner.modules() if type(module).__name__ in (inner._no_split_modules or ())]
+    layers = decoder_layers(inner)
     return replace(inspected, compiled=CompiledLayers(layers) if compile and layers else None)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    return [module for module in model.modules() if type(module).__name__ in (model._no_split_modules or ())]
 
 
 @contextmanager
@@ -235,7 +255,7 @@ def _inspect(handle: ModelHandle, config: Any) -> ModelHandle | str:
     if type(out) is not nn.Linear:
         return f"its head is a {type(out).__name__}, not a linear layer"
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    head = Head(out.weight, out.bias, getattr(config, "final_logit_softcapping", None), scale)
+    head = Head(out, getattr(config, "final_logit_softcapping", None), scale)
     ids = torch.arange(7, device=model.device) * 7919 % handle.vocabulary
     prompt, completions = ids[:3], (ids[3:7], ids[[6, 4]])
     with torch.no_grad():

@@ -9,6 +9,7 @@ cannot share prompts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +60,7 @@ def completion_logps(
         )
     )
     order = torch.cat([samples for samples, _ in packs]).argsort()
-    width = max(result.logps.shape[1] for _, result in packs)
+    width = max(result.logps.shape[1] for _, result in packs) if len(order) else 0
 
     def joined(pieces: list[Tensor]) -> Tensor:
         wide = [torch.nn.functional.pad(piece, (0, width - piece.shape[1])) for piece in pieces]
@@ -88,32 +89,44 @@ def iter_packs(
     Compute the loss and the backward pass of a pack before taking the next one: memory is then that of one pack, at
     most ``token_budget`` tokens (by default `default_token_budget`, or the longest sample).
     ``kept`` holds a set for every token of every completion, in order.
+
+    If the weights are sharded, every rank gets the same number of packs, some without samples, and must run the
+    backward pass of all of them.
     """
     handle = prepare(model)
-    head = handle.head
     for pack in split_into_packs(handle, prompts, completions, kept, token_budget):
-        flat = [ids for members in pack.completions for ids in members]
-        tokens = to_device(torch.cat(flat), handle.device)
-        states = _predicting_states(handle, pack)
-        if head is None:
-            result = _logps_of_logits(states, tokens, temperature, pack.kept, with_entropy)
-        else:
-            result = selective_logps(
-                states,
-                head.weight,
-                tokens,
-                bias=head.bias,
-                softcap=head.softcap,
-                scale=head.scale,
-                temperature=temperature,
-                kept=pack.kept,
-                with_entropy=with_entropy,
-            )
-        logps, entropy = result if with_entropy else (result, None)
-        lengths = torch.tensor([len(ids) for ids in flat])
-        mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(logps.device)
-        rows = flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask)
-        yield pack.samples, TokenLogps(*rows, states if with_states else None)
+        compute = partial(_pack_logps, handle, pack, temperature, with_entropy, with_states)
+        result: TokenLogps = handle.run(compute)
+        if not len(pack.samples):  # run for other ranks only; its (empty) result takes part in the backward pass, too
+            result = TokenLogps._make(None if part is None else part[:0] for part in result)
+        yield pack.samples, result
+
+
+def _pack_logps(
+    handle: ModelHandle, pack: PackInputs, temperature: float, with_entropy: bool, with_states: bool
+) -> TokenLogps:
+    flat, head = [ids for members in pack.completions for ids in members], handle.head
+    tokens = to_device(torch.cat(flat), handle.device)
+    states = _predicting_states(handle, pack)
+    if head is None:
+        result = _logps_of_logits(states, tokens, temperature, pack.kept, with_entropy)
+    else:
+        result = selective_logps(
+            states,
+            head.weight,
+            tokens,
+            bias=head.bias,
+            softcap=head.softcap,
+            scale=head.scale,
+            temperature=temperature,
+            kept=pack.kept,
+            with_entropy=with_entropy,
+        )
+    logps, entropy = result if with_entropy else (result, None)
+    lengths = torch.tensor([len(ids) for ids in flat])
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).to(logps.device)
+    rows = flat_to_rows(logps, mask), mask, None if entropy is None else flat_to_rows(entropy, mask)
+    return TokenLogps(*rows, states if with_states else None)
 
 
 def iter_pack_states(
@@ -125,7 +138,8 @@ def iter_pack_states(
     """
     handle = prepare(model)
     for pack in split_into_packs(handle, prompts, completions, None, token_budget):
-        yield _predicting_states(handle, pack)
+        states = handle.run(partial(_predicting_states, handle, pack))
+        yield states if len(pack.samples) else states[:0]
 
 
 def _predicting_states(handle: ModelHandle, pack: PackInputs) -> Tensor:

@@ -22,7 +22,7 @@ Ids = Sequence[int] | Tensor
 class PackInputs(NamedTuple):
     """The token ids and kept sets of a pack."""
 
-    samples: Tensor  # (b,)
+    samples: Tensor  # (b,); none in a pack that is only run so that all ranks run as many
     prompts: list[Tensor]
     completions: list[list[Tensor]]  # by prompt
     kept: KeptSets | None
@@ -99,7 +99,14 @@ def split_into_packs(
     kept: KeptSets | None,
     token_budget: int | None,
 ) -> Iterator[PackInputs]:
-    """Check the samples and divide them into packs; the default budget fits at least the longest sample."""
+    """Check the samples and divide them into packs; the default budget fits at least the longest sample.
+
+    If the weights are sharded, every rank gets as many packs: the last of some have no samples, only a token to
+    compute. Then, a rank may have no prompt at all.
+    """
+    if handle.sharded is not None and not len(prompts):
+        yield from [_without_samples()] * handle.sharded.most(0)
+        return
     prompt_ids, completion_ids = _as_groups(handle, *_checked(handle, prompts, completions))
     prompt_lengths, lengths = [len(ids) for ids in prompt_ids], lengths_of(completion_ids)
     if token_budget is None:
@@ -109,7 +116,9 @@ def split_into_packs(
     ends = [0, *accumulate(len(ids) for ids in flat)]
     if kept is not None and len(kept) != ends[-1]:
         raise InputError(f"{len(kept)} kept sets were given for {ends[-1]} completion tokens")
-    for pack in plan_packs(prompt_lengths, lengths, token_budget):
+    plan = plan_packs(prompt_lengths, lengths, token_budget)
+    more = 0 if handle.sharded is None else handle.sharded.most(len(plan)) - len(plan)
+    for pack in plan:
         samples = [sample for members in pack.values() for sample in members]
         sets = None
         if kept is not None:
@@ -117,6 +126,12 @@ def split_into_packs(
             sets = kept.select(torch.cat(tokens)).to(handle.device)
         chosen = [[flat[sample] for sample in members] for members in pack.values()]
         yield PackInputs(torch.tensor(samples), [prompt_ids[group] for group in pack], chosen, sets)
+    yield from [_without_samples()] * more
+
+
+def _without_samples() -> PackInputs:
+    token = torch.zeros(1, dtype=torch.long)
+    return PackInputs(token[:0], [token], [[token]], None)
 
 
 def _as_groups(

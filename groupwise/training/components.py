@@ -6,7 +6,7 @@ Everything that can be wrong with a recipe is found here, before a single token 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from groupwise.config import Recipe, resolve_scheduled, scheduled_names, with_settings
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError, check_choice, did_you_mean
 from groupwise.evaluate import REWARD
 from groupwise.generate.stop import StopStrings
@@ -29,11 +30,15 @@ from groupwise.model import (
     prepare,
     set_threads,
 )
+from groupwise.model.device import resolve_device, resolve_dtype
+from groupwise.model.flash import FLASH_DTYPES
 from groupwise.model.handle import ModelHandle
+from groupwise.model.sharding import shard_weights
 from groupwise.model.source import report_fetches
 from groupwise.model.weights import CATALOGUE, FetchProgress
 from groupwise.redaction import resolve_secrets
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
+from groupwise.rewards.sharded import ShardedScorer
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
@@ -156,6 +161,7 @@ def load_inputs(
     rewards: Sequence[Any] = (),
     say: Say = lambda text: None,
     display: Display | None = None,
+    ranks: Ranks | None = None,
 ) -> RunInputs:
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
@@ -169,7 +175,7 @@ def load_inputs(
         task = load_task(recipe)
     for note in (*task.notes, *secret_notes(recipe)):
         say(note)
-    scorer = make_scorer(recipe, task, rewards, needed=samples)
+    scorer = make_scorer(recipe, task, rewards, needed=samples, ranks=ranks)
     if scorer is not None:
         scorer.on_call = lambda names: display.stage(f"scoring: {names}")
     loss = find_loss(recipe.loss.name)
@@ -211,17 +217,19 @@ def load_components(
     model: Any = None,
     tokenizer: Any = None,
     display: Display | None = None,
+    shards: bool = False,
 ) -> RunComponents:
     """Load the model and build the prompts of ``inputs``, by default the recipe's own.
 
     ``model`` and ``tokenizer`` are loaded ones that replace the recipe's.
+    shards: load the model on the CPU, because its weights are to be divided among ranks (`shard_components`).
     """
     display = display or Display()
     inputs = inputs or load_inputs(recipe, say=say, display=display)
     task = inputs.task
     display.stage(f"loading the model {recipe.model.source}" if model is None else "preparing the model")
     with report_fetches(_fetch_report(recipe.model.source, display)):
-        model, tokenizer = _load_model(recipe, model, tokenizer)
+        model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
     display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out), 'row')}")
     builder = PromptBuilder(
         tokenizer,
@@ -239,7 +247,10 @@ def load_components(
             f"{recipe.data.max_prompt_length} tokens; raise data.max_prompt_length"
         )
     display.stage("preparing the model")
-    handle = prepare(model, compile=recipe.model.compile, notice=say)
+    compile = recipe.model.compile
+    if shards and compile is None:
+        compile = resolve_device(recipe.model.device).type == "cuda" and model.dtype in FLASH_DTYPES
+    handle = prepare(model, compile=compile, notice=say)
     _check_window(recipe, handle, train, held_out)
     stop_strings = [*recipe.sampling.stop, *task.stop]
     learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in inputs.driven
@@ -255,6 +266,12 @@ def load_components(
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
     )
+
+
+def shard_components(components: RunComponents, ranks: Ranks) -> RunComponents:
+    """The components with the model's weights divided among the ranks, each part on its rank's device."""
+    device = resolve_device(components.recipe.model.device)
+    return replace(components, handle=shard_weights(components.handle, ranks, device))
 
 
 def _fetch_report(source: str, display: Display) -> FetchProgress:
@@ -276,7 +293,7 @@ def _fetch_report(source: str, display: Display) -> FetchProgress:
     return report
 
 
-def _load_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Any, Any]:
+def _load_model(recipe: Recipe, model: Any, tokenizer: Any, *, on_cpu: bool) -> tuple[Any, Any]:
     settings, lora = recipe.model, None
     if settings.lora is not None:
         targets = settings.lora.targets
@@ -290,6 +307,10 @@ def _load_model(recipe: Recipe, model: Any, tokenizer: Any) -> tuple[Any, Any]:
     set_threads()
     options: dict[str, Any] = {"dtype": settings.dtype, "device": settings.device, "lora": lora}
     options["seed"] = recipe.train.seed
+    if on_cpu:
+        options["device"] = "cpu"
+        if model is None:  # as its device will be
+            options["dtype"] = resolve_dtype(settings.dtype, resolve_device(settings.device))
     hub: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "revision": settings.revision}
     if model is not None:
         model = adopt_model(model, **options)
@@ -321,7 +342,9 @@ def most_tokens(recipe: Recipe) -> int:
     return recipe.train.prompts_per_step * sampling.samples_per_prompt * sampling.max_new_tokens
 
 
-def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
+def make_scorer(
+    recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True, ranks: Ranks | None = None
+) -> Scorer | None:
     """The rewards of the task, of the recipe, and those given in Python. ``needed``: completions will be scored."""
     functions = list(task.rewards)
     for number, entry in enumerate(recipe.rewards):
@@ -329,7 +352,10 @@ def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: b
         functions.append(named(reward, entry.weight, entry.name))
     functions += [reward if isinstance(reward, RewardFunction) else named(reward) for reward in rewards]
     if functions:
-        return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
+        options: dict[str, Any] = {"timeout": recipe.scoring.timeout, "on_error": recipe.scoring.on_error}
+        if ranks is not None and ranks.size > 1:
+            return ShardedScorer(functions, ranks, **options)
+        return Scorer(functions, **options)
     if needed:
         raise ConfigError(
             "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "

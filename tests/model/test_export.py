@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from groupwise.errors import CheckpointError, InputError, RunDirError
-from groupwise.model.export import export_model
+from groupwise.model.export import export_model, iter_full_weights
 from groupwise.model.handle import prepare
 from groupwise.model.load import load_model, load_model_and_tokenizer
 from groupwise.model.lora import LoraSettings, add_lora, is_lora
@@ -285,3 +285,21 @@ def test_real_weights(tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert config["dtype"] == "float32"
     assert load_model(folder, device="cpu", dtype="bfloat16").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+def test_full_weights_are_those_of_the_exported_folder_with_the_adapter_merged(tmp_path, rslora):
+    model = adapted(rslora=rslora)
+    written = load_file(export_model(model, tmp_path / "out") / "model.safetensors")
+    for source in (model, prepare(model).model):  # the PEFT model, and the model inside it
+        weights = dict(iter_full_weights(source))
+        assert weights.keys() == written.keys()  # the tied head comes once
+        for name, value in weights.items():
+            torch.testing.assert_close(value, written[name], rtol=1e-6, atol=1e-7)
+
+
+def test_full_weights_of_a_plain_model_share_its_memory():
+    model = tiny(torch.bfloat16)
+    weights = dict(iter_full_weights(model))
+    assert set(weights) == {name for name, _ in model.named_parameters()}
+    assert all(weights[name].data_ptr() == value.data_ptr() for name, value in model.named_parameters())

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from groupwise.distributed.fsdp import full
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import completion_logps
@@ -69,6 +71,7 @@ def pair_logps(
     pairs: Sequence[TokenPair],
     *,
     token_budget: int,
+    ranks: Ranks | None = None,
     folder: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Say = lambda text: None,
@@ -77,9 +80,13 @@ def pair_logps(
 
     They are at temperature 1, without gradient, on the CPU, in float64. A forward pass holds at most ``token_budget``
     tokens, or the longest completion with its prompt; if memory runs out, the budget is halved for the blocks to come.
+    ranks: divide the blocks of pairs among them, or the pairs of each block if the weights are sharded.
     folder: a block that has a file here is read, the others are written. progress: called after each block.
     say: told if memory runs out or a file cannot be written; neither ends the run.
     """
+    ranks = ranks or Ranks()
+    block_size = BLOCK if folder is not None else min(BLOCK, max(1, math.ceil(len(pairs) / ranks.size)))
+    blocks = [pairs[first : first + block_size] for first in range(0, len(pairs), block_size)]
     say_once = cache(say)  # that the folder cannot be written is said for the first block
 
     def shrink() -> None:
@@ -88,11 +95,11 @@ def pair_logps(
         token_budget = halve_budget(token_budget)
         say(f"memory ran out: the log-probs of pairs are computed with a token budget of {token_budget:,}")
 
-    def fit(first: int) -> Tensor:
-        block = pairs[first : first + BLOCK]
+    def fit(number: int) -> Tensor:
+        block, first = blocks[number], number * block_size
         longest = max(pair.longest for pair in block)
         return retry_with_less_memory(
-            lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once),
+            lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once, ranks),
             can_shrink=lambda: token_budget > max(SMALLEST_BUDGET, longest),
             shrink=shrink,
             too_large=lambda: (
@@ -101,11 +108,16 @@ def pair_logps(
             ),
         )
 
-    blocks = [torch.zeros(0, 2, dtype=torch.float64)]
-    for first in range(0, len(pairs), BLOCK):
-        blocks.append(fit(first))
-        progress(min(first + BLOCK, len(pairs)), len(pairs))
-    return torch.cat(blocks)
+    def work(numbers: list[int]) -> Iterator[Tensor]:
+        for done, number in enumerate(numbers, start=1):
+            yield fit(number)
+            progress(min(round(done / len(numbers) * len(blocks)) * block_size, len(pairs)), len(pairs))
+
+    if handle.sharded is not None:  # then all ranks compute each block
+        return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *work(list(range(len(blocks))))])
+    costs = [sum(pair.longest for pair in block) for block in blocks]
+    results = ranks.divide("computing log-probs of pairs", costs, work)
+    return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *results])
 
 
 def reference_logps(
@@ -128,17 +140,34 @@ def reference_logps(
 
 
 def _load_or_compute(
-    handle: ModelHandle, block: Sequence[TokenPair], first: int, token_budget: int, folder: Path | None, say: Say
+    handle: ModelHandle,
+    block: Sequence[TokenPair],
+    first: int,
+    token_budget: int,
+    folder: Path | None,
+    say: Say,
+    ranks: Ranks,
 ) -> Tensor:
     """A block's log-probs ``(n, 2)``, all finite; ``first`` is the number of its first pair."""
     path = None if folder is None else folder / f"{_block_key(block, token_budget)}.safetensors"
     saved = None if path is None else _read_block(path, len(block))
+    if handle.sharded is not None and not all(ranks.gather(saved is not None)):
+        saved = None  # a rank that computes it needs the others
     if saved is not None:
         return saved
-    with torch.no_grad():
-        tokens = completion_logps(handle, *pair_completions(block), token_budget=token_budget).logps
-    # In float64: a float32 sum over a long completion would lose the effect of a small update.
-    logps = tokens.cpu().double().sum(1).view(-1, 2)
+
+    def compute(pairs: Sequence[TokenPair]) -> Tensor:
+        with torch.no_grad():
+            tokens = completion_logps(handle, *pair_completions(pairs), token_budget=token_budget).logps
+        # In float64: a float32 sum over a long completion would lose the effect of a small update.
+        return tokens.cpu().double().sum(1).view(-1, 2)
+
+    if handle.sharded is None:
+        logps = compute(block)
+    else:
+        costs = [pair.longest for pair in block]
+        work = lambda numbers: compute([block[number] for number in numbers]).unbind()  # noqa: E731
+        logps = torch.stack(ranks.divide("computing log-probs of pairs", costs, work, exchanges=True))
     for number, (chosen, rejected) in enumerate(logps.tolist(), start=first):
         if not (math.isfinite(chosen) and math.isfinite(rejected)):
             raise InputError(
@@ -199,8 +228,9 @@ def _reference_key(handle: ModelHandle) -> str:
     }
     digest = hashlib.sha256(_json(facts))
     for name, tensor in [*model.named_parameters(), *(item for item in buffers if item[0] in saved)]:
-        digest.update(_json([name, list(tensor.shape), str(tensor.dtype)]))
-        digest.update(_memory(tensor))
+        values = tensor if handle.sharded is None else full(tensor).to(handle.dtype)
+        digest.update(_json([name, list(values.shape), str(values.dtype)]))
+        digest.update(_memory(values))
     return digest.hexdigest()[:KEY_LENGTH]
 
 

@@ -2,10 +2,11 @@
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
 that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
-``state.json``: everything else that the next step depends on (`saved_state`). The manifest, with a hash of every file,
-is written last; a folder without one is never used, nor is one whose files do not fit each other. A step is saved
-before it is evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added
-as ``state_after_evaluation.json``, with its own hash.
+``state.json``: everything else that the next step depends on (`saved_state`). If the weights are sharded, ``shards/``
+holds each rank's slices of masters, optimizer and reference instead. The manifest, with a hash of every file, is
+written last; a folder without one is never used, nor is one whose files do not fit each other. A step is saved before
+it is evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added as
+``state_after_evaluation.json``, with its own hash.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,16 @@ from torch import Tensor
 
 from groupwise.errors import CheckpointError
 from groupwise.model.checks import tensor_shapes
-from groupwise.model.export import export_model
+from groupwise.model.export import collect_weights, export_model
 from groupwise.model.lora import is_lora
 from groupwise.model.precision import MasterWeights
+from groupwise.model.sharded_masters import FsdpMasters
 from groupwise.rundir import RunDir, as_json, read_json, verify_manifest, write_json, write_safetensors
 from groupwise.rundir.files import LATER_STATE, delete_folder
 from groupwise.text import Say, error_reason
 from groupwise.training.store.run_folder import checkpoints_in
+from groupwise.training.store.sharded import SHARDS, read_all, read_slices, saved_shapes, write_slices
+from groupwise.training.update.reference import FsdpReference
 from groupwise.training.update.updater import Updater
 
 FORMAT = 2
@@ -50,35 +55,85 @@ def save_checkpoint(
     tokenizer: Any,
     dtype: str | None,
     resumable: bool = True,
-) -> None:
-    """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state."""
-    masters, reference = updater.masters, updater.reference
+) -> bool:
+    """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state.
+
+    All ranks call it, to collect the weights, and rank 0 writes. Whether the checkpoint is new.
+    """
+    model, reference, ranks = updater.masters.model, updater.reference, updater.ranks
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
-    if folder.exists():  # this process wrote it or resumed from it, so it is intact
-        write_json(folder / LATER_STATE, {"sha256": digest(full_state), "state": full_state})
-        return
-    with run.folder(checkpoint_name(step)) as unfinished:
+    if ranks.from_main(folder.exists()):  # this process wrote it or resumed from it, so it is intact
+        later = {"sha256": digest(full_state), "state": full_state}
+        ranks.on_main("saving a checkpoint", lambda: write_json(folder / LATER_STATE, later))
+        return False
+    if isinstance(updater.masters, FsdpMasters):
+        _save_sharded(run, full_state, updater, updater.masters, tokenizer, dtype, resumable)
+        return True
+    masters = updater.masters.state_dict()
+    files = {MASTERS: masters}
+    if resumable:
+        files[OPTIMIZER] = _optimizer_tensors(updater.optimizer, updater.masters)
+        if reference is not None:
+            files[REFERENCE] = reference.state_dict()
+
+    def write() -> None:
+        with run.folder(checkpoint_name(step)) as unfinished:
+            for name, tensors in files.items() if resumable else ():
+                write_safetensors(unfinished / name, tensors)
+            write_json(unfinished / STATE, full_state)
+            export_model(
+                model,
+                unfinished / POLICY,
+                tokenizer=tokenizer,
+                masters=masters,
+                dtype=dtype or str(model.dtype).removeprefix("torch."),
+                merge=not is_lora(model),
+            )
+
+    ranks.on_main("saving a checkpoint", write)
+    return True
+
+
+def _save_sharded(
+    run: RunDir,
+    state: Mapping[str, Any],
+    updater: Updater,
+    masters: FsdpMasters,
+    tokenizer: Any,
+    dtype: str | None,
+    resumable: bool,
+) -> None:
+    """Write a checkpoint of a sharded model: each rank its slices, rank 0 the rest and, when all have, the manifest."""
+    ranks, name, model = masters.ranks, checkpoint_name(int(state["step"])), masters.model
+    chosen = dtype or str(masters.dtype).removeprefix("torch.")
+    options: dict[str, Any] = {"tokenizer": tokenizer, "dtype": chosen}
+    if is_lora(model):
+        options |= {"masters": masters.state_dict(), "merge": False}
+    else:
+        options["weights"] = collect_weights(model, getattr(torch, chosen), ranks)
+
+    def write(unfinished: Path) -> None:
+        write_json(unfinished / STATE, state)
+        export_model(model, unfinished / POLICY, **options)
+
+    with ExitStack() as finish:  # an error on any rank removes the folder
+        place = ranks.on_main("saving a checkpoint", lambda: str(finish.enter_context(run.folder(name))))
+        unfinished = Path(ranks.from_main(place))
         if resumable:
-            write_safetensors(unfinished / MASTERS, masters.state_dict())
-            write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(updater.optimizer, masters))
-            if reference is not None:
-                write_safetensors(unfinished / REFERENCE, reference.state_dict())
-        write_json(unfinished / STATE, full_state)
-        export_model(
-            masters.model,
-            unfinished / POLICY,
-            tokenizer=tokenizer,
-            masters=masters,
-            dtype=dtype or str(masters.model.dtype).removeprefix("torch."),
-            merge=not is_lora(masters.model),
-        )
+            with ranks.stage("saving a checkpoint"):
+                write_slices(unfinished, updater, masters)
+        ranks.on_main("saving a checkpoint", lambda: write(unfinished))
+        ranks.on_main("saving a checkpoint", finish.close)
 
 
 def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
     """Restore weights and optimizer state, bit for bit; the saved state. `newest` has checked the hashes."""
     state = read_state(folder)
+    if (folder / SHARDS).is_dir():
+        _load_sharded(folder, updater, int(state["refreshes"]))
+        return state
     if not (folder / MASTERS).exists():
         raise CheckpointError(
             f"{folder} holds only the policy (run.resumable was false), so the run cannot be resumed; start a new one "
@@ -88,12 +143,31 @@ def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
     _load_optimizer(updater.optimizer, updater.masters, load_tensors(folder / OPTIMIZER))
     if updater.reference is not None:
         if not (folder / REFERENCE).exists():
-            raise CheckpointError(
-                f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a "
-                "new run"
-            )
+            raise _no_reference(folder)
         updater.reference.load(load_tensors(folder / REFERENCE), int(state["refreshes"]))
     return state
+
+
+def _load_sharded(folder: Path, updater: Updater, refreshes: int) -> None:
+    masters, reference = updater.masters, updater.reference
+    if reference is not None and saved_shapes(folder)[2] is None:
+        raise _no_reference(folder)
+    if isinstance(masters, FsdpMasters):
+        read_slices(folder, updater, masters)
+        if isinstance(reference, FsdpReference):
+            reference.restored(refreshes)
+        return
+    saved = read_all(folder)
+    masters.load_state_dict(saved["masters"])
+    _load_optimizer(updater.optimizer, masters, saved["optimizer"])
+    if reference is not None:
+        reference.load(saved["reference"], refreshes)
+
+
+def _no_reference(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds no reference, but this recipe needs one (loss.kl_coef or preference.weight); start a new run"
+    )
 
 
 def load_tensors(file: Path) -> dict[str, Tensor]:
@@ -130,19 +204,24 @@ def verify_checkpoint(folder: Path) -> None:
     """Raise a CheckpointError if files are missing or changed, or do not fit each other."""
     trained = (MASTERS, OPTIMIZER) if (folder / MASTERS).exists() or (folder / OPTIMIZER).exists() else ()
     verify_manifest(folder, required=(STATE, *trained))
-    if not trained:
+    reference: Mapping[str, tuple[int, ...]] | None = None
+    if (folder / SHARDS).is_dir():
+        masters, optimizer, reference = saved_shapes(folder)
+    elif trained:
+        masters, optimizer = tensor_shapes(folder / MASTERS, EARLIER), tensor_shapes(folder / OPTIMIZER, EARLIER)
+        reference = tensor_shapes(folder / REFERENCE, EARLIER) if (folder / REFERENCE).exists() else None
+    else:
         return  # run.resumable was false
-    masters = tensor_shapes(folder / MASTERS, EARLIER)
     problems = [f"{MASTERS} is empty"] if not masters else []
     keys: dict[str, set[str]] = {}  # of the optimizer's state, by the name of the weight
-    for full_name, shape in tensor_shapes(folder / OPTIMIZER, EARLIER).items():
+    for full_name, shape in optimizer.items():
         key, _, name = full_name.partition("/")
         keys.setdefault(name, set()).add(key)
         if name not in masters or shape not in ((), masters[name]):
             problems.append(f"{full_name} in {OPTIMIZER} does not fit the weights")
     complete = set().union(*keys.values())
     problems += [f"{OPTIMIZER} has only a part of the state of {name}" for name in keys if keys[name] != complete]
-    if (folder / REFERENCE).exists() and tensor_shapes(folder / REFERENCE, EARLIER) != masters:
+    if reference is not None and reference != masters:
         problems.append(f"{REFERENCE} does not fit {MASTERS}")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:3])}; {EARLIER}")
@@ -189,11 +268,14 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
-    return {
-        f"{key}/{name}": torch.as_tensor(value)
-        for name, master in masters.named_parameters()
-        for key, value in optimizer.state.get(master, {}).items()
-    }
+    collected: dict[str, Tensor] = {}
+    for name, master in masters.named_parameters():
+        for key, value in optimizer.state.get(master, {}).items():
+            tensor = torch.as_tensor(value)
+            # A number, such as the step count, is the same for all parts of a weight.
+            complete = {name: tensor} if not tensor.dim() else masters.collect({name: tensor})
+            collected |= {f"{key}/{name}": part for part in complete.values()}
+    return collected
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, tensors: Mapping[str, Tensor]) -> None:
@@ -205,4 +287,5 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, te
         if name not in parameters:
             raise CheckpointError(f"{OPTIMIZER} has the state of {name}, which is not trained here")
         device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
-        optimizer.state[parameters[name]][key] = value.to(device)
+        own = masters.own_part(name, value) if value.dim() else value
+        optimizer.state[parameters[name]][key] = own.to(device, copy=True)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from groupwise.distributed.ranks import Ranks
+from groupwise.distributed.shards import read_complete
 from groupwise.errors import CheckpointError
-from groupwise.model.export import export_model
+from groupwise.model.export import collect_weights, export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
 from groupwise.model.precision import MasterWeights
+from groupwise.model.sharded_masters import FsdpMasters
 from groupwise.rundir import RunDir, atomic_folder, write_bytes
 from groupwise.text import Say
 from groupwise.training.components import RunComponents
@@ -17,6 +23,7 @@ from groupwise.training.state import TrainState
 from groupwise.training.store.changes import changed_evaluation
 from groupwise.training.store.checkpoint import MASTERS, POLICY, checkpoint_name, load_tensors, verify_checkpoint
 from groupwise.training.store.model_card import model_card
+from groupwise.training.store.sharded import SHARDS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,21 +31,63 @@ if TYPE_CHECKING:
 MODEL, CARD = "model", "README.md"
 
 
-def export_policy(run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights) -> Path:
-    """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card."""
+def export_policy(
+    run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights, ranks: Ranks
+) -> Path:
+    """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card.
+
+    All ranks call it, to collect the weights, and rank 0 writes.
+    """
+    current: Mapping[str, Tensor] | None = None
+    weights: Mapping[str, Tensor] | None = None
+    if isinstance(masters, FsdpMasters):
+        weights = _sharded_weights(run, components, state, masters)
+    elif state.exported_step == state.step:
+        current = masters.state_dict()
+    ranks.on_main("exporting the model", lambda: _write(run, components, state, masters, current, weights))
+    return run.path / MODEL
+
+
+def _sharded_weights(
+    run: RunDir, components: RunComponents, state: TrainState, masters: FsdpMasters
+) -> Mapping[str, Tensor] | None:
+    """The complete weights to export, on rank 0; None if the policy can be copied from its checkpoint."""
+    dtype = getattr(torch, _export_dtype(components))
+    if state.exported_step == state.step:
+        return collect_weights(masters.model, dtype, masters.ranks)
+    source = run.path / checkpoint_name(state.exported_step)
+    with masters.ranks.stage("reading the best checkpoint"):
+        best = _checkpoint_weights(source, masters) if is_lora(masters.model) else None
+    if best is None:
+        return None
+    last = {name: master.detach().clone() for name, master in masters.named_parameters()}
+    masters.load_state_dict(best)  # an adapter is small
+    weights = collect_weights(masters.model, dtype, masters.ranks)
+    for name, master in masters.named_parameters():
+        master.data.copy_(last[name])
+    return weights
+
+
+def _export_dtype(components: RunComponents) -> str:
+    return components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
+
+
+def _write(
+    run: RunDir,
+    components: RunComponents,
+    state: TrainState,
+    masters: MasterWeights,
+    current: Mapping[str, Tensor] | None,
+    weights: Mapping[str, Tensor] | None,
+) -> None:
     run.check_in_place()
-    folder, best_step = run.path / MODEL, state.exported_step
-    dtype = components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
+    folder = run.path / MODEL
     if folder.exists():  # the run was finished before and was given more steps
         shutil.rmtree(folder)
 
-    def export() -> None:
-        export_model(masters.model, folder, tokenizer=components.tokenizer, masters=masters, dtype=dtype)
-
-    if best_step == state.step:
-        export()
-    else:
-        source = run.path / checkpoint_name(best_step)
+    best = current
+    if best is None and weights is None:
+        source = run.path / checkpoint_name(state.exported_step)
         try:
             verify_checkpoint(source)
         except CheckpointError as error:
@@ -46,31 +95,28 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
                 f"the best checkpoint cannot be exported: {error}. The last policy is in "
                 f"{source.with_name(checkpoint_name(state.step)) / POLICY}"
             ) from error
-        best = _checkpoint_weights(source, masters)
+        best = None if isinstance(masters, FsdpMasters) else _checkpoint_weights(source, masters)
         if best is None:
             with atomic_folder(folder) as unfinished:
                 shutil.copytree(source / POLICY, unfinished, dirs_exist_ok=True)
-        else:
-            last = {name: value.clone() for name, value in masters.state_dict().items()}
-            masters.load_state_dict(best)
-            try:
-                export()
-            finally:
-                masters.load_state_dict(last)
+    if best is not None or weights is not None:
+        options: dict[str, Any] = {"tokenizer": components.tokenizer, "dtype": _export_dtype(components)}
+        export_model(masters.model, folder, masters=best, weights=weights, **options)
     card = model_card(components, state, changed_evaluation(run.path, components, state))
     write_bytes(folder / CARD, card.encode("utf-8", "backslashreplace"))
-    return folder
 
 
 def _checkpoint_weights(source: Path, masters: MasterWeights) -> dict[str, Tensor] | None:
     """The trained weights in a checkpoint; None if it holds only a complete policy, which can be copied."""
     if (source / MASTERS).exists():
         return load_tensors(source / MASTERS)
+    if (source / SHARDS).is_dir() and is_lora(masters.model):
+        return {name.partition("/")[2]: value for name, value in read_complete(source / SHARDS, "masters").items()}
     if not is_lora(masters.model):
         return None
     adapter = load_tensors(source / POLICY / ADAPTER_WEIGHTS)  # PEFT saves without the adapter's name
     return {
-        name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.state_dict().items()
+        name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.named_parameters()
     }
 
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +42,19 @@ class ExactKL:
         model = self.handle.model
         with torch.no_grad(), self.reference.in_place(), eval_mode(model) if self.dropout else nullcontext():
             ref_states = next(self.ref_states)
-        factor = EXACT_KL_FACTORS[self.form]
-        penalty = self._kl(states, ref_states, factor)
-        with torch.no_grad():
-            plain = penalty.detach() if factor == "none" else self._kl(states, ref_states, "none")
+        factor, head = EXACT_KL_FACTORS[self.form], self.handle.head
+        ref_head = None if head is None else (self._reference_of(head.weight), self._reference_of(head.bias))
+        penalty = self.handle.run(partial(self._kl, states, ref_states, ref_head, factor))
+        plain = penalty.detach()
+        if factor != "none":
+            with torch.no_grad():
+                plain = self.handle.run(partial(self._kl, states, ref_states, ref_head, "none"))
         return flat_to_rows(penalty, mask), flat_to_rows(plain, mask)
 
-    def _kl(self, states: Tensor, ref_states: Tensor, factor: str) -> Tensor:
+    def _reference_of(self, parameter: Tensor | None) -> Tensor | None:
+        return None if parameter is None else self.reference.weight_of(parameter).detach()
+
+    def _kl(self, states: Tensor, ref_states: Tensor, ref_head: Any, factor: str) -> Tensor:
         head = self.handle.head
         if head is None:  # the states are logits
             dtype = torch.promote_types(states.dtype, torch.float32)
@@ -55,9 +63,9 @@ class ExactKL:
             states,
             head.weight,
             ref_states,
-            self.reference.weight_of(head.weight).detach(),
+            ref_head[0],
             bias=head.bias,
-            ref_bias=None if head.bias is None else self.reference.weight_of(head.bias).detach(),
+            ref_bias=ref_head[1],
             softcap=head.softcap,
             scale=head.scale,
             temperature=self.temperature,
