@@ -64,15 +64,16 @@ def export_model(
 
 
 @torch.no_grad()
-def iter_full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_full_weights(model: nn.Module, *, repeat_tied: bool = False) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model one after another, by their names in a checkpoint, in the model's dtype and on its device.
 
-    LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once.
+    LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once, or with ``repeat_tied``
+    under each of their names.
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "merged_adapters")}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
-        if "lora_" in name or id(value) in seen:
+        if "lora_" in name or (id(value) in seen and not repeat_tied):
             continue
         seen.add(id(value))
         owner, _, kind = name.rpartition(".")
