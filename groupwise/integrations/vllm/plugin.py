@@ -27,12 +27,10 @@ def make_vllm(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Generator:
         return InProcessGenerator(handle, recipe, _needed_length(recipe, handle))
     needed = _needed_length(recipe, handle) or 1
     key, tied = _api_key(settings.api_key_env), bool(handle.model.config.get_text_config().tie_word_embeddings)
+    clients = [ServerClient(url, key, settings.timeout) for url in dict.fromkeys(settings.servers)]
     return RemoteGenerator(
         handle,
-        [
-            Server(ServerClient(url, key, settings.timeout), needed, tied=tied)
-            for url in dict.fromkeys(settings.servers)
-        ],
+        [Server(client, needed, tied=tied) for client in clients],
         make_transfer(recipe) if ranks.is_main else None,
         ranks,
         wait=settings.wait,

@@ -64,7 +64,8 @@ class SampleTable:
         return sum(len(sample.ids) for sample in self.samples)
 
     def rollout(self, stats: dict[str, Any]) -> Rollout:
-        """The result. With filters, the log-probs under the full distribution are not known: NaN."""
+        """The result. vLLM's log-probs are those after its filters, and after EOS was excluded from the first
+        ``min_new_tokens``: there the log-probs under the full distribution are not known, and NaN."""
         width = max(len(sample.ids) for sample in self.samples)
         shape = (len(self.samples), width)
         ids, versions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int32)
@@ -73,12 +74,15 @@ class SampleTable:
             ids[row, : len(sample.ids)] = torch.tensor(sample.ids)
             logps[row, : len(sample.ids)] = torch.tensor(sample.logps)
             versions[row, : len(sample.ids)] = torch.tensor(sample.versions, dtype=torch.int32)
-        sampling = self.request.sampling
-        unknown = sampling.filters and not sampling.greedy
+        sampling, full = self.request.sampling, logps.clone()
+        if sampling.filters and not sampling.greedy:
+            full[:] = math.nan
+        elif self.eos:
+            full[:, : sampling.min_new_tokens] = math.nan
         return Rollout(
             ids=ids,
             lengths=torch.tensor([len(sample.ids) for sample in self.samples]),
-            logps=torch.full(shape, math.nan) if unknown else logps,
+            logps=full,
             filtered_logps=logps,
             stop_reasons=tuple(sample.reason for sample in self.samples),
             groups=torch.from_numpy(self.request.prompt_of),

@@ -70,8 +70,8 @@ class Server:
             )
         if device == "cpu" and self.tied and not untied:
             raise ServerSetupError(
-                f"the server {self.url} runs on the CPU, where vLLM does not update a head that is tied to the embedding; "
-                f"start it with --hf-overrides '{json.dumps(UNTIED)}'"
+                f"the server {self.url} runs on the CPU, where vLLM does not update a head that is tied to the "
+                f"embedding; start it with --hf-overrides '{json.dumps(UNTIED)}'"
             )
         self._api, self._length = api, length
         self.check_length(self.needed_length)

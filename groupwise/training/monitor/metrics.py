@@ -19,8 +19,8 @@ from groupwise.training.preference.group_pairs import REASONS
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import MiniBatch
-from groupwise.training.update.objective import NOT_MEASURED, reported_terms, samples_completions
-from groupwise.training.update.result import UpdateResult
+from groupwise.training.update.objective import reported_terms, samples_completions
+from groupwise.training.update.result import LogProbMismatch, UpdateResult
 from groupwise.training.update.updater import Updater
 
 
@@ -207,9 +207,7 @@ def _update_metrics(updates: Sequence[UpdateResult], step_recipe: Recipe) -> dic
     metrics |= statistics
     metrics["grad_norm"] = sum(update.grad_norm for update in done) / number
     if samples_completions(step_recipe):
-        mismatch = updates[0].mismatch if updates else None
-        mean, largest = (mismatch.mean, mismatch.largest) if mismatch and mismatch.tokens else [NOT_MEASURED] * 2
-        metrics |= {"sampler/logp_difference_mean": mean, "sampler/logp_difference_max": largest}
+        metrics |= ((updates[0].mismatch if updates else None) or LogProbMismatch()).metrics()
     for update in updates:
         metrics |= update.term_gradients
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -10,27 +11,50 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.core.losses import MAX_LOG_RATIO
 from groupwise.model.device import float64_device
 from groupwise.training.update.objective import TERMS
 
 
 @dataclass
 class LogProbMismatch:
-    """Absolute differences between the trainer's log-probs and the sampler's."""
+    """Differences between the trainer's log-probs and the sampler's, d = log π_trainer − log π_sampler.
+
+    Tokens without a log-prob of the sampler (NaN) are left out, and the sequences with such tokens.
+    """
 
     tokens: int = 0
-    total: float = 0.0
+    total: float = 0.0  # Σ |d|
     largest: float = 0.0
+    kl: float = 0.0  # Σ e^d − d − 1, the k3 estimate of KL(π_sampler ‖ π_trainer)
+    sequences: int = 0
+    ratios: float = 0.0  # Σ e^Σd, the ratio of a sequence
+    largest_ratio: float = 0.0
 
     def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
-        difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
-        self.tokens += int(mask.sum())
-        self.total += float(difference.to(float64_device(difference.device)).double().sum())
-        self.largest = max(self.largest, float(difference.max()))
+        known = mask & ~sampler_logps.isnan()
+        difference = torch.where(known, logps.detach() - sampler_logps, 0.0)
+        difference = difference.to(float64_device(difference.device)).double()
+        self.tokens += int(known.sum())
+        self.total += float(difference.abs().sum())
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.kl += float((difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - difference).sum())
+        complete = (known == mask).all(1) & mask.any(1)
+        ratios = difference.sum(1)[complete].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        self.sequences += len(ratios)
+        self.ratios += float(ratios.sum())
+        self.largest_ratio = max([self.largest_ratio, *ratios.tolist()])
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.tokens, 1)
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a step; NaN where nothing was measured."""
+        tokens, sequences = self.tokens or math.nan, self.sequences or math.nan
+        return {
+            "sampler/logp_difference_mean": self.total / tokens,
+            "sampler/logp_difference_max": self.largest if self.tokens else math.nan,
+            "sampler/kl": self.kl / tokens,
+            "sampler/sequence_ratio_mean": self.ratios / sequences,
+            "sampler/sequence_ratio_max": self.largest_ratio if self.sequences else math.nan,
+        }
 
 
 @dataclass
