@@ -12,10 +12,12 @@ from groupwise.algorithms import find_algorithm
 from groupwise.config.sections import LOSS_NAMES, PreferenceSection, Recipe
 from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
+CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_low", "loss.rejection_high")
+
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _sampling, _vllm, _optimizer, _shrinkage, _preference):
+    for check in (_loss, _correction, _sampling, _vllm, _optimizer, _shrinkage, _preference):
         yield from check(recipe)
 
 
@@ -30,6 +32,19 @@ def _loss(recipe: Recipe) -> Iterator[str]:
         yield f"unknown loss {name!r}{did_you_mean(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
     if name in LOSSES and ratio is not None and ratio not in LOSSES[name].ratios:
         yield f"the loss {name!r} has no {ratio} ratio; leave loss.ratio out or use {LOSSES[name].ratios[0]!r}"
+
+
+def _correction(recipe: Recipe) -> Iterator[str]:
+    loss = recipe.loss
+    if loss.importance_sampling != "token_truncate" and loss.importance_cap is None and loss.importance_floor is None:
+        yield (
+            f"loss.importance_sampling {loss.importance_sampling!r} has no effect without bounds; set "
+            "loss.importance_cap, such as 5.0, or loss.importance_floor, such as 0.5"
+        )
+    for low, high in (("importance_floor", "importance_cap"), ("rejection_low", "rejection_high")):
+        least, most = recipe.get(f"loss.{low}"), recipe.get(f"loss.{high}")
+        if least is not None and most is not None and least > most:
+            yield f"loss.{low} {least:g} is above loss.{high} {most:g}"
 
 
 def _sampling(recipe: Recipe) -> Iterator[str]:
@@ -69,10 +84,11 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
         )
     filters = [name for name in ("top_k", "min_p") if recipe.get(f"sampling.{name}")]
     filters += ["top_p"] * (recipe.sampling.top_p < 1)
-    if filters and (correction := next(_needs_sampler_logps(recipe), None)):
+    changed = [*filters, *["min_new_tokens"] * (recipe.sampling.min_new_tokens > 0)]
+    if changed and (correction := next(_needs_sampler_logps(recipe), None)):
         yield (
-            f"{correction} compares the trainer's log-probs with the sampler's, but with sampling.{filters[0]} vLLM "
-            f"only returns them after that filter; leave sampling.{filters[0]} out, or {correction}, or set "
+            f"{correction} compares the trainer's log-probs with the sampler's, but with sampling.{changed[0]} vLLM "
+            f"only returns them after that was applied; leave sampling.{changed[0]} out, or {correction}, or set "
             "sampling.generator to 'engine'"
         )
     ordered = recipe.sampling.order == "vllm" or (recipe.sampling.order == "transformers" and "min_p" not in filters)
@@ -82,8 +98,9 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
 
 def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
     """The settings that need the sampler's log-probs under the full distribution."""
-    if recipe.loss.importance_cap is not None:
-        yield "loss.importance_cap"
+    for name in CORRECTIONS:
+        if recipe.get(name) is not None:
+            yield name
     if recipe.masks.off_policy == "v3.2":
         yield "masks.off_policy"
 

@@ -296,6 +296,18 @@ class LossSection(Section):
     """weight of the entropy bonus"""
     importance_cap: Positive | None = None
     """truncated importance sampling: weight tokens by trainer / sampler probability, at most this (TIS)"""
+    importance_floor: Positive | None = None
+    """the same weight, at least this"""
+    importance_sampling: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """the weight of a token, or of its sequence; outside importance_floor and importance_cap it is truncated, or the
+    token or sequence is masked (token_mask is IcePop)"""
+    rejection_low: Positive | None = None
+    """mask completions whose geometric mean of trainer / sampler probability is below this (verl's geometric
+    rejection)"""
+    rejection_high: Positive | None = None
+    """mask completions whose geometric mean of trainer / sampler probability is above this"""
 
 
 class PreferenceSection(SourcesSection):

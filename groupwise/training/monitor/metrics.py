@@ -18,6 +18,7 @@ from groupwise.rewards import distinct_n
 from groupwise.training.preference.group_pairs import REASONS
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
+from groupwise.training.update.correction import correction_metrics
 from groupwise.training.update.minibatch import MiniBatch
 from groupwise.training.update.objective import reported_terms, samples_completions
 from groupwise.training.update.result import LogProbMismatch, UpdateResult
@@ -44,6 +45,7 @@ def step_metrics(
         **_similarity_metrics(rollout, step_recipe),
         **learned,
         **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
+        **correction_metrics([part.correction for part in minibatches if part.correction is not None], step_recipe),
     }
 
 

@@ -14,6 +14,7 @@ from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
+from groupwise.training.update.correction import CorrectionCounts
 from groupwise.training.update.objective import Totals, active_terms
 
 
@@ -66,6 +67,7 @@ class MiniBatch:
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
     weights: Tensor | None = None  # (n, T) importance weights of the tokens
+    correction: CorrectionCounts | None = None  # what these weights change
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -58,6 +58,15 @@ CASES = {
         "loss.denominator": "policy_mask",
     },
     "importance": {"loss.importance_cap": 1.05},
+    "IcePop": {"loss.importance_sampling": "token_mask", "loss.importance_floor": 0.9, "loss.importance_cap": 1.05},
+    "sequence TIS": {"loss.importance_sampling": "sequence_truncate", "loss.importance_cap": 1.1},
+    "sequence mask": {
+        "loss.importance_sampling": "sequence_mask",
+        "loss.importance_floor": 0.7,
+        "loss.importance_cap": 1.3,
+        "loss.denominator": "policy_mask",
+    },
+    "geometric rejection": {"loss.rejection_low": 0.97, "loss.rejection_high": 1.03, "loss.denominator": "policy_mask"},
     "product ratio": {"loss.name": "grpo", "loss.ratio": "sequence_product", "masks.truncated": True},
     "kept sets": {"masks.keep_sampling_mask": True, "sampling.top_k": 5},
 }
