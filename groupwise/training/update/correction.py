@@ -34,6 +34,13 @@ def corrects_sampler(step_recipe: Recipe) -> bool:
     return any(bound is not None for bound in bounds)
 
 
+def masks_by_sampler(step_recipe: Recipe) -> bool:
+    """Whether the correction may give a token the weight 0."""
+    loss = step_recipe.loss
+    rejects = loss.rejection_low is not None or loss.rejection_high is not None
+    return rejects or (corrects_sampler(step_recipe) and "mask" in loss.importance_sampling)
+
+
 def correct_sampler(
     logps: Tensor, sampler_logps: Tensor, mask: Tensor, step_recipe: Recipe
 ) -> tuple[Tensor, CorrectionCounts]:
