@@ -43,6 +43,7 @@ MAX_NUM_SEQS = 256
 MAX_FAILURES = 5  # of one job, on any servers: then the job is the reason
 RETRY_SECONDS = 2.0  # between two tries to use a server that failed
 PROBE_TOKENS = 33
+MAX_STOPS = 4  # stop strings that a server accepts
 
 
 @dataclass
@@ -270,7 +271,7 @@ class RemoteGenerator:
             "skip_special_tokens": False,
         }
         if isinstance(table.stop, StopStrings):  # only so that vLLM does not go on in vain
-            body |= {"stop": table.stop.strings, "include_stop_str_in_output": True}
+            body |= {"stop": table.stop.strings[:MAX_STOPS], "include_stop_str_in_output": True}
         return body
 
     def _received(

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from groupwise.errors import GroupwiseError
 from groupwise.integrations.vllm.client import ServerClient
 from groupwise.integrations.vllm.errors import ServerError, ServerSetupError
 from groupwise.integrations.vllm.versions import VllmVersion, find_version
@@ -61,6 +62,8 @@ class Server:
             mode, length = config["logprobs_mode"], int(config["max_model_len"])
             untied = config.get("word_embeddings_untied_by_checkpoint") or config["hf_overrides"] == UNTIED
             self._model = str(self.client.get("/v1/models")["data"][0]["id"])
+        except GroupwiseError:
+            raise
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url} does not answer as a vLLM server does: {error!r:.200}") from error
         if mode != "processed_logprobs":
