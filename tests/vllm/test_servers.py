@@ -33,7 +33,7 @@ PROMPTS = [list(b"hello world"), list(b"abc"), list(b"what is it?"), list(b"one 
 def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served") / "tiny"
     export_model(load_model("tiny", dtype="float32", device="cpu"), folder, tokenizer=tiny_tokenizer())
-    both = [VllmServer(folder), VllmServer(folder)]
+    both = [VllmServer(folder, log=folder.parent) for _ in range(2)]
     try:
         for server in both:
             server.start()

@@ -94,7 +94,7 @@ class RemoteGenerator:
         """Send the model's weights to all servers; called on all ranks. A server that fails is left out until it can
         load them; an error is raised only if none can be used."""
         with self.ranks.stage("sending weights to the vLLM servers"):
-            weights = iter_full_weights(self.handle.model, repeat_tied=self.handle.device.type == "cpu")
+            weights = iter_full_weights(self.handle.model, repeat_tied=True)  # a server may have untied them
             probe = self._make_probe()
             if self.transfer is None:
                 for _ in weights:
