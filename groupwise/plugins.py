@@ -10,7 +10,10 @@ from groupwise.errors import ConfigError, check_choice
 from groupwise.text import error_reason
 
 GENERATORS = "groupwise.generators"
-BUILTIN_GENERATORS = {"engine": "groupwise.generate.engine:make_engine"}  # as in pyproject.toml
+BUILTIN_GENERATORS = {  # as in pyproject.toml
+    "engine": "groupwise.generate.engine:make_engine",
+    "vllm": "groupwise.integrations.vllm.plugin:make_vllm",
+}
 
 
 def plugin_names(group: str, builtin: Mapping[str, str]) -> list[str]:

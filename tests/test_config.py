@@ -496,7 +496,7 @@ NO_EQUIVALENT = """
     restore_callback_states_from_checkpoint router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos
     save_on_each_node skip_memory_metrics tf32 torch_compile_backend torch_compile_mode torch_empty_cache_steps
     train_sampling_strategy use_cache use_liger_kernel use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg
-    vespo_lambda_pos vllm_importance_sampling_clip_min vllm_structured_outputs_regex use_dora lora_modules_to_save
+    vespo_lambda_pos vllm_structured_outputs_regex use_dora lora_modules_to_save
     lora_target_parameters lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage
     use_bnb_nested_quant
 """

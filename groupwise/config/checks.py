@@ -6,15 +6,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config.sections import LOSS_NAMES, PreferenceSection, Recipe
 from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
+CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_low", "loss.rejection_high")
+
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _sampling, _optimizer, _shrinkage, _preference):
+    for check in (_loss, _correction, _sampling, _vllm, _optimizer, _shrinkage, _preference):
         yield from check(recipe)
 
 
@@ -29,6 +32,19 @@ def _loss(recipe: Recipe) -> Iterator[str]:
         yield f"unknown loss {name!r}{did_you_mean(name, LOSSES)} (allowed: {', '.join(LOSSES)}, or module:function)"
     if name in LOSSES and ratio is not None and ratio not in LOSSES[name].ratios:
         yield f"the loss {name!r} has no {ratio} ratio; leave loss.ratio out or use {LOSSES[name].ratios[0]!r}"
+
+
+def _correction(recipe: Recipe) -> Iterator[str]:
+    loss = recipe.loss
+    if loss.importance_sampling != "token_truncate" and loss.importance_cap is None and loss.importance_floor is None:
+        yield (
+            f"loss.importance_sampling {loss.importance_sampling!r} has no effect without bounds; set "
+            "loss.importance_cap, such as 5.0, or loss.importance_floor, such as 0.5"
+        )
+    for low, high in (("importance_floor", "importance_cap"), ("rejection_low", "rejection_high")):
+        least, most = recipe.get(f"loss.{low}"), recipe.get(f"loss.{high}")
+        if least is not None and most is not None and least > most:
+            yield f"loss.{low} {least:g} is above loss.{high} {most:g}"
 
 
 def _sampling(recipe: Recipe) -> Iterator[str]:
@@ -50,6 +66,43 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
         yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
     if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         yield "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p or min_p leave; set one of them"
+
+
+def _vllm(recipe: Recipe) -> Iterator[str]:
+    if recipe.sampling.generator != "vllm":
+        return
+    for server in recipe.vllm.servers:
+        url = urlsplit(server)
+        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.username:
+            yield f"vllm.servers: {server!r} is not an address such as 'http://host:8000'"
+    if recipe.vllm.weights == "nccl" and not recipe.vllm.servers:
+        yield "vllm.weights 'nccl' sends weights to servers, but vllm.servers is empty; name them, or leave it out"
+    if recipe.masks.keep_sampling_mask:
+        yield (
+            "masks.keep_sampling_mask needs the tokens that the filters left, which vLLM does not return; set "
+            "sampling.generator to 'engine', or masks.keep_sampling_mask to false"
+        )
+    filters = [name for name in ("top_k", "min_p") if recipe.get(f"sampling.{name}")]
+    filters += ["top_p"] * (recipe.sampling.top_p < 1)
+    changed = [*filters, *["min_new_tokens"] * (recipe.sampling.min_new_tokens > 0)]
+    if changed and (correction := next(_needs_sampler_logps(recipe), None)):
+        yield (
+            f"{correction} compares the trainer's log-probs with the sampler's, but with sampling.{changed[0]} vLLM "
+            f"only returns them after that was applied; leave sampling.{changed[0]} out, or {correction}, or set "
+            "sampling.generator to 'engine'"
+        )
+    ordered = recipe.sampling.order == "vllm" or (recipe.sampling.order == "transformers" and "min_p" not in filters)
+    if filters and not ordered and (len(filters) > 1 or recipe.sampling.order == "mlx_lm"):
+        yield f"vLLM applies the filters in its own order; set sampling.order to 'vllm', not {recipe.sampling.order!r}"
+
+
+def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
+    """The settings that need the sampler's log-probs under the full distribution."""
+    for name in CORRECTIONS:
+        if recipe.get(name) is not None:
+            yield name
+    if recipe.masks.off_policy == "v3.2":
+        yield "masks.off_policy"
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:

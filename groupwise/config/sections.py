@@ -177,7 +177,34 @@ class SamplingSection(Section):
     max_num_seqs: Count | None = None
     """maximum number of completions generated at once"""
     generator: str = "engine"
-    """what samples: groupwise's own engine, or the name of an installed plug-in"""
+    """what samples: "engine" (groupwise's own), "vllm" ([vllm]), or the name of an installed plug-in"""
+
+
+class VllmSection(Section):
+    """vLLM as the sampler (sampling.generator = "vllm"): servers, or in this process"""
+
+    servers: list[str] = Field(default_factory=list)
+    """addresses of vLLM servers, such as http://host:8000; without any, vLLM runs in this process"""
+    weights: Literal["folder", "nccl"] = "folder"
+    """how new weights reach the servers: as files in a folder that all of them can read, or by vLLM's NCCL transfer"""
+    folder: str | None = None
+    """the folder for the weights, with the same path on every machine; default: a temporary one on this machine"""
+    api_key_env: str | None = None
+    """the environment variable that holds the servers' API key (vLLM's --api-key)"""
+    timeout: Positive = 600.0
+    """maximum time of one request in seconds: the completions of a prompt, or loading the weights"""
+    wait: Positive = 300.0
+    """how long to wait for a server if none can be used, in seconds; then the run ends"""
+    nccl_host: str = "127.0.0.1"
+    """nccl: address of this machine that the servers can reach"""
+    nccl_port: Annotated[int, Field(ge=1, lt=2**16)] = 29600
+    """nccl: first port of the transfer; each server takes one"""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.4
+    """in this process: share of the GPU's memory that vLLM may use"""
+    sleep: bool = True
+    """in this process, on a GPU: free vLLM's memory while the model is trained"""
+    enforce_eager: bool = False
+    """in this process: no torch.compile and no CUDA graphs in vLLM; it starts faster and samples slower"""
 
 
 class AdvantagesSection(Section):
@@ -271,6 +298,18 @@ class LossSection(Section):
     """weight of the entropy bonus"""
     importance_cap: Positive | None = None
     """truncated importance sampling: weight tokens by trainer / sampler probability, at most this (TIS)"""
+    importance_floor: Positive | None = None
+    """the same weight, at least this"""
+    importance_sampling: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+    """the weight of a token, or of its sequence; outside importance_floor and importance_cap it is truncated, or the
+    token or sequence is masked (token_mask is IcePop)"""
+    rejection_low: Positive | None = None
+    """mask completions whose geometric mean of trainer / sampler probability is below this (verl's geometric
+    rejection)"""
+    rejection_high: Positive | None = None
+    """mask completions whose geometric mean of trainer / sampler probability is above this"""
 
 
 class PreferenceSection(SourcesSection):
@@ -494,6 +533,7 @@ class Recipe(Section):
     """[[rewards]]: added to the task's own"""
     scoring: ScoringSection = Field(default_factory=ScoringSection)
     sampling: SamplingSection = Field(default_factory=SamplingSection)
+    vllm: VllmSection = Field(default_factory=VllmSection)
     advantages: AdvantagesSection = Field(default_factory=AdvantagesSection)
     grouping: GroupingSection = Field(default_factory=GroupingSection)
     loss: LossSection = Field(default_factory=LossSection)

@@ -7,6 +7,7 @@ for what is kept. Inputs may be float32, bfloat16 or float64; reductions run in 
 from groupwise.core.advantages import GroupStatistics, group_advantages, group_index, group_statistics
 from groupwise.core.filters import KeptSets, check_sampling, filter_logits, keep_sampling_mask
 from groupwise.core.gae import gae, value_loss
+from groupwise.core.importance import IMPORTANCE_MODES, geometric_mask, importance_weights
 from groupwise.core.kl import full_kl, full_kl_from_hidden, kl_estimate
 from groupwise.core.logps import logps_from_logits, selective_logps
 from groupwise.core.losses import (
@@ -31,6 +32,7 @@ from groupwise.core.masks import (
 from groupwise.core.preference import KINDS, preference_loss
 
 __all__ = [
+    "IMPORTANCE_MODES",
     "KINDS",
     "LOSSES",
     "GroupStatistics",
@@ -47,10 +49,12 @@ __all__ = [
     "full_kl",
     "full_kl_from_hidden",
     "gae",
+    "geometric_mask",
     "group_advantages",
     "group_index",
     "group_statistics",
     "high_entropy_mask",
+    "importance_weights",
     "keep_sampling_mask",
     "kl_estimate",
     "log_ratio",

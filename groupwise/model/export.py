@@ -72,17 +72,20 @@ def export_model(
 
 
 @torch.no_grad()
-def iter_full_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def iter_full_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, *, repeat_tied: bool = False
+) -> Iterator[tuple[str, Tensor]]:
     """The weights of a model one after another, by their names in a checkpoint, in ``dtype`` and on the model's device.
 
     dtype: that of the model by default. If its weights are sharded, that is the dtype of the trained slices, float32,
     not what the model computes in. Then all ranks iterate at the same time, and each tensor is gathered on all of them.
-    LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once.
+    LoRA adapters are merged, computed in float32 and rounded once. Tied weights come once, or with ``repeat_tied``
+    under each of their names.
     """
     layers: dict[str, Any] = {name: layer for name, layer in model.named_modules() if hasattr(layer, "merged_adapters")}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
-        if "lora_" in name or id(value) in seen:
+        if "lora_" in name or (id(value) in seen and not repeat_tied):
             continue
         seen.add(id(value))
         owner, _, kind = name.rpartition(".")

@@ -302,4 +302,5 @@ def test_full_weights_of_a_plain_model_share_its_memory():
     model = tiny(torch.bfloat16)
     weights = dict(iter_full_weights(model))
     assert set(weights) == {name for name, _ in model.named_parameters()}
+    assert set(dict(iter_full_weights(model, repeat_tied=True))) == {*weights, "lm_head.weight"}
     assert all(weights[name].data_ptr() == value.data_ptr() for name, value in model.named_parameters())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from groupwise.tasks.base import Task
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.trainer import Callback, Trainer
+from groupwise.training.update.correction import corrects_sampler
 from groupwise.training.update.minibatch import MiniBatch, build_minibatch
 from groupwise.training.update.objective import find_loss
 from groupwise.training.update.reference import Reference
@@ -276,11 +278,31 @@ def moved_minibatch(
         if naive:
             before = naive_logps(updater.handle, batch, PROMPTS, recipe)
             inputs["old"] = before["logps"] if old else None
-            if recipe.loss.importance_cap is not None:
-                inputs["weights"] = (before["logps"] - before["sampler"]).exp().clamp(max=recipe.loss.importance_cap)
+            if corrects_sampler(recipe):
+                inputs["weights"] = naive_weights(before["logps"], before["sampler"], before["mask"].sum(1), recipe)
     updater.precompute_logps(minibatch, recipe, old=old)
     perturb(updater.handle.model, seed=3, size=size)
     return recipe, batch, group_advantages, updater, minibatch, inputs
+
+
+def naive_weights(logps: Tensor, sampler: Tensor, lengths: Tensor, recipe: Recipe) -> Tensor:
+    """The weight of each token for the sampler's other log-probs, one after another."""
+    loss, weights = recipe.loss, torch.ones_like(logps)
+    low, high = loss.importance_floor or 0.0, loss.importance_cap or math.inf
+    for row, length in enumerate(lengths.tolist()):
+        differences = [float(logps[row, place]) - float(sampler[row, place]) for place in range(length)]
+        mean = math.exp(sum(differences) / length)
+        for place, difference in enumerate(differences):
+            ratio = math.exp(sum(differences) if "sequence" in loss.importance_sampling else difference)
+            weight = min(max(ratio, low), high) if "truncate" in loss.importance_sampling else ratio
+            if not low <= weight <= high or not (loss.rejection_low or 0.0) <= mean <= (
+                loss.rejection_high or math.inf
+            ):
+                weight = 0.0
+            if loss.importance_cap is None and loss.importance_floor is None:
+                weight = float(weight != 0)
+            weights[row, place] = weight
+    return weights
 
 
 def check_update(

@@ -57,6 +57,13 @@ _LOSS = {
     "clip_ratio/region_mean": "the sum of both",
     "sampler/logp_difference_mean": "mean difference of a token's log-prob between sampler and trainer",
     "sampler/logp_difference_max": "largest such difference",
+    "sampler/kl": "k3 estimate of KL(π_sampler ‖ π_trainer) per token",
+    "sampler/sequence_ratio_mean": "mean of π_trainer/π_sampler of a completion; 1 on average if they are the same",
+    "sampler/sequence_ratio_max": "largest such ratio",
+    "sampler/importance_mean": "mean weight of a token; with `loss.importance_cap` and its relatives",
+    "sampler/importance_truncated": "share of tokens whose weight was truncated",
+    "sampler/importance_masked": 'share of tokens with weight 0; with `loss.importance_sampling = "token_mask"`',
+    "sampler/rejected": "share of completions that `loss.rejection_low` and `loss.rejection_high` mask",
 }
 _GRADIENTS = {
     **{f"grad_norm/{name}": f"norm of the gradient of the {name} term" for name in TERMS},

@@ -18,9 +18,10 @@ from groupwise.rewards import distinct_n
 from groupwise.training.preference.group_pairs import REASONS
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
+from groupwise.training.update.correction import correction_metrics
 from groupwise.training.update.minibatch import MiniBatch
-from groupwise.training.update.objective import NOT_MEASURED, reported_terms, samples_completions
-from groupwise.training.update.result import UpdateResult
+from groupwise.training.update.objective import reported_terms, samples_completions
+from groupwise.training.update.result import LogProbMismatch, UpdateResult
 from groupwise.training.update.updater import Updater
 
 
@@ -44,6 +45,7 @@ def step_metrics(
         **_similarity_metrics(rollout, step_recipe),
         **learned,
         **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
+        **correction_metrics([part.correction for part in minibatches if part.correction is not None], step_recipe),
     }
 
 
@@ -207,9 +209,7 @@ def _update_metrics(updates: Sequence[UpdateResult], step_recipe: Recipe) -> dic
     metrics |= statistics
     metrics["grad_norm"] = sum(update.grad_norm for update in done) / number
     if samples_completions(step_recipe):
-        mismatch = updates[0].mismatch if updates else None
-        mean, largest = (mismatch.mean, mismatch.largest) if mismatch and mismatch.tokens else [NOT_MEASURED] * 2
-        metrics |= {"sampler/logp_difference_mean": mean, "sampler/logp_difference_max": largest}
+        metrics |= ((updates[0].mismatch if updates else None) or LogProbMismatch()).metrics()
     for update in updates:
         metrics |= update.term_gradients
     return metrics

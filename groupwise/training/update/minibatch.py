@@ -14,6 +14,7 @@ from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
+from groupwise.training.update.correction import CorrectionCounts, masks_by_sampler
 from groupwise.training.update.objective import Totals, active_terms
 
 
@@ -66,6 +67,7 @@ class MiniBatch:
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
     weights: Tensor | None = None  # (n, T) importance weights of the tokens
+    correction: CorrectionCounts | None = None  # what these weights change
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -158,8 +160,8 @@ def _needs_all_samples(step_recipe: Recipe) -> bool:
     return (
         not step_recipe.train.skip_equal_rewards
         or any(term.needs_all_samples for term in active_terms(step_recipe))
-        # The reference_drift mask may mask any sample, which changes this denominator.
-        or (denominator == "policy_mask" and off_policy == "reference_drift")
+        # These may mask any sample, which changes this denominator.
+        or (denominator == "policy_mask" and (off_policy == "reference_drift" or masks_by_sampler(step_recipe)))
     )
 
 

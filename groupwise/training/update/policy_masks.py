@@ -43,6 +43,11 @@ def build_policy_mask(
         candidates = policy_mask & (minibatch.advantages != 0)[:, None]
         policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
         tokens, sequences = int(policy_mask.sum()), int(policy_mask.any(1).sum())
+    if minibatch.weights is not None:
+        dropped = policy_mask & (minibatch.weights == 0)
+        left = policy_mask & ~dropped
+        tokens -= int(dropped.sum())
+        sequences -= int((policy_mask.any(1) & ~left.any(1)).sum())
     if step_recipe.loss.denominator == "policy_mask":
         totals = replace(totals, policy_tokens=tokens, policy_sequences=sequences)
     if minibatch.weights is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.core.losses import MAX_LOG_RATIO
 from groupwise.distributed.ranks import Ranks
 from groupwise.model.device import float64_device
 from groupwise.model.precision import MasterWeights
@@ -18,21 +20,43 @@ from groupwise.training.update.objective import TERMS
 
 @dataclass
 class LogProbMismatch:
-    """Absolute differences between the trainer's log-probs and the sampler's."""
+    """Differences between the trainer's log-probs and the sampler's, d = log π_trainer − log π_sampler.
+
+    Tokens without a log-prob of the sampler (NaN) are left out, and the sequences with such tokens.
+    """
 
     tokens: int = 0
-    total: float = 0.0
+    total: float = 0.0  # Σ |d|
     largest: float = 0.0
+    kl: float = 0.0  # Σ e^d − d − 1, the k3 estimate of KL(π_sampler ‖ π_trainer)
+    sequences: int = 0
+    ratios: float = 0.0  # Σ e^Σd, the ratio of a sequence
+    largest_ratio: float = 0.0
 
     def add(self, logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> None:
-        difference = torch.where(mask, (logps.detach() - sampler_logps).abs(), 0.0)
-        self.tokens += int(mask.sum())
-        self.total += float(difference.to(float64_device(difference.device)).double().sum())
-        self.largest = max(self.largest, float(difference.max()))
+        known = mask & ~sampler_logps.isnan()
+        difference = torch.where(known, logps.detach() - sampler_logps, 0.0)
+        difference = difference.to(float64_device(difference.device)).double()
+        self.tokens += int(known.sum())
+        self.total += float(difference.abs().sum())
+        self.largest = max(self.largest, float(difference.abs().max()))
+        self.kl += float((difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expm1() - difference).sum())
+        complete = (known == mask).all(1) & mask.any(1)
+        ratios = difference.sum(1)[complete].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+        self.sequences += len(ratios)
+        self.ratios += float(ratios.sum())
+        self.largest_ratio = max([self.largest_ratio, *ratios.tolist()])
 
-    @property
-    def mean(self) -> float:
-        return self.total / max(self.tokens, 1)
+    def metrics(self) -> dict[str, float]:
+        """The metrics of a step; NaN where nothing was measured."""
+        tokens, sequences = self.tokens or math.nan, self.sequences or math.nan
+        return {
+            "sampler/logp_difference_mean": self.total / tokens,
+            "sampler/logp_difference_max": self.largest if self.tokens else math.nan,
+            "sampler/kl": self.kl / tokens,
+            "sampler/sequence_ratio_mean": self.ratios / sequences,
+            "sampler/sequence_ratio_max": self.largest_ratio if self.sequences else math.nan,
+        }
 
 
 @dataclass
@@ -53,7 +77,7 @@ class UpdateResult:
         own = {
             "values": {name: float(value) for name, value in self.values.items()},
             "statistics": {name: float(value) for name, value in self.statistics.items()},
-            "mismatch": None if mismatch is None else [mismatch.tokens, mismatch.total, mismatch.largest],
+            "mismatch": None if mismatch is None else asdict(mismatch),
         }
         parts = ranks.gather(own)
         self.values, self.statistics = {}, {}
@@ -62,8 +86,9 @@ class UpdateResult:
                 for name, value in shares.items():
                     sums[name] = sums[name] + value if name in sums else value
         if mismatch is not None:
-            tokens, totals, largest = zip(*(part["mismatch"] for part in parts), strict=True)
-            mismatch.tokens, mismatch.total, mismatch.largest = sum(tokens), sum(totals), max(largest)
+            for name in asdict(mismatch):
+                shares = [part["mismatch"][name] for part in parts]
+                setattr(mismatch, name, max(shares) if name.startswith("largest") else sum(shares))
 
 
 def gradient_statistics(gradients: Mapping[str, Sequence[Tensor]], masters: MasterWeights) -> dict[str, float]:

@@ -27,6 +27,7 @@ from groupwise.text import Say
 from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError, halve_budget, retry_with_less_memory
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
 from groupwise.training.preference.reference_cache import pair_completions, pair_logps
+from groupwise.training.update.correction import correct_sampler, corrects_sampler
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
 from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, longest_sequence
 from groupwise.training.update.objective import MicroBatch, Objective, ObjectiveTerm, active_terms, needs_ref_logps
@@ -67,13 +68,14 @@ class Updater:
         """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
         more than once, the reference's, and importance weights."""
         old = old and any(term.needs_old_logps for term in active_terms(step_recipe))
-        cap, pairs = step_recipe.loss.importance_cap, minibatch.pairs
-        if len(minibatch) and (old or cap is not None):
+        corrected, pairs = corrects_sampler(step_recipe), minibatch.pairs
+        if len(minibatch) and (old or corrected):
             old_logps = self._logps(minibatch, step_recipe).logps.cpu()
             minibatch.old_logps = old_logps if old else None
-            if cap is not None:
-                ratio = torch.where(minibatch.mask, old_logps - minibatch.sampler_logps, 0.0).exp()
-                minibatch.weights = ratio.clamp(max=cap)
+            if corrected:
+                minibatch.weights, minibatch.correction = correct_sampler(
+                    old_logps, minibatch.sampler_logps, minibatch.mask, step_recipe
+                )
         if self.reference is None:
             return
         with self.reference.in_place(), eval_mode(self.handle.model) if self.dropout else nullcontext():

@@ -81,7 +81,7 @@ def test_no_scores():
     assert (metrics["reward"], metrics["reward_std"], metrics["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
     assert (metrics["rewards/right/mean"], metrics["rewards/form/std"]) == (0.0, 0.0)
     assert (metrics["updates"], metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0, 0.0)
-    not_measured = {"ratio", "approx_kl", "entropy", "sampler/logp_difference_mean", "sampler/logp_difference_max"}
+    not_measured = {"ratio", "approx_kl", "entropy", *LogProbMismatch().metrics()}
     assert {name for name, value in metrics.items() if not math.isfinite(value)} == not_measured
 
 
@@ -263,12 +263,20 @@ def test_the_off_policy_mask_in_a_run(tmp_path):
 
 def test_log_prob_mismatch():
     mismatch = LogProbMismatch()
-    assert mismatch.mean == 0.0
+    assert all(map(math.isnan, mismatch.metrics().values()))
     logps, mask = torch.tensor([[-1.0, -2.0], [-3.0, 9.0]]), torch.tensor([[True, True], [True, False]])
     mismatch.add(logps, torch.tensor([[-1.5, -2.0], [-1.0, 0.0]]), mask)
-    assert (mismatch.tokens, mismatch.total, mismatch.largest, mismatch.mean) == (3, 2.5, 2.0, 2.5 / 3)
+    metrics = mismatch.metrics()
+    assert metrics["sampler/logp_difference_mean"] == 2.5 / 3
+    assert metrics["sampler/logp_difference_max"] == 2.0
+    assert metrics["sampler/kl"] == pytest.approx((math.exp(0.5) - 0.5 - 1 + math.exp(-2) + 2 - 1) / 3)
+    assert metrics["sampler/sequence_ratio_mean"] == pytest.approx((math.exp(0.5) + math.exp(-2)) / 2)
+    assert metrics["sampler/sequence_ratio_max"] == pytest.approx(math.exp(0.5))
     mismatch.add(logps[:1], logps[:1] + 0.25, mask[:1])
-    assert (mismatch.tokens, mismatch.total, mismatch.largest) == (5, 3.0, 2.0)
+    assert (mismatch.tokens, mismatch.total, mismatch.largest, mismatch.sequences) == (5, 3.0, 2.0, 3)
+    # Tokens that the sampler gave no log-prob for are left out, and so is the ratio of their sequence.
+    mismatch.add(logps[:1], torch.tensor([[math.nan, -2.0]]), mask[:1])
+    assert (mismatch.tokens, mismatch.total, mismatch.largest, mismatch.sequences) == (6, 3.0, 2.0, 3)
 
 
 # --- the table of rollouts --------------------------------------------------------------------------------------------

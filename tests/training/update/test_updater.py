@@ -14,6 +14,7 @@ from groupwise.errors import NotFiniteError
 from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.trainer import Callback
+from groupwise.training.update.correction import correction_metrics
 from groupwise.training.update.minibatch import build_minibatch
 from groupwise.training.update.optimizer import make_optimizer
 from groupwise.training.update.policy_masks import on_policy_samples
@@ -58,6 +59,16 @@ CASES = {
         "loss.denominator": "policy_mask",
     },
     "importance": {"loss.importance_cap": 1.05},
+    "IcePop": {"loss.importance_sampling": "token_mask", "loss.importance_floor": 0.1, "loss.importance_cap": 2.0},
+    "sequence TIS": {"loss.importance_sampling": "sequence_truncate", "loss.importance_cap": 0.01},
+    "sequence mask": {
+        "loss.importance_sampling": "sequence_mask",
+        "loss.importance_floor": 1e-4,
+        "loss.importance_cap": 0.1,
+        "loss.denominator": "policy_mask",
+    },
+    "geometric rejection": {"loss.rejection_low": 0.1, "loss.rejection_high": 0.5, "loss.denominator": "policy_mask"},
+    "TIS and rejection": {"loss.importance_cap": 1.05, "loss.rejection_low": 0.1, "loss.name": "grpo"},
     "product ratio": {"loss.name": "grpo", "loss.ratio": "sequence_product", "masks.truncated": True},
     "kept sets": {"masks.keep_sampling_mask": True, "sampling.top_k": 5},
 }
@@ -115,6 +126,29 @@ def test_the_masks_of_these_cases_drop_some_samples_but_not_all(case, masked_out
 def test_some_importance_weights_of_these_cases_are_capped():
     _, _, _, _, minibatch, _ = moved_minibatch(CASES["importance"], naive=False)
     assert 0 < (minibatch.weights[minibatch.mask] == 1.05).double().mean() < 1
+
+
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        ("IcePop", {"sampler/importance_masked"}),
+        ("sequence TIS", {"sampler/importance_truncated"}),
+        ("sequence mask", {"sampler/importance_masked"}),
+        ("geometric rejection", {"sampler/rejected"}),
+        ("TIS and rejection", {"sampler/importance_truncated", "sampler/rejected"}),
+    ],
+)
+def test_the_corrections_of_these_cases_change_some_tokens_but_not_all(case, changed):
+    recipe, _, _, _, minibatch, _ = moved_minibatch(CASES[case], naive=False)
+    metrics = correction_metrics([minibatch.correction], recipe)
+    assert set(metrics) == {"sampler/importance_mean", *changed}
+    assert all(0 < metrics[name] < 1 for name in changed)
+    weights = minibatch.weights[minibatch.mask]
+    assert metrics["sampler/importance_mean"] == pytest.approx(float(weights.mean()))
+    if "mask" in case:
+        assert metrics["sampler/importance_masked"] == pytest.approx(float((weights == 0).double().mean()))
+    if case == "geometric rejection":
+        assert metrics["sampler/rejected"] == float((minibatch.weights == 0).all(1).double().mean()) == 0.5
 
 
 def test_a_batch_that_is_used_once_needs_no_old_logps():

@@ -1,0 +1,92 @@
+"""Corrections of the difference between sampler and trainer, against literal versions and through the policy loss."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from groupwise.core import IMPORTANCE_MODES, geometric_mask, importance_weights, policy_loss
+from groupwise.errors import InputError
+
+TRAINER = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -3.0, -9.0]], dtype=torch.float64)
+SAMPLER = torch.tensor([[-1.0, -2.7, -0.4], [-1.2, -1.9, -7.0]], dtype=torch.float64)
+MASK = torch.tensor([[True, True, True], [True, True, False]])
+# k = e^(trainer − sampler): 1, e^0.7 = 2.0138, e^−0.1 = 0.9048; e^−0.3 = 0.7408, e^−1.1 = 0.3329
+
+
+def literal(trainer, sampler, mask, mode, low, high):
+    """One token after another."""
+    weights = torch.ones_like(trainer)
+    for row in range(len(trainer)):
+        places = [place for place in range(trainer.shape[1]) if mask[row, place]]
+        for place in places:
+            ratio = math.exp(float(trainer[row, place] - sampler[row, place]))
+            if mode.startswith("sequence"):
+                ratio = math.prod(math.exp(float(trainer[row, t] - sampler[row, t])) for t in places)
+            least, most = 0.0 if low is None else low, math.inf if high is None else high
+            if mode.endswith("truncate"):
+                ratio = max(least, min(ratio, most))
+            elif ratio < least or ratio > most:
+                ratio = 0.0
+            weights[row, place] = ratio
+    return weights
+
+
+def test_hand_computed():
+    capped = importance_weights(TRAINER, SAMPLER, MASK, high=1.5)
+    expected = [[1, 1.5, math.exp(-0.1)], [math.exp(-0.3), math.exp(-1.1), 1]]
+    torch.testing.assert_close(capped, torch.tensor(expected, dtype=torch.float64))
+    icepop = importance_weights(TRAINER, SAMPLER, MASK, mode="token_mask", low=0.5, high=2.0)
+    expected = [[1, 0, math.exp(-0.1)], [math.exp(-0.3), 0, 1]]
+    torch.testing.assert_close(icepop, torch.tensor(expected, dtype=torch.float64))
+    by_sequence = importance_weights(TRAINER, SAMPLER, MASK, mode="sequence_truncate", high=1.2)
+    expected = [[1.2, 1.2, 1.2], [math.exp(-1.4), math.exp(-1.4), 1]]
+    torch.testing.assert_close(by_sequence, torch.tensor(expected, dtype=torch.float64))
+    # the geometric means are e^0.2 = 1.221 and e^−0.7 = 0.497
+    assert geometric_mask(TRAINER, SAMPLER, MASK, low=0.5).tolist() == [True, False]
+    assert geometric_mask(TRAINER, SAMPLER, MASK, high=1.2).tolist() == [False, True]
+    assert geometric_mask(TRAINER, SAMPLER, MASK, low=0.4, high=1.3).tolist() == [True, True]
+
+
+@pytest.mark.parametrize("mode", IMPORTANCE_MODES)
+@pytest.mark.parametrize(("low", "high"), [(None, 1.1), (0.8, None), (0.9, 1.1)])
+def test_forward_and_gradient_equal_the_literal_version(mode, low, high):
+    draw = torch.Generator().manual_seed(3)
+    sampler = -torch.rand(5, 7, generator=draw, dtype=torch.float64) * 3
+    trainer = (sampler + 0.2 * torch.randn(5, 7, generator=draw, dtype=torch.float64)).requires_grad_()
+    mask = torch.arange(7) < torch.tensor([7, 1, 4, 2, 6])[:, None]
+    advantages = torch.randn(5, generator=draw, dtype=torch.float64)
+    weights = importance_weights(trainer, sampler, mask, mode=mode, low=low, high=high)
+    wanted = literal(trainer.detach(), sampler, mask, mode, low, high)
+    torch.testing.assert_close(weights, wanted)
+    assert not weights.requires_grad
+    assert (wanted[mask] != (trainer - sampler).detach().exp()[mask]).any()
+
+    value, _ = policy_loss(trainer, None, advantages, mask, policy_mask=weights)
+    by_hand = -(advantages[:, None] * (trainer - trainer.detach()).exp() * wanted)[mask].sum() / mask.sum()
+    torch.testing.assert_close(value, by_hand)
+    gradients = [torch.autograd.grad(loss, trainer, retain_graph=True)[0] for loss in (value, by_hand)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_sequence_without_tokens_is_kept():
+    nothing = torch.zeros(1, 3, dtype=torch.bool)
+    assert geometric_mask(TRAINER[:1], SAMPLER[:1], nothing, low=0.9, high=1.1).tolist() == [True]
+    assert importance_weights(TRAINER[:1], SAMPLER[:1], nothing, mode="sequence_mask", high=1.1).tolist() == [[1, 1, 1]]
+
+
+def test_very_different_log_probs_give_finite_weights():
+    far = importance_weights(TRAINER, SAMPLER - 1e4, MASK, mode="sequence_truncate")
+    assert far[MASK].isfinite().all()
+    assert far[0, 0] == pytest.approx(math.exp(20))
+
+
+def test_bad_bounds_and_modes():
+    with pytest.raises(InputError, match="'token_mask'"):
+        importance_weights(TRAINER, SAMPLER, MASK, mode="token_masc", high=2.0)
+    with pytest.raises(InputError, match=r"low 2.0 is above high 1.0"):
+        importance_weights(TRAINER, SAMPLER, MASK, low=2.0, high=1.0)
+    with pytest.raises(InputError, match="high"):
+        geometric_mask(TRAINER, SAMPLER, MASK, high=0.0)
