@@ -93,8 +93,10 @@ class RemoteGenerator:
     def update_weights(self, version: int) -> None:
         """Send the model's weights to all servers; called on all ranks. A server that fails is left out until it can
         load them; an error is raised only if none can be used."""
-        with self.ranks.stage("sending weights to the vLLM servers"):
-            weights = iter_full_weights(self.handle.model, self.handle.dtype, repeat_tied=True)  # a server may have untied them
+        exchanges = self.handle.sharded is not None
+        with self.ranks.stage("sending weights to the vLLM servers", exchanges=exchanges):
+            # With repeat_tied, since a server may have untied them.
+            weights = iter_full_weights(self.handle.model, self.handle.dtype, repeat_tied=True)
             probe = self._make_probe()
             if self.transfer is None:
                 for _ in weights:
