@@ -126,7 +126,7 @@ def sample_share(
     ``server``: with the host of a vLLM server instead of this engine's.
     """
     share, device = work.share(replicas), device_of(gpu)
-    rows = memory.most_rows(shape, static, share, gpu, tensor_parallel)
+    rows = memory.most_rows(shape, static, share, gpu, tensor_parallel, server=server)
     held = memory.sampling_bytes(shape, static, max(rows, 1), share, tensor_parallel)
     decode, steps = decode_terms(shape, share, device, max(rows, 1), tensor_parallel, total=work)
     prefill = prefill_terms(shape, share, device, tensor_parallel)
@@ -146,8 +146,9 @@ def sample_share(
 def train_share(
     shape: ModelShape, work: StepWork, gpu: Gpu, ranks: int, sharding: str, ideal: bool = False
 ) -> TrainingCost:
-    """The busiest of ``ranks`` that learn, with the largest token budget that fits."""
-    share, device, links = work.share(ranks), device_of(gpu), Links(gpu, ranks, ideal)
+    """The busiest of ``ranks`` that learn, with the largest token budget that fits. Each mini-batch is divided."""
+    share = replace(work, prompts=work.prompts_per_update).share(ranks)
+    device, links = device_of(gpu), Links(gpu, ranks, ideal)
     trained = memory.trained_weights(shape, work)
     budget = float(max(work.token_budget or memory.default_budget(shape, gpu), work.longest))
     held = memory.training_bytes(shape, share, ranks, sharding, budget)
@@ -157,16 +158,16 @@ def train_share(
     passes = training_terms(shape, share, device, budget)
     compute = {f"train: {name}": value for name, value in seconds("passes", passes).items()}
     forward = seconds("passes", training_terms(shape, share, device, budget, backward=False))
-    compute = scaled(compute, work.passes)
+    compute = scaled(compute, work.updates)
     if work.forwards:
-        compute["log-probs"] = work.forwards * sum(forward.values())
-    packs = share.packs(budget).number * work.passes
+        compute["log-probs"] = work.forwards * work.mini_batches * sum(forward.values())
+    packs = share.packs(budget).number * work.updates
     own = trained / ranks
     update = sum(seconds("optimizer", optimizer_terms(own, device)).values())
     update += sum(seconds("sync", sync_terms(own, device)).values()) if sharding == "optimizer" else 0.0
     exchanges: tuple[Exchange, ...] = ()
     if ranks > 1 and sharding == "optimizer":
-        tensors = (2 if work.lora_rank else 1) * shape.tensors  # one exchange each (`model.sharded_masters`)
+        tensors = 14 * shape.layers if work.lora_rank else shape.tensors  # one exchange each (model/sharded_masters.py)
         exchanges = (
             links.ring("gradients, summed (reduce-scatter)", 4 * trained / tensors, work.updates * tensors),
             links.ring("updated weights (all-gather)", HALF * trained / tensors, work.updates * tensors),
@@ -269,4 +270,7 @@ def _no_rows(sampling: SamplingCost, gpu: Gpu, where: str) -> str | None:
     if sampling.rows >= 1:
         return None
     need = sum(sampling.memory.values())
-    return f"sampling {where} takes {need / 1e9:,.0f} GB per GPU of {gpu.memory / 1e9:,.0f} for a single completion"
+    return (
+        f"sampling {where} leaves too little for the completions of one prompt ({need / 1e9:,.0f} GB per GPU with a "
+        f"single one, of {gpu.memory / 1e9:,.0f})"
+    )

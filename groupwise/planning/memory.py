@@ -13,6 +13,8 @@ from groupwise.planning.work import StepWork
 ADAM = 2 * FLOAT  # bytes per weight
 LOGITS = 3 * 512 * 2**20  # a chunk of float32 logits, its gradient and its rounded copy (core/logps.py)
 RESERVED = 2 * 2**30  # the CUDA context, the libraries' workspaces, fragmentation
+FREE_MEMORY_SHARE = 0.7  # of what is free, for the engine's cache (generate/memory.py)
+SERVER_SHARE = 0.9  # vLLM's gpu_memory_utilization
 MAX_BUDGET, BUDGET_SHARE = 65536, 0.35  # of the default token budget (model/packing.py)
 
 Bytes = dict[str, float]
@@ -111,12 +113,18 @@ def server_weights(shape: ModelShape, tensor_parallel: int) -> Bytes:
     return {"weights": HALF * shape.parameters / tensor_parallel}
 
 
-def most_rows(shape: ModelShape, static: Bytes, work: StepWork, gpu: Gpu, tensor_parallel: int = 1) -> int:
-    """How many samples fit at once beside ``static``; 0 if none does. Fewer than these only take longer."""
-    wanted = int(min(work.completions, work.max_num_seqs))
-    parallel = min(tensor_parallel, shape.kv_heads)
+def most_rows(
+    shape: ModelShape, static: Bytes, work: StepWork, gpu: Gpu, tensor_parallel: int = 1, *, server: bool = False
+) -> int:
+    """How many samples fit at once beside ``static``; 0 if none does, or fewer than the engine needs: one group.
+
+    The engine's cache is at most 70 % of what is free, a server may use 90 % of the GPU.
+    """
     free = gpu.memory - sum(static.values()) - RESERVED
+    free = free - (1 - SERVER_SHARE) * gpu.memory if server else free * FREE_MEMORY_SHARE
+    parallel = min(tensor_parallel, shape.kv_heads)
     free -= shape.cache_bytes * (work.max_tokens + 2 * work.prompt_tokens) / parallel  # the spare one, and rounding up
     each = shape.cache_bytes * (work.max_tokens + work.prompt_tokens / work.samples) / parallel
     each += 2 * FLOAT * shape.vocabulary / tensor_parallel
-    return max(0, min(wanted, int(free / each)))
+    rows = min(work.completions, work.max_num_seqs, int(max(free, 0.0) / each))
+    return rows if server or rows >= min(work.samples, work.max_num_seqs) else 0

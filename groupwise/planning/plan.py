@@ -209,11 +209,12 @@ def advice(plan: Plan) -> Iterator[str]:
             "on GPUs that do both."
         )
     yield f"It fits: at most {best.most_memory / 1e9:,.0f} of {plan.gpu.memory / 1e9:,.0f} GB per GPU."
-    busy = max(best.servers // best.tensor_parallel, best.training.ranks)
-    if busy > plan.work.prompts:
+    work, samplers = plan.work, (best.servers or plan.gpus) // best.tensor_parallel
+    if samplers > work.prompts or best.training.ranks > work.prompts_per_update:
         yield (
-            f"A step has {plan.work.prompts:,} prompts, and whole prompts are divided: more GPUs that learn, or "
-            "samplers, are idle. Raise train.batch_size or train.accumulation."
+            f"Whole prompts are divided: {work.prompts:,} of a step to {samplers:,} samplers, "
+            f"{work.prompts_per_update:,} of an update to {best.training.ranks:,} GPUs that learn; the rest is idle. "
+            "Raise train.batch_size or train.accumulation."
         )
     settings = ", ".join(f"{name} = {value!r}".replace("'", '"') for name, value in recommended_settings(best).items())
     yield f"Set {settings}."

@@ -41,6 +41,14 @@ class StepWork:
     lora_rank: int | None = None
 
     @property
+    def mini_batches(self) -> int:
+        return self.updates // self.passes
+
+    @property
+    def prompts_per_update(self) -> int:
+        return math.ceil(self.prompts / self.mini_batches)
+
+    @property
     def completions(self) -> int:
         return self.prompts * self.samples
 

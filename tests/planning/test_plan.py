@@ -133,6 +133,27 @@ def test_a_model_that_fits_nowhere_else_is_divided():
     assert any("does not fit on GPUs that do both" in sentence for sentence in advice(plan))
 
 
+def test_the_engine_needs_room_for_a_group():
+    """32 B in bfloat16 leave room for a few completions, of which a group has 16; a server takes any number."""
+    work = StepWork(512, 256, 16, 1000, 4096, checkpointing=True)
+    together = colocated(SHAPES["qwen2.5-32b"], work, H100, 64, "weights")
+    assert together.missing is not None
+    assert "one prompt" in together.missing
+    fewer = replace(work, samples=2, max_tokens=512, answer_tokens=300)
+    assert colocated(SHAPES["qwen2.5-32b"], fewer, H100, 64, "weights").missing is None
+    assert disaggregated(SHAPES["qwen2.5-32b"], work, H100, 64, 32, 2, "weights").missing is None
+
+
+def test_each_mini_batch_is_divided():
+    """With four updates per pass, a quarter of the prompts is there for all ranks at a time."""
+    shape, work = SHAPES["smollm2-135m"], StepWork(64, 256, 16, 400, 400)
+    one, four = (train_share(shape, replace(work, updates=updates), H100, 64, "optimizer") for updates in (1, 4))
+    learned = [sum(part for name, part in each.seconds.items() if name != "optimizer") for each in (one, four)]
+    assert learned[1] == pytest.approx(4 * learned[0])
+    plan = plan_step(shape, replace(work, updates=4), H100, 512)
+    assert any("Whole prompts are divided" in sentence for sentence in advice(plan))
+
+
 def test_one_gpu_samples_and_learns():
     plan = make_plan(make_recipe({"model": {"source": "smollm2-135m"}}), GPUS["h200"], 1)
     assert [layout.kind for layout in plan.layouts] == [COLOCATED]
