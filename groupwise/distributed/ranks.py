@@ -42,6 +42,7 @@ class Ranks:
         self._store: Any = None
         self._control: Any = None  # for messages, on the CPU
         self._tensors: Any = None  # for gradients and weights, on the device
+        self._limit = datetime.timedelta(seconds=TIMEOUT)
         self._stage, self._notes, self._is_owner = "starting", 0, True
 
     @property
@@ -180,7 +181,7 @@ class Ranks:
 
         group = self._tensors
         if group is self._control:  # messages after a failed pass must not be taken for weights
-            group = distributed.new_group(backend="gloo")
+            group = distributed.new_group(backend="gloo", timeout=self._limit)
         return DeviceMesh.from_group(group, device.type)
 
     def close(self) -> None:
@@ -282,6 +283,7 @@ def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
 
     limit = datetime.timedelta(seconds=timeout)
     ranks = Ranks(rank, size)
+    ranks._limit = limit
     with ranks._collective():
         ranks._is_owner = not distributed.is_initialized()  # a script may train several times
         if ranks._is_owner:

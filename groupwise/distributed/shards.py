@@ -59,7 +59,7 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], rank: int) -> None
         for name, tensor in tensors.items()
         if (local(tensor).numel() > 0 if is_sharded(tensor) else rank == 0)
     }
-    kinds = {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, tensors)), start=1)}
+    kinds = {kind: number for number, kind in enumerate(sorted(set(map(_kind, tensors))), start=1)}
     files = {name: kinds[_kind(name)] for name in tensors}
     try:
         folder.mkdir(exist_ok=True)

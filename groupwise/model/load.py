@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from groupwise.distributed.fsdp import is_sharded
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model import tiny
 from groupwise.model.checks import (
@@ -108,6 +109,11 @@ def adopt_model(
     if getattr(inner.config, "quantization_config", None) is not None:
         raise InputError("the weights of this model are quantised and cannot be trained; load the original model")
     devices = set(getattr(inner, "hf_device_map", {}).values())
+    if any(map(is_sharded, inner.parameters())):
+        raise InputError(
+            "the weights of this model are divided among processes already (tensor parallel or FSDP); load it without "
+            "tp_plan and distributed_config, and use model.sharding = 'weights'"
+        )
     if len(devices) > 1:
         raise InputError(f"the model is spread over {len(devices)} devices; load it onto one, without device_map")
     if lora is not None and inner is not model:

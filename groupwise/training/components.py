@@ -217,16 +217,17 @@ def load_components(
     model: Any = None,
     tokenizer: Any = None,
     display: Display | None = None,
-    shards: bool = False,
+    ranks: Ranks | None = None,
 ) -> RunComponents:
     """Load the model and build the prompts of ``inputs``, by default the recipe's own.
 
     ``model`` and ``tokenizer`` are loaded ones that replace the recipe's.
-    shards: load the model on the CPU, because its weights are to be divided among ranks (`shard_components`).
+    If its weights are to be divided among the ranks (`shard_components`), the model is loaded on the CPU.
     """
     display = display or Display()
     inputs = inputs or load_inputs(recipe, say=say, display=display)
     task = inputs.task
+    shards = _shards_weights(recipe, ranks)
     display.stage(f"loading the model {recipe.model.source}" if model is None else "preparing the model")
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
@@ -268,10 +269,21 @@ def load_components(
     )
 
 
-def shard_components(components: RunComponents, ranks: Ranks) -> RunComponents:
-    """The components with the model's weights divided among the ranks, each part on its rank's device."""
-    device = resolve_device(components.recipe.model.device)
-    return replace(components, handle=shard_weights(components.handle, ranks, device))
+def shard_components(components: RunComponents, ranks: Ranks, say: Say) -> RunComponents:
+    """The components with the model's weights divided among the ranks, each part on its rank's device, if the recipe
+    wants that and there are several ranks."""
+    recipe = components.recipe
+    if not _shards_weights(recipe, ranks):
+        if recipe.model.sharding == "weights":
+            say("model.sharding = 'weights' has no effect: this run has one process, which holds all weights")
+        return components
+    with ranks.stage("dividing the weights", exchanges=True):
+        handle = shard_weights(components.handle, ranks, resolve_device(recipe.model.device))
+    return replace(components, handle=handle)
+
+
+def _shards_weights(recipe: Recipe, ranks: Ranks | None) -> bool:
+    return recipe.model.sharding == "weights" and ranks is not None and ranks.size > 1
 
 
 def _fetch_report(source: str, display: Display) -> FetchProgress:

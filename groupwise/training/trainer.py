@@ -138,15 +138,13 @@ class Trainer:
         self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
         try:
             with self.ranks.stage("loading the model"):
-                shards = recipe.model.sharding == "weights" and self.ranks.size > 1
-                options = {"model": model, "tokenizer": tokenizer, "display": self.display, "shards": shards}
+                options = {"model": model, "tokenizer": tokenizer, "display": self.display, "ranks": self.ranks}
                 self.components = load_components(recipe, inputs, self.say, **options)
                 self._inputs = describe_inputs(self.components)
                 changed = (
                     check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
                 )
-            if shards:
-                self.components = shard_components(self.components, self.ranks)
+            self.components = shard_components(self.components, self.ranks, self.say)
             self._build(changed)
             if overwrite and not resume:
                 self.ranks.on_main("clearing the run's folder", self.run_dir.clear)

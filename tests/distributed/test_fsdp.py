@@ -21,7 +21,7 @@ from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.lora import LoraSettings, add_lora
 from groupwise.model.precision import set_precision
 from groupwise.model.sharding import shard_weights
-from tests.distributed.processes import run
+from tests.distributed.forks import drive, fork_ranks, values
 from tests.model.models import tiny
 
 HERE = "tests.distributed.test_fsdp"
@@ -121,24 +121,38 @@ def compared(kind: str, ranks: Ranks) -> dict[str, Any]:
 
 def compare_all() -> dict[str, Any]:
     ranks = connect(CPU)
-    results = {kind: compared(kind, ranks) for kind in CASES}
-    ranks.close()
-    return results
+    return {kind: compared(kind, ranks) for kind in CASES}
+
+
+def run_all(folder: str) -> dict[str, Any]:
+    """What the ranks of each test returned; all are forked from one process."""
+    values(fork_ranks(3, lambda: save_shards(Path(folder))))
+    return {
+        "2": values(fork_ranks(2, compare_all)),
+        "3": values(fork_ranks(3, compare_all)),
+        "lower precision": values(fork_ranks(2, lower_precision)),
+    }
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("fsdp") / "shards"
+    return {**drive(f"{HERE}:run_all", str(folder)), "shards": folder}
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_sharded_model_is_that_of_one_process(size):
-    for results in run(f"{HERE}:compare_all", size):
-        for kind, result in results.items():
-            assert result["gradient"] < 1e-10, (kind, result)
-            assert result["loss"] < 1e-10, (kind, result)
-            assert result["logps"] < 1e-10, (kind, result)
-            assert result["names"], kind
-            assert result["greedy"], kind
-            assert result["weights"], kind
-            assert result["sharded"], kind
-            assert result["held"] == 1.0, (kind, result)  # every weight is on exactly one rank
-            assert result["dtype"] == "torch.float64"
+@pytest.mark.parametrize("kind", CASES)
+def test_a_sharded_model_is_that_of_one_process(results, size, kind):
+    for result in (rank[kind] for rank in results[str(size)]):
+        assert result["gradient"] < 1e-10
+        assert result["loss"] < 1e-10
+        assert result["logps"] < 1e-10
+        assert result["names"]
+        assert result["greedy"]
+        assert result["weights"]
+        assert result["sharded"]
+        assert result["held"] == 1.0  # every weight is on exactly one rank
+        assert result["dtype"] == "torch.float64"
 
 
 def mixed_precision(ranks: Ranks) -> dict[str, Any]:
@@ -175,12 +189,16 @@ def lower_precision() -> Any:
     return mixed_precision(ranks), [reduction(ranks, *calls) for calls in cases]
 
 
-def test_a_bfloat16_model_has_float32_slices_and_gradients_and_a_sum_needs_two_calls():
-    for result, (both, only_sum, only_factor) in run(f"{HERE}:lower_precision", 2):
+def test_a_bfloat16_model_has_float32_slices_and_gradients(results):
+    for result, _ in results["lower precision"]:
         assert result["dtypes"] == ["torch.float32"]
         assert result["dtype"] == "torch.bfloat16"
         assert result["cosine"] > 0.99
         assert result["loss"] < 0.01
+
+
+def test_a_sum_of_gradients_needs_two_calls(results):
+    for _, (both, only_sum, only_factor) in results["lower precision"]:
         assert both == [3.0, 3.0]
         assert only_sum == [1.5, 1.5]  # the mean
         assert isinstance(only_factor, str)  # an error: gloo has no scaled sum
@@ -197,15 +215,13 @@ def divided(ranks: Ranks) -> dict[str, Tensor]:
     return {**slices, "step/a": torch.tensor(4.0)}
 
 
-def save_shards(folder: str) -> None:
+def save_shards(folder: Path) -> None:
     ranks = connect(CPU)
-    write_shards(Path(folder), divided(ranks), ranks.rank)
-    ranks.close()
+    write_shards(folder, divided(ranks), ranks.rank)
 
 
-def test_slices_of_three_ranks_are_read_by_one_process(tmp_path):
-    folder = tmp_path / "shards"
-    run(f"{HERE}:save_shards", 3, str(folder))
+def test_slices_of_three_ranks_are_read_by_one_process(results):
+    folder = results["shards"]
     assert {path.suffix for path in folder.iterdir()} == {".safetensors"}  # nothing is pickled
     assert shard_shapes(folder) == {"masters/a": (7, 5), "exp_avg/b": (2,), "step/a": ()}
     targets = {**{name: torch.full_like(value, -1.0) for name, value in TENSORS.items()}, "step/a": torch.tensor(0.0)}
@@ -216,6 +232,6 @@ def test_slices_of_three_ranks_are_read_by_one_process(tmp_path):
         read_shards(folder, {"masters/a": torch.zeros(6, 5)})
     with pytest.raises(CheckpointError, match="masters/c is not there"):
         read_shards(folder, {"masters/c": torch.zeros(6, 5)})
-    next(folder.glob("shard-00002-model-00001*")).unlink()
+    next(folder.glob("shard-00002-model-00002*")).unlink()
     with pytest.raises(CheckpointError, match="a part of masters/a is missing"):
         shard_shapes(folder)

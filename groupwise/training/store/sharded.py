@@ -50,7 +50,7 @@ def read_slices(folder: Path, updater: Updater, masters: FsdpMasters) -> None:
     fused = any(group.get("fused") for group in updater.optimizer.param_groups)  # then the step count is on the GPU too
     targets = {f"{MASTERS}/{name}": masters.sharded(name, master.detach()) for name, master in weights.items()}
     updater.optimizer.state.clear()
-    for key in shapes.keys() - {MASTERS, REFERENCE}:
+    for key in sorted(shapes.keys() - {MASTERS, REFERENCE}):
         for name, shape in shapes[key].items():
             master = weights[name]
             device = master.device if shape or fused else torch.device("cpu")
