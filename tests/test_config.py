@@ -38,6 +38,7 @@ from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.filters import ORDERS
+from groupwise.core.importance import IMPORTANCE_MODES
 from groupwise.core.kl import ESTIMATORS
 from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import OFF_POLICY_RULES
@@ -747,6 +748,7 @@ CHOICES = {
     "loss.kl": (*ESTIMATORS, "full", "full_ratio_weighted"),
     "loss.ratio": RATIOS,
     "loss.denominator": DENOMINATORS,
+    "loss.importance_sampling": IMPORTANCE_MODES,
     "masks.off_policy": OFF_POLICY_RULES,
     "sampling.order": ORDERS,
 }
@@ -757,7 +759,8 @@ def test_literals_match_the_choices_of_core(name):
     assert sorted(choices_of(NAMES[name])) == sorted(CHOICES[name])
     for choice in CHOICES[name]:
         if name != "loss.ratio":  # not every loss has both
-            assert make_recipe(nested({name: choice})).get(name) == choice
+            needed = {"loss.importance_cap": 2.0} if name == "loss.importance_sampling" else {}
+            assert make_recipe(nested({name: choice, **needed})).get(name) == choice
 
 
 def test_other_literals_do_not_come_from_core():
@@ -765,7 +768,7 @@ def test_other_literals_do_not_come_from_core():
     others = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert others == {"model.dtype", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule",
                    "loss.kl_aggregation",
-                   "train.on_non_finite",
+                   "train.on_non_finite", "vllm.weights",
                    "run.export_dtype", "advantages.difficulty", "grouping.method", "grouping.dtype", "preference.pairs",
                    "preference.on_too_long"}  # fmt: skip
 
