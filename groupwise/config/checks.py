@@ -14,7 +14,7 @@ from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _sampling, _optimizer, _shrinkage, _preference):
+    for check in (_loss, _sampling, _asynchronous, _optimizer, _shrinkage, _preference):
         yield from check(recipe)
 
 
@@ -50,6 +50,17 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
         yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
     if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         yield "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p or min_p leave; set one of them"
+
+
+def _asynchronous(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if train.replay is not None and not train.max_staleness:
+        yield "train.replay repeats an asynchronous run; set train.max_staleness to the value that it had"
+    if train.max_staleness and recipe.loss.name == "reinforce" and recipe.loss.importance_cap is None:
+        yield (
+            "the loss 'reinforce' has no ratio, so it cannot correct for the older weights that train.max_staleness "
+            "allows; set loss.importance_cap, or use another loss"
+        )
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:

@@ -44,6 +44,7 @@ def step_metrics(
         **_similarity_metrics(rollout, step_recipe),
         **learned,
         **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
+        **rollout.queue,
     }
 
 

@@ -1,11 +1,12 @@
 """Checkpoints: a folder that is complete or absent, safetensors and JSON only, from which a run resumes bit for bit.
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
-that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
-``state.json``: everything else that the next step depends on (`saved_state`). The manifest, with a hash of every file,
-is written last; a folder without one is never used, nor is one whose files do not fit each other. A step is saved
-before it is evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added
-as ``state_after_evaluation.json``, with its own hash.
+that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference,
+``rollouts.safetensors`` and ``.json`` with the groups that an asynchronous run has not learned yet, and ``state.json``:
+everything else that the next step depends on (`saved_state`). The manifest, with a hash of every file, is written last;
+a folder without one is never used, nor is one whose files do not fit each other. A step is saved before it is
+evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added as
+``state_after_evaluation.json``, with its own hash.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def save_checkpoint(
     tokenizer: Any,
     dtype: str | None,
     resumable: bool = True,
+    write_files: Callable[[Path], None] = lambda folder: None,
 ) -> None:
     """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state."""
     masters, reference = updater.masters, updater.reference
@@ -65,6 +67,7 @@ def save_checkpoint(
             write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(updater.optimizer, masters))
             if reference is not None:
                 write_safetensors(unfinished / REFERENCE, reference.state_dict())
+            write_files(unfinished)
         write_json(unfinished / STATE, full_state)
         export_model(
             masters.model,

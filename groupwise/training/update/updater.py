@@ -60,11 +60,17 @@ class Updater:
         self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
-        """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
-        more than once, the reference's, and importance weights."""
-        old = old and any(term.needs_old_logps for term in active_terms(step_recipe))
+        """Add the log-probs that must be known before the first update of a batch: ``old`` ones if the batch is used
+        more than once, the reference's, and importance weights.
+
+        With asynchronous rollouts, older weights have sampled: the ratio is π_θ / π_sampler, as in TRL and prime-rl, or
+        with an importance weight between the sampler and the current policy, π_θ / π_old (decoupled PPO, AReaL)."""
+        needs_old = any(term.needs_old_logps for term in active_terms(step_recipe))
         cap, pairs = step_recipe.loss.importance_cap, minibatch.pairs
-        if len(minibatch) and (old or cap is not None):
+        old = old and needs_old
+        if needs_old and cap is None and step_recipe.train.max_staleness:
+            minibatch.old_logps = minibatch.sampler_logps
+        elif len(minibatch) and (old or cap is not None):
             old_logps = self._logps(minibatch, step_recipe).logps.cpu()
             minibatch.old_logps = old_logps if old else None
             if cap is not None:
