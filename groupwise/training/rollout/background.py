@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+
+GRACE = 2.0  # seconds
 
 Job = Callable[[], None]
 
@@ -33,7 +36,10 @@ class BackgroundThreads:
                 self._threads[-1].start()
 
     def close(self) -> None:
-        """Forget the jobs that have not begun. Those that run are not waited for."""
+        """Forget the jobs that have not begun, and give those that run a moment to end.
+
+        A thread that ends while the interpreter is torn down may abort the process.
+        """
         with self._lock:
             self._closed = True
             with suppress(queue.Empty):
@@ -41,6 +47,9 @@ class BackgroundThreads:
                     self._jobs.get_nowait()
             for _ in self._threads:
                 self._jobs.put(None)
+        deadline = time.monotonic() + GRACE
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
