@@ -49,6 +49,8 @@ class Group:
 
     number: int
     row: int
+    samples: int
+    keeps_sets: bool
     version: int | None = None  # of the weights that sampled the oldest token; None until it is sampled
     result: RolloutResult | None = None
     error: BaseException | None = None
@@ -199,13 +201,9 @@ class AsyncCollector(RolloutCollector):
         """The groups that this step and later ones cannot learn from. One that is still sampled is looked at later."""
         unusable = []
         for group in self._groups:
-            result = group.result
             if group.version is not None and settings.step - group.version > self.max_staleness:
                 unusable.append((group, STALE))
-            elif result is not None and (
-                result.batch.samples != settings.samples
-                or (result.batch.kept is not None) != settings.recipe.masks.keep_sampling_mask
-            ):
+            elif (group.samples, group.keeps_sets) != (settings.samples, settings.recipe.masks.keep_sampling_mask):
                 unusable.append((group, SETTINGS))
         return unusable
 
@@ -251,7 +249,8 @@ class AsyncCollector(RolloutCollector):
         """Draw rows and have them sampled and scored."""
         again, self._redraw = self._redraw[:count], self._redraw[count:]
         rows = again + (self.order.take(count - len(again)) if count > len(again) else [])
-        groups = [Group(self._next_number + place, row) for place, row in enumerate(rows)]
+        form = (settings.samples, settings.recipe.masks.keep_sampling_mask)
+        groups = [Group(self._next_number + place, row, *form) for place, row in enumerate(rows)]
         numbers = [(group.number, group.row) for group in groups]
         if expected is not None and numbers != list(expected):
             raise ConfigError(
@@ -373,8 +372,9 @@ class AsyncCollector(RolloutCollector):
         if list(results) != self._expected:
             raise CheckpointError(f"{folder} is damaged: it has other groups than its state names")
         for number, result in results.items():
-            group = Group(number, result.batch.row_numbers[0], result=result)
-            group.sampled(result.batch, 0)
+            batch = result.batch
+            group = Group(number, batch.row_numbers[0], batch.samples, batch.kept is not None, result=result)
+            group.sampled(batch, 0)
             self._groups.append(group)
 
 

@@ -68,7 +68,7 @@ class _Rollouts(_Part):
     redraw: list[Count]
     lost: list[Count]
     ready: list[Count]
-    unfinished: list[tuple[Count, Count]]
+    unfinished: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]  # group and row
 
     @model_validator(mode="after")
     def _check_numbers(self) -> _Rollouts:
