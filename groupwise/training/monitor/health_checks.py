@@ -170,8 +170,8 @@ def _stale(recent: RecentSteps) -> str | None:
     if not recent.mean("async/staleness_max") or (clipped <= MAX_CLIPPED and distance <= FAR_FROM_SAMPLER):
         return None
     return (
-        f"the policy has moved away from the one that sampled: a token's log-prob differs by {distance:.2g} on average, "
-        f"and the ratio of {clipped:.0%} of the tokens is clipped; lower <train.max_staleness>, or "
+        f"the policy has moved away from the one that sampled: a token's log-prob differs by {distance:.2g} on "
+        f"average, and the ratio of {clipped:.0%} of the tokens is clipped; lower <train.max_staleness>, or "
         "<optimizer.learning_rate>"
     )
 

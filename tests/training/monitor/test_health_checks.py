@@ -54,7 +54,7 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
          ["10 steps", "sampling.samples_per_prompt, now 4", "sampling.temperature, now 1", "are all equal; use"]),
         ("no_learning_signal", {"signal/contributing": 0.0, "mask_ratio": 0.9}, {}, ["answers that differ are masked"]),
         ("stale", {"async/staleness_max": 2.0, "clip_ratio/region_mean": 0.25, "sampler/logp_difference_mean": 0.1},
-         {"train.max_staleness": 2}, ["of 25% of the tokens", "train.max_staleness, now 2", "learning_rate, now 0.001"]),
+         {"train.max_staleness": 2}, ["of 25% of the tokens", "train.max_staleness, now 2", "learning_rate, now"]),
         ("stale", {"async/staleness_max": 1.0, "sampler/logp_difference_mean": 0.4}, {"train.max_staleness": 1},
          ["differs by 0.4"]),
         ("answers_alike", {**UNSPLIT, "diversity/mean_distance": 0.2, "diversity/distance_between_prompts": 0.5}, {},
