@@ -18,6 +18,13 @@ MAX_GRADIENT_NORM = 1e19  # Adam squares a gradient in float32
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6  # outside them float32 logits overflow, or all become equal
 SIMILAR_FILE = 0.75  # of difflib: one wrong letter in four, or two swapped ones
 LONGEST = 3000  # characters of a message
+# Memory ran out: messages of a CPU, of MPS, and of a GPU whose memory was taken before its libraries were initialised.
+MEMORY_MESSAGES = (
+    "can't allocate memory",
+    "MPS backend out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 def shorten(text: str, length: int = LONGEST) -> str:
@@ -89,7 +96,14 @@ class RunDirError(GroupwiseError, RuntimeError):
 
 
 class RankError(GroupwiseError, RuntimeError):
-    """A process of a run of several failed, died, or does not answer."""
+    """A process of a run of several failed, died, or does not answer.
+
+    ``main_is_lost``: rank 0, which talks to the user, is dead or hangs.
+    """
+
+    def __init__(self, message: str, *, main_is_lost: bool = False) -> None:
+        super().__init__(message)
+        self.main_is_lost = main_is_lost
 
 
 class ControlError(GroupwiseError, RuntimeError):
@@ -126,6 +140,14 @@ def is_installed(package: str) -> bool:
     """Whether a package can be imported, without importing it."""
     module = package.replace("-", "_")
     return sys.modules.get(module) is not None or importlib.util.find_spec(module) is not None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error from torch means that memory ran out. torch is not loaded for that."""
+    if isinstance(error, GroupwiseError):
+        return False
+    named = any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__)
+    return named or any(text in str(error) for text in MEMORY_MESSAGES)
 
 
 def did_you_mean(name: object, allowed: Iterable[str], cutoff: float = 0.6) -> str:

@@ -35,6 +35,7 @@ from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
+from groupwise.distributed.launch import is_main_process, reports
 from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.paths import path_reason, show_path
@@ -117,12 +118,14 @@ def _run(words: list[str]) -> int:
             with _exits_reported():
                 return run(arguments)
     except GroupwiseError as error:
-        say_error(error)
+        if reports(error):
+            say_error(error)
         return 2
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, SignalInterrupt) else signal.SIGINT
         name = f"{error}: " if isinstance(error, SignalInterrupt) else ""
-        say_error(f"{name}{getattr(arguments, 'interrupted', 'interrupted')}")
+        if is_main_process():
+            say_error(f"{name}{getattr(arguments, 'interrupted', 'interrupted')}")
         return 128 + number
     except BrokenPipeError:
         return BROKEN_PIPE

@@ -9,13 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, make_status, say
+from groupwise.cli.parser import integer_of_at_least
 from groupwise.cli.settings import parse_settings, section_help, short_help
+from groupwise.distributed.launch import is_main_process, is_rank, launch, restarts
+from groupwise.errors import ConfigError
 
 if TYPE_CHECKING:
     from groupwise.config import Recipe
     from groupwise.training.display import Display
 
 RECIPE_HELP = "a packaged recipe (`groupwise recipes`), a recipe in TOML, or the recipe.json of an earlier run"
+
+
+FLAGS = {
+    "resume": "continue the run in run.folder, or the newest one of this recipe's file",
+    "allow_changed": "with --resume: accept other rows, another model, or changed source files",
+    "overwrite": "delete an existing run in run.folder",
+}
 
 
 class HelpWithSettings(argparse.Action):
@@ -41,14 +51,14 @@ def add_train(commands: Commands) -> None:
         "groupwise train quiz",
         "groupwise train recipe.toml --model.source HuggingFaceTB/SmolLM2-135M-Instruct --train.steps 200",
         "groupwise train recipe.toml --resume",
+        "groupwise train recipe.toml --processes 8",
     )
     train = add_with_settings(commands, "train", _train, summary, examples)
-    for option, help_text in (
-        ("--resume", "continue the run in run.folder, or the newest one of this recipe's file"),
-        ("--allow-changed", "with --resume: accept other rows, another model, or changed source files"),
-        ("--overwrite", "delete an existing run in run.folder"),
-    ):
+    for flag, help_text in FLAGS.items():
+        option = f"--{flag.replace('_', '-')}"
         train.add_argument(option, action="store_true", help=help_text)
+    processes = "number of processes that share the work, one for each GPU (docs/several-gpus.md); default: 1"
+    train.add_argument("--processes", type=integer_of_at_least(1), metavar="N", default=1, help=processes)
     train.set_defaults(interrupted="stopped at once; the last checkpoint, if there is one, goes on with --resume")
 
 
@@ -72,10 +82,13 @@ def add_with_settings(
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from groupwise.training.display import make_display
+    from groupwise.training.display import Display, make_display
 
-    with make_display() as display:  # first, because the imports below take seconds
+    # First, because the imports below take seconds.
+    with make_display() if is_main_process() and arguments.processes == 1 else Display() as display:
         recipe = recipe_of(arguments)
+        if arguments.processes > 1:
+            return _launch(arguments, recipe)
         from groupwise.training.store.run_folder import nothing_to_resume
 
         folder = _run_folder(arguments, recipe)
@@ -99,12 +112,38 @@ def _train(arguments: argparse.Namespace) -> int:
         return trainer.run().exit_status
 
 
+def _launch(arguments: argparse.Namespace, recipe: Recipe) -> int:
+    """Start the processes that train, each of which runs this command without --processes."""
+    if is_rank():
+        raise ConfigError(
+            "--processes starts the processes itself; leave it out under torchrun, which has --nproc-per-node"
+        )
+    from groupwise.training.early_checks import check_names
+
+    _run_folder(arguments, recipe)  # an error once, not in every process
+    check_names(recipe, training=True)
+    from groupwise.model.device import gpu_count, usable_cpus
+
+    number, gpus = arguments.processes, gpu_count()
+    if recipe.model.device in ("auto", "cuda") and 0 < gpus < number:
+        raise ConfigError(
+            f"--processes {number} needs as many GPUs, and this machine has {gpus}; use --processes {gpus}, or train "
+            "on its CPU with --model.device cpu"
+        )
+    command = ["train", str(arguments.recipe)]
+    command += [f"--{name}" if text is None else f"--{name}={text}" for name, text in arguments.settings]
+    command += [f"--{flag.replace('_', '-')}" for flag in FLAGS if getattr(arguments, flag)]
+    return launch(number, command, {"OMP_NUM_THREADS": str(max(1, usable_cpus() // number))})
+
+
 def _run_folder(arguments: argparse.Namespace, recipe: Recipe) -> Path | None:
     """The folder of the run: the one to resume, the one that the recipe names, or None for a new one below runs/."""
     from groupwise.rundir.run import check_unused, holds_run
     from groupwise.training.store.run_folder import RECIPE, find_run
 
     chosen = None if recipe.run.folder is None else Path(recipe.run.folder)
+    if restarts():
+        return chosen  # the trainer goes on with the run that was begun
     if arguments.resume:
         in_run = arguments.recipe.name == RECIPE and holds_run(arguments.recipe.parent)
         return find_run(

@@ -422,6 +422,8 @@ class TrainSection(Section):
     """warn if the mean difference of a token's log-prob between sampler and trainer is above this"""
     log_term_gradients_every: CountOrZero = 0
     """every N steps, log each objective term's gradient norm and the cosines between them; 0 is never"""
+    timeout: Positive = 1800.0
+    """with several processes, seconds that they wait for one that does not answer before the run ends"""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """seed of the row order, the sampling and the adapter's initialization"""
 

@@ -9,6 +9,7 @@ with little mass), the most likely tokens stay.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,6 +134,13 @@ class KeptSets:
         offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
         within = torch.arange(int(offsets[-1]), device=counts.device) - offsets[:-1].repeat_interleave(counts)
         return KeptSets(self.ids[starts.repeat_interleave(counts) + within], offsets)
+
+    @classmethod
+    def join(cls, sets: Sequence[KeptSets]) -> KeptSets:
+        """The sets of several, one after the other, on the CPU."""
+        counts = torch.cat([kept.offsets.diff().cpu() for kept in sets])
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        return cls(torch.cat([kept.ids.cpu() for kept in sets]), offsets)
 
     def to(self, device: torch.device | str) -> KeptSets:
         return KeptSets(self.ids.to(device), self.offsets.to(device))

@@ -3,28 +3,34 @@
 Every rank holds the complete batch, and only expensive work is divided, so all that is exchanged per step are tokens,
 rewards, gradients and weights. `Ranks` is the run's only use of `torch.distributed`: one rank alone needs none of it.
 
-A divided piece of work stands in a `with ranks.stage(…)` block. An error in it is raised on all ranks, with the number
-of the one that it happened on; a rank that is dead or late ends the others with its number and where it was.
+A divided piece of work stands in a `with ranks.stage(…)` block, what it gave is exchanged after it. An error in the
+block is raised on all ranks, with the number of the one that it happened on; if memory ran out on one, all raise that,
+so that all can repeat the work with less. A rank that is dead or late ends the others with its number and where it was.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from groupwise.distributed.message import decode, encode
-from groupwise.errors import ConfigError, RankError, check_integer
+from groupwise.distributed.split import split_by_cost
+from groupwise.errors import ConfigError, RankError, check_integer, is_out_of_memory
 from groupwise.text import error_reason, format_duration
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
 TIMEOUT = 1800.0
+OUT_OF_MEMORY = "memory ran out"
+
+_Result = TypeVar("_Result")
 
 
 class Ranks:
@@ -35,7 +41,7 @@ class Ranks:
         self._store: Any = None
         self._control: Any = None  # for messages, on the CPU
         self._tensors: Any = None  # for gradients and weights, on the device
-        self._stage, self._timeout = "starting", TIMEOUT
+        self._stage, self._notes, self._is_owner = "starting", 0, True
 
     @property
     def is_main(self) -> bool:
@@ -44,25 +50,38 @@ class Ranks:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """A piece of work that all ranks do at the same time; it ends when all have done it."""
+        """A piece of work that all ranks do at the same time; it ends when all have done it.
+
+        The block itself must not exchange anything: a rank that fails in it would leave the others waiting there.
+        """
         self._stage = name
         if self.size == 1:
             yield
             return
         self._note(name)
-        failure: BaseException | None = None
+        failure: Exception | None = None
         try:
             yield
         except RankError:
             raise  # the others are known to be gone or late
         except Exception as error:
             failure = error
-        reasons = self._exchange(b"" if failure is None else _reason(failure).encode())
-        if failure is not None:
+        self._note(f"waiting after {name}")
+        reason = "" if failure is None else OUT_OF_MEMORY if is_out_of_memory(failure) else _reason(failure)
+        reasons = {rank: text.decode() for rank, text in enumerate(self._exchange(reason.encode())) if text}
+        if failure is not None and reason != OUT_OF_MEMORY:
             raise failure
-        failed = {rank: reason.decode() for rank, reason in enumerate(reasons) if reason}
-        for rank, reason in failed.items():
-            raise RankError(f"rank {rank} failed while {name}: {reason}")
+        failure = None  # its traceback holds the memory that is to be freed
+        for rank, reason in reasons.items():
+            if reason != OUT_OF_MEMORY:
+                raise RankError(f"rank {rank} failed while {name}: {reason}")
+        for rank in reasons:
+            raise torch.OutOfMemoryError(f"memory ran out on rank {rank} while {name}")
+
+    def on_main(self, name: str, work: Callable[[], _Result]) -> _Result | None:
+        """``work()`` on rank 0, as a stage that the others wait for; None on these."""
+        with self.stage(name):
+            return work() if self.is_main else None
 
     def gather(self, value: Any) -> list[Any]:
         """The value of each rank; see `message` for what it may hold."""
@@ -78,38 +97,98 @@ class Ranks:
         """Whether the flag is true on any rank."""
         return any(self.gather(flag))
 
+    def divide(
+        self, name: str, costs: Sequence[float], work: Callable[[list[int]], Iterable[_Result]]
+    ) -> list[_Result]:
+        """One value for each item, in order; each rank computes those of its share of the items in a stage.
+
+        ``work`` gets the numbers of some items and returns their values, which must fit in a message.
+        """
+        if self.size == 1:
+            return list(work(list(range(len(costs))))) if costs else []
+        shares = split_by_cost(costs, self.size)
+        own = shares[self.rank]
+        with self.stage(name):
+            values = list(work(own)) if own else []
+        results: dict[int, _Result] = {}
+        for share, part in zip(shares, self.gather(values), strict=True):
+            results |= dict(zip(share, part, strict=True))
+        return [results[number] for number in range(len(costs))]
+
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Add up each tensor over all ranks, in place."""
-        if self.size == 1 or not tensors:
+        if self.size == 1:
             return
         from torch import distributed
 
+        for tensor in tensors:
+            sent = self._to_wire(tensor)
+            with self._collective():
+                distributed.all_reduce(sent, group=self._tensors)
+            if sent is not tensor:
+                tensor.copy_(sent)
+
+    def sum_part(self, tensor: Tensor) -> Tensor:
+        """This rank's part of the sum over all ranks of a flat tensor, whose length is a multiple of their number."""
+        sent = self._to_wire(tensor)
+        part = sent.new_empty(len(sent) // self.size)
         with self._collective():
-            for tensor in tensors:
-                distributed.all_reduce(tensor, group=self._tensors)
+            _named("reduce_scatter_single", "reduce_scatter_tensor")(part, sent, group=self._tensors)
+        return part.to(tensor.device)
+
+    def join_parts(self, part: Tensor) -> Tensor:
+        """The flat tensors of all ranks, which have the same length, one after the other."""
+        sent = self._to_wire(part)
+        joined = sent.new_empty(self.size * len(sent))
+        with self._collective():
+            _named("all_gather_single", "all_gather_into_tensor")(joined, sent, group=self._tensors)
+        return joined.to(part.device)
+
+    def remember(self, key: str, value: str) -> None:
+        """Keep a value for the processes that torchrun starts if one of these fails."""
+        if (store := self._lasting_store()) is not None and self.is_main:
+            store.set(f"groupwise/{key}", value)
+
+    def recall(self, key: str) -> str | None:
+        """A value that the processes before these kept; None if there is none."""
+        store = self._lasting_store()
+        if store is None or not store.check([f"groupwise/{key}"]):
+            return None
+        return str(store.get(f"groupwise/{key}").decode())
+
+    def _lasting_store(self) -> Any:
+        """The store of torchrun's agent, without the prefix of this attempt."""
+        store: Any = self._store if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        return store
 
     def close(self) -> None:
-        if self.size > 1:
+        """Leave the group; with an error on one rank the others notice it."""
+        if self.size > 1 and self._is_owner:
             from torch import distributed
 
             with suppress(RuntimeError, ValueError):
                 distributed.destroy_process_group()
-            self.size = 1
+        self.size = 1
+
+    def _to_wire(self, tensor: Tensor) -> Tensor:
+        """The tensor where its collectives take place: gloo, for two ranks on one GPU, does not have all on CUDA."""
+        return tensor.cpu() if self._tensors is self._control else tensor
 
     def _exchange(self, data: bytes) -> list[bytes]:
         """The bytes of each rank."""
-        from torch import distributed
-
+        all_gather = _named("all_gather_single", "all_gather_into_tensor")
         lengths = torch.zeros(self.size, dtype=torch.int64)
         with self._collective():
-            distributed.all_gather_into_tensor(lengths, torch.tensor([len(data)]), group=self._control)
+            all_gather(lengths, torch.tensor([len(data)]), group=self._control)
             width = int(lengths.max())
             if not width:
                 return [b""] * self.size
             sent = torch.zeros(width, dtype=torch.uint8)
             sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else sent[:0]
             received = torch.empty(self.size * width, dtype=torch.uint8)
-            distributed.all_gather_into_tensor(received, sent, group=self._control)
+            all_gather(received, sent, group=self._control)
         rows = received.view(self.size, width)
         return [rows[rank, : int(length)].numpy().tobytes() for rank, length in enumerate(lengths)]
 
@@ -119,26 +198,28 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            raise RankError(f"{self._missing()} ({error_reason(error)})") from error
+            late = self._late()
+            where = f"while {self._stage} (rank {self.rank})"
+            lost = f"no answer {where}; last seen: {', '.join(late.values())}. It is dead or hangs"
+            reason = lost if late else f"another rank died or hangs {where}"
+            raise RankError(f"{reason} ({error_reason(error)})", main_is_lost=not late or 0 in late) from error
 
     def _note(self, stage: str) -> None:
         """Let the other ranks see what this one does, for the case that it dies or hangs."""
+        self._notes += 1  # the same on all ranks that have come as far
         with suppress(RuntimeError):
-            self._store.set(f"groupwise/{self.rank}", f"{time.time()} {stage}")
+            self._store.set(f"groupwise/{self.rank}", f"{self._notes} {time.time()} {stage}")
 
-    def _missing(self) -> str:
-        """Which ranks have not reached this stage, and where they were last."""
-        late = []
+    def _late(self) -> dict[int, str]:
+        """The ranks that have not come as far as this one, and where they were last."""
+        late = {}
         for rank in range(self.size):
             with suppress(RuntimeError, ValueError):
-                if rank != self.rank and self._store.check([f"groupwise/{rank}"]):
-                    when, _, stage = self._store.get(f"groupwise/{rank}").decode().partition(" ")
-                    if stage != self._stage:
-                        late.append(f"rank {rank} ({stage}, {format_duration(time.time() - float(when))} ago)")
-        where = f"while {self._stage} (rank {self.rank})"
-        if late:
-            return f"no answer {where}; last seen: {', '.join(late)}. It is dead or hangs"
-        return f"another rank died or hangs {where}"
+                if self._store.check([f"groupwise/{rank}"]):
+                    notes, when, stage = self._store.get(f"groupwise/{rank}").decode().split(" ", 2)
+                    if int(notes) < self._notes:
+                        late[rank] = f"rank {rank} ({stage}, {format_duration(time.time() - float(when))} ago)"
+        return late
 
 
 def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
@@ -159,14 +240,24 @@ def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
 
     limit = datetime.timedelta(seconds=timeout)
     ranks = Ranks(rank, size)
-    ranks._timeout = timeout
     with ranks._collective():
-        distributed.init_process_group("gloo", timeout=limit)
+        ranks._is_owner = not distributed.is_initialized()  # a script may train several times
+        if ranks._is_owner:
+            distributed.init_process_group("gloo", timeout=limit)
         ranks._store = distributed.distributed_c10d._get_default_store()
-        ranks._control = ranks._tensors = distributed.group.WORLD
-        if device.type == "cuda" and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size)):
-            ranks._tensors = distributed.new_group(backend="nccl", timeout=limit)  # it refuses two ranks on one device
+        ranks._control = ranks._tensors = distributed.new_group(backend="gloo", timeout=limit)
+    places = ranks.gather(f"{socket.gethostname()} {device}")
+    if device.type == "cuda" and len(set(places)) == size:  # NCCL refuses two ranks on one device
+        with ranks._collective():
+            ranks._tensors = distributed.new_group(backend="nccl", timeout=limit)
     return ranks
+
+
+def _named(name: str, before: str) -> Any:
+    """A collective of torch by its name in 2.13, or by the one it had before."""
+    from torch import distributed
+
+    return getattr(distributed, name, None) or getattr(distributed, before)
 
 
 def _reason(error: BaseException) -> str:

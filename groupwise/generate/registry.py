@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
+from groupwise.generate.sharded import ShardedGenerator
 from groupwise.generate.types import Generator
 from groupwise.model.handle import ModelHandle
 from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, load_plugin
@@ -18,6 +19,11 @@ MakeGenerator = Callable[[Recipe, ModelHandle, Ranks], Generator]
 
 
 def make_generator(recipe: Recipe, handle: ModelHandle, ranks: Ranks | None = None) -> Generator:
-    """The recipe's generator, which samples with the weights of ``handle``. Close it at the end."""
+    """The recipe's generator, which samples with the weights of ``handle``. Close it at the end.
+
+    With several ranks the prompts are divided among them, and all of them call it.
+    """
     make: MakeGenerator = load_plugin(GENERATORS, BUILTIN_GENERATORS, recipe.sampling.generator, "sampling.generator")
-    return make(recipe, handle, ranks or Ranks())
+    ranks = ranks or Ranks()
+    generator = make(recipe, handle, ranks)
+    return generator if ranks.size == 1 else ShardedGenerator(generator, ranks)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from groupwise.config import GroupingSection
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError, GroupwiseError, InputError
 from groupwise.grouping.connection import NoRayError, RayConnection
 from groupwise.grouping.embed import check_embedder
@@ -29,6 +30,7 @@ from groupwise.grouping.grouper import (
     join_results,
     share_texts,
 )
+from groupwise.grouping.sharded import ShardedGrouper
 from groupwise.model.device import set_threads, usable_cpus
 from groupwise.model.source import first_line
 from groupwise.text import Say
@@ -53,8 +55,15 @@ class SimilarityGrouperWorker(LocalGrouper):
         super().__init__((settings or GroupingSection()).model_copy(update={"embedder": model_name}))
 
 
-def make_grouper(settings: GroupingSection, say: Say) -> SimilarityGrouper:
-    """The grouper for ``settings.workers``; ``say`` is told if Ray is not available, and about workers that fail."""
+def make_grouper(settings: GroupingSection, say: Say, ranks: Ranks | None = None) -> SimilarityGrouper:
+    """The grouper for ``settings.workers``; ``say`` is told if Ray is not available, and about workers that fail.
+
+    With several ranks, these share the prompts, unless there are workers, which only rank 0 uses.
+    """
+    if ranks is not None and ranks.size > 1:
+        if not settings.workers:
+            return ShardedGrouper(LocalGrouper(settings), ranks, on_main_only=False)
+        return ShardedGrouper(make_grouper(settings, say) if ranks.is_main else None, ranks, on_main_only=True)
     number = _worker_count(settings)
     if not number:
         return LocalGrouper(settings)

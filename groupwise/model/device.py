@@ -116,6 +116,11 @@ def _cpuinfo_flags() -> set[str]:
     return set()
 
 
+def gpu_count() -> int:
+    """The number of CUDA devices."""
+    return torch.cuda.device_count()
+
+
 def usable_cpus() -> int:
     """The number of CPUs this process can use, within its affinity and its container's CPU quota.
 
@@ -137,10 +142,13 @@ def usable_cpus() -> int:
 def set_threads() -> int:
     """Lower torch's number of CPU threads to `usable_cpus` if it is higher, and return it.
 
+    The processes of a run on one machine (torchrun's LOCAL_WORLD_SIZE) share the CPUs.
     It is never raised above what OMP_NUM_THREADS or torch.set_num_threads chose. This changes the whole process: a
     training run and the command line call it, loading a model does not.
     """
-    if torch.get_num_threads() > (cpus := usable_cpus()):
+    processes = _number(os.environ.get("LOCAL_WORLD_SIZE", "")) or 1
+    cpus = max(1, usable_cpus() // max(1, processes))
+    if torch.get_num_threads() > cpus:
         torch.set_num_threads(cpus)
     return torch.get_num_threads()
 

@@ -11,7 +11,7 @@ float16 weights are accepted, but the loss is not scaled; bfloat16 has the range
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,16 @@ def name_not_finite(model: nn.Module) -> str | None:
     return None
 
 
+def _check_trainable(name: str, parameter: nn.Parameter) -> None:
+    if parameter.is_meta:
+        raise InputError(f"the parameter {name} has no values yet (device meta); load the weights first")
+    if parameter.dtype not in PRECISIONS:
+        raise InputError(
+            f"the parameter {name} is {parameter.dtype}, which cannot be trained (allowed: bfloat16, float16, "
+            "float32, float64); load the model with one of them"
+        )
+
+
 class MasterWeights:
     """The float32 weights that an optimizer updates, kept in sync with the model.
 
@@ -68,18 +78,12 @@ class MasterWeights:
         self._hooks: list[RemovableHandle] = []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
+                _check_trainable(name, parameter)
                 self._masters[name] = self._master_of(name, parameter)
         if not self._masters:
             raise InputError("the model has no trainable parameter: requires_grad is False for all of them")
 
     def _master_of(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.is_meta:
-            raise InputError(f"the parameter {name} has no values yet (device meta); load the weights first")
-        if parameter.dtype not in PRECISIONS:
-            raise InputError(
-                f"the parameter {name} is {parameter.dtype}, which cannot be trained (allowed: bfloat16, float16, "
-                "float32, float64); load the model with one of them"
-            )
         if parameter.dtype.itemsize >= 4:
             return parameter
         master = nn.Parameter(parameter.detach().to(torch.float32, copy=True))
@@ -119,35 +123,81 @@ class MasterWeights:
 
     def check_finite(self, what: str, remedy: str) -> None:
         """Raise an error if a weight is NaN, infinite, or beyond the dtype that the model computes in."""
-        largest = float(torch.nn.utils.get_total_norm(list(self.parameters()), math.inf))
         trained = (parameter for parameter in self.model.parameters() if parameter.requires_grad)
         limit = min(torch.finfo(parameter.dtype).max for parameter in trained)
-        if not largest <= limit:
-            sizes = {name: float(master.detach().abs().max()) for name, master in self._masters.items()}
-            name = next(name for name, size in sizes.items() if not size <= limit)
+        if (found := self._too_large(limit)) is not None:
+            name, size = found
             raise NotFiniteError(
-                f"{what} gave the weight {name} the size {sizes[name]:g}, beyond the model's {limit:g}; nothing of it "
+                f"{what} gave the weight {name} the size {size:g}, beyond the model's {limit:g}; nothing of it "
                 f"is saved. {remedy}, and resume from the last checkpoint"
             )
 
+    def _too_large(self, limit: float) -> tuple[str, float] | None:
+        """The first weight that is NaN or larger than ``limit``, and its size."""
+        masters = {name: master.detach() for name, master in self._masters.items() if master.numel()}
+        if not masters or float(torch.nn.utils.get_total_norm(list(masters.values()), math.inf)) <= limit:
+            return None
+        sizes = ((name, float(master.abs().max())) for name, master in masters.items())
+        return next((name, size) for name, size in sizes if not size <= limit)
+
+    # A master may be a part of its weight, if several processes divide them (`ShardedMasters`). Here it is all of it.
+
+    def own_part(self, name: str, complete: Tensor) -> Tensor:
+        """The part of a tensor, of the shape of a weight, that belongs to the master of this process."""
+        return complete
+
+    def complete(self, name: str, own: Tensor) -> Tensor:
+        """The tensor of which all processes gave their parts."""
+        return own
+
+    def collect(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Complete tensors by name, to save them; only one process gets them."""
+        return dict(own)
+
+    def reduce_gradients(self) -> None:
+        """Add up the gradients of all processes. Call it once after the backward passes, before reading a gradient."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+        for master in self._masters.values():
+            master.grad = None
+
+    def norm(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The norm of all numbers of such tensors as the masters, or of their gradients."""
+        return torch.nn.utils.get_total_norm(list(tensors))
+
+    def clip_gradient(self, max_norm: float | None) -> float:
+        """Clip the gradient to this norm, unless it is not finite; returns the norm before."""
+        norm = self.norm([master.grad for master in self.parameters() if master.grad is not None])
+        if max_norm is not None and bool(norm.isfinite()):
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters()), max_norm, norm)
+        return float(norm)
+
+    def dot(self, first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+        return sum(float((a * b).sum()) for a, b in zip(first, second, strict=True))
+
     def state_dict(self) -> dict[str, Tensor]:
-        """The masters by name. They are not copies: save them before the next step."""
-        return {name: master.detach() for name, master in self._masters.items()}
+        """The complete masters by name (see `collect`). They may not be copies: save them before the next step."""
+        return self.collect({name: master.detach() for name, master in self._masters.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Copy the masters from ``state`` and sync the model. If anything does not fit, nothing is changed."""
         problems = [f"{name} is missing" for name in self._masters.keys() - state.keys()]
         problems += [f"{name} is not a trainable parameter here" for name in state.keys() - self._masters.keys()]
+        weights = dict(self.model.named_parameters())
         for name in self._masters.keys() & state.keys():
-            (shape, dtype), master = (tuple(state[name].shape), state[name].dtype), self._masters[name]
-            if (shape, dtype) != (tuple(master.shape), master.dtype):
-                problems.append(f"{name} is {dtype} {shape} instead of {master.dtype} {tuple(master.shape)}")
+            here, there = (
+                (tuple(weights[name].shape), self._masters[name].dtype),
+                (tuple(state[name].shape), state[name].dtype),
+            )
+            if here != there:
+                problems.append(f"{name} is {there[1]} {there[0]} instead of {here[1]} {here[0]}")
         if problems:
             shown = "; ".join(sorted(problems)[:5])
             raise CheckpointError(f"these {len(problems)} master weights do not fit the model: {shown}")
         with torch.no_grad():
             for name, master in self._masters.items():
-                master.copy_(state[name])
+                master.copy_(self.own_part(name, state[name]))
         self.sync_to_model()
 
     def close(self) -> None:

@@ -155,6 +155,7 @@ class Scores:
     failures: tuple[RowFailure, ...]
     extra: dict[str, list[Any]]  # from log_extra: columns of B values
     metrics: dict[str, float]  # from log_metric: the mean of the logged values
+    metric_counts: dict[str, int]  # and their number
 
 
 def weighted_total(rewards: Tensor, weights: Sequence[float]) -> Tensor:

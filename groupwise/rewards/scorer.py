@@ -40,7 +40,7 @@ from groupwise.rewards.contract import (
     visible_columns,
 )
 from groupwise.rewards.options import is_finite_number
-from groupwise.rewards.text import prompt_messages, text_of
+from groupwise.rewards.text import completion_excerpt, prompt_messages
 from groupwise.text import excerpt
 
 ON_ERROR = ("stop", "drop")
@@ -100,6 +100,23 @@ class Scorer:
         ``places`` name the completions in errors, such as ``"rows.jsonl, line 3, completion 2"``; by default their
         numbers, from 1.
         """
+        scores = self.score_batch(
+            prompts, completions, columns, completion_ids=completion_ids, trainer_state=trainer_state, places=places
+        )
+        self.check_lost(scores, lambda row: completion_excerpt(completions[row]))
+        return scores
+
+    def score_batch(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        completion_ids: Sequence[Any] | None = None,
+        trainer_state: Any = None,
+        places: Sequence[str] | None = None,
+    ) -> Scores:
+        """`score` without `check_lost`, for a part of a batch."""
         lists: dict[str, Any] = {"prompts": prompts, "completions": completions}
         if completion_ids is not None:
             lists["completion_ids"] = completion_ids
@@ -197,16 +214,23 @@ class Scorer:
                 metrics.setdefault(name, []).extend(logged)
         failures += self._check_sums(calls, rewards, dropped)
         rewards[dropped] = math.nan
-        if rows:
-            with self._lock:
-                lost = self._lost_batches = self._lost_batches + 1 if bool(dropped.all()) else 0
-            if lost >= self.lost_limit:
-                raise RewardError(
-                    f"no row of the last {lost} batches could be scored; reward {failures[0].function!r} "
-                    f"(completion {calls[0].excerpt(failures[0].row or 0)}): {failures[0].reason}"
-                )
         means = {name: sum(numbers) / len(numbers) for name, numbers in metrics.items()}
-        return Scores(rewards, dropped, tuple(failures), extra, means)
+        counts = {name: len(numbers) for name, numbers in metrics.items()}
+        return Scores(rewards, dropped, tuple(failures), extra, means, counts)
+
+    def check_lost(self, scores: Scores, show: Callable[[int], str]) -> None:
+        """Raise an error after several batches in a row in which nothing could be scored; ``show`` gives a completion
+        of the batch."""
+        with self._lock:
+            if len(scores.dropped):
+                self._lost_batches = self._lost_batches + 1 if bool(scores.dropped.all()) else 0
+            lost = self._lost_batches
+        if lost >= self.lost_limit:
+            failure = scores.failures[0]
+            raise RewardError(
+                f"no row of the last {lost} batches could be scored; reward {failure.function!r} "
+                f"(completion {show(failure.row or 0)}): {failure.reason}"
+            )
 
     def _check_sums(self, calls: Sequence[RewardCall], rewards: Tensor, dropped: Tensor) -> list[RowFailure]:
         """Drop the rows whose weighted sum is beyond the largest float, or raise an error for the first of them."""
@@ -257,11 +281,7 @@ class RewardCall:
         return RewardCall(self.reward, lists, self.trainer_state, (self.places[number],))
 
     def excerpt(self, row: int) -> str:
-        completion = self.lists["completions"][row]
-        try:
-            return excerpt(text_of(completion))
-        except InputError:
-            return excerpt(completion)
+        return completion_excerpt(self.lists["completions"][row])
 
     def prompt_excerpt(self, row: int) -> str:
         """The beginning of a prompt, or of its last message."""

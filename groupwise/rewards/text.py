@@ -27,6 +27,14 @@ def text_of(completion: Any) -> str:
     return "\n".join(text for text in map(_content, by_assistant) if text)
 
 
+def completion_excerpt(completion: Any) -> str:
+    """The beginning of a completion's text, for an error."""
+    try:
+        return excerpt(text_of(completion))
+    except InputError:
+        return excerpt(completion)
+
+
 def _check_messages(what: str, value: Any) -> Sequence[Mapping[str, Any]]:
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):

@@ -204,6 +204,25 @@ class RunDir:
         self.close()
 
 
+class RunView(RunDir):
+    """The folder of a run that another process of the run has opened and writes to: this one writes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._open, self.path = ExitStack(), path
+
+    def check_in_place(self) -> None:
+        """The process that writes checks it."""
+
+    def write_json(self, name: str, value: Any) -> None:
+        """The process that writes does that."""
+
+    def close(self) -> None:
+        self._open.close()
+
+    def discard(self) -> None:
+        self.close()
+
+
 def _write_marker(path: Path) -> None:
     write_json(path / MARKER, {"format": FORMAT, "groupwise": __version__, "created": _timestamp()})
 

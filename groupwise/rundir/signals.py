@@ -28,6 +28,10 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal is not None
 
+    def agree(self) -> bool:
+        """Whether to stop; a run of several processes decides it here."""
+        return bool(self)
+
     @property
     def exit_status(self) -> int:
         """130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, as in shells; 0 without a request."""

@@ -15,6 +15,7 @@ import torch
 from groupwise.config import Recipe, resolve_scheduled, scheduled_names, with_settings
 from groupwise.core.losses import Loss
 from groupwise.data import Prompt, PromptBuilder
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError, check_choice, did_you_mean
 from groupwise.evaluate import REWARD
 from groupwise.generate.stop import StopStrings
@@ -34,6 +35,7 @@ from groupwise.model.source import report_fetches
 from groupwise.model.weights import CATALOGUE, FetchProgress
 from groupwise.redaction import resolve_secrets
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
+from groupwise.rewards.sharded import ShardedScorer
 from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
@@ -156,6 +158,7 @@ def load_inputs(
     rewards: Sequence[Any] = (),
     say: Say = lambda text: None,
     display: Display | None = None,
+    ranks: Ranks | None = None,
 ) -> RunInputs:
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
     driven = make_schedule(recipe).driven
@@ -169,7 +172,7 @@ def load_inputs(
         task = load_task(recipe)
     for note in (*task.notes, *secret_notes(recipe)):
         say(note)
-    scorer = make_scorer(recipe, task, rewards, needed=samples)
+    scorer = make_scorer(recipe, task, rewards, needed=samples, ranks=ranks)
     if scorer is not None:
         scorer.on_call = lambda names: display.stage(f"scoring: {names}")
     loss = find_loss(recipe.loss.name)
@@ -308,6 +311,13 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
+def default_run_name(recipe: Recipe) -> str:
+    """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
+    if not names_rows(recipe) and not samples_completions(recipe):
+        return "pairs"
+    return recipe.task if ":" not in recipe.task else "run"
+
+
 def length_of(components: RunComponents) -> RunLength:
     """The number of steps and the phases of a run over its rows, or over its pairs if nothing is sampled."""
     recipe, samples = components.recipe, components.samples
@@ -321,7 +331,9 @@ def most_tokens(recipe: Recipe) -> int:
     return recipe.train.prompts_per_step * sampling.samples_per_prompt * sampling.max_new_tokens
 
 
-def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True) -> Scorer | None:
+def make_scorer(
+    recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: bool = True, ranks: Ranks | None = None
+) -> Scorer | None:
     """The rewards of the task, of the recipe, and those given in Python. ``needed``: completions will be scored."""
     functions = list(task.rewards)
     for number, entry in enumerate(recipe.rewards):
@@ -329,7 +341,10 @@ def make_scorer(recipe: Recipe, task: Task, rewards: Sequence[Any], *, needed: b
         functions.append(named(reward, entry.weight, entry.name))
     functions += [reward if isinstance(reward, RewardFunction) else named(reward) for reward in rewards]
     if functions:
-        return Scorer(functions, timeout=recipe.scoring.timeout, on_error=recipe.scoring.on_error)
+        options: dict[str, Any] = {"timeout": recipe.scoring.timeout, "on_error": recipe.scoring.on_error}
+        if ranks is not None and ranks.size > 1:
+            return ShardedScorer(functions, ranks, **options)
+        return Scorer(functions, **options)
     if needed:
         raise ConfigError(
             "there is no reward to learn from: add [[rewards]] with function = 'module:function' or "

@@ -5,31 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
-from groupwise.errors import GroupwiseError
+from groupwise.errors import GroupwiseError, is_out_of_memory
 
 SMALLEST_BUDGET = 64  # tokens of a pack; smaller packs save no memory
-# Messages of a CPU, of MPS, and of a GPU whose memory was taken before its libraries were initialised.
-MEMORY_MESSAGES = (
-    "can't allocate memory",
-    "MPS backend out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-)
 
 _Result = TypeVar("_Result")
 
 
 class OutOfMemoryError(GroupwiseError, RuntimeError):
     """A single sample, or the optimizer's state, does not fit in memory."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error from torch means that memory ran out."""
-    if isinstance(error, GroupwiseError):
-        return False
-    return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in MEMORY_MESSAGES)
 
 
 def retry_with_less_memory(

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from groupwise.config import Recipe
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
 from groupwise.generate import Generator, Sampling
@@ -116,6 +117,7 @@ def evaluate_policy(
     *,
     progress: RowProgress,
     trainer_state: Any,
+    ranks: Ranks | None = None,
 ) -> Evaluation:
     """Everything that a run holds out: its rows, and its preference pairs relative to the reference."""
     evaluation = Evaluation({})
@@ -123,9 +125,12 @@ def evaluate_policy(
         evaluation = evaluate_rows(components, generator, progress, trainer_state)
     if reference is not None:
         budget = default_token_budget(components.handle)  # the one that the reference's log-probs were computed with
+        dropout = components.has_dropout
         evaluation.metrics.update(
-            pairs.measure(components.handle, reference, step_recipe, budget, dropout=components.has_dropout)
+            pairs.measure(components.handle, reference, step_recipe, budget, dropout=dropout, ranks=ranks)
         )
+    if ranks is not None:  # a grade may not be repeatable, and all ranks must decide the same by it
+        evaluation.metrics.update(ranks.from_main(evaluation.metrics))
     return evaluation
 
 

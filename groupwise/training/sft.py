@@ -6,14 +6,17 @@ With train.steps = 0 it is the complete run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
 from groupwise.core.losses import aggregation_weights
 from groupwise.data import Order
+from groupwise.distributed.ranks import Ranks
+from groupwise.distributed.split import split_by_cost
 from groupwise.errors import ConfigError, NotFiniteError
-from groupwise.model.logprobs import iter_packs
+from groupwise.model.logprobs import TokenLogps, iter_packs
 from groupwise.model.precision import MasterWeights
 from groupwise.training.components import RunComponents
 from groupwise.training.errors import retry_with_less_memory
@@ -46,6 +49,7 @@ class SupervisedFineTuning:
         self,
         masters: MasterWeights,
         token_budget: int,
+        ranks: Ranks | None = None,
         progress: Callable[[int, dict[str, float]], None] = lambda step, metrics: None,
         stopping: Callable[[], bool] = lambda: False,
     ) -> int:
@@ -54,6 +58,7 @@ class SupervisedFineTuning:
         A forward pass holds at most ``token_budget`` tokens, or the longest example. ``progress`` is called after each
         step with its number (from 1) and its metrics.
         """
+        ranks = ranks or Ranks()
         optimizer = torch.optim.AdamW(masters.parameters(), lr=self.settings.learning_rate, weight_decay=0.0)
         next_examples = self._example_order()
         for step in range(self.steps):
@@ -63,13 +68,14 @@ class SupervisedFineTuning:
                 torch.manual_seed(derive_seed("sft dropout", self.components.recipe.train.seed, step))
             examples = next_examples()
             loss = retry_with_less_memory(
-                lambda examples=examples: self._backward(examples, token_budget),  # type: ignore[misc]
+                lambda examples=examples: self._backward(examples, token_budget, ranks),  # type: ignore[misc]
                 too_large=lambda: (
                     f"memory ran out in SFT, in passes of {token_budget:,} tokens; lower train.token_budget, or use "
                     "model.gradient_checkpointing = true or [model.lora]"
                 ),
             )
-            norm = float(torch.nn.utils.clip_grad_norm_(list(masters.parameters()), 1.0))
+            masters.reduce_gradients()
+            norm = masters.clip_gradient(1.0)
             if not (math.isfinite(loss) and math.isfinite(norm)):
                 raise NotFiniteError(
                     f"in step {step + 1} of SFT the loss is {loss:g} and the gradient's norm {norm:g}; the weights "
@@ -78,10 +84,11 @@ class SupervisedFineTuning:
             rate = self.settings.learning_rate * (1 - step / self.steps)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            optimizer.step()
+            with ranks.stage("stepping the optimizer of SFT"):
+                optimizer.step()
             masters.check_finite(f"step {step + 1} of SFT", f"Lower sft.learning_rate (now {rate:g})")
             masters.sync_to_model()
-            optimizer.zero_grad(set_to_none=True)
+            masters.zero_grad()
             progress(step + 1, {"loss": loss, "learning_rate": rate})
         return self.steps
 
@@ -94,16 +101,23 @@ class SupervisedFineTuning:
         generator = torch.Generator().manual_seed(seed)
         return lambda: torch.randint(len(self.prompts), (size,), generator=generator).tolist()
 
-    def _backward(self, examples: list[int], token_budget: int) -> float:
-        """Accumulate the gradients of these examples' mean loss per token; the loss."""
-        prompts, completions = [self.prompts[i] for i in examples], [[self.completions[i]] for i in examples]
-        longest = max(len(prompt) + len(ids) for prompt, (ids,) in zip(prompts, completions, strict=True))
-        total = sum(len(ids) for (ids,) in completions)
+    def _backward(self, examples: list[int], token_budget: int, ranks: Ranks) -> float:
+        """Accumulate the gradients of a rank's share of these examples' mean loss per token; the loss of all."""
+        lengths = [len(self.prompts[i]) + len(self.completions[i]) for i in examples]
+        total = sum(len(self.completions[i]) for i in examples)
+        own = [examples[place] for place in split_by_cost(lengths, ranks.size)[ranks.rank]]
+        prompts, completions = [self.prompts[i] for i in own], [[self.completions[i]] for i in own]
         value = 0.0
-        packs = iter_packs(self.components.handle, prompts, completions, token_budget=max(token_budget, longest))
-        for _, tokens in packs:
-            weights = aggregation_weights(tokens.mask, "token_mean", total_tokens=total)
-            loss = -(tokens.logps * weights).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            value += float(loss.detach())
-        return value
+        with ranks.stage("SFT"):
+            for _, tokens in self._packs(prompts, completions, max(token_budget, *lengths)):
+                weights = aggregation_weights(tokens.mask, "token_mean", total_tokens=total)
+                loss = -(tokens.logps * weights).sum()
+                loss.backward()  # type: ignore[no-untyped-call]
+                value += float(loss.detach())
+        return float(sum(ranks.gather(value)))
+
+    def _packs(
+        self, prompts: list[tuple[int, ...]], completions: list[list[list[int]]], token_budget: int
+    ) -> Iterator[tuple[Tensor, TokenLogps]]:
+        if prompts:  # a rank may have no example
+            yield from iter_packs(self.components.handle, prompts, completions, token_budget=token_budget)

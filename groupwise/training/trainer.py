@@ -24,7 +24,7 @@ from groupwise.evaluate import Evaluation
 from groupwise.generate.registry import make_generator
 from groupwise.grouping.workers import make_grouper
 from groupwise.model.packing import default_token_budget
-from groupwise.model.precision import MasterWeights
+from groupwise.model.sharded_masters import make_masters
 from groupwise.rewards import RewardFunction
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.run import METRICS
@@ -33,12 +33,12 @@ from groupwise.tasks.base import Task
 from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
+    default_run_name,
     length_of,
     load_components,
     load_inputs,
     make_schedule,
     most_tokens,
-    names_rows,
 )
 from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.base import SampleCompletion
@@ -53,6 +53,7 @@ from groupwise.training.monitor.metrics import rollout_table, settings_metrics, 
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
+from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.async_collector import AsyncCollector, RolloutsStopped
@@ -67,8 +68,14 @@ from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.inputs import describe_inputs
-from groupwise.training.store.recorder import Recorder, last_metrics
-from groupwise.training.store.run_folder import check_inputs, mark_finished, open_run, write_inputs, write_recipe
+from groupwise.training.store.recorder import Recorder, last_metrics, open_recorder
+from groupwise.training.store.run_folder import (
+    check_inputs,
+    mark_finished,
+    open_shared_run,
+    write_inputs,
+    write_recipe,
+)
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
@@ -115,31 +122,35 @@ class Trainer:
         recipe_file: str | None = None,
         allow_changed: bool = False,
     ) -> None:
+        self.ranks = start_ranks(recipe)
+        if (restarted := restarted_folder(self.ranks, folder or recipe.run.folder)) is not None:
+            folder, resume = restarted, True
         self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
-        self.display = display or LineDisplay(sys.stdout)
+        self.display = (display or LineDisplay(sys.stdout)) if self.ranks.is_main else Display()
         self.say = self.display.say
-        check_extras(recipe, loads_model=model is None, reads_rows=task is None)
-        inputs = load_inputs(recipe, task=task, rewards=rewards, say=self.say, display=self.display)
-        check_training_inputs(recipe, inputs)
-        self.run_dir: RunDir = open_run(
-            recipe,
-            folder,
-            name=_default_name(recipe),
-            recipe_file=recipe_file,
-            resume=resume,
-            overwrite=overwrite,
-        )
-        try:
-            self.components = load_components(
-                recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
+        with self.ranks.stage("reading the rows"):
+            check_extras(recipe, loads_model=model is None, reads_rows=task is None)
+            inputs = load_inputs(
+                recipe, task=task, rewards=rewards, say=self.say, display=self.display, ranks=self.ranks
             )
-            self._inputs = describe_inputs(self.components)
-            changed = check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
+            check_training_inputs(recipe, inputs)
+        options: dict[str, Any] = {"recipe_file": recipe_file, "resume": resume, "overwrite": overwrite}
+        self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=default_run_name(recipe), **options)
+        self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
+        try:
+            with self.ranks.stage("loading the model"):
+                self.components = load_components(
+                    recipe, inputs, self.say, model=model, tokenizer=tokenizer, display=self.display
+                )
+                self._inputs = describe_inputs(self.components)
+                changed = (
+                    check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
+                )
             self._build(changed)
             if overwrite and not resume:
-                self.run_dir.clear()
+                self.ranks.on_main("clearing the run's folder", self.run_dir.clear)
             if not resume:
-                write_inputs(self.run_dir, self._inputs, recipe_file)
+                self.ranks.on_main("opening the run", lambda: write_inputs(self.run_dir, self._inputs, recipe_file))
         except BaseException:
             self.run_dir.discard()  # if it holds nothing yet, so that the next try finds no half of a run
             raise
@@ -155,15 +166,15 @@ class Trainer:
         if length.steps and length.unreached:
             self.say(f"train.steps {length.steps} ends the run before {', '.join(map(repr, length.unreached))}")
         self._steps = self.sft.steps if length.steps == 0 and self.sft is not None else length.steps
-        self.grouper = make_grouper(recipe.grouping, self.say) if groups_by_similarity(recipe) else None
+        self.grouper = make_grouper(recipe.grouping, self.say, self.ranks) if groups_by_similarity(recipe) else None
 
         if recipe.model.gradient_checkpointing:
             handle.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         handle.model.train(recipe.model.gradient_checkpointing or components.has_dropout)
-        self.masters = MasterWeights(components.model)
+        self.masters = make_masters(components.model, self.ranks)
         self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
         self.reference: Reference | None = None  # the policy after SFT, so not known yet
-        self.generator = make_generator(recipe, handle)
+        self.generator = make_generator(recipe, handle, self.ranks)
         self.updater = Updater(
             handle,
             self.masters,
@@ -171,6 +182,7 @@ class Trainer:
             None,
             recipe.train.token_budget or default_token_budget(handle),
             components.loss,
+            ranks=self.ranks,
             dropout=components.has_dropout,
             release=self.generator.release,
             say=self.say,
@@ -192,6 +204,7 @@ class Trainer:
             say=self.say,
             folder=self.run_dir.path,
             stopped=lambda: bool(self.stopping),
+            ranks=self.ranks,
         )
         parts: dict[str, Stateful] = {
             "order": self.order,
@@ -210,10 +223,12 @@ class Trainer:
             self.generator,
             self.say,
             changed,
+            self.ranks,
             self.collector if isinstance(self.collector, AsyncCollector) else None,
         )
         self.timer = StepTimer(handle.device)
         self.recorder: Recorder | None = None
+        self._started = False
         self.stopping = StopRequest()
         self._warned_of_mismatch = False
         self._compiles = handle.compiled is not None  # until the first step is done
@@ -280,11 +295,14 @@ class Trainer:
     def run(self) -> RunResult:
         """Train to the end, or until Ctrl-C, SIGTERM, SIGHUP or a broken pipe; then the finished step is saved."""
         with self.display, stop_on_signals(self.display.interrupted) as self.stopping:
+            if self.ranks.size > 1:
+                self.stopping = AgreedStop(self.stopping, self.ranks)
             self.display.on_broken_pipe = self.stopping.broken_pipe
             try:
-                for _ in self.steps():
-                    pass
-                return self.finish()
+                with checkpoint_named(self.run_dir.path):
+                    for _ in self.steps():
+                        pass
+                    return self.finish()
             finally:
                 self.close()
 
@@ -305,6 +323,7 @@ class Trainer:
 
     def finish(self) -> RunResult:
         """Evaluate and save if that is due, and export the model unless the run was stopped."""
+        self.stopping.agree()
         if self.state.step:
             self.save()
         if not self.stopping and self.state.evaluated_at != self.state.step:
@@ -314,35 +333,40 @@ class Trainer:
         model = None
         if self.state.step and not self.stopping:
             self.display.stage("exporting the model")
-            model = export_policy(self.run_dir, self.components, self.state, self.masters)
-        picture = None
-        if self.recipe.run.plot:
+            model = export_policy(self.run_dir, self.components, self.state, self.masters, self.ranks)
+        folder = self.run_dir.path
+
+        def draw() -> Path | None:
             self.display.stage("drawing the curves")
-            picture = draw_curves(self.run_dir.path, metric=self.metric, goal=self.components.goal)
+            return draw_curves(folder, metric=self.metric, goal=self.components.goal)
+
+        picture = self.ranks.on_main("drawing the curves", draw) if self.recipe.run.plot else None
         state, best_step = self.state, None if self.state.best is None else self.state.exported_step
-        folder, exit_status = self.run_dir.path, self.stopping.exit_status
         result = RunResult(
             steps=state.step,
-            train=last_metrics(folder),
+            train=self.ranks.from_main(last_metrics(folder) if self.ranks.is_main else None),
             held_out=state.measured,
             first_held_out=state.first,
             last_held_out=state.last,
             best_step=best_step,
             model=model,
             folder=folder,
-            exit_status=exit_status,
+            exit_status=self.stopping.exit_status,
         )
-        if model is not None and self.recipe.run.push_to_hub is not None:
-            self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
-            push_to_hub(model, self.recipe.run.push_to_hub, self.say)
-        if model is not None and (state.step >= self.total_steps or self._patience_is_over):
-            mark_finished(self.run_dir, state.step, self.total_steps)
-        self.run_dir.check_in_place()  # a deleted folder is not a success
+        self.ranks.on_main("finishing the run", lambda: self._publish(model))
         self.display.finish(
             run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
         )
         self._call("on_end", result)
         return result
+
+    def _publish(self, model: Path | None) -> None:
+        if model is not None and self.recipe.run.push_to_hub is not None:
+            self.display.stage(f"pushing to {self.recipe.run.push_to_hub}")
+            push_to_hub(model, self.recipe.run.push_to_hub, self.say)
+        if model is not None and (self.state.step >= self.total_steps or self._patience_is_over):
+            mark_finished(self.run_dir, self.state.step, self.total_steps)
+        self.run_dir.check_in_place()  # a deleted folder is not a success
 
     def close(self) -> None:
         if self.recorder is not None:
@@ -353,6 +377,7 @@ class Trainer:
         if self.grouper is not None:
             self.grouper.close()
         self.run_dir.close()
+        self.ranks.close()
 
     def __enter__(self) -> Trainer:
         return self
@@ -386,7 +411,7 @@ class Trainer:
         metrics = step_metrics(rollout, group_advantages, self.collector.names, minibatches, updates, step_recipe)
         epoch = self.order.epoch if self.components.samples else self.pairs.epoch
         metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
-        timing = self.timer.take()
+        timing = self.ranks.from_main(self.timer.take())  # a rule may depend on it
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
         self._warn(metrics, step_recipe, rollout)
@@ -467,12 +492,8 @@ class Trainer:
 
     def _after_step(self, report: StepReport) -> None:
         """Record the step, let the schedule see it, and evaluate and save if that is due."""
-        recorder, step = self._open_recorder(), self.state.step
-        if self.recipe.run.save_rollouts and len(report.batch):
-            with self.timer("record"):
-                table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
-                recorder.rollouts(step, table)
-        recorder.step(step, report.metrics)
+        step = self.state.step
+        self.ranks.on_main("recording the step", lambda: self._record(report))
         if self.recipe.run.show_samples and len(report.batch):
             self.display.samples(self._choose_samples(report))
         self.display.expect(self.total_steps)
@@ -481,7 +502,7 @@ class Trainer:
         self._call("on_step", report)
         last = step >= self.total_steps
         save_every = self.recipe.run.checkpoint_every
-        save = last or bool(self.stopping) or bool(save_every and step % save_every == 0)
+        save = last or self.stopping.agree() or bool(save_every and step % save_every == 0)
         if save:
             self.save()  # before the evaluation, whose failure must not lose the step
         if self._evaluation_is_due:
@@ -490,14 +511,23 @@ class Trainer:
                 self.save()
         self.timer.take()  # what is not part of a step
 
+    def _record(self, report: StepReport) -> None:
+        recorder, step = self._open_recorder(), self.state.step
+        if self.recipe.run.save_rollouts and len(report.batch):
+            with self.timer("record"):
+                table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
+                recorder.rollouts(step, table)
+        recorder.step(step, report.metrics)
+
     def _choose_samples(self, report: StepReport) -> list[SampleCompletion]:
         prompts = [row[self.recipe.data.prompt] for row in report.batch.rows]
         rewards = report.group_advantages.rewards.tolist()
         return choose_samples(prompts, report.batch.texts, rewards, self.recipe.run.show_samples)
 
     def _start(self) -> None:
-        if self.recorder is not None:
+        if self._started:
             return  # iterated a second time: continue
+        self._started = True
         folder = self.checkpointer.newest() if self.resuming else None
         if folder is None and not self.components.supervised:
             self._run_sft()
@@ -514,28 +544,13 @@ class Trainer:
                 self.reference,
                 learns_from_pairs=self.components.learns_from_pairs,
                 dropout=self.components.has_dropout,
+                ranks=self.ranks,
                 progress=lambda done, total: self.display.progress("reference log-probs", done, total, "pairs"),
                 say=self.say,
             )
-        if self.resuming:
-            record_changes(self.run_dir, self.recipe, self._inputs, self.state.step)
-            write_inputs(self.run_dir, self._inputs, None)  # once it is certain that the run can be resumed with them
-        write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
-        self.recorder = Recorder(
-            self.run_dir,
-            tensorboard=self.recipe.run.tensorboard,
-            wandb=self.recipe.run.wandb,
-            settings=self.recipe.recorded(),
-            resumed_at=self.state.step if self.resuming else None,
-            say=self.say,
-        )
-        self.display.start(
-            run_facts(self.components, self.run_dir.path, self.total_steps),
-            first_step=self.state.step,
-            past=read_metrics(self.run_dir.path / METRICS),
-        )
+        self.ranks.on_main("opening the records", self._start_records)
         self._call("on_start")
-        if folder is None and self.recipe.evaluate.before_training and not self.stopping:
+        if folder is None and self.recipe.evaluate.before_training and not self.stopping.agree():
             self.evaluate()
         if folder is not None and self._evaluation_is_due and self.state.evaluated_at != self.state.step:
             self.evaluate()  # the run ended between saving and evaluating this step
@@ -545,6 +560,17 @@ class Trainer:
             self.generator.update_weights(self.state.step)
         self.timer.take()  # what is not part of a step
 
+    def _start_records(self) -> None:
+        """Write what the run is made with, and open its records and its display."""
+        resumed_at = self.state.step if self.resuming else None
+        if self.resuming:
+            record_changes(self.run_dir, self.recipe, self._inputs, self.state.step)
+            write_inputs(self.run_dir, self._inputs, None)  # once it is certain that the run can be resumed with them
+        write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
+        self.recorder = open_recorder(self.run_dir, self.recipe, resumed_at, self.say)
+        facts = run_facts(self.components, self.run_dir.path, self.total_steps)
+        self.display.start(facts, first_step=self.state.step, past=read_metrics(self.run_dir.path / METRICS))
+
     def _run_sft(self) -> int:
         """The supervised steps, if there are any; the number done, 0 if the run was stopped before the last one."""
         sft = self.sft
@@ -553,12 +579,12 @@ class Trainer:
 
         def progress(step: int, metrics: dict[str, float]) -> None:
             self.display.progress("SFT", step, sft.steps, "supervised steps")
-            if self.components.supervised and self.recorder is not None:
-                self.recorder.step(step, metrics)
+            if self.components.supervised and self._started:
+                self.ranks.on_main("recording the step", lambda: self._open_recorder().step(step, metrics))
                 self.display.begin_step(step + 1)
 
         self.display.progress("SFT", 0, sft.steps, "supervised steps")
-        done = sft.run(self.masters, self.updater.token_budget, progress, lambda: bool(self.stopping))
+        done = sft.run(self.masters, self.updater.token_budget, self.ranks, progress, self.stopping.agree)
         if done < sft.steps:
             self.say(f"stopped after {done} of {sft.steps} steps of SFT; they are not saved, and start over")
             return 0
@@ -567,10 +593,8 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the last finished step, unless it exists and nothing has changed since."""
         folder = self.run_dir.path / checkpoint_name(self.state.step)
-        is_new = not folder.exists()
         self.display.stage("saving a checkpoint")
-        self.checkpointer.save()
-        if is_new:
+        if self.checkpointer.save():
             self._call("on_checkpoint", folder)
         return folder
 
@@ -590,12 +614,13 @@ class Trainer:
             self.step_recipe(),
             progress=show_rows(self.display),
             trainer_state=self.trainer_state(),
+            ranks=self.ranks,
         )
-        metrics = evaluation.metrics
+        metrics, step = evaluation.metrics, self.state.step
         is_best = self.state.add_evaluation(metrics, self.metric)
         if self.state.step:
             self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
-        self._open_recorder().evaluation(self.state.step, metrics)
+        self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, metrics))
         self.display.evaluation(self.state.step, metrics)
         self._call("on_evaluation", evaluation)
         if is_best:
@@ -641,10 +666,3 @@ class Trainer:
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, *arguments)
-
-
-def _default_name(recipe: Recipe) -> str:
-    """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
-    if not names_rows(recipe) and not samples_completions(recipe):
-        return "pairs"
-    return recipe.task if ":" not in recipe.task else "run"

@@ -148,7 +148,7 @@ def test_a_rank_that_is_gone_is_named(moment):
     processes[1].kill()
     finish(processes[1:])
     assert "while scoring" in first.value
-    assert "rank 1 (sampling" in first.value
+    assert "rank 1 (waiting after sampling" in first.value
 
 
 def test_ranks_of_one_process_are_ready_made():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from groupwise.errors import InputError
+from groupwise.errors import InputError, is_out_of_memory
 from groupwise.generate.engine import _can_capture
 from groupwise.model import device as dev
 from groupwise.model.device import (
@@ -24,7 +24,6 @@ from groupwise.model.device import (
     usable_cpus,
 )
 from groupwise.model.packing import CPU_TOKENS, default_token_budget
-from groupwise.training.errors import is_out_of_memory
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
 GIB = 2**30

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.data import Order, PairBuilder, PromptBuilder
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.packing import default_token_budget
@@ -76,6 +76,7 @@ def load_reference_logps(
     *,
     learns_from_pairs: bool,
     dropout: bool,
+    ranks: Ranks | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Say = lambda text: None,
 ) -> None:
@@ -84,7 +85,11 @@ def load_reference_logps(
     Only for a reference that is never refreshed: otherwise each step computes its own.
     """
     budget = default_token_budget(handle)
-    load = partial(reference_logps, handle, reference, token_budget=budget, progress=progress, say=say, dropout=dropout)
+
+    def load(pairs: Sequence[TokenPair]) -> Tensor:
+        options: dict[str, Any] = {"token_budget": budget, "ranks": ranks, "progress": progress, "say": say}
+        return reference_logps(handle, reference, pairs, dropout=dropout, **options)
+
     if sampler.splits.train and learns_from_pairs:
         sampler.train_reference = load(sampler.splits.train)
     if sampler.splits.held_out:
@@ -130,6 +135,7 @@ class PairSampler:
         token_budget: int,
         *,
         dropout: bool = False,
+        ranks: Ranks | None = None,
     ) -> dict[str, float]:
         """Metrics of the held-out pairs: by DPO's reward, relative to the reference, and by log-probs alone.
 
@@ -139,10 +145,10 @@ class PairSampler:
         if not pairs:
             return {}
         with eval_mode(handle.model) if dropout else nullcontext():
-            logps = pair_logps(handle, pairs, token_budget=token_budget)
+            logps = pair_logps(handle, pairs, token_budget=token_budget, ranks=ranks)
             if ref_logps is None:
                 with reference.in_place():
-                    ref_logps = pair_logps(handle, pairs, token_budget=token_budget)
+                    ref_logps = pair_logps(handle, pairs, token_budget=token_budget, ranks=ranks)
         loss, statistics = pairs_loss(step_recipe, logps, ref_logps, pair_lengths(pairs), len(pairs))
         metrics = _accuracy(PREFERENCE_ACCURACY, logps - ref_logps) | _logp_accuracy(pairs, logps)
         metrics["preference_loss"] = float(loss)

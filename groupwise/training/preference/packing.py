@@ -16,12 +16,14 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.preference import BATCH_KINDS
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import InputError
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import pack_members
 from groupwise.training.preference.reference_cache import pair_completions, pair_lengths
 from groupwise.training.update.minibatch import MiniBatch
 from groupwise.training.update.objective import PackedPairs, PairGradients, pairs_loss
+from groupwise.training.update.shares import Share
 
 
 @dataclass(frozen=True)
@@ -53,28 +55,40 @@ PairLayout = tuple[PairIndex, PairIndex]
 def plan_pair_layout(
     handle: ModelHandle,
     minibatch: MiniBatch,
+    share: Share,
     step_recipe: Recipe,
     token_budget: int,
     compute_logps: Callable[[MiniBatch, Recipe], Tensor],
+    ranks: Ranks,
 ) -> PairLayout:
-    """The layout of a mini-batch's pairs. ``compute_logps`` gives the policy's ``(n, 2)``, and is called if needed."""
+    """The layout of the pairs of a rank's share of a mini-batch.
+
+    ``compute_logps`` gives the policy's ``(n, 2)`` of all pairs, and is called, on all ranks, if needed.
+    """
     pairs, reference = minibatch.pairs, minibatch.pairs.reference
     if reference is None:
         if len(pairs):
             raise InputError("a preference loss needs the reference's log-probs of the pairs, which were not computed")
         reference = torch.zeros(0, 2, dtype=torch.float64)
-    sampled, dataset = pairs.rows, torch.arange(2 * len(pairs.dataset.pairs)).view(-1, 2)
-    separable = not len(pairs) or (
-        not BATCH_KINDS.intersection(step_recipe.preference.kinds)
-        and _unsplit(sampled, pack_members(handle, minibatch.prompts, minibatch.completions, token_budget))
-        and _unsplit(dataset, pack_members(handle, *pair_completions(pairs.dataset.pairs), token_budget))
+    part, own = share.minibatch, share.minibatch.pairs
+    sampled, dataset = own.rows, torch.arange(2 * len(own.dataset.pairs)).view(-1, 2)
+    coupled = bool(BATCH_KINDS.intersection(step_recipe.preference.kinds)) or not (
+        _unsplit(sampled, pack_members(handle, part.prompts, part.completions, token_budget))
+        and _unsplit(dataset, pack_members(handle, *pair_completions(own.dataset.pairs), token_budget))
     )
-    count, of_samples, of_dataset = len(sampled), None, None
-    if not separable:
+    count, of_samples, of_dataset = len(pairs.rows), None, None
+    if len(pairs) and ranks.any(coupled):
         loss = _precompute(minibatch, step_recipe, compute_logps(minibatch, step_recipe), reference)
-        by_row = loss.grads.new_zeros(len(minibatch)).index_add(0, sampled.flatten(), loss.grads[:count].flatten())
-        of_samples, rest = replace(loss, grads=by_row), loss.grads[count:].flatten()
-        of_dataset = PairGradients(rest) if count else replace(loss, grads=rest)  # the value is counted once
+        by_row = loss.grads.new_zeros(len(minibatch)).index_add(0, pairs.rows.flatten(), loss.grads[:count].flatten())
+        rest = loss.grads[count:][share.dataset_pairs].flatten()
+        # The value is counted once, by the share with the first pair.
+        of_samples, of_dataset = PairGradients(by_row[share.rows]), PairGradients(rest)
+        if count and 0 in share.pairs:
+            of_samples = replace(loss, grads=of_samples.grads)
+        elif not count and 0 in share.dataset_pairs:
+            of_dataset = replace(loss, grads=rest)
+    numbers = [*share.pairs, *(count + number for number in share.dataset_pairs)]
+    reference, count = reference[numbers], len(sampled)
     return PairIndex(sampled, reference[:count], of_samples), PairIndex(dataset, reference[count:], of_dataset)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -26,6 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError, InputError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import completion_logps
@@ -69,6 +70,7 @@ def pair_logps(
     pairs: Sequence[TokenPair],
     *,
     token_budget: int,
+    ranks: Ranks | None = None,
     folder: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     say: Say = lambda text: None,
@@ -77,9 +79,13 @@ def pair_logps(
 
     They are at temperature 1, without gradient, on the CPU, in float64. A forward pass holds at most ``token_budget``
     tokens, or the longest completion with its prompt; if memory runs out, the budget is halved for the blocks to come.
+    ranks: divide the blocks of pairs among them.
     folder: a block that has a file here is read, the others are written. progress: called after each block.
     say: told if memory runs out or a file cannot be written; neither ends the run.
     """
+    ranks = ranks or Ranks()
+    block_size = BLOCK if folder is not None else min(BLOCK, max(1, math.ceil(len(pairs) / ranks.size)))
+    blocks = [pairs[first : first + block_size] for first in range(0, len(pairs), block_size)]
     say_once = cache(say)  # that the folder cannot be written is said for the first block
 
     def shrink() -> None:
@@ -88,8 +94,8 @@ def pair_logps(
         token_budget = halve_budget(token_budget)
         say(f"memory ran out: the log-probs of pairs are computed with a token budget of {token_budget:,}")
 
-    def fit(first: int) -> Tensor:
-        block = pairs[first : first + BLOCK]
+    def fit(number: int) -> Tensor:
+        block, first = blocks[number], number * block_size
         longest = max(pair.longest for pair in block)
         return retry_with_less_memory(
             lambda: _load_or_compute(handle, block, first, max(token_budget, longest), folder, say_once),
@@ -101,11 +107,14 @@ def pair_logps(
             ),
         )
 
-    blocks = [torch.zeros(0, 2, dtype=torch.float64)]
-    for first in range(0, len(pairs), BLOCK):
-        blocks.append(fit(first))
-        progress(min(first + BLOCK, len(pairs)), len(pairs))
-    return torch.cat(blocks)
+    def work(numbers: list[int]) -> Iterator[Tensor]:
+        for done, number in enumerate(numbers, start=1):
+            yield fit(number)
+            progress(min(round(done / len(numbers) * len(blocks)) * block_size, len(pairs)), len(pairs))
+
+    costs = [sum(pair.longest for pair in block) for block in blocks]
+    results = ranks.divide("computing log-probs of pairs", costs, work)
+    return torch.cat([torch.zeros(0, 2, dtype=torch.float64), *results])
 
 
 def reference_logps(

@@ -91,7 +91,7 @@ def join(batches: Sequence[Batch]) -> Batch:
     return replace(
         batches[0],
         **lists,
-        kept=_join_sets(sets) if sets else None,
+        kept=KeptSets.join(sets) if sets else None,
         rewards=torch.cat([batch.rewards for batch in batches]),
         dropped=torch.cat([batch.dropped for batch in batches]),
         extra={
@@ -101,12 +101,6 @@ def join(batches: Sequence[Batch]) -> Batch:
         filtered_probability=torch.cat(filtered) if filtered else None,
         similarity=join_results(similarity) if similarity else None,
     )
-
-
-def _join_sets(sets: Sequence[KeptSets]) -> KeptSets:
-    counts = torch.cat([kept.offsets.diff().cpu() for kept in sets])
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return KeptSets(torch.cat([kept.ids.cpu() for kept in sets]), offsets)
 
 
 def empty_batch(rewards: int) -> Batch:

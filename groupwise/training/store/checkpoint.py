@@ -52,31 +52,44 @@ def save_checkpoint(
     dtype: str | None,
     resumable: bool = True,
     write_files: Callable[[Path], None] = lambda folder: None,
-) -> None:
-    """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state."""
-    masters, reference = updater.masters, updater.reference
+) -> bool:
+    """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state.
+
+    All ranks call it, to collect the weights, and rank 0 writes. Whether the checkpoint is new.
+    """
+    model, reference, ranks = updater.masters.model, updater.reference, updater.ranks
     folder = run.path / checkpoint_name(step)
     refreshes = 0 if reference is None else reference.refreshes
     full_state = {"format": FORMAT, "step": step, "refreshes": refreshes, **state}
-    if folder.exists():  # this process wrote it or resumed from it, so it is intact
-        write_json(folder / LATER_STATE, {"sha256": digest(full_state), "state": full_state})
-        return
-    with run.folder(checkpoint_name(step)) as unfinished:
-        if resumable:
-            write_safetensors(unfinished / MASTERS, masters.state_dict())
-            write_safetensors(unfinished / OPTIMIZER, _optimizer_tensors(updater.optimizer, masters))
-            if reference is not None:
-                write_safetensors(unfinished / REFERENCE, reference.state_dict())
-            write_files(unfinished)
-        write_json(unfinished / STATE, full_state)
-        export_model(
-            masters.model,
-            unfinished / POLICY,
-            tokenizer=tokenizer,
-            masters=masters,
-            dtype=dtype or str(masters.model.dtype).removeprefix("torch."),
-            merge=not is_lora(masters.model),
-        )
+    if ranks.from_main(folder.exists()):  # this process wrote it or resumed from it, so it is intact
+        later = {"sha256": digest(full_state), "state": full_state}
+        ranks.on_main("saving a checkpoint", lambda: write_json(folder / LATER_STATE, later))
+        return False
+    masters = updater.masters.state_dict()
+    files = {MASTERS: masters}
+    if resumable:
+        files[OPTIMIZER] = _optimizer_tensors(updater.optimizer, updater.masters)
+        if reference is not None:
+            files[REFERENCE] = reference.state_dict()
+
+    def write() -> None:
+        with run.folder(checkpoint_name(step)) as unfinished:
+            for name, tensors in files.items() if resumable else ():
+                write_safetensors(unfinished / name, tensors)
+            if resumable:
+                write_files(unfinished)
+            write_json(unfinished / STATE, full_state)
+            export_model(
+                model,
+                unfinished / POLICY,
+                tokenizer=tokenizer,
+                masters=masters,
+                dtype=dtype or str(model.dtype).removeprefix("torch."),
+                merge=not is_lora(model),
+            )
+
+    ranks.on_main("saving a checkpoint", write)
+    return True
 
 
 def load_checkpoint(folder: Path, updater: Updater) -> dict[str, Any]:
@@ -192,11 +205,14 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
     """AdamW's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
-    return {
-        f"{key}/{name}": torch.as_tensor(value)
-        for name, master in masters.named_parameters()
-        for key, value in optimizer.state.get(master, {}).items()
-    }
+    collected: dict[str, Tensor] = {}
+    for name, master in masters.named_parameters():
+        for key, value in optimizer.state.get(master, {}).items():
+            tensor = torch.as_tensor(value)
+            # A number, such as the step count, is the same for all parts of a weight.
+            complete = {name: tensor} if not tensor.dim() else masters.collect({name: tensor})
+            collected |= {f"{key}/{name}": part for part in complete.values()}
+    return collected
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, tensors: Mapping[str, Tensor]) -> None:
@@ -208,4 +224,5 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, te
         if name not in parameters:
             raise CheckpointError(f"{OPTIMIZER} has the state of {name}, which is not trained here")
         device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
-        optimizer.state[parameters[name]][key] = value.to(device)
+        own = masters.own_part(name, value) if value.dim() else value
+        optimizer.state[parameters[name]][key] = own.to(device, copy=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.generate import Generator
 from groupwise.rundir import RunDir
@@ -41,30 +42,45 @@ class Checkpointer:
         generator: Generator,
         say: Say,
         changed: Collection[str] = (),
+        ranks: Ranks | None = None,
         rollouts: StatefulFiles | None = None,
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.generator, self.say = question_log, updater, generator, say
-        self.changed, self.rollouts = changed, rollouts
+        self.changed, self.ranks, self.rollouts = changed, ranks or Ranks(), rollouts
         self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
     def newest(self) -> Path | None:
         """The newest intact checkpoint, whose state is loaded; without one, the records of all steps are deleted."""
-        folder = checkpoint.newest(self.run_dir, self._load_state, self.say)
-        if folder is None:
-            self.say("this run has no finished checkpoint: it starts from the beginning")
-            rewind(self.run_dir, -1)
+
+        def find() -> str | None:
+            folder = checkpoint.newest(self.run_dir, self._load_state, self.say)
+            if folder is None:
+                self.say("this run has no finished checkpoint: it starts from the beginning")
+                rewind(self.run_dir, -1)
+            return None if folder is None else folder.name
+
+        name: str | None = self.ranks.from_main(self.ranks.on_main("looking for a checkpoint", find))
+        if name is None:
+            return None
+        folder = self.run_dir.path / name
+        with self.ranks.stage("reading a checkpoint"):
+            if not self.ranks.is_main:
+                self._load_state(folder)
         return folder
 
-    def save(self) -> None:
-        """Write a checkpoint of the last finished step, unless nothing has changed since the last one."""
+    def save(self) -> bool:
+        """Write a checkpoint of the last finished step, unless nothing has changed since the last one.
+
+        Whether there is a new one.
+        """
         settings, state = self.components.recipe.run, self._state()
         digest = checkpoint.digest(state)
-        if digest == self._saved:
-            return
-        self.run_dir.check_in_place()
-        checkpoint.save_checkpoint(
+        if self.ranks.from_main(digest == self._saved):
+            return False
+        self.ranks.on_main("saving a checkpoint", self.run_dir.check_in_place)
+        is_new = checkpoint.save_checkpoint(
             self.run_dir,
             self.state.step,
             state,
@@ -74,9 +90,14 @@ class Checkpointer:
             resumable=settings.resumable,
             write_files=(lambda folder: None) if self.rollouts is None else self.rollouts.write_files,
         )
-        checkpoint.prune(self.run_dir, settings.keep_checkpoints, self._write_best())
-        self.question_log.write(self.run_dir.path)
+
+        def finish() -> None:
+            checkpoint.prune(self.run_dir, settings.keep_checkpoints, self._write_best())
+            self.question_log.write(self.run_dir.path)
+
+        self.ranks.on_main("saving a checkpoint", finish)
         self._saved = digest
+        return is_new
 
     def _load_state(self, folder: Path) -> None:
         """Restore everything but the weights from a checkpoint; a CheckpointError if that is damaged."""
@@ -128,15 +149,19 @@ class Checkpointer:
                 torch.set_num_threads(threads)
             else:
                 self.say(f"{before}; with {recipe.model.threads} its numbers may differ in the last digits")
+        self.ranks.on_main("removing later records", self._rewind)
+        for name in (name for name in (TRAINING_ROWS, TRAINING_PAIRS) if name in self.changed):
+            self.say(f"the {name} changed: a new epoch over them begins")
+        self.say(f"resuming after step {self.state.step}, from {folder.name}")
+
+    def _rewind(self) -> None:
+        """Delete what was recorded and saved after the step that is resumed."""
         self.question_log.write(self.run_dir.path)
         for note in rewind(self.run_dir, self.state.step, evaluated=self.state.evaluated_at == self.state.step):
             self.say(note)
         self._write_best()
         for name in checkpoint.rewind(self.run_dir, self.state.step):
             self.say(f"{name} is damaged and was removed: its steps are done again")
-        for name in (name for name in (TRAINING_ROWS, TRAINING_PAIRS) if name in self.changed):
-            self.say(f"the {name} changed: a new epoch over them begins")
-        self.say(f"resuming after step {self.state.step}, from {folder.name}")
 
     def _state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides weights, as JSON."""

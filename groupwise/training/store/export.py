@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError
 from groupwise.model.export import export_model
 from groupwise.model.lora import ADAPTER_WEIGHTS, is_lora
@@ -24,21 +26,34 @@ if TYPE_CHECKING:
 MODEL, CARD = "model", "README.md"
 
 
-def export_policy(run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights) -> Path:
-    """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card."""
+def export_policy(
+    run: RunDir, components: RunComponents, state: TrainState, masters: MasterWeights, ranks: Ranks
+) -> Path:
+    """Write the best policy, from memory or from its checkpoint, into the run's ``model`` folder, with its card.
+
+    All ranks call it, to collect the weights, and rank 0 writes.
+    """
+    current = masters.state_dict() if state.exported_step == state.step else None
+    ranks.on_main("exporting the model", lambda: _write(run, components, state, masters, current))
+    return run.path / MODEL
+
+
+def _write(
+    run: RunDir,
+    components: RunComponents,
+    state: TrainState,
+    masters: MasterWeights,
+    current: Mapping[str, Tensor] | None,
+) -> None:
     run.check_in_place()
-    folder, best_step = run.path / MODEL, state.exported_step
+    folder = run.path / MODEL
     dtype = components.recipe.run.export_dtype or str(components.handle.dtype).removeprefix("torch.")
     if folder.exists():  # the run was finished before and was given more steps
         shutil.rmtree(folder)
 
-    def export() -> None:
-        export_model(masters.model, folder, tokenizer=components.tokenizer, masters=masters, dtype=dtype)
-
-    if best_step == state.step:
-        export()
-    else:
-        source = run.path / checkpoint_name(best_step)
+    best = current
+    if best is None:
+        source = run.path / checkpoint_name(state.exported_step)
         try:
             verify_checkpoint(source)
         except CheckpointError as error:
@@ -50,16 +65,10 @@ def export_policy(run: RunDir, components: RunComponents, state: TrainState, mas
         if best is None:
             with atomic_folder(folder) as unfinished:
                 shutil.copytree(source / POLICY, unfinished, dirs_exist_ok=True)
-        else:
-            last = {name: value.clone() for name, value in masters.state_dict().items()}
-            masters.load_state_dict(best)
-            try:
-                export()
-            finally:
-                masters.load_state_dict(last)
+    if best is not None:
+        export_model(masters.model, folder, tokenizer=components.tokenizer, masters=best, dtype=dtype)
     card = model_card(components, state, changed_evaluation(run.path, components, state))
     write_bytes(folder / CARD, card.encode("utf-8", "backslashreplace"))
-    return folder
 
 
 def _checkpoint_weights(source: Path, masters: MasterWeights) -> dict[str, Tensor] | None:
@@ -70,7 +79,7 @@ def _checkpoint_weights(source: Path, masters: MasterWeights) -> dict[str, Tenso
         return None
     adapter = load_tensors(source / POLICY / ADAPTER_WEIGHTS)  # PEFT saves without the adapter's name
     return {
-        name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.state_dict().items()
+        name: adapter[name.replace(".default.", ".")].to(master.dtype) for name, master in masters.named_parameters()
     }
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.config import Recipe
 from groupwise.config.sections import OWN_LENGTHS
 from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.rundir import RunDir, new_run_path, package_versions, read_json, read_metrics
 from groupwise.rundir.files import read_object
-from groupwise.rundir.run import MARKER, METRICS, check_is_run, holds_run
+from groupwise.rundir.run import MARKER, METRICS, RunView, check_is_run, holds_run
 from groupwise.text import Say, plural
+
+if TYPE_CHECKING:
+    from groupwise.distributed.ranks import Ranks
 
 RUNS = Path("runs")
 # Settings that decide how many steps a run has, and those that are used after its last step.
@@ -54,6 +57,13 @@ def open_run(
     if overwrite and holds_run(path):
         return RunDir.resume(path)  # the caller clears it once the new run can start
     return RunDir.create(path)
+
+
+def open_shared_run(ranks: Ranks, recipe: Recipe, folder: str | Path | None, **options: Any) -> RunDir:
+    """`open_run` with its options on rank 0; the other ranks only see the folder."""
+    run = ranks.on_main("opening the run's folder", lambda: open_run(recipe, folder, **options))
+    path = ranks.from_main(None if run is None else str(run.path))
+    return RunView(Path(path)) if run is None else run
 
 
 def find_run(recipe: Recipe, folder: str | Path | None, recipe_file: str | None, *, name: str = "") -> Path:

@@ -17,9 +17,8 @@ from torch import Tensor
 from groupwise.config import Recipe
 from groupwise.core import kl_estimate, policy_loss, preference_loss
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, is_out_of_memory
 from groupwise.model.device import float64_device
-from groupwise.training.errors import is_out_of_memory
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS
 from groupwise.user_code import failures_named, load_function
 

@@ -31,9 +31,10 @@ def make_optimizer(
     if rate not in (None, settings.learning_rate) and not embeddings & trained:
         why = "are not trained" if embeddings else "are also the head (optimizer.tied_embedding_rate = true applies it)"
         say(f"optimizer.embedding_learning_rate {rate:g} is not applied: the embeddings {why}")
+    matrices = {name for name, parameter in model.named_parameters() if parameter.dim() > 1}  # a master may be a slice
     groups: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
     for name, master in masters.named_parameters():
-        groups.setdefault((name in embeddings, master.dim() > 1), []).append(master)
+        groups.setdefault((name in embeddings, name in matrices), []).append(master)
     return torch.optim.AdamW(
         [
             {"params": members, "embedding": is_embedding, "decays": decays}

@@ -31,7 +31,9 @@ class Reference:
             name: parameter for name, parameter in masters.model.named_parameters() if parameter.requires_grad
         }
         self._weights = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
-        self._exact = {name: value.clone() for name, value in masters.state_dict().items()} if mixes else None
+        self._exact: dict[str, Tensor] | None = None  # of the shape of the masters
+        if mixes:
+            self._exact = {name: master.detach().clone() for name, master in masters.named_parameters()}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -55,27 +57,28 @@ class Reference:
         """Move the reference to the policy, or ``mix`` of the way there."""
         if mix != 1.0 and self._exact is None:
             raise InputError(f"to move the reference {mix:g} of the way, create it with mixes=True")
-        policy = self.masters.state_dict()
-        if self._exact is not None:
-            for name, value in self._exact.items():
-                value.lerp_(policy[name], mix)
-            policy = self._exact
-        for name, weight in self._weights.items():
-            weight.copy_(policy[name])
+        for name, master in self.masters.named_parameters():
+            value = self._parameters[name].detach()
+            if self._exact is not None:
+                value = self.masters.complete(name, self._exact[name].lerp_(master, mix))
+            self._weights[name].copy_(value)
         self.refreshes += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        return self._weights if self._exact is None else self._exact
+        """The reference by name, complete (see `MasterWeights.collect`)."""
+        return self._weights if self._exact is None else self.masters.collect(self._exact)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor], refreshes: int) -> None:
         """Restore the reference from a checkpoint."""
-        current = self.state_dict()
-        for name in sorted(weights.keys() | current.keys()):
-            here, saved = current.get(name), weights.get(name)
-            if here is None or saved is None or here.dtype != saved.dtype or here.shape != saved.shape:
+        exact = self._exact or {}
+        for name in sorted(weights.keys() | self._weights.keys()):
+            here, saved = self._weights.get(name), weights.get(name)
+            dtype = exact[name].dtype if name in exact else None if here is None else here.dtype
+            if here is None or saved is None or dtype != saved.dtype or here.shape != saved.shape:
                 raise CheckpointError(f"the reference in the checkpoint does not fit the model: {name} differs")
-        for name, value in current.items():
-            value.copy_(weights[name])
-            self._weights[name].copy_(value)
+        for name, weight in self._weights.items():
+            weight.copy_(weights[name])
+            if name in exact:
+                exact[name].copy_(self.masters.own_part(name, weights[name]))
         self.refreshes = refreshes

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from groupwise.distributed.ranks import Ranks
 from groupwise.model.device import float64_device
+from groupwise.model.precision import MasterWeights
 from groupwise.training.update.objective import TERMS
 
 
@@ -45,31 +47,47 @@ class UpdateResult:
     mismatch: LogProbMismatch | None = None
     term_gradients: dict[str, float] = field(default_factory=dict)  # norms and cosines, on request
 
+    def add_up(self, ranks: Ranks) -> None:
+        """Add up the values, statistics and differences of all ranks, each of which had a share of the samples."""
+        mismatch = self.mismatch
+        own = {
+            "values": {name: float(value) for name, value in self.values.items()},
+            "statistics": {name: float(value) for name, value in self.statistics.items()},
+            "mismatch": None if mismatch is None else [mismatch.tokens, mismatch.total, mismatch.largest],
+        }
+        parts = ranks.gather(own)
+        self.values, self.statistics = {}, {}
+        for part in parts:
+            for sums, shares in ((self.values, part["values"]), (self.statistics, part["statistics"])):
+                for name, value in shares.items():
+                    sums[name] = sums[name] + value if name in sums else value
+        if mismatch is not None:
+            tokens, totals, largest = zip(*(part["mismatch"] for part in parts), strict=True)
+            mismatch.tokens, mismatch.total, mismatch.largest = sum(tokens), sum(totals), max(largest)
 
-def gradient_statistics(gradients: Mapping[str, Sequence[Tensor]]) -> dict[str, float]:
+
+def gradient_statistics(gradients: Mapping[str, Sequence[Tensor]], masters: MasterWeights) -> dict[str, float]:
     """The norm of each term's gradient, and the cosine between each two.
 
     If there is a preference term, ``grpo`` is the sum of the other terms, to see whether the two agree.
     """
+
+    def norm(gradient: Sequence[Tensor]) -> float:
+        return float(masters.norm(gradient))
+
+    def cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+        product, scale = masters.dot(first, second), norm(first) * norm(second)
+        return product / scale if scale else 0.0
+
     names = list(gradients)
-    statistics = {f"grad_norm/{name}": _norm(gradients[name]) for name in names}
+    statistics = {f"grad_norm/{name}": norm(gradients[name]) for name in names}
     for first, second in combinations(names, 2):
-        statistics[f"grad_cosine/{first}_{second}"] = _cosine(gradients[first], gradients[second])
+        statistics[f"grad_cosine/{first}_{second}"] = cosine(gradients[first], gradients[second])
     from_pairs = [name for name in names if TERMS[name].from_pairs]
     others = [gradients[name] for name in names if name not in from_pairs]
     if from_pairs and others:
         total = [torch.stack(shares).sum(0) for shares in zip(*others, strict=True)]
-        statistics["grad_norm/grpo"] = _norm(total)
+        statistics["grad_norm/grpo"] = norm(total)
         for name in from_pairs:
-            statistics[f"grad_cosine/grpo_{name}"] = _cosine(total, gradients[name])
+            statistics[f"grad_cosine/grpo_{name}"] = cosine(total, gradients[name])
     return statistics
-
-
-def _norm(gradient: Sequence[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(list(gradient)))
-
-
-def _cosine(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
-    product = sum(float((a * b).sum()) for a, b in zip(first, second, strict=True))
-    scale = _norm(first) * _norm(second)
-    return product / scale if scale else 0.0

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.losses import Loss
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import MAX_GRADIENT_NORM, NotFiniteError
 from groupwise.model.device import float64_device
 from groupwise.model.handle import ModelHandle, eval_mode
@@ -32,6 +33,7 @@ from groupwise.training.update.objective import MicroBatch, Objective, Objective
 from groupwise.training.update.policy_masks import build_policy_mask
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import LogProbMismatch, UpdateResult, gradient_statistics
+from groupwise.training.update.shares import divide_logps, share_of
 
 _Result = TypeVar("_Result")
 
@@ -50,10 +52,12 @@ class Updater:
         token_budget: int,
         loss: Loss,
         *,
+        ranks: Ranks | None = None,
         dropout: bool = False,
         release: Callable[[], None] = lambda: None,
         say: Say = lambda text: None,
     ) -> None:
+        self.ranks = ranks or Ranks()
         self.handle, self.masters, self.optimizer, self.reference = handle, masters, optimizer, reference
         self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
         self.release, self.say = release, say
@@ -105,22 +109,23 @@ class Updater:
         return sums[minibatch.pairs.rows]
 
     def _dataset_pair_logps(self, minibatch: MiniBatch) -> Tensor:
-        return pair_logps(self.handle, minibatch.pairs.dataset.pairs, token_budget=self.token_budget)
+        pairs = minibatch.pairs.dataset.pairs
+        return pair_logps(self.handle, pairs, token_budget=self.token_budget, ranks=self.ranks)
 
     @torch.no_grad()
     def _logps(self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, with_entropy: bool = False) -> TokenLogps:
-        return self._retry_with_smaller_packs(
-            lambda: completion_logps(
+        def compute(part: MiniBatch | CompletionBatch) -> TokenLogps:
+            return completion_logps(
                 self.handle,
-                batch.prompts,
-                batch.completions,
+                part.prompts,
+                part.completions,
                 temperature=step_recipe.sampling.temperature,
-                kept=batch.kept,
+                kept=part.kept,
                 with_entropy=with_entropy,
                 token_budget=self._budget(batch),
-            ),
-            batch,
-        )
+            )
+
+        return self._retry_with_smaller_packs(lambda: divide_logps(self.ranks, batch, compute), batch)
 
     def update(
         self, minibatch: MiniBatch, step_recipe: Recipe, *, check: bool = False, log_term_gradients: bool = False
@@ -133,48 +138,51 @@ class Updater:
         result = self._retry_with_smaller_packs(
             lambda: self._gradient(minibatch, step_recipe, check, log_term_gradients), minibatch
         )
-        norm = self._clip_gradient(step_recipe)
+        norm = self.masters.clip_gradient(step_recipe.optimizer.max_grad_norm)
         limit = math.inf if step_recipe.optimizer.max_grad_norm is None else step_recipe.optimizer.max_grad_norm
         values = [norm, *result.values.values()]
         if not all(map(math.isfinite, values)) or min(norm, limit) > MAX_GRADIENT_NORM:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.masters.zero_grad()
             if step_recipe.train.on_non_finite == "stop":
                 raise NotFiniteError(self._reason_not_finite(minibatch, step_recipe, result, norm))
             result.skipped = True
             return result
         result.grad_norm = norm
-        self._optimizer_step()
+        with self.ranks.stage("stepping the optimizer"):
+            self._optimizer_step()
         rates = ", ".join(f"{rate:g}" for rate in sorted({group["lr"] for group in self.optimizer.param_groups}))
         self.masters.check_finite("the update", f"Lower optimizer.learning_rate (now {rates})")
         self.masters.sync_to_model()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.masters.zero_grad()
         return result
 
     def _gradient(
         self, minibatch: MiniBatch, step_recipe: Recipe, check: bool, log_term_gradients: bool
     ) -> UpdateResult:
-        self.optimizer.zero_grad(set_to_none=True)
+        self.masters.zero_grad()
         result = UpdateResult(mismatch=LogProbMismatch() if check else None)
         policy_mask, totals = build_policy_mask(minibatch, step_recipe, result, self._logps)
         objective = Objective(step_recipe, self.loss, totals)
-        layout = plan_pair_layout(self.handle, minibatch, step_recipe, self._budget(minibatch), self._all_pair_logps)
+        share, budget = share_of(minibatch, self.ranks), self._budget(minibatch)
+        layout = plan_pair_layout(self.handle, minibatch, share, step_recipe, budget, self._all_pair_logps, self.ranks)
+        if policy_mask is not None:
+            policy_mask = policy_mask[share.rows]
         if not log_term_gradients:
-            self._backward(minibatch, objective, policy_mask, layout, result)
+            self._backward(share.minibatch, objective, policy_mask, layout, result)
         # Otherwise each term's gradient needs a pass over all packs; their sum is the gradient of the objective.
         gradients: dict[str, list[Tensor]] = {}
         for term in active_terms(step_recipe) if log_term_gradients else ():
             if term.from_pairs and not len(minibatch.pairs):
                 continue
-            self._backward(minibatch, objective, policy_mask, layout, result, only=term, record=not gradients)
+            self._backward(share.minibatch, objective, policy_mask, layout, result, only=term, record=not gradients)
             gradients[term.name] = [
                 torch.zeros_like(master) if master.grad is None else master.grad for master in self.masters.parameters()
             ]
-            self.optimizer.zero_grad(set_to_none=True)
-        result.term_gradients = gradient_statistics(gradients)
+            self.masters.zero_grad()
+        result.term_gradients = gradient_statistics(gradients, self.masters)
         for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
-        result.values = {name: float(value) for name, value in result.values.items()}
-        result.statistics = {name: float(value) for name, value in result.statistics.items()}
+        result.add_up(self.ranks)
         return result
 
     def _backward(
@@ -189,6 +197,20 @@ class Updater:
         record: bool = True,
     ) -> None:
         """One pass over all packs, of all terms or of one. ``record``: also record statistics, once per update."""
+        with self.ranks.stage("updating"):
+            self._run_packs(minibatch, objective, policy_mask, layout, result, only, record)
+        self.masters.reduce_gradients()
+
+    def _run_packs(
+        self,
+        minibatch: MiniBatch,
+        objective: Objective,
+        policy_mask: Tensor | None,
+        layout: PairLayout,
+        result: UpdateResult,
+        only: ObjectiveTerm | None,
+        record: bool,
+    ) -> None:
         with_dataset, done = record or (only is not None and only.from_pairs), 0
         for micro_batch in self._micro_batches(minibatch, objective.recipe, policy_mask, layout, with_dataset):
             values, statistics = objective.terms(micro_batch)
@@ -262,15 +284,6 @@ class Updater:
         temperature = step_recipe.sampling.temperature
         return ExactKL(self.handle, self.reference, ref_states, loss.kl, temperature, self.dropout)
 
-    def _clip_gradient(self, step_recipe: Recipe) -> float:
-        """Clip the gradient to optimizer.max_grad_norm; returns the norm before."""
-        gradients = [master.grad for master in self.masters.parameters() if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        max_norm = step_recipe.optimizer.max_grad_norm
-        if max_norm is not None and bool(norm.isfinite()):
-            torch.nn.utils.clip_grads_with_norm_(list(self.masters.parameters()), max_norm, norm)
-        return float(norm)
-
     def _reason_not_finite(self, minibatch: MiniBatch, step_recipe: Recipe, result: UpdateResult, norm: float) -> str:
         terms = ", ".join(f"{name} {value:g}" for name, value in result.values.items())
         start = f"the gradient's norm is {norm:g} (terms: {terms}); the weights have not changed."
@@ -332,7 +345,7 @@ class Updater:
         longest = longest_sequence(batch)
 
         def shrink() -> None:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.masters.zero_grad()
             self._release_memory()
             self.token_budget = halve_budget(self.token_budget)
             self.say(f"memory ran out: the step is repeated with a token budget of {self.token_budget:,}; same result")
@@ -348,7 +361,7 @@ class Updater:
                 ),
             )
         except OutOfMemoryError:
-            self.optimizer.zero_grad(set_to_none=True)
+            self.masters.zero_grad()
             raise
 
     def _release_memory(self) -> None:

@@ -16,6 +16,7 @@ from groupwise.core.preference import BATCH_KINDS, KINDS, SMOOTHED_KINDS
 from groupwise.errors import InputError, NotFiniteError
 from groupwise.model.handle import prepare
 from groupwise.model.packing import pack_members
+from groupwise.model.precision import MasterWeights
 from groupwise.training.monitor.metrics import step_metrics
 from groupwise.training.preference.packing import plan_pair_layout
 from groupwise.training.preference.reference_cache import TokenPair, pair_completions
@@ -24,6 +25,7 @@ from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
 from groupwise.training.update.minibatch import DatasetPairs, MiniBatch, build_minibatch
 from groupwise.training.update.result import gradient_statistics
+from groupwise.training.update.shares import share_of
 from groupwise.training.update.updater import Updater
 from tests.model.models import VOCABULARY, padded_logps
 from tests.training.factories import (
@@ -250,7 +252,10 @@ def plan_of(case, budget):
     case.updater.token_budget = budget
     updater, minibatch = case.updater, case.minibatch
     budget = updater._budget(minibatch)
-    return plan_pair_layout(updater.handle, minibatch, case.recipe, budget, updater._all_pair_logps)
+    share = share_of(minibatch, updater.ranks)
+    return plan_pair_layout(
+        updater.handle, minibatch, share, case.recipe, budget, updater._all_pair_logps, updater.ranks
+    )
 
 
 @pytest.mark.parametrize("plain", [False, True], ids=["packed", "plain"])
@@ -567,7 +572,8 @@ def test_norms_and_cosines_of_the_terms_gradients(source, budget):
 def test_gradients_by_hand():
     """Two weights: the policy's gradient is along the first, the KL's and the pairs' along the second."""
     directions = {"policy": [3.0, 0.0], "kl": [0.0, 4.0], "preference": [0.0, -2.0]}
-    result = gradient_statistics({name: [torch.tensor(direction)] for name, direction in directions.items()})
+    masters = MasterWeights(torch.nn.Linear(1, 1))
+    result = gradient_statistics({name: [torch.tensor(direction)] for name, direction in directions.items()}, masters)
     assert result == {
         "grad_norm/policy": 3.0,
         "grad_norm/kl": 4.0,
@@ -578,8 +584,8 @@ def test_gradients_by_hand():
         "grad_norm/grpo": 5.0,
         "grad_cosine/grpo_preference": pytest.approx(-0.8),
     }
-    assert "grad_norm/grpo" not in gradient_statistics({"preference": [torch.ones(2)]})
-    assert "grad_norm/grpo" not in gradient_statistics({"policy": [torch.ones(2)], "kl": [torch.ones(2)]})
+    assert "grad_norm/grpo" not in gradient_statistics({"preference": [torch.ones(2)]}, masters)
+    assert "grad_norm/grpo" not in gradient_statistics({"policy": [torch.ones(2)], "kl": [torch.ones(2)]}, masters)
 
 
 def test_there_are_no_cosines_with_pairs_alone():

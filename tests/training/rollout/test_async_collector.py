@@ -172,8 +172,9 @@ def test_groups_are_learned_within_the_limit_and_stale_ones_are_drawn_again(tmp_
     check_each_group_once(tmp_path)
 
 
+@pytest.mark.slow
 def test_groups_of_another_size_are_dropped_when_the_schedule_changes_it(tmp_path):
-    phases = [{"name": "four", "steps": 2}, {"name": "three", "steps": 3, "samples_per_prompt": 3}]
+    phases = [{"name": "four", "steps": 2, "temperature": 1.0}, {"name": "three", "steps": 3, "samples_per_prompt": 3}]
     small_trainer(tmp_path, AHEAD, {"phases": phases}).run()
     rows = [row for row in metrics_of(tmp_path) if "loss" in row]
     assert [row["async/dropped_settings"] for row in rows] == [0, 0, rows[1]["async/groups_waiting"], 0, 0]
@@ -212,6 +213,7 @@ def test_a_replay_gives_the_same_bits_whatever_the_rewards_take(tmp_path, change
     check_same_result(tmp_path / "run", tmp_path / "replay")
 
 
+@pytest.mark.slow
 def test_a_replay_of_other_data_or_settings_is_refused(tmp_path):
     small_trainer(tmp_path / "run", AHEAD).run()
     replay = {"train": {"replay": str(tmp_path / "run" / ARRIVALS)}}
@@ -284,12 +286,14 @@ def test_a_killed_run_loses_and_doubles_nothing(tmp_path, call):
     check_same_result(run, tmp_path / "replay")
 
 
+@pytest.mark.slow
 def test_a_run_with_waiting_groups_is_not_resumed_as_a_synchronous_one(tmp_path):
     run_steps(small_trainer(tmp_path, AHEAD), 2)
     with pytest.raises(ConfigError, match=r"resume it with train\.max_staleness 1"):
         run_steps(small_trainer(tmp_path, AHEAD, {"train": {"max_staleness": 0}}, resume=True), 1)
 
 
+@pytest.mark.slow
 def test_damaged_groups_are_a_damaged_checkpoint(tmp_path):
     some_ready = At(2, lambda collector: wait_until(collector._ready))
     trainer = run_steps(small_trainer(tmp_path / "run", AHEAD, callbacks=[some_ready]), 2)
@@ -352,6 +356,7 @@ class KeepBatches(Callback):
         self.batches.append(batch)
 
 
+@pytest.mark.slow
 def test_a_remote_generator_samples_in_the_background_with_the_weights_of_each_version(tmp_path, monkeypatch):
     generators, kept = [], KeepBatches()
 
@@ -382,6 +387,7 @@ def test_a_remote_generator_samples_in_the_background_with_the_weights_of_each_v
 # --- errors and stopping ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_in_the_background_ends_the_run_with_its_sentence_and_saves(tmp_path):
     def failing(completions, trainer_state, **_):
         if trainer_state.global_step > 1:
@@ -399,6 +405,7 @@ def test_a_reward_that_fails_in_the_background_ends_the_run_with_its_sentence_an
     check_each_group_once(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_stop_while_rewards_are_pending_saves_without_waiting_for_them(tmp_path):
     gate = Gate(7, 4, 5, 9)  # all rows of the third batch
     trainer = small_trainer(tmp_path, AHEAD, rewards=[named(gate, name="reward")])
@@ -420,6 +427,7 @@ def test_a_stop_while_rewards_are_pending_saves_without_waiting_for_them(tmp_pat
     assert rows[2]["async/dropped_unfinished"] == len(unfinished)
 
 
+@pytest.mark.slow
 def test_several_processes_are_refused(tmp_path):
     class Two:
         size = 2
