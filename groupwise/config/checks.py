@@ -61,6 +61,16 @@ def _asynchronous(recipe: Recipe) -> Iterator[str]:
             "the loss 'reinforce' has no ratio, so it cannot correct for the older weights that train.max_staleness "
             "allows; set loss.importance_cap, or use another loss"
         )
+    sampling = recipe.sampling
+    if (
+        train.max_staleness
+        and sampling.generator == "vllm"
+        and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
+    ):
+        yield (
+            "train.max_staleness learns by the ratio to the sampler's log-probs, which vLLM returns only without top_k, "
+            "top_p and min_p; leave them out, or set sampling.generator to 'engine'"
+        )
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:
