@@ -17,7 +17,7 @@ CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_l
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _correction, _sampling, _vllm, _optimizer, _shrinkage, _preference):
+    for check in (_loss, _correction, _sampling, _vllm, _asynchronous, _optimizer, _shrinkage, _preference):
         yield from check(recipe)
 
 
@@ -103,6 +103,19 @@ def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
             yield name
     if recipe.masks.off_policy == "v3.2":
         yield "masks.off_policy"
+    if recipe.train.max_staleness:
+        yield "train.max_staleness"
+
+
+def _asynchronous(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if train.replay is not None and not train.max_staleness:
+        yield "train.replay repeats an asynchronous run; set train.max_staleness to the value that it had"
+    if train.max_staleness and recipe.loss.name == "reinforce" and recipe.loss.importance_cap is None:
+        yield (
+            "the loss 'reinforce' has no ratio, so it cannot correct for the older weights that train.max_staleness "
+            "allows; set loss.importance_cap, or use another loss"
+        )
 
 
 def _optimizer(recipe: Recipe) -> Iterator[str]:

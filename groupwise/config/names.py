@@ -74,7 +74,8 @@ SCHEDULED_OF = {
     "preference": ("weight", "beta", "label_smoothing", "discopop_tau", "pairs_per_group", "min_margin"),
 }
 NOT_SCHEDULED = {
-    *("sampling.max_num_seqs", "scoring.timeout", "optimizer.warmup_steps", "optimizer.final_lr_ratio"),
+    *("sampling.max_num_seqs", "scoring.timeout", "scoring.concurrency"),
+    *("optimizer.warmup_steps", "optimizer.final_lr_ratio"),
     *("optimizer.beta1", "optimizer.beta2", "optimizer.eps"),
 }
 

@@ -146,6 +146,9 @@ class ScoringSection(Section):
     """time limit of one call of a reward function, in seconds"""
     on_error: Literal["stop", "drop"] = "stop"
     """a reward function that fails: stop the run, or drop and count the sample"""
+    concurrency: Count = 32
+    """with train.max_staleness: groups that are scored at once, each in its own thread; 1 for rewards that are not
+    thread-safe"""
     overlong_buffer: CountOrZero = 0
     """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off"""
     overlong_weight: NotNegative = 1.0
@@ -450,6 +453,10 @@ class TrainSection(Section):
     """maximum number of extra rollout rounds to replace prompts without learning signal (dynamic sampling, DAPO)"""
     skip_equal_rewards: bool = True
     """skip groups with equal rewards in the update, unless a KL or entropy term needs them"""
+    max_staleness: Annotated[int, Field(ge=0, le=100)] = 0
+    """asynchronous rollouts: sample ahead, and learn from completions of weights up to this many steps old (0: off)"""
+    replay: str | None = None
+    """repeat an asynchronous run: its folder, whose arrivals.jsonl says which groups to learn from in each step"""
     on_non_finite: Literal["stop", "skip"] = "stop"
     """NaN or inf in the loss or gradient: stop before the weights change, or skip the update and count it"""
     max_logp_mismatch: Positive = 0.05

@@ -37,12 +37,13 @@ class StopStrings:
         if not self._may_end[newest]:
             return False
         tail = tuple(ids[-self._tail :])
-        if tail not in self._ends:  # short answers repeat
+        ends = self._ends.get(tail)
+        if ends is None:  # short answers repeat
             if len(self._ends) >= CACHE_SIZE:
-                self._ends.clear()
+                self._ends.clear()  # perhaps while another thread looks something up
             text = self._decode(tail)
-            self._ends[tail] = any(string in text for string in self.strings)
-        return self._ends[tail]
+            ends = self._ends[tail] = any(string in text for string in self.strings)
+        return ends
 
     def _decode(self, ids: Sequence[int]) -> str:
         text: str = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -75,7 +75,9 @@ class Scorer:
         self.timeout = timeout
         self.on_error = on_error
         self.on_call: Callable[[str], None] | None = None  # called with the names of the functions that are called next
+        self.lost_limit = LOST_BATCHES
         self._lost_batches = 0
+        self._lock = threading.Lock()  # asynchronous rollouts score several groups at a time
 
     def check_arguments(self, columns: Iterable[str]) -> None:
         """Raise a `RewardError` unless data with these columns has every argument that the functions require."""
@@ -219,12 +221,14 @@ class Scorer:
     def check_lost(self, scores: Scores, show: Callable[[int], str]) -> None:
         """Raise an error after several batches in a row in which nothing could be scored; ``show`` gives a completion
         of the batch."""
-        if len(scores.dropped):
-            self._lost_batches = self._lost_batches + 1 if bool(scores.dropped.all()) else 0
-        if self._lost_batches >= LOST_BATCHES:
+        with self._lock:
+            if len(scores.dropped):
+                self._lost_batches = self._lost_batches + 1 if bool(scores.dropped.all()) else 0
+            lost = self._lost_batches
+        if lost >= self.lost_limit:
             failure = scores.failures[0]
             raise RewardError(
-                f"no row of the last {self._lost_batches} batches could be scored; reward {failure.function!r} "
+                f"no row of the last {lost} batches could be scored; reward {failure.function!r} "
                 f"(completion {show(failure.row or 0)}): {failure.reason}"
             )
 
@@ -372,7 +376,8 @@ def run_concurrently(calls: Sequence[RewardCall], timeout: float | None) -> list
     try:
         futures += (asyncio.run_coroutine_threadsafe(call.run_async(timeout), thread.loop) for call in calls)
         ended, running = wait(futures, None if timeout is None else timeout + GRACE)
-        thread.blocked = bool(running)  # not even the cancellation came through: the next call gets a new loop
+        if running:  # not even the cancellation came through: the next call gets a new loop
+            thread.blocked = True
     finally:
         for future in futures:
             future.cancel()  # after Ctrl-C, or what a blocked loop has not started; nothing if it is done
@@ -403,10 +408,12 @@ class _LoopThread(threading.Thread):
 
 
 _loop_thread: _LoopThread | None = None
+_loop_lock = threading.Lock()
 
 
 def _running_loop() -> _LoopThread:
     global _loop_thread
-    if _loop_thread is None or _loop_thread.blocked or not _loop_thread.is_alive():  # not alive after a fork
-        _loop_thread = _LoopThread()
-    return _loop_thread
+    with _loop_lock:
+        if _loop_thread is None or _loop_thread.blocked or not _loop_thread.is_alive():  # not alive after a fork
+            _loop_thread = _LoopThread()
+        return _loop_thread

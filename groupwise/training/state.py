@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.rundir import from_json
@@ -17,6 +18,14 @@ class Stateful(Protocol):
     def state(self) -> Any: ...
 
     def load_state(self, state: Any) -> None: ...
+
+
+class StatefulFiles(Stateful, Protocol):
+    """A part whose state is in files of the checkpoint, too."""
+
+    def write_files(self, folder: Path) -> None: ...
+
+    def read_files(self, folder: Path) -> None: ...
 
 
 @dataclass

@@ -19,7 +19,7 @@ import torch
 from groupwise.algorithms import find_algorithm
 from groupwise.config import Recipe, with_settings
 from groupwise.data import Order
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.evaluate import Evaluation
 from groupwise.generate.registry import make_generator
 from groupwise.grouping.workers import make_grouper
@@ -33,12 +33,12 @@ from groupwise.tasks.base import Task
 from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
+    default_run_name,
     length_of,
     load_components,
     load_inputs,
     make_schedule,
     most_tokens,
-    names_rows,
     shard_components,
 )
 from groupwise.training.display import Display, LineDisplay
@@ -57,8 +57,10 @@ from groupwise.training.preference.dataset_pairs import PairSampler, load_refere
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
+from groupwise.training.rollout.async_collector import AsyncCollector, RolloutsStopped
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
-from groupwise.training.rollout.collector import RolloutCollector, RolloutResult
+from groupwise.training.rollout.collector import RolloutResult
+from groupwise.training.rollout.make_collector import make_collector
 from groupwise.training.seeds import derive_seed
 from groupwise.training.sft import SupervisedFineTuning
 from groupwise.training.state import Stateful, TrainState
@@ -134,7 +136,7 @@ class Trainer:
             )
             check_training_inputs(recipe, inputs)
         options: dict[str, Any] = {"recipe_file": recipe_file, "resume": resume, "overwrite": overwrite}
-        self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=_default_name(recipe), **options)
+        self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=default_run_name(recipe), **options)
         self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
         try:
             with self.ranks.stage("loading the model"):
@@ -193,6 +195,18 @@ class Trainer:
         self.pairs = PairSampler(components.pairs, recipe)
         self.health_checks = HealthChecks(task.metric, task.health_checks)
         self.question_log = QuestionLog(components.train.rows, task.metric)
+        self.collector = make_collector(
+            components,
+            self.generator,
+            self.order,
+            self.compute_advantages,
+            grouper=self.grouper,
+            display=self.display,
+            say=self.say,
+            folder=self.run_dir.path,
+            stopped=lambda: bool(self.stopping),
+            ranks=self.ranks,
+        )
         parts: dict[str, Stateful] = {
             "order": self.order,
             "pairs": self.pairs,
@@ -211,22 +225,7 @@ class Trainer:
             self.say,
             changed,
             self.ranks,
-        )
-        self.collector = RolloutCollector(
-            self.generator,
-            components.tokenizer,
-            components.train.rows,
-            components.train.prompts,
-            components.scorer,
-            self.order,
-            self.compute_advantages,
-            prompt_column=recipe.data.prompt,
-            seed=recipe.train.seed,
-            stop=components.stop,
-            overlong=recipe.scoring.overlong_buffer > 0,
-            grouper=self.grouper,
-            say=self.say,
-            display=self.display,
+            self.collector if isinstance(self.collector, AsyncCollector) else None,
         )
         self.timer = StepTimer(handle.device)
         self.recorder: Recorder | None = None
@@ -312,7 +311,14 @@ class Trainer:
         """One `StepReport` per step. Call `finish` after the loop for the model, and `close`."""
         self._start()
         while self.state.step < self.total_steps and not self.stopping and not self._out_of_patience():
-            report = self._step()
+            try:
+                report = self._step()
+            except RolloutsStopped:  # while it waited for rewards; the state is that of the finished steps
+                return
+            except RewardError:
+                if self.collector.asynchronous and self.state.step:
+                    self.save()
+                raise
             self._after_step(report)
             yield report
 
@@ -366,6 +372,7 @@ class Trainer:
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
+        self.collector.close()
         self.masters.close()
         self.generator.close()
         if self.grouper is not None:
@@ -660,10 +667,3 @@ class Trainer:
     def _call(self, name: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, name)(self, *arguments)
-
-
-def _default_name(recipe: Recipe) -> str:
-    """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
-    if not names_rows(recipe) and not samples_completions(recipe):
-        return "pairs"
-    return recipe.task if ":" not in recipe.task else "run"

@@ -41,6 +41,14 @@ _SIGNAL = {
     "resample/replaced": "prompts without a learning signal that were replaced",
     "resample/extra_tokens": "sampled tokens that are not part of the batch",
 }
+_ASYNC = {
+    "async/staleness_mean": "mean age of a token: updates between the weights that sampled it and those that learn it",
+    "async/staleness_max": "age of the oldest token of the batch; at most `train.max_staleness`",
+    "async/groups_waiting": "groups that are drawn and not learned yet, after this batch was taken",
+    "async/dropped_stale": "groups that became too old before their rewards were there; their rows are drawn again",
+    "async/dropped_settings": "groups that were drawn before the schedule changed `sampling.samples_per_prompt`",
+    "async/dropped_unfinished": "groups that were not finished in the checkpoint from which the run was resumed",
+}
 _LOSS = {
     "loss": "sum of all terms of the objective, the mean over the step's updates",
     **{f"loss/{name}": f"the {name} term, times its weight `{term.weight}`" for name, term in TERMS.items()},
@@ -55,7 +63,8 @@ _LOSS = {
     "clip_ratio/low_mean": "share of tokens (or sequences) whose ratio was clipped at the lower bound",
     "clip_ratio/high_mean": "share that was clipped at the upper bound",
     "clip_ratio/region_mean": "the sum of both",
-    "sampler/logp_difference_mean": "mean difference of a token's log-prob between sampler and trainer",
+    "sampler/logp_difference_mean": "mean difference of a token's log-prob between sampler and trainer; with "
+    "`train.max_staleness` the weights differ, too",
     "sampler/logp_difference_max": "largest such difference",
     "sampler/kl": "k3 estimate of KL(π_sampler ‖ π_trainer) per token",
     "sampler/sequence_ratio_mean": "mean of π_trainer/π_sampler of a completion; 1 on average if they are the same",
@@ -130,6 +139,9 @@ _TIME = {
     "time/generate": "seconds of sampling",
     "time/group": "seconds of embedding and clustering; with similarity groups",
     "time/reward": "seconds of the reward functions",
+    "time/wait": "seconds that the step waited for rewards, or for completions of a remote generator; with "
+    "`train.max_staleness`",
+    "time/sampler_idle": "seconds in which a remote generator had nothing to sample; with `train.max_staleness`",
     "time/train": "seconds of the updates",
     "memory/{stage}": "peak memory of that stage in GiB: the GPU's, or on a CPU the resident memory at its end",
 }
@@ -161,6 +173,7 @@ _WARNINGS = {
     "warnings/masked": "the masks leave fewer than 70 % of the completions",
     "warnings/no_answer": "more than 10 % of the completions contain no answer",
     "warnings/no_learning_signal": "ten steps in a row had no learning signal",
+    "warnings/stale": "with asynchronous rollouts, the policy is far from the one that sampled",
     "warnings/answers_alike": "the completions of most prompts are nearly the same",
     "warnings/answers_unrelated": "the completions of most prompts form no clusters",
     "warnings/answers_scattered": "most completions are alone in their cluster",
@@ -191,6 +204,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "Rewards and grades": _REWARDS,
         "Completions": _COMPLETIONS,
         "Learning signal": _SIGNAL,
+        "Asynchronous rollouts": _ASYNC,
         "Loss and update": _LOSS,
         "Gradients of the terms": _GRADIENTS,
         "Masks": _MASKS,
@@ -205,7 +219,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """The description of each metric, by section."""
 
-_PARTS = {"reward": r"[^/]+", "number": r"\d+", "letter": "[A-Z]", "stage": "generate|group|reward|train"}
+_PARTS = {"reward": r"[^/]+", "number": r"\d+", "letter": "[A-Z]", "stage": "generate|group|reward|wait|train"}
 
 
 def aliases() -> dict[str, dict[str, str]]:

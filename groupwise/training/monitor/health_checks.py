@@ -24,6 +24,8 @@ MAX_NO_ANSWER = 0.1
 MAX_UNSPLIT = 0.5  # share of prompts whose answers are all in one cluster
 ALIKE = 0.5  # relative to the distance between answers to different prompts; without it, a cosine distance
 MAX_SINGLE = 0.5  # share of answers that are alone in their cluster
+MAX_CLIPPED = 0.2  # share of tokens whose ratio is clipped, with asynchronous rollouts
+FAR_FROM_SAMPLER = 0.3  # mean difference of a token's log-prob between the policy and the older one that sampled it
 OPPOSED = -0.3  # cosine of the gradients of the preference term and of the rest
 UNLIKELY = -1.0  # β × the change in log-prob of the chosen answers of pairs
 
@@ -162,6 +164,18 @@ def _no_answer(recent: RecentSteps) -> str | None:
     return f"{start}: describe its form in the prompt (data.system_prompt), or reward the form ([[rewards]])"
 
 
+def _stale(recent: RecentSteps) -> str | None:
+    """The ratio to the sampler is clipped often, or with an importance weight, the two differ much."""
+    clipped, distance = recent.mean("clip_ratio/region_mean") or 0.0, recent.mean("sampler/logp_difference_mean") or 0.0
+    if not recent.mean("async/staleness_max") or (clipped <= MAX_CLIPPED and distance <= FAR_FROM_SAMPLER):
+        return None
+    return (
+        f"the policy has moved away from the one that sampled: a token's log-prob differs by {distance:.2g} on "
+        f"average, and the ratio of {clipped:.0%} of the tokens is clipped; lower <train.max_staleness>, or "
+        "<optimizer.learning_rate>"
+    )
+
+
 def _no_learning_signal(recent: RecentSteps) -> str | None:
     if recent.mean("signal/contributing") != 0.0:
         return None
@@ -275,6 +289,7 @@ CHECKS: dict[str, Check] = {
     "masked": _masked,
     "no_answer": _no_answer,
     "no_learning_signal": _no_learning_signal,
+    "stale": _stale,
     "answers_alike": _answers_alike,
     "answers_unrelated": _answers_unrelated,
     "answers_scattered": _answers_scattered,

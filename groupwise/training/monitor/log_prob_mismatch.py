@@ -14,6 +14,8 @@ def mismatch_warning(metrics: Mapping[str, float], step_recipe: Recipe, dtype: t
     mismatch, limit = metrics.get("sampler/logp_difference_mean", 0.0), step_recipe.train.max_logp_mismatch
     if not mismatch > limit:  # also if it is NaN: not measured
         return None
+    if metrics.get("async/staleness_max"):  # older weights have sampled, so that the log-probs have to differ
+        return None
     cause = "the weights changed in between, or the model has layers that behave differently in training"
     if step_recipe.model.has_dropout:
         cause = "LoRA dropout is the likely cause: set model.lora.dropout = 0"

@@ -46,6 +46,7 @@ def step_metrics(
         **learned,
         **_mask_metrics(rollout.batch, group_advantages, minibatches, updates, step_recipe),
         **correction_metrics([part.correction for part in minibatches if part.correction is not None], step_recipe),
+        **rollout.queue,
     }
 
 

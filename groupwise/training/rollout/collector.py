@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.data import DecodedCompletions, Order, Prompt, decode_completions, reward_inputs, where_of
+from groupwise.data import Order, Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError
 from groupwise.generate.engine import watched
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
-from groupwise.rewards import RewardFunction, Scorer, Scores
+from groupwise.rewards import RewardFunction, Scorer
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
@@ -47,10 +47,31 @@ class RolloutResult:
     metrics: dict[str, float] = field(default_factory=dict)  # logged by rewards
     skipped: int = 0  # completions that were not scored, because they are alone in their cluster
     left_out: list[Batch] = field(default_factory=list)  # prompts that were sampled but are not in the batch
+    queue: dict[str, float] = field(default_factory=dict)  # metrics of asynchronous rollouts
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Rows that are sampled together, and the step and settings that they are sampled with.
+
+    Their random numbers belong to (seed, step, number) and to each row's place in the draw.
+    """
+
+    step: int  # finished steps when they were drawn
+    number: int  # among the draws of that step
+    rows: list[int]
+    recipe: Recipe
+    trainer_state: Any
+
+    @property
+    def samples(self) -> int:
+        return self.recipe.sampling.samples_per_prompt
 
 
 class RolloutCollector:
     """Draws rows in their order, samples completions and scores them."""
+
+    asynchronous = False
 
     def __init__(
         self,
@@ -88,6 +109,9 @@ class RolloutCollector:
     def _functions(self) -> tuple[RewardFunction, ...]:
         return () if self.scorer is None else self.scorer.functions
 
+    def close(self) -> None:
+        """There are no threads to end."""
+
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
         """The batch of a step: batch_size × accumulation prompts. ``trainer_state`` is passed on to the rewards."""
         train = step_recipe.train
@@ -109,7 +133,7 @@ class RolloutCollector:
                 rounds=number,
                 replaced=result.replaced + len(useful),
                 failures=result.failures + fresh.failures,
-                metrics=_pool_metrics(result, fresh),
+                metrics=pool_metrics(result.metrics, result.prompts, fresh.metrics, fresh.prompts),
                 skipped=result.skipped + fresh.skipped,
                 left_out=result.left_out + [batch.take(prompts) for batch, prompts in left_out if prompts],
             )
@@ -118,10 +142,34 @@ class RolloutCollector:
     def _round(
         self, step: int, number: int, prompt_count: int, step_recipe: Recipe, trainer_state: Any, timer: Timer
     ) -> RolloutResult:
-        rows = self.order.take(prompt_count)
-        prompts = [self.prompts[row] for row in rows]
-        settings, samples = step_recipe.sampling, step_recipe.sampling.samples_per_prompt
-        sampling = Sampling(
+        draw = Draw(step, number, self.order.take(prompt_count), step_recipe, trainer_state)
+        batch = self._sample(draw, timer)
+        self.display.stage("scoring")
+        with timer("reward"):
+            return self._score(batch, draw)
+
+    def _sample(self, draw: Draw, timer: Timer) -> Batch:
+        """The completions of these rows, without rewards."""
+        activity = "sampling" if not draw.number else f"sampling other prompts, round {draw.number}"
+        self.display.stage(activity)
+
+        def progress(done: float, total: int, tokens: int) -> None:
+            detail = plural(tokens, "token")
+            self.display.progress(activity, done, total, "completions", estimated=False, detail=detail)
+
+        prompts, samples = [self.prompts[row] for row in draw.rows], draw.samples
+        with timer("generate"), watched(self.generator, progress):
+            rollout = self._generate(prompts, samples, self._sampling(draw))
+            batch = self._unscored(draw.rows, samples, rollout)
+        if self.grouper is not None:
+            self.display.stage("clustering similar completions")
+            with timer("group"):
+                batch = self._cluster(batch, draw)
+        return batch
+
+    def _sampling(self, draw: Draw) -> Sampling:
+        settings = draw.recipe.sampling
+        return Sampling(
             max_new_tokens=settings.max_new_tokens,
             min_new_tokens=settings.min_new_tokens,
             temperature=settings.temperature,
@@ -129,37 +177,17 @@ class RolloutCollector:
             top_p=settings.top_p,
             min_p=settings.min_p or None,
             order=settings.order,
-            seed=derive_seed("sampling", self.seed, step, number),
-            keep_sets=step_recipe.masks.keep_sampling_mask,
+            seed=derive_seed("sampling", self.seed, draw.step, draw.number),
+            keep_sets=draw.recipe.masks.keep_sampling_mask,
         )
-        activity = "sampling" if not number else f"sampling other prompts, round {number}"
-        self.display.stage(activity)
 
-        def progress(done: float, total: int, tokens: int) -> None:
-            detail = plural(tokens, "token")
-            self.display.progress(activity, done, total, "completions", estimated=False, detail=detail)
-
-        with timer("generate"), watched(self.generator, progress):
-            rollout = self._generate(prompts, samples, sampling)
-            completions = decode_completions(self.tokenizer, rollout.ids, rollout.lengths)
-        similarity, labels, skipped = None, {}, [False] * len(completions.ids)
-        if self.grouper is not None:
-            self.display.stage("clustering similar completions")
-            with timer("group"):
-                texts = completions.texts
-                similarity = self.grouper.group([texts[i : i + samples] for i in range(0, len(texts), samples)])
-            uids = [f"{step + 1}.{number}.{place}" for place in range(len(prompts))]
-            labels = {LABELS: similarity_group_labels(uids, similarity.labels)}
-            if step_recipe.grouping.skip_single_members and step_recipe.advantages.grouping == "similarity":
-                skipped = compute_single_member_mask(labels[LABELS]).tolist()
-        self.display.stage("scoring")
-        with timer("reward"):
-            scores = self._score(rows, completions, skipped, step_recipe, trainer_state)
+    def _unscored(self, rows: Sequence[int], samples: int, rollout: Rollout) -> Batch:
+        completions = decode_completions(self.tokenizer, rollout.ids, rollout.lengths)
         logps = rollout.filtered_logps if rollout.kept is not None else rollout.logps
-        batch = Batch(
+        return Batch(
             rows=[self.rows[row] for row in rows],
-            row_numbers=rows,
-            prompts=prompts,
+            row_numbers=list(rows),
+            prompts=[self.prompts[row] for row in rows],
             samples=samples,
             ids=list(torch.split(rollout.ids[rollout.mask], completions.lengths)),
             texts=completions.texts,
@@ -167,20 +195,20 @@ class RolloutCollector:
             sampler_logps=list(torch.split(logps[rollout.mask], completions.lengths)),
             versions=list(torch.split(rollout.versions[rollout.mask], completions.lengths)),
             kept=rollout.kept,
-            rewards=scores.rewards,
-            dropped=scores.dropped,
-            extra={**scores.extra, **labels},
+            rewards=torch.zeros(len(completions.ids), 0, dtype=torch.float64),
+            dropped=torch.zeros(len(completions.ids), dtype=torch.bool),
             filtered_probability=_filtered_probability(rollout) if rollout.kept is not None else None,
-            similarity=similarity,
         )
-        return RolloutResult(
-            batch,
-            tokens=sum(completions.lengths),
-            prompts=len(prompts),
-            failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
-            metrics=dict(scores.metrics),
-            skipped=sum(skipped),
-        )
+
+    def _cluster(self, batch: Batch, draw: Draw, first: int = 0) -> Batch:
+        """The batch with clusters of similar completions; its prompts are those of the draw from ``first`` on."""
+        if self.grouper is None:
+            return batch
+        texts, samples = batch.texts, batch.samples
+        similarity = self.grouper.group([texts[i : i + samples] for i in range(0, len(texts), samples)])
+        uids = [f"{draw.step + 1}.{draw.number}.{first + place}" for place in range(len(batch.prompts))]
+        labels = similarity_group_labels(uids, similarity.labels)
+        return replace(batch, extra={LABELS: labels}, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""
@@ -200,40 +228,44 @@ class RolloutCollector:
             shrink=shrink,
         )
 
-    def _score(
-        self,
-        rows: list[int],
-        completions: DecodedCompletions,
-        skipped: list[bool],
-        step_recipe: Recipe,
-        trainer_state: Any,
-    ) -> Scores:
-        """The rewards of all completions; skipped ones get none."""
-        if self.scorer is None:
+    def _score(self, batch: Batch, draw: Draw, scorer: Scorer | None = None) -> RolloutResult:
+        """The batch with rewards; completions that are alone in their cluster get none if the recipe says so."""
+        scorer = scorer or self.scorer
+        if scorer is None:
             raise ConfigError("completions were sampled, but there is no reward to score them with; add [[rewards]]")
-        samples = step_recipe.sampling.samples_per_prompt
+        samples, grouping = batch.samples, draw.recipe.advantages.grouping
+        skipped = [False] * len(batch)
+        if self.grouper is not None and draw.recipe.grouping.skip_single_members and grouping == "similarity":
+            skipped = compute_single_member_mask(batch.extra[LABELS]).tolist()
         scored = [place for place, skip in enumerate(skipped) if not skip]
-        numbers = [rows[place // samples] for place in scored]
-        data = [self.rows[number] for number in numbers]
-        scores = self.scorer.score(
-            *reward_inputs(data, [completions.texts[place] for place in scored], self.prompt_column),
-            completion_ids=[completions.ids[place] for place in scored],
-            trainer_state=trainer_state,
+        data = [batch.rows[place // samples] for place in scored]
+        numbers = [batch.row_numbers[place // samples] for place in scored]
+        scores = scorer.score(
+            *reward_inputs(data, [batch.texts[place] for place in scored], self.prompt_column),
+            completion_ids=[batch.ids[place].tolist() for place in scored],
+            trainer_state=draw.trainer_state,
             places=[
                 name_completion(where_of(row, number), place % samples, samples)
                 for row, number, place in zip(data, numbers, scored, strict=True)
             ],
         )
         if self.overlong:
-            lengths = [completions.lengths[place] for place in scored]
-            scores = replace(scores, rewards=add_overlong_penalty(scores.rewards, lengths, step_recipe))
+            lengths = [len(batch.ids[place]) for place in scored]
+            scores = replace(scores, rewards=add_overlong_penalty(scores.rewards, lengths, draw.recipe))
         rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
         rewards[scored] = scores.rewards
         dropped = torch.zeros(len(skipped), dtype=torch.bool)
         dropped[scored] = scores.dropped
         by_place = {name: dict(zip(scored, values, strict=True)) for name, values in scores.extra.items()}
         extra = {name: [values.get(place) for place in range(len(skipped))] for name, values in by_place.items()}
-        return replace(scores, rewards=rewards, dropped=dropped, extra=extra)
+        return RolloutResult(
+            replace(batch, rewards=rewards, dropped=dropped, extra={**extra, **batch.extra}),
+            tokens=int(batch.lengths.sum()),
+            prompts=len(batch.prompts),
+            failures=[f"{failure.function}: {failure.reason}" for failure in scores.failures],
+            metrics=dict(scores.metrics),
+            skipped=sum(skipped),
+        )
 
     def _prompts_without_signal(self, batch: Batch, step_recipe: Recipe) -> list[int]:
         """The prompts without a sample that contributes."""
@@ -247,10 +279,9 @@ def _filtered_probability(rollout: Rollout) -> Tensor:
     return torch.where(rollout.mask, 1 - left, 0.0).clamp(min=0.0).sum(1)
 
 
-def _pool_metrics(result: RolloutResult, fresh: RolloutResult) -> dict[str, float]:
-    """The metrics logged by rewards in all rounds: means weighted by each round's number of prompts."""
-    pooled = {**result.metrics, **fresh.metrics}
-    for name in result.metrics.keys() & fresh.metrics.keys():
-        total = result.metrics[name] * result.prompts + fresh.metrics[name] * fresh.prompts
-        pooled[name] = total / (result.prompts + fresh.prompts)
+def pool_metrics(one: dict[str, float], prompts: int, other: dict[str, float], more: int) -> dict[str, float]:
+    """The metrics that rewards logged for some prompts and for some more: means weighted by their numbers."""
+    pooled = {**one, **other}
+    for name in one.keys() & other.keys():
+        pooled[name] = (one[name] * prompts + other[name] * more) / (prompts + more)
     return pooled

@@ -1,11 +1,12 @@
 """Checkpoints: a folder that is complete or absent, safetensors and JSON only, from which a run resumes bit for bit.
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
-that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference, and
-``state.json``: everything else that the next step depends on (`saved_state`). If the weights are sharded, ``shards/``
-holds each rank's slices of masters, optimizer and reference instead. The manifest, with a hash of every file, is
-written last; a folder without one is never used, nor is one whose files do not fit each other. A step is saved before
-it is evaluated, so that no failing evaluation loses it; what the evaluation changes in the state is then added as
+that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference,
+``rollouts.safetensors`` and ``.json`` with the groups that an asynchronous run has not learned yet, and ``state.json``:
+everything else that the next step depends on (`saved_state`). If the weights are sharded, ``shards/`` holds each rank's
+slices of masters, optimizer and reference instead. The manifest, with a hash of every file, is written last; a folder
+without one is never used, nor is one whose files do not fit each other. A step is saved before it is evaluated, so that
+no failing evaluation loses it; what the evaluation changes in the state is then added as
 ``state_after_evaluation.json``, with its own hash.
 """
 
@@ -55,6 +56,7 @@ def save_checkpoint(
     tokenizer: Any,
     dtype: str | None,
     resumable: bool = True,
+    write_files: Callable[[Path], None] = lambda folder: None,
 ) -> bool:
     """Write the checkpoint of a step, or only the state if it exists. Without ``resumable`` only policy and state.
 
@@ -69,7 +71,7 @@ def save_checkpoint(
         ranks.on_main("saving a checkpoint", lambda: write_json(folder / LATER_STATE, later))
         return False
     if isinstance(updater.masters, FsdpMasters):
-        _save_sharded(run, full_state, updater, updater.masters, tokenizer, dtype, resumable)
+        _save_sharded(run, full_state, updater, updater.masters, tokenizer, dtype, resumable, write_files)
         return True
     masters = updater.masters.state_dict()
     files = {MASTERS: masters}
@@ -82,6 +84,8 @@ def save_checkpoint(
         with run.folder(checkpoint_name(step)) as unfinished:
             for name, tensors in files.items() if resumable else ():
                 write_safetensors(unfinished / name, tensors)
+            if resumable:
+                write_files(unfinished)
             write_json(unfinished / STATE, full_state)
             export_model(
                 model,
@@ -104,6 +108,7 @@ def _save_sharded(
     tokenizer: Any,
     dtype: str | None,
     resumable: bool,
+    write_files: Callable[[Path], None],
 ) -> None:
     """Write a checkpoint of a sharded model: each rank its slices, rank 0 the rest and, when all have, the manifest."""
     ranks, name, model = masters.ranks, checkpoint_name(int(state["step"])), masters.model
@@ -115,6 +120,8 @@ def _save_sharded(
         options["weights"] = collect_weights(model, getattr(torch, chosen), ranks)
 
     def write(unfinished: Path) -> None:
+        if resumable:
+            write_files(unfinished)
         write_json(unfinished / STATE, state)
         export_model(model, unfinished / POLICY, **options)
 

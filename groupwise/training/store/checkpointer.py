@@ -16,11 +16,11 @@ from groupwise.rundir import RunDir
 from groupwise.text import Say, plural
 from groupwise.training.components import RunComponents
 from groupwise.training.monitor.question_log import QuestionLog
-from groupwise.training.state import Stateful, TrainState
+from groupwise.training.state import Stateful, StatefulFiles, TrainState
 from groupwise.training.store import checkpoint
 from groupwise.training.store.recorder import rewind
 from groupwise.training.store.run_folder import TRAINING_PAIRS, TRAINING_ROWS
-from groupwise.training.store.saved_state import check_state
+from groupwise.training.store.saved_state import ROLLOUTS, check_state
 from groupwise.training.update.updater import Updater
 
 
@@ -28,6 +28,7 @@ class Checkpointer:
     """Writes checkpoints into the run folder, prunes old ones, and restores one. ``parts`` are saved by name.
 
     changed: inputs that differ from those that the run was started with; what is saved about their rows is not used.
+    rollouts: the groups of an asynchronous run.
     """
 
     def __init__(
@@ -42,10 +43,11 @@ class Checkpointer:
         say: Say,
         changed: Collection[str] = (),
         ranks: Ranks | None = None,
+        rollouts: StatefulFiles | None = None,
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.generator, self.say = question_log, updater, generator, say
-        self.changed, self.ranks = changed, ranks or Ranks()
+        self.changed, self.ranks, self.rollouts = changed, ranks or Ranks(), rollouts
         self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
@@ -86,6 +88,7 @@ class Checkpointer:
             tokenizer=self.components.tokenizer,
             dtype=settings.export_dtype,
             resumable=settings.resumable,
+            write_files=(lambda folder: None) if self.rollouts is None else self.rollouts.write_files,
         )
 
         def finish() -> None:
@@ -107,11 +110,20 @@ class Checkpointer:
             )
         self.state.load_json(saved["train"])
         if TRAINING_ROWS in self.changed:
-            saved = {**saved, "order": self._next_epoch(saved["order"], len(self.components.train)), "questions": {}}
+            order = self._next_epoch(saved["order"], len(self.components.train))
+            saved = {**saved, "order": order, "questions": {}, ROLLOUTS: None}
         if TRAINING_PAIRS in self.changed and saved["pairs"] is not None:
             saved = {**saved, "pairs": self._next_epoch(saved["pairs"], len(self.components.pairs.train))}
         for name, part in self.parts.items():
             part.load_state(saved[name])
+        if self.rollouts is not None:
+            self.rollouts.load_state(saved.get(ROLLOUTS))
+            self.rollouts.read_files(folder)
+        elif saved.get(ROLLOUTS):
+            raise ConfigError(
+                "this run has asynchronous rollouts, and its checkpoint holds groups that were not learned yet; resume "
+                "it with train.max_staleness 1 or more"
+            )
         self._loaded = saved
 
     def _next_epoch(self, order: Mapping[str, Any], rows: int) -> dict[str, Any]:
@@ -160,6 +172,7 @@ class Checkpointer:
             "max_num_seqs": self.generator.max_num_seqs,
             "threads": torch.get_num_threads(),
             "supervised": self.components.supervised,
+            **({} if self.rollouts is None else {ROLLOUTS: self.rollouts.state()}),
         }
 
     def _write_best(self) -> str | None:

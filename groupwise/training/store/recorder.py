@@ -22,6 +22,7 @@ from groupwise.rundir import RunDir, read_json, read_metrics
 from groupwise.rundir.run import METRICS
 from groupwise.text import Say, error_reason, one_line
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
+from groupwise.training.store.arrivals import rewind_arrivals
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
 
 MetricValue = float | int | None
@@ -189,6 +190,7 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
     def is_evaluation(row: Mapping[str, Any]) -> bool:
         return all(name.startswith(EVAL_PREFIX) for name in row.keys() - {"step"})
 
+    arrivals = rewind_arrivals(run.path, step)
     note = run.metrics.rewind(step, drop=lambda row: not evaluated and row["step"] == step and is_evaluation(row))
     for path in [path for number, path in rollout_files(run.path / ROLLOUTS).items() if number > step]:
         try:
@@ -198,7 +200,7 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
     recorded = {row["step"] for row in read_metrics(run.metrics.path) if not is_evaluation(row)}
     lost = missing_steps(recorded, step)
     gap = f"{run.metrics.path.name} lacks the metrics of {lost}: they are lost, and the curves have a gap there"
-    return [*([note] if note else []), *([gap] if lost else [])]
+    return [*([note] if note else []), *([arrivals] if arrivals else []), *([gap] if lost else [])]
 
 
 def missing_steps(recorded: Collection[int], last: int) -> str:

@@ -17,6 +17,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Step = Annotated[int, Field(ge=-1, lt=2**53)]  # -1: not yet
 Metrics = dict[str, float | str | None]
+ROLLOUTS = "rollouts"
 
 
 class _Part(BaseModel):
@@ -62,6 +63,21 @@ class _HealthChecks(_Part):
     said: dict[str, Count]
 
 
+class _Rollouts(_Part):
+    next_number: Count
+    redraw: list[Count]
+    lost: list[Count]
+    ready: list[Count]
+    unfinished: list[Annotated[list[Count], Field(min_length=2, max_length=2)]]  # group and row
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> _Rollouts:
+        numbers = [*self.lost, *self.ready, *(number for number, _ in self.unfinished)]
+        if len(set(numbers)) < len(numbers) or any(number >= self.next_number for number in numbers):
+            raise ValueError(f"its groups are not distinct numbers below {self.next_number}")
+        return self
+
+
 class _State(_Part):
     step: Count
     refreshes: Count
@@ -75,6 +91,7 @@ class _State(_Part):
     max_num_seqs: Positive
     threads: Annotated[int, Field(ge=1, le=4096)]
     supervised: bool
+    rollouts: _Rollouts | None = None  # of an asynchronous run
 
     @model_validator(mode="after")
     def _check_steps(self) -> _State:

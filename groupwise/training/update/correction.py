@@ -34,6 +34,11 @@ def corrects_sampler(step_recipe: Recipe) -> bool:
     return any(bound is not None for bound in bounds)
 
 
+def weights_by_sampler(step_recipe: Recipe) -> bool:
+    """Whether the loss is weighted by trainer / sampler probability."""
+    return step_recipe.loss.importance_cap is not None or step_recipe.loss.importance_floor is not None
+
+
 def masks_by_sampler(step_recipe: Recipe) -> bool:
     """Whether the correction may give a token the weight 0."""
     loss = step_recipe.loss
@@ -47,7 +52,7 @@ def correct_sampler(
     """The weight of each token ``(n, T)`` in the policy loss; ``logps`` are the trainer's before the first update."""
     loss = step_recipe.loss
     weights, truncated, masked = torch.ones_like(logps), 0, 0
-    if loss.importance_cap is not None or loss.importance_floor is not None:
+    if weights_by_sampler(step_recipe):
         mode, low, high = loss.importance_sampling, loss.importance_floor, loss.importance_cap
         weights = importance_weights(logps, sampler_logps, mask, mode=mode, low=low, high=high)
         ratio = log_ratio(logps, sampler_logps, mask, "sequence_product" if "sequence" in mode else "token").exp()
@@ -70,7 +75,7 @@ def correction_metrics(counts: Sequence[CorrectionCounts], step_recipe: Recipe) 
     sequences = sum(count.sequences for count in counts) or math.nan
     metrics = {"sampler/importance_mean": sum(count.weight for count in counts) / tokens}
     loss = step_recipe.loss
-    if loss.importance_cap is not None or loss.importance_floor is not None:
+    if weights_by_sampler(step_recipe):
         kind = "truncated" if "truncate" in loss.importance_sampling else "masked"
         metrics[f"sampler/importance_{kind}"] = sum(count.truncated + count.masked for count in counts) / tokens
     if loss.rejection_low is not None or loss.rejection_high is not None:

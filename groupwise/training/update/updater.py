@@ -27,7 +27,7 @@ from groupwise.text import Say
 from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError, halve_budget, retry_with_less_memory
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
 from groupwise.training.preference.reference_cache import pair_completions, pair_logps
-from groupwise.training.update.correction import correct_sampler, corrects_sampler
+from groupwise.training.update.correction import correct_sampler, corrects_sampler, weights_by_sampler
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
 from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, longest_sequence
 from groupwise.training.update.objective import MicroBatch, Objective, ObjectiveTerm, active_terms, needs_ref_logps
@@ -65,16 +65,22 @@ class Updater:
         self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
-        """Add the log-probs that must be computed before the first update of a batch: ``old`` ones if the batch is used
-        more than once, the reference's, and importance weights."""
-        old = old and any(term.needs_old_logps for term in active_terms(step_recipe))
+        """Add the log-probs that must be known before the first update of a batch: ``old`` ones if the batch is used
+        more than once, the reference's, and importance weights.
+
+        With asynchronous rollouts, older weights have sampled: the ratio is π_θ / π_sampler, as in TRL and prime-rl, or
+        with importance weights between the sampler and the current policy, π_θ / π_old (decoupled PPO, AReaL)."""
+        needs_old = any(term.needs_old_logps for term in active_terms(step_recipe))
         corrected, pairs = corrects_sampler(step_recipe), minibatch.pairs
+        old = old and needs_old
+        if needs_old and step_recipe.train.max_staleness and not weights_by_sampler(step_recipe):
+            old, minibatch.old_logps = False, minibatch.sampler_logps
         if len(minibatch) and (old or corrected):
-            old_logps = self._logps(minibatch, step_recipe).logps.cpu()
-            minibatch.old_logps = old_logps if old else None
+            logps = self._logps(minibatch, step_recipe).logps.cpu()
+            minibatch.old_logps = logps if old else minibatch.old_logps
             if corrected:
                 minibatch.weights, minibatch.correction = correct_sampler(
-                    old_logps, minibatch.sampler_logps, minibatch.mask, step_recipe
+                    logps, minibatch.sampler_logps, minibatch.mask, step_recipe
                 )
         if self.reference is None:
             return

@@ -53,6 +53,10 @@ def warned(metrics, settings=None, *, steps=WINDOW, start=1, metric="accuracy"):
         ("no_learning_signal", {"signal/contributing": 0.0}, {},
          ["10 steps", "sampling.samples_per_prompt, now 4", "sampling.temperature, now 1", "are all equal; use"]),
         ("no_learning_signal", {"signal/contributing": 0.0, "mask_ratio": 0.9}, {}, ["answers that differ are masked"]),
+        ("stale", {"async/staleness_max": 2.0, "clip_ratio/region_mean": 0.25, "sampler/logp_difference_mean": 0.1},
+         {"train.max_staleness": 2}, ["of 25% of the tokens", "train.max_staleness, now 2", "learning_rate, now"]),
+        ("stale", {"async/staleness_max": 1.0, "sampler/logp_difference_mean": 0.4}, {"train.max_staleness": 1},
+         ["differs by 0.4"]),
         ("answers_alike", {**UNSPLIT, "diversity/mean_distance": 0.2, "diversity/distance_between_prompts": 0.5}, {},
          ["to 75% of the prompts are all alike", "distance is 0.20", "different prompts 0.50",
           "sampling.temperature, now 1", "loss.kl_coef, now 0"]),
@@ -109,6 +113,8 @@ def test_each_warning_says_what_to_change(name, metrics, settings, parts):
         ({f"{SPLIT}4_groups": 2.0, "similarity_groups/n_single_member_groups": 4.0}, {}),
         ({"preference/weight": 0.1, "preference/pairs": 0.1, f"{REFUSED}tie": 7.0}, PAIRS),
         ({"preference/pairs": 0.0, f"{REFUSED}tie": 7.0}, PAIRS),
+        ({"async/staleness_max": 2.0, "clip_ratio/region_mean": 0.2, "sampler/logp_difference_mean": 0.3}, {}),
+        ({"async/staleness_max": 0.0, "clip_ratio/region_mean": 0.5}, {}),  # several passes over a fresh batch
         ({COSINE: -0.3}, PAIRS),
         ({COSINE: math.nan}, PAIRS),
         ({"preference/chosen_reward": -1.0, "preference/margin": 0.5}, PAIRS),
@@ -196,7 +202,7 @@ def test_a_resumed_run_gives_the_same_warnings(at):
 
 
 def test_the_names_of_the_warnings():
-    names = "kl_high kl_low masked no_answer no_learning_signal answers_alike answers_unrelated answers_scattered"
+    names = "kl_high kl_low masked no_answer no_learning_signal stale answers_alike answers_unrelated answers_scattered"
     assert list(CHECKS) == [*names.split(), "no_pairs", "preference_opposed", "chosen_unlikely"]
 
 

@@ -30,6 +30,7 @@ from tests.training.factories import (
     make_trainer,
     make_updater,
     moved_minibatch,
+    naive_logps,
     naive_terms,
     perturb,
     short_recipe,
@@ -121,6 +122,22 @@ def test_the_masks_of_these_cases_drop_some_samples_but_not_all(case, masked_out
     assert list(result) == ["off_policy"]
     assert len(result["off_policy"]) == masked_out < len(minibatch)
     assert set(result["off_policy"]) <= set(minibatch.samples)
+
+
+@pytest.mark.parametrize("loss", ["dapo", "gspo", "cispo"])
+def test_asynchronous_rollouts_are_learned_by_the_ratio_to_their_sampler(loss):
+    """Older weights have sampled: π_θ / π_sampler, also where a batch is used once and the ratio would be 1."""
+    settings = {"loss.name": loss, "loss.kl_coef": 0.3, "loss.kl": "unbiased", "train.max_staleness": 2}
+    recipe, batch, group_advantages, updater, minibatch, inputs = moved_minibatch(settings, old=False)
+    inputs["old"] = naive_logps(updater.handle, batch, PROMPTS, recipe)["sampler"]
+    terms = naive_terms(updater.handle, batch, group_advantages, PROMPTS, recipe, **inputs)
+    (result, *_) = check_update(updater, minibatch, recipe, terms, (40, 10**6))
+    assert abs(result.statistics["ratio"] - 1) > 0.01
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_with_an_importance_weight_they_are_learned_by_the_ratio_to_the_current_policy(old):
+    check_against_naive({"train.max_staleness": 2, "loss.importance_cap": 1.05}, old=old, budgets=(40,))
 
 
 def test_some_importance_weights_of_these_cases_are_capped():
