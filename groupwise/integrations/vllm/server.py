@@ -80,6 +80,14 @@ class Server:
         self.check_length(self.needed_length)
         return api
 
+    def look(self) -> None:
+        """Note in ``failure`` whether the server answers."""
+        try:
+            self.inspect()
+            self.failure = ""
+        except ServerError as error:
+            self.failure = str(error)
+
     def check_length(self, needed: int) -> None:
         """Raise an error if a prompt with its completion does not fit."""
         if self._length < needed:
@@ -140,9 +148,6 @@ class Server:
         if self._api is None or self._api.identity(self.client) != self._identity:
             raise ServerError(f"the server {self.url} was restarted, or another run has changed its weights")
         return completions
-
-    def check_health(self) -> None:
-        self.client.get_text("/health")
 
 
 def _read(reply: Any, count: int, vocabulary: int, url: str) -> list[tuple[list[int], list[float], str]]:
