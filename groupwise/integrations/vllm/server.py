@@ -27,8 +27,7 @@ class Probe:
     """A short text, and the log-probs of its tokens under the weights that a server should have."""
 
     def __init__(self, ids: list[int], logps: Tensor, half: bool) -> None:
-        self.ids, self.logps = ids, logps.double().tolist()  # of all tokens but the first
-        self.limit = HALF_PRECISION_DIFFERENCE if half else DIFFERENCE
+        self.ids, self.logps, self.half = ids, logps.double().tolist(), half  # log-probs of all tokens but the first
 
 
 class Server:
@@ -46,7 +45,7 @@ class Server:
         self.failure = ""
         self.loading = threading.Lock()
         self._api: VllmVersion | None = None
-        self._model, self._length = "", sys.maxsize
+        self._model, self._length, self._half = "", sys.maxsize, False
         self._identity = ""
 
     @property
@@ -60,6 +59,7 @@ class Server:
             settings = self.client.get("/server_info?config_format=json")["vllm_config"]
             config, device = settings["model_config"], settings["device_config"]["device"]
             mode, length = config["logprobs_mode"], int(config["max_model_len"])
+            self._half = str(config["dtype"]).removeprefix("torch.") in ("bfloat16", "float16", "half")
             untied = config.get("word_embeddings_untied_by_checkpoint") or config["hf_overrides"] == UNTIED
             self._model = str(self.client.get("/v1/models")["data"][0]["id"])
         except GroupwiseError:
@@ -133,7 +133,7 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url} did not return log-probs of a prompt: {error!r:.200}") from error
         difference = sum(abs(one - other) for one, other in zip(logps, probe.logps, strict=True)) / len(logps)
-        if not difference <= probe.limit:
+        if not difference <= (HALF_PRECISION_DIFFERENCE if self._half or probe.half else DIFFERENCE):
             raise ServerSetupError(
                 f"after loading the weights, the log-probs of the server {self.url} differ from the trainer's by "
                 f"{difference:.3g} per token; start it with the model that is trained (model.source)"
