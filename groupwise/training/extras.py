@@ -74,6 +74,9 @@ def _inputs(recipe: Recipe, reads_rows: bool) -> Iterator[Need]:
     for source, name in data_sources(recipe, rows=reads_rows and ":" not in recipe.task).items():
         if is_hub_id(source):
             yield Need(f"there is no file or folder {source} ({name}); reading it from the hub", "datasets", "hub")
+    if recipe.sampling.generator == "vllm" and (not recipe.vllm.servers or recipe.vllm.weights == "nccl"):
+        reason = "vllm.weights = 'nccl'" if recipe.vllm.servers else "sampling.generator = 'vllm' without vllm.servers"
+        yield Need(reason, "vllm", "vllm")
     for entry in recipe.rewards:
         if entry.function in REWARDS:
             yield Need(f"the reward {entry.function}", *REWARDS[entry.function])

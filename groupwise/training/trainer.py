@@ -529,6 +529,8 @@ class Trainer:
         if self._started:
             return  # iterated a second time: continue
         self._started = True
+        with self.ranks.stage("checking the generator"):
+            self.generator.check_health()
         folder = self.checkpointer.newest() if self.resuming else None
         if folder is None and not self.components.supervised:
             self._run_sft()

@@ -45,7 +45,7 @@ class VllmServer:
             "--max-num-seqs",
             "64",
         ]
-        self.command += ["--hf-overrides", json.dumps({"tie_word_embeddings": False})]
+        self.command += ["--hf-overrides", json.dumps({"tie_word_embeddings": False}), "--no-enable-chunked-prefill"]
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

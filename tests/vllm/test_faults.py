@@ -46,7 +46,8 @@ class Server(ThreadingHTTPServer):
         if route == "/version":
             return {"version": self.settings["version"]}
         if route == "/server_info":
-            model = {name: self.settings[name] for name in ("logprobs_mode", "max_model_len")} | {"hf_overrides": {}}
+            model = {name: self.settings[name] for name in ("logprobs_mode", "max_model_len")}
+            model |= {"hf_overrides": {}, "dtype": "torch.float32"}
             return {"vllm_config": {"model_config": model, "device_config": {"device": "cuda"}}}
         if route == "/v1/models":
             return {"data": [{"id": "served"}]}
@@ -104,9 +105,9 @@ class Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = reply
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model():
-    return load_model("tiny", dtype="float32", device="cpu")
+    return prepare(load_model("tiny", dtype="float32", device="cpu"))
 
 
 @pytest.fixture
@@ -216,6 +217,34 @@ def test_a_server_that_was_restarted_unnoticed_gets_the_weights_first(model, sta
     assert rollout.versions.unique().tolist() == [2]
     assert server.calls["/collective_rpc"] == loads + 1
     assert server.weights.endswith("-2")
+
+
+def test_an_aborted_completion_goes_on_after_its_tokens(model, start):
+    """As in an update of the weights: each token has the version of the weights that sampled it."""
+    (server,) = start()
+    generator = generator_of(model, [server])
+    generator.update_weights(0)
+    complete = server.completions
+
+    def cut(body):
+        reply = complete(body)
+        if "prompt_logprobs" not in body and len(body["prompt"]) == 3:  # not continued yet
+            for choice in reply["choices"]:
+                kept = 1 + choice["index"]
+                choice["token_ids"], choice["finish_reason"] = choice["token_ids"][:kept], "abort"
+                choice["logprobs"]["token_logprobs"] = [-0.5] * kept
+            if not server.calls["/moved"]:
+                server.calls["/moved"] += 1
+                generator.version = generator.servers[0].version = 1  # what an update does at last
+        return reply
+
+    server.completions = cut
+    rollout = generator.generate([[1, 2, 3]], 3, SAMPLING)
+    assert rollout.lengths.tolist() == [6] * 3
+    assert rollout.versions.tolist() == [[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
+    assert rollout.logps.tolist() == [[-0.5 if version == 0 else -1.5 for version in row] for row in rollout.versions]
+    first = rollout.ids.tolist()
+    assert sorted(server.prompts[1:]) == sorted((1, 2, 3, *row[: number + 1]) for number, row in enumerate(first))
 
 
 def test_a_reload_that_fails_midway_is_repeated_completely(model, start):

@@ -72,7 +72,10 @@ class InProcessGenerator:
             options = {"n": count // copies, "detokenize": False, "flat_logprobs": True}
             parameters += [SamplingParams(**options, **fields)] * copies
             inputs += [{"prompt_token_ids": request.prompts[prompt].tolist()}] * copies
-        outputs = llm.generate(inputs, parameters, use_tqdm=False)
+        try:
+            outputs = llm.generate(inputs, parameters, use_tqdm=False)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            raise VllmError(f"vLLM failed while it sampled: {type(error).__name__}: {error}") from error
         completions = [completion for output in outputs for completion in output.outputs]
         for sample, completion in zip(table.samples, completions, strict=True):
             table.extend(sample, completion.token_ids, completion.logprobs.logprobs, "", self.version)
@@ -114,7 +117,8 @@ class InProcessGenerator:
 
         find_version(vllm.__version__, "this environment")
         dtype = str(self.handle.dtype).removeprefix("torch.")
-        options: dict[str, Any] = {"hf_overrides": UNTIED} if self._on_cpu else {}
+        # With seeds, vLLM's sampler fails on the CPU for a prompt that is prefilled in several chunks.
+        options: dict[str, Any] = {"hf_overrides": UNTIED, "enable_chunked_prefill": False} if self._on_cpu else {}
         with tempfile.TemporaryDirectory(prefix="groupwise-vllm-") as folder:
             write_weights(self._weights(), Path(folder))
             self._write_config(Path(folder), dtype)

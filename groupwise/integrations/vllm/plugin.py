@@ -6,7 +6,7 @@ import os
 
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError, MissingExtraError, is_installed
+from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator
 from groupwise.integrations.vllm.client import ServerClient
 from groupwise.integrations.vllm.in_process import InProcessGenerator, check_in_process
@@ -22,8 +22,6 @@ def make_vllm(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Generator:
     settings = recipe.vllm
     if not settings.servers:
         check_in_process(ranks.size)
-        if not is_installed("vllm"):
-            raise MissingExtraError("sampling.generator = 'vllm' without vllm.servers", "vllm", "vllm")
         return InProcessGenerator(handle, recipe, _needed_length(recipe, handle))
     needed = _needed_length(recipe, handle) or 1
     key, tied = _api_key(settings.api_key_env), bool(handle.model.config.get_text_config().tie_word_embeddings)

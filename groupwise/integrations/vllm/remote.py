@@ -154,7 +154,7 @@ class RemoteGenerator:
         reasons = "; ".join(dict.fromkeys(server.failure for server in self.servers if server.failure))
         return VllmError(
             f"no vLLM server could be used for {self.wait:g} seconds (vllm.wait): {reasons or 'no reason is known'}. "
-            "Start the servers again, then continue the run with --resume"
+            "Start the servers, then the run again, with --resume if it has saved a step"
         )
 
     # --- sampling ----------------------------------------------------------------------------------------------------
@@ -303,15 +303,17 @@ class RemoteGenerator:
     # --- the rest of the protocol ------------------------------------------------------------------------------------
 
     def check_health(self) -> None:
-        """Raise an error if no server answers."""
-        failures = []
-        for server in self.servers if self.transfer is not None else ():
-            try:
-                server.check_health()
-            except ServerError as error:
-                failures.append(str(error))
-        if failures and len(failures) == len(self.servers):
-            raise VllmError("; ".join(failures))
+        """Raise an error if a server was started in the wrong way, or none answers within ``vllm.wait`` seconds."""
+        with self.ranks.stage("looking for the vLLM servers"):
+            deadline = time.monotonic() + self.wait
+            while self.transfer is not None:
+                for server in self.servers:
+                    server.look()
+                if not all(server.failure for server in self.servers):
+                    break
+                if time.monotonic() > deadline:
+                    raise self._nobody()
+                time.sleep(min(RETRY_SECONDS, self.wait))
 
     def release(self) -> None:
         """The memory is the servers' own."""

@@ -27,8 +27,7 @@ class Probe:
     """A short text, and the log-probs of its tokens under the weights that a server should have."""
 
     def __init__(self, ids: list[int], logps: Tensor, half: bool) -> None:
-        self.ids, self.logps = ids, logps.double().tolist()  # of all tokens but the first
-        self.limit = HALF_PRECISION_DIFFERENCE if half else DIFFERENCE
+        self.ids, self.logps, self.half = ids, logps.double().tolist(), half  # log-probs of all tokens but the first
 
 
 class Server:
@@ -46,7 +45,7 @@ class Server:
         self.failure = ""
         self.loading = threading.Lock()
         self._api: VllmVersion | None = None
-        self._model, self._length = "", sys.maxsize
+        self._model, self._length, self._half = "", sys.maxsize, False
         self._identity = ""
 
     @property
@@ -60,6 +59,7 @@ class Server:
             settings = self.client.get("/server_info?config_format=json")["vllm_config"]
             config, device = settings["model_config"], settings["device_config"]["device"]
             mode, length = config["logprobs_mode"], int(config["max_model_len"])
+            self._half = str(config["dtype"]).removeprefix("torch.") in ("bfloat16", "float16", "half")
             untied = config.get("word_embeddings_untied_by_checkpoint") or config["hf_overrides"] == UNTIED
             self._model = str(self.client.get("/v1/models")["data"][0]["id"])
         except GroupwiseError:
@@ -79,6 +79,14 @@ class Server:
         self._api, self._length = api, length
         self.check_length(self.needed_length)
         return api
+
+    def look(self) -> None:
+        """Note in ``failure`` whether the server answers."""
+        try:
+            self.inspect()
+            self.failure = ""
+        except ServerError as error:
+            self.failure = str(error)
 
     def check_length(self, needed: int) -> None:
         """Raise an error if a prompt with its completion does not fit."""
@@ -125,7 +133,7 @@ class Server:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ServerError(f"{self.url} did not return log-probs of a prompt: {error!r:.200}") from error
         difference = sum(abs(one - other) for one, other in zip(logps, probe.logps, strict=True)) / len(logps)
-        if not difference <= probe.limit:
+        if not difference <= (HALF_PRECISION_DIFFERENCE if self._half or probe.half else DIFFERENCE):
             raise ServerSetupError(
                 f"after loading the weights, the log-probs of the server {self.url} differ from the trainer's by "
                 f"{difference:.3g} per token; start it with the model that is trained (model.source)"
@@ -140,9 +148,6 @@ class Server:
         if self._api is None or self._api.identity(self.client) != self._identity:
             raise ServerError(f"the server {self.url} was restarted, or another run has changed its weights")
         return completions
-
-    def check_health(self) -> None:
-        self.client.get_text("/health")
 
 
 def _read(reply: Any, count: int, vocabulary: int, url: str) -> list[tuple[list[int], list[float], str]]:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.errors import ConfigError, MissingExtraError, is_installed
+from groupwise.errors import ConfigError
 from groupwise.integrations.vllm.client import ServerClient
 from groupwise.integrations.vllm.versions import NcclSender, VllmVersion
 from groupwise.rundir import atomic_folder
@@ -72,8 +72,6 @@ class NcclTransfer:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        if not is_installed("vllm"):
-            raise MissingExtraError("vllm.weights = 'nccl'", "vllm", "vllm")
         self.host, self.port, self.any_time = host, port, False  # later, the weights may be in the middle of an update
         self.weights: list[tuple[str, Tensor]] = []
         self._senders: dict[str, NcclSender] = {}
