@@ -61,15 +61,11 @@ def _asynchronous(recipe: Recipe) -> Iterator[str]:
             "the loss 'reinforce' has no ratio, so it cannot correct for the older weights that train.max_staleness "
             "allows; set loss.importance_cap, or use another loss"
         )
-    sampling = recipe.sampling
-    if (
-        train.max_staleness
-        and sampling.generator == "vllm"
-        and (sampling.top_k or sampling.top_p < 1 or sampling.min_p)
-    ):
+    filters = recipe.sampling.top_k or recipe.sampling.top_p < 1 or recipe.sampling.min_p
+    if train.max_staleness and recipe.sampling.generator == "vllm" and filters:
         yield (
-            "train.max_staleness learns by the ratio to the sampler's log-probs, which vLLM returns only without top_k, "
-            "top_p and min_p; leave them out, or set sampling.generator to 'engine'"
+            "train.max_staleness needs the sampler's log-probs, which vLLM does not return with top_k, top_p or "
+            "min_p; leave them out, or set sampling.generator to 'engine'"
         )
 
 
