@@ -73,12 +73,12 @@ def _message(scores: Scores, rows: Sequence[int]) -> dict[str, Any]:
         "rewards": scores.rewards,
         "dropped": scores.dropped,
         "failures": [[f.function, None if f.row is None else rows[f.row], f.reason] for f in scores.failures],
-        "extra": {name: [_plain(value) for value in values] for name, values in scores.extra.items()},
+        "extra": {name: [plain_value(value) for value in values] for name, values in scores.extra.items()},
         "metrics": {name: [value, scores.metric_counts[name]] for name, value in scores.metrics.items()},
     }
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """A value of an extra column as the rollout files would have it: a number or a text."""
     if getattr(value, "shape", None) == () and hasattr(value, "item"):
         value = value.item()

@@ -28,6 +28,11 @@ class StopRequest:
     def __bool__(self) -> bool:
         return self.signal is not None
 
+    @property
+    def requested(self) -> bool:
+        """Whether this process was asked to stop; in a run of several, the others may not know it yet."""
+        return bool(self)
+
     def agree(self) -> bool:
         """Whether to stop; a run of several processes decides it here."""
         return bool(self)

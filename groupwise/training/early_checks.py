@@ -12,6 +12,7 @@ from groupwise.model.source import check_source as check_model_source
 from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, plugin_names
 from groupwise.redaction import literal_secrets, resolve_secrets
 from groupwise.training.extras import check_extras, data_sources
+from groupwise.training.store.arrivals import read_arrivals
 from groupwise.user_code import load_function, names_file
 
 ROW_TASKS = ("rows", "gsm8k", "usmle")  # another task may read data.train in its own way
@@ -32,6 +33,8 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
         check_choice("task", recipe.task, tasks, ConfigError)
     generators = plugin_names(GENERATORS, BUILTIN_GENERATORS)
     check_choice("sampling.generator", recipe.sampling.generator, generators, ConfigError)
+    if training and recipe.train.replay is not None:
+        read_arrivals(recipe.train.replay)
     functions = [("task", recipe.task), *(("reward", entry.function) for entry in recipe.rewards)]
     if training:
         functions += [("loss", recipe.loss.name), ("advantage", recipe.advantages.function or "")]

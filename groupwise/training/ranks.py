@@ -58,6 +58,10 @@ class AgreedStop(StopRequest):
         super().__init__()
         self.own, self.ranks = own, ranks
 
+    @property
+    def requested(self) -> bool:
+        return self.own.signal is not None
+
     def agree(self) -> bool:
         number = max(self.ranks.gather(int(self.own.signal or 0)))
         if number and self.signal is None:

@@ -204,7 +204,7 @@ class Trainer:
             display=self.display,
             say=self.say,
             folder=self.run_dir.path,
-            stopped=lambda: bool(self.stopping),
+            stopped=lambda: self.stopping.requested,
             ranks=self.ranks,
         )
         parts: dict[str, Stateful] = {

@@ -60,7 +60,7 @@ class Group:
 
 
 @dataclass
-class _Mark:
+class _BetweenSteps:
     """The state between two steps, to which a step returns that is not finished."""
 
     order: dict[str, Any]
@@ -116,7 +116,9 @@ class AsyncCollector(RolloutCollector):
 
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
         """The batch of a step. If it cannot be collected, everything is as before the call."""
-        mark = _Mark(self.order.state(), list(self._groups), list(self._redraw), list(self._lost), self._next_number)
+        mark = _BetweenSteps(
+            self.order.state(), list(self._groups), list(self._redraw), list(self._lost), self._next_number
+        )
         self._draws, self._lines = 0, []
         try:
             result = super().collect(step, step_recipe, trainer_state, timer)

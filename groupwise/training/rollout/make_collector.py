@@ -10,14 +10,18 @@ from groupwise.config import Recipe
 from groupwise.data import Order
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
+from groupwise.generate.sharded import ShardedGenerator
 from groupwise.generate.types import Generator
 from groupwise.grouping.grouper import SimilarityGrouper
+from groupwise.grouping.sharded import ShardedGrouper
+from groupwise.rewards import Scorer
 from groupwise.text import Say
 from groupwise.training.components import RunComponents
 from groupwise.training.display.base import Display
 from groupwise.training.rollout.async_collector import AsyncCollector
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutCollector
+from groupwise.training.rollout.shared_collector import SharedCollector
 
 
 def make_collector(
@@ -31,7 +35,7 @@ def make_collector(
     say: Say,
     folder: Path,
     stopped: Callable[[], bool],
-    ranks: Ranks | None = None,
+    ranks: Ranks,
 ) -> RolloutCollector:
     """The collector of a run: asynchronous if ``train.max_staleness`` is above 0."""
     recipe, scorer = components.recipe, components.scorer
@@ -47,9 +51,22 @@ def make_collector(
     inputs = (components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages)
     if not recipe.train.max_staleness:
         return RolloutCollector(generator, *inputs, **settings)
-    if ranks is not None and ranks.size > 1:
+    settings |= {"recipe": recipe, "folder": folder, "stopped": stopped}
+    if not isinstance(generator, ShardedGenerator):
+        return AsyncCollector(generator, *inputs, **settings)
+    if not generator.remote:
         raise ConfigError(
-            f"train.max_staleness {recipe.train.max_staleness} samples ahead, which works in one process only; this "
-            f"run has {ranks.size}: set it to 0, or start one"
+            f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {ranks.size} processes "
+            "sample together, with the model that is trained; set it to 0, or sample on vLLM servers "
+            "(sampling.generator = 'vllm', vllm.servers)"
         )
-    return AsyncCollector(generator, *inputs, **settings, recipe=recipe, folder=folder, stopped=stopped)
+    if scorer is not None:
+        scorer = Scorer(scorer.functions, timeout=scorer.timeout, on_error=scorer.on_error)
+    if isinstance(grouper, ShardedGrouper):
+        settings["grouper"] = grouper.inner
+    return SharedCollector(
+        generator.inner,
+        *(components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages),
+        **settings,
+        ranks=ranks,
+    )
