@@ -101,7 +101,9 @@ def test_two_ranks_share_a_gpu(tmp_path):
         assert result["greedy"]
         assert result["device"] == "cuda"
     assert run(f"{HERE}:train_on_it", 2, str(tmp_path / "two")) == [2, 2]
-    small_trainer(tmp_path / "one", {"model": {"dtype": "float32"}, "loss": {"kl_coef": 0.1}, "train": {"steps": 2}}).run()
+    small_trainer(
+        tmp_path / "one", {"model": {"dtype": "float32"}, "loss": {"kl_coef": 0.1}, "train": {"steps": 2}}
+    ).run()
     (first, *_), (second, *_) = (metrics_of(tmp_path / name) for name in ("one", "two"))
     assert first["reward"] == pytest.approx(second["reward"], rel=1e-3)
     assert json.loads((tmp_path / "two" / "checkpoint-2" / "manifest.json").read_text())["files"]
