@@ -12,11 +12,12 @@ from torch import Tensor
 from groupwise.distributed.fsdp import ShardedWeights, full, is_sharded, local
 from groupwise.distributed.ranks import Ranks, connect
 from groupwise.distributed.shards import read_shards, shard_shapes, write_shards
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, InputError
 from groupwise.generate.engine import Engine
 from groupwise.generate.types import Sampling
 from groupwise.model.export import iter_full_weights
 from groupwise.model.handle import ModelHandle, prepare
+from groupwise.model.load import adopt_model
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.lora import LoraSettings, add_lora
 from groupwise.model.precision import set_precision
@@ -162,6 +163,8 @@ def mixed_precision(ranks: Ranks) -> dict[str, Any]:
     handle = shard_weights(handle, ranks, CPU)
     value, summed = gradients(SHARES[2][ranks.rank], handle, model)
     pairs = [(full(summed[name]).flatten(), one[name].float().flatten()) for name in one]
+    with pytest.raises(InputError, match="divided among processes already"):
+        adopt_model(model)
     return {
         "dtypes": sorted({str(tensor.dtype) for tensor in (*model.parameters(), *summed.values())}),
         "dtype": str(handle.dtype),

@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.distributed.shards import read_complete
-from groupwise.errors import CheckpointError
+from groupwise.errors import CheckpointError, InputError
 from groupwise.rundir import read_json
 from groupwise.training.store import checkpoint, sharded
 from groupwise.training.store.rollout_files import read_rollouts
+from groupwise.training.update.objective import Objective
 from tests.distributed.forks import Ended, drive, fork_ranks, values
 from tests.distributed.test_training import CASES, train
 from tests.training.runs import metrics_of
@@ -30,7 +31,7 @@ HERE = "tests.distributed.test_sharded_training"
 SHARDED: dict[str, Any] = {"model": {"sharding": "weights"}}
 COMPARED: dict[str, dict[str, Any]] = {
     "kl": {"model": {"gradient_checkpointing": True}},
-    "split_pairs": {"sampling": {"max_new_tokens": 12}},
+    "coupled_pairs": {},
     "kept": {},
     "lora": {"loss": {"kl_coef": 0.1}, "model": {"gradient_checkpointing": True}},
     "untied": {"loss": {"kl_coef": 0.1, "kl": "full"}},
@@ -79,8 +80,8 @@ def write_untied(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
-def run_all(folder: str) -> list[Any]:
-    """All runs of this module, in one process that forks: how the ranks ended, of which one was killed."""
+def run_all(folder: str) -> dict[str, Any]:
+    """All runs of this module, in one process that forks; how the ranks ended of which one was killed or failed."""
     root = Path(folder)
     for name in COMPARED:
         values(go(root, f"{name}-1", 1))
@@ -96,7 +97,10 @@ def run_all(folder: str) -> list[Any]:
         shutil.copytree(root / f"{name}-2", root / f"{name}-export")
         shutil.rmtree(root / f"{name}-export" / "run" / "model")
         values(go(root, f"{name}-export", 1, resume=True))  # there is no step to do
-    return [kill_while_saving(root, victim) for victim in (0, 1)]
+    return {
+        "killed": [kill_while_saving(root, victim) for victim in (0, 1)],
+        "failed": {kind: fail_in_a_pass(root, kind) for kind in FAILURES},
+    }
 
 
 def kill_while_saving(root: Path, victim: int) -> list[Any]:
@@ -117,16 +121,47 @@ def kill_while_saving(root: Path, victim: int) -> list[Any]:
     return [[end.status for end in ended], ended[1 - victim].error, left, unfinished]
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail() -> None:
+    raise InputError("this rank cannot go on")
+
+
+def run_out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+FAILURES = {"die": die, "fail": fail, "memory": run_out_of_memory}
+
+
+def fail_in_a_pass(root: Path, kind: str) -> list[Any]:
+    """Something happens to rank 1 between a forward pass and its backward pass, while rank 0 waits for its weights."""
+    original = Objective.terms
+
+    def terms(objective: Objective, micro_batch: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            FAILURES[kind]()
+        return original(objective, micro_batch)
+
+    Objective.terms = terms  # type: ignore[method-assign]
+    ended = go(root, f"kl-{kind}", 2, SHARDED)
+    Objective.terms = original  # type: ignore[method-assign]
+    return [[end.status, end.error] for end in ended]
+
+
 class Runs(NamedTuple):
     root: Path
     killed: list[Any]
+    failed: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
     root = tmp_path_factory.mktemp("runs")
     write_untied(root / "untied-model")
-    return Runs(root, drive(f"{HERE}:run_all", str(root)))
+    return Runs(root, **drive(f"{HERE}:run_all", str(root)))
 
 
 def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
@@ -185,6 +220,17 @@ def test_a_rank_that_is_killed_while_saving_leaves_no_half_of_a_checkpoint(runs,
     tensors, others = saved(runs.root / f"kl-killed{victim}" / "run", 2), saved(runs.root / "kl-2" / "run", 2)
     assert tensors.keys() == others.keys()
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [("die", "another rank died"), ("fail", "rank 1 failed while updating: this rank"), ("memory", "lower train.token_budget")],
+)
+def test_a_rank_that_fails_in_a_pass_ends_the_others(runs, kind, words):
+    (status, error), (failed, _) = runs.failed[kind]
+    assert status == 2
+    assert words in error
+    assert failed == (-signal.SIGKILL if kind == "die" else 2)
 
 
 def check_same_files(one: Path, other: Path) -> None:
