@@ -309,7 +309,8 @@ def test_names_of_other_libraries_are_settings_with_valid_values():
         ("loss.beta", "; did you mean 'loss.kl_coef'?"),
         ("preferance.beta", "; did you mean 'preference.beta'?"),  # only the section is misspelt
         ("trian.batch_size", "; did you mean 'train.batch_size'?"),
-        ("use_vllm", "; groupwise samples with its own engine, so there is nothing to set"),
+        ("use_vllm", "; did you mean `--sampling.generator vllm`? (groupwise's own engine is the default)"),
+        ("cache_implementation", "; groupwise samples with its own engine, so there is nothing to set"),
         ("save_only_model", "; did you mean `--run.resumable false`?"),
         ("steps", "; did you mean 'train.steps' or 'sft.steps'?"),  # the usual one first
         ("report_to", "; did you mean 'run.tensorboard' or 'run.wandb'?"),
@@ -393,7 +394,7 @@ NAMES_OF_DESIGNS = {
         "bf16": ("model.dtype", "bfloat16"),
         "num_items_in_batch": ("", "the tokens of a mini-batch are counted"),
         "min_tokens_to_keep": ("", "at least one token is always kept"),
-        "use_vllm": ("", "its own engine"),
+        "use_vllm": ("sampling.generator", "own engine is the default"),
     },
     "similarity groups": {
         "adv_estimator": ("algorithm", ""),

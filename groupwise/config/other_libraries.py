@@ -30,6 +30,7 @@ _PROMPTS = f"it counts prompts, where TRL counts completions: divide by num_gene
 _TOKENS = "a number of tokens"
 _PER_PROMPT = "a number of completions of each prompt"
 _ENGINE = _hint(note="groupwise samples with its own engine, so there is nothing to set")
+_SERVER = _hint("vllm.servers", note="it is an option of vLLM's server")
 _NONE = _hint(note="groupwise has no such setting")
 _BEST = "the best checkpoint by this metric is exported at the end"
 
@@ -49,18 +50,18 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "max_tokens": _hint("sampling.max_new_tokens"),
     "stop_strings": _hint("sampling.stop"),
     "generation_kwargs": _hint(note="each argument is a setting of [sampling]"),
-    "use_vllm": _ENGINE,
-    "vllm_mode": _ENGINE,
-    "vllm_model_impl": _ENGINE,
-    "vllm_enable_sleep_mode": _ENGINE,
-    "vllm_gpu_memory_utilization": _ENGINE,
-    "vllm_max_model_length": _ENGINE,
-    "vllm_tensor_parallel_size": _ENGINE,
-    "vllm_server_base_url": _ENGINE,
-    "vllm_server_host": _ENGINE,
-    "vllm_server_port": _ENGINE,
-    "vllm_server_timeout": _ENGINE,
-    "vllm_group_port": _ENGINE,
+    "use_vllm": _hint("sampling.generator", value="vllm", note="groupwise's own engine is the default"),
+    "vllm_mode": _hint("vllm.servers", note="their addresses; without any, vLLM runs in the same process"),
+    "vllm_model_impl": _SERVER,
+    "vllm_enable_sleep_mode": _hint("vllm.sleep"),
+    "vllm_gpu_memory_utilization": _hint("vllm.gpu_memory_utilization"),
+    "vllm_max_model_length": _SERVER,
+    "vllm_tensor_parallel_size": _SERVER,
+    "vllm_server_base_url": _hint("vllm.servers", note="a list of addresses"),
+    "vllm_server_host": _hint("vllm.servers", note="a list of addresses"),
+    "vllm_server_port": _hint("vllm.servers", note="a list of addresses"),
+    "vllm_server_timeout": _hint("vllm.wait"),
+    "vllm_group_port": _hint("vllm.nccl_port"),
     "use_transformers_continuous_batching": _ENGINE,
     "transformers_continuous_batching_config": _ENGINE,
     "use_transformers_paged": _ENGINE,

@@ -38,6 +38,9 @@ class Server(ThreadingHTTPServer):
         self.weights, self.key = "default", None
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
+    def handle_error(self, *arguments):
+        """A client that does not wait for the answer is what some tests are about."""
+
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}"
@@ -55,6 +58,8 @@ class Server(ThreadingHTTPServer):
             return {"weight_version": self.weights}
         if route == "/update_weight_version":
             self.weights = body["new_version"]
+        if route == "/reset_prefix_cache":
+            return {"success": True}
         if route == "/v1/completions":
             return self.completions(body)
         return {}
@@ -288,6 +293,15 @@ def test_a_server_that_hangs_is_left_after_the_timeout(model, start):
     assert generator.generate(PROMPTS * 2, 2, SAMPLING).lengths.tolist() == [6] * 12
     assert "did not answer within 1 seconds" in generator.servers[1].failure
     release.set()
+
+
+def test_a_server_that_keeps_prompts_of_the_old_weights_is_not_used(model, start):
+    (server,) = start()
+    server.broken["/reset_prefix_cache"] = lambda call: (200, '{"success": false}') if call == 1 else None
+    generator = generator_of(model, [server])
+    generator.update_weights(0)
+    assert server.calls["/collective_rpc"] == 2
+    assert generator.servers[0].version == 0
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ class Server:
             time.sleep(POLL)
             self.client.post("/pause?mode=abort")  # also those that arrived after the first call
         transfer.load(self.client, api)
-        self.client.post("/reset_prefix_cache")
+        if (self.client.post("/reset_prefix_cache") or {}).get("success") is not True:
+            raise ServerError(f"the server {self.url} still holds prompts that were computed with the old weights")
         self.client.post("/resume")
         self._check_weights(probe)
         self._identity = api.mark(self.client, name)

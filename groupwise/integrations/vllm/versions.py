@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from groupwise.integrations.vllm.client import ServerClient
-from groupwise.integrations.vllm.errors import ServerError, ServerSetupError
+from groupwise.integrations.vllm.errors import ServerError, ServerSetupError, VllmError
 
 Weights = Sequence[tuple[str, Tensor]]
 PACKAGES = {"0.26": "vllm==0.26.0", "0.32": "vllm==0.32.0"}
@@ -180,4 +180,5 @@ def reload_in_process(llm: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
     """Load weights into an engine of this process; both versions have the same method."""
     with torch.no_grad():
         llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-    llm.reset_prefix_cache()
+    if not llm.reset_prefix_cache():
+        raise VllmError("vLLM still holds prompts that were computed with the old weights")
