@@ -43,6 +43,15 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
             load_function(name, what=what)
 
 
+def check_processes(recipe: Recipe, processes: int) -> None:
+    """Raise an error if a run cannot have several processes."""
+    if processes > 1 and recipe.train.max_staleness:
+        raise ConfigError(
+            f"train.max_staleness {recipe.train.max_staleness} (asynchronous rollouts) works in one process, and this "
+            f"run has {processes}; set it to 0, or start one process"
+        )
+
+
 def secret_notes(recipe: Recipe) -> list[str]:
     """A recommendation if a recipe holds secrets itself."""
     names = [name for place, options in _options(recipe) for name in literal_secrets(options, place)]

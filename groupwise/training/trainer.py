@@ -204,7 +204,6 @@ class Trainer:
             say=self.say,
             folder=self.run_dir.path,
             stopped=lambda: bool(self.stopping),
-            ranks=self.ranks,
         )
         parts: dict[str, Stateful] = {
             "order": self.order,

@@ -8,8 +8,6 @@ from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.data import Order
-from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator
 from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.text import Say
@@ -31,7 +29,6 @@ def make_collector(
     say: Say,
     folder: Path,
     stopped: Callable[[], bool],
-    ranks: Ranks | None = None,
 ) -> RolloutCollector:
     """The collector of a run: asynchronous if ``train.max_staleness`` is above 0."""
     recipe, scorer = components.recipe, components.scorer
@@ -47,9 +44,4 @@ def make_collector(
     inputs = (components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages)
     if not recipe.train.max_staleness:
         return RolloutCollector(generator, *inputs, **settings)
-    if ranks is not None and ranks.size > 1:
-        raise ConfigError(
-            f"train.max_staleness {recipe.train.max_staleness} samples ahead, which works in one process only; this "
-            f"run has {ranks.size}: set it to 0, or start one"
-        )
     return AsyncCollector(generator, *inputs, **settings, recipe=recipe, folder=folder, stopped=stopped)
