@@ -118,10 +118,11 @@ def _launch(arguments: argparse.Namespace, recipe: Recipe) -> int:
         raise ConfigError(
             "--processes starts the processes itself; leave it out under torchrun, which has --nproc-per-node"
         )
-    from groupwise.training.early_checks import check_names
+    from groupwise.training.early_checks import check_names, check_processes
 
     _run_folder(arguments, recipe)  # an error once, not in every process
     check_names(recipe, training=True)
+    check_processes(recipe, arguments.processes)
     from groupwise.model.device import gpu_count, usable_cpus
 
     number, gpus = arguments.processes, gpu_count()

@@ -121,7 +121,8 @@ class DecodeGraphs:
                 self.step(rows, sampling)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.memory):
+        # thread_local: a reward in another thread may use the GPU meanwhile (asynchronous rollouts).
+        with torch.cuda.graph(graph, pool=self.memory, capture_error_mode="thread_local"):
             self.step(rows, sampling)
         self.inputs.copy_(saved_inputs)
         self.kept_used.copy_(saved_used)

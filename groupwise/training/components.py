@@ -43,7 +43,7 @@ from groupwise.tasks import Task, find_task, load_task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import BYTES, Display
-from groupwise.training.early_checks import secret_notes
+from groupwise.training.early_checks import check_processes, secret_notes
 from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
@@ -164,6 +164,7 @@ def load_inputs(
     ranks: Ranks | None = None,
 ) -> RunInputs:
     """Read the rows and find the rewards. ``task`` replaces the recipe's; ``rewards`` are added to the recipe's."""
+    check_processes(recipe, 1 if ranks is None else ranks.size)
     driven = make_schedule(recipe).driven
     samples = samples_completions(recipe, driven)
     if task is None and not samples and not names_rows(recipe):

@@ -56,9 +56,8 @@ def make_collector(
         return AsyncCollector(generator, *inputs, **settings)
     if not generator.remote:
         raise ConfigError(
-            f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {ranks.size} processes "
-            "sample together, with the model that is trained; set it to 0, or sample on vLLM servers "
-            "(sampling.generator = 'vllm', vllm.servers)"
+            f"train.max_staleness {recipe.train.max_staleness} samples ahead, which the generator "
+            f"{recipe.sampling.generator!r} of several processes cannot do; set it to 0"
         )
     if scorer is not None:
         scorer = Scorer(scorer.functions, timeout=scorer.timeout, on_error=scorer.on_error)

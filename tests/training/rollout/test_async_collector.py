@@ -15,12 +15,14 @@ import pytest
 import torch
 
 from groupwise.config import make_recipe
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError, ConfigError, RewardError
 from groupwise.generate.engine import Engine
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
 from groupwise.rewards import named
 from groupwise.rundir import read_json
+from groupwise.training.components import load_inputs
 from groupwise.training.rollout import make_collector as factory
 from groupwise.training.rollout.async_collector import AsyncCollector
 from groupwise.training.rollout.background import BackgroundThreads
@@ -28,7 +30,7 @@ from groupwise.training.rollout.saved_groups import GroupSource, read_groups, wr
 from groupwise.training.store.arrivals import ARRIVALS, Arrival, append_arrival, read_arrivals, rewind_arrivals
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Callback
-from tests.training.runs import ROWS, checkpoint_of, even, metrics_of, run_steps, small_trainer
+from tests.training.runs import ROWS, TASK, checkpoint_of, even, metrics_of, run_steps, small_recipe, small_trainer
 from tests.weights import wordllama
 
 STEPS = 5
@@ -427,16 +429,9 @@ def test_a_stop_while_rewards_are_pending_saves_without_waiting_for_them(tmp_pat
     assert rows[2]["async/dropped_unfinished"] == len(unfinished)
 
 
-@pytest.mark.slow
-def test_several_processes_are_refused(tmp_path):
-    class Two:
-        size = 2
-
-    with small_trainer(tmp_path, AHEAD) as trainer:
-        settings = {"grouper": None, "display": trainer.display, "say": print, "folder": tmp_path, "stopped": bool}
-        parts = (trainer.components, trainer.generator, trainer.order, trainer.compute_advantages)
-        with pytest.raises(ConfigError, match="one process"):
-            factory.make_collector(*parts, **settings, ranks=Two())
+def test_several_processes_are_refused_before_the_model_is_loaded():
+    with pytest.raises(ConfigError, match="one process, and this run has 2"):
+        load_inputs(small_recipe(AHEAD), task=TASK, rewards=[even], ranks=Ranks(1, 2))
 
 
 @pytest.mark.parametrize(
@@ -445,6 +440,7 @@ def test_several_processes_are_refused(tmp_path):
         ({"train": {"replay": "runs/a"}}, "set train.max_staleness"),
         ({"train": {"max_staleness": 1}, "loss": {"name": "reinforce"}}, "loss.importance_cap"),
         ({"train": {"max_staleness": -1}}, "max_staleness"),
+        ({"train": {"max_staleness": 1}, "sampling": {"generator": "vllm", "top_k": 5}}, "vLLM does not return"),
         ({"ramps": {"train.max_staleness": {"points": [[0, 0], [5, 2]]}}, "train": {"max_staleness": 1}}, "fixed"),
     ],
 )
