@@ -48,14 +48,14 @@ def check_processes(recipe: Recipe, processes: int) -> None:
     in_process = {"engine": True, "vllm": not recipe.vllm.servers}.get(recipe.sampling.generator, False)
     if processes > 1 and recipe.train.max_staleness and in_process:
         raise ConfigError(
-            f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {processes} processes sample "
-            "together, with the model that is trained; set it to 0, or sample on vLLM servers (sampling.generator = "
+            f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {processes} processes "
+            "sample together, with the model that is trained; set it to 0, or sample on vLLM servers (sampling.generator = "
             "'vllm', vllm.servers)"
         )
     if processes > 1 and recipe.model.sharding == "weights" and recipe.sampling.generator == "vllm" and in_process:
         raise ConfigError(
-            "model.sharding 'weights' divides the weights among the processes, but vLLM in a process needs all of them; "
-            "name servers (vllm.servers), or set sampling.generator to 'engine'"
+            "model.sharding 'weights' divides the weights among the processes, but vLLM in a process needs all of "
+            "them; name servers (vllm.servers), or set sampling.generator to 'engine'"
         )
 
 
