@@ -49,8 +49,8 @@ def check_processes(recipe: Recipe, processes: int) -> None:
     if processes > 1 and recipe.train.max_staleness and in_process:
         raise ConfigError(
             f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {processes} processes "
-            "sample together, with the model that is trained; set it to 0, or sample on vLLM servers (sampling.generator = "
-            "'vllm', vllm.servers)"
+            "sample together, with the model that is trained; set it to 0, or sample on vLLM servers "
+            "(sampling.generator = 'vllm', vllm.servers)"
         )
     if processes > 1 and recipe.model.sharding == "weights" and recipe.sampling.generator == "vllm" and in_process:
         raise ConfigError(
