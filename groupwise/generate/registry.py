@@ -18,6 +18,12 @@ MakeGenerator = Callable[[Recipe, ModelHandle, Ranks], Generator]
 
 
 def make_generator(recipe: Recipe, handle: ModelHandle, ranks: Ranks | None = None) -> Generator:
-    """The recipe's generator, which samples with the weights of ``handle``. Close it at the end."""
+    """The recipe's generator, which samples with the weights of ``handle``, and can do so now. Close it at the end."""
     make: MakeGenerator = load_plugin(GENERATORS, BUILTIN_GENERATORS, recipe.sampling.generator, "sampling.generator")
-    return make(recipe, handle, ranks or Ranks())
+    generator = make(recipe, handle, ranks or Ranks())
+    try:
+        generator.check_health()
+    except BaseException:
+        generator.close()
+        raise
+    return generator

@@ -492,7 +492,6 @@ class Trainer:
     def _start(self) -> None:
         if self.recorder is not None:
             return  # iterated a second time: continue
-        self.generator.check_health()
         folder = self.checkpointer.newest() if self.resuming else None
         if folder is None and not self.components.supervised:
             self._run_sft()
