@@ -19,11 +19,17 @@ MakeGenerator = Callable[[Recipe, ModelHandle, Ranks], Generator]
 
 
 def make_generator(recipe: Recipe, handle: ModelHandle, ranks: Ranks | None = None) -> Generator:
-    """The recipe's generator, which samples with the weights of ``handle``. Close it at the end.
+    """The recipe's generator, which samples with the weights of ``handle``, and can do so now. Close it at the end.
 
     With several ranks the prompts are divided among them, and all of them call it.
     """
     make: MakeGenerator = load_plugin(GENERATORS, BUILTIN_GENERATORS, recipe.sampling.generator, "sampling.generator")
     ranks = ranks or Ranks()
-    generator = make(recipe, handle, ranks)
+    with ranks.stage("starting the generator"):
+        generator = make(recipe, handle, ranks)
+        try:
+            generator.check_health()
+        except BaseException:
+            generator.close()
+            raise
     return generator if ranks.size == 1 else ShardedGenerator(generator, ranks, handle.sharded)

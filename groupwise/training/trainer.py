@@ -522,8 +522,6 @@ class Trainer:
     def _start(self) -> None:
         if self._started:
             return  # iterated a second time: continue
-        with self.ranks.stage("checking the generator"):
-            self.generator.check_health()
         folder = self.checkpointer.newest() if self.resuming else None
         if folder is None and not self.components.supervised:
             self._run_sft()

@@ -313,16 +313,15 @@ def test_a_server_that_keeps_prompts_of_the_old_weights_is_not_used(model, start
     ],
 )
 def test_a_server_that_was_started_wrongly_is_refused_with_the_command(model, start, settings, words):
-    generator = generator_of(model, start(**settings))
     with pytest.raises(ServerSetupError, match=words):
-        generator.update_weights(0)
+        generator_of(model, start(**settings))
 
 
 def test_development_routes_that_are_missing(model, start):
     (server,) = start()
     server.broken["/server_info"] = always(404, '{"detail": "Not Found"}')
     with pytest.raises(ServerSetupError, match="VLLM_SERVER_DEV_MODE=1"):
-        generator_of(model, [server]).update_weights(0)
+        generator_of(model, [server])
 
 
 def test_another_model_is_noticed(start):
@@ -342,7 +341,7 @@ def test_the_key_is_sent_and_never_shown(model, start, monkeypatch):
     (server,) = start()
     server.key = "very-secret-key"
     with pytest.raises(ServerSetupError, match=r"401.*vllm\.api_key_env"):
-        generator_of(model, [server]).update_weights(0)
+        generator_of(model, [server])
     with pytest.raises(ConfigError, match="VLLM_KEY, which is not set"):
         generator_of(model, [server], api_key_env="VLLM_KEY")
     monkeypatch.setenv("VLLM_KEY", "very-secret-key")

@@ -67,7 +67,7 @@ def test_a_run_of_smollm2_whose_server_is_killed(tmp_path):
             vllm={"servers": [server.url], "timeout": 120.0, "wait": 300.0},
             optimizer={"learning_rate": 2e-4},
             train={"steps": 2, "batch_size": 2, "accumulation": 1},
-            run={"checkpoint_every": 0, "plot": False, "tensorboard": False},
+            run={"checkpoint_every": 0, "resumable": False, "plot": False, "tensorboard": False},
         ) as trainer:
 
             def kill_in_step_two():
