@@ -224,7 +224,11 @@ def test_a_rank_that_is_killed_while_saving_leaves_no_half_of_a_checkpoint(runs,
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("die", "another rank died"), ("fail", "rank 1 failed while updating: this rank"), ("memory", "lower train.token_budget")],
+    [
+        ("die", "another rank died"),
+        ("fail", "rank 1 failed while updating: this rank"),
+        ("memory", "lower train.token_budget"),
+    ],
 )
 def test_a_rank_that_fails_in_a_pass_ends_the_others(runs, kind, words):
     (status, error), (failed, _) = runs.failed[kind]
