@@ -303,18 +303,20 @@ def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
 
 def _store(rank: int, size: int, timeout: datetime.timedelta) -> Any:
     """The store of torchrun's agent, or one that rank 0 has."""
-    from torch.distributed import TCPStore
+    from torch import distributed
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     serves = rank == 0 and not _agent_has_store()
-    return TCPStore(host, port, size, is_master=serves, timeout=timeout, multi_tenant=True)
+    stores: Any = distributed
+    return stores.TCPStore(host, port, size, is_master=serves, timeout=timeout, multi_tenant=True)
 
 
 def _attempt(store: Any) -> Any:
     """The store without what the processes before a restart have written to it, such as where they can be reached."""
-    from torch.distributed import PrefixStore
+    from torch import distributed
 
-    return PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    stores: Any = distributed
+    return stores.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _agent_has_store() -> bool:

@@ -341,6 +341,13 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
+def default_name(recipe: Recipe) -> str:
+    """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
+    if not names_rows(recipe) and not samples_completions(recipe):
+        return "pairs"
+    return recipe.task if ":" not in recipe.task else "run"
+
+
 def length_of(components: RunComponents) -> RunLength:
     """The number of steps and the phases of a run over its rows, or over its pairs if nothing is sampled."""
     recipe, samples = components.recipe, components.samples
