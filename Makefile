@@ -94,7 +94,7 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 	$(VERL)/bin/python -m pip install --quiet --constraint constraints-verl.txt --no-build-isolation --editable '.[verl]'
 	@touch $@
 
-test-vllm: $(VLLM_INSTALLED) ## run the tests with real vLLM servers on the CPU, in .venv-vllm; about 7 minutes on two cores
+test-vllm: $(VLLM_INSTALLED) ## run the tests with real vLLM servers on the CPU, in .venv-vllm; 14 minutes on two busy cores
 	$(VLLM)/bin/python -m pytest -m 'slow or not slow' tests/vllm
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt Makefile

@@ -118,3 +118,22 @@ def test_a_run_with_vllm_in_the_same_process(tmp_path):
     assert len(metrics) == 3
     assert all(row["sampler/logp_difference_max"] < 1e-3 for row in metrics if row["updates"])
     assert any(row["updates"] for row in metrics)
+
+
+def test_what_the_nccl_transfer_uses_exists():
+    """It cannot be run without two GPUs; the names and arguments of this version of vLLM are those that are used."""
+    code = """
+import inspect
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=1, world_size=2, rank=0, packed=True)
+assert {"client", "source"} <= set(inspect.signature(WeightTransferTrainerFactory.trainer_init).parameters)
+assert WeightSource.__abstractmethods__ == {"metadata", "__iter__"}
+assert [field for field in ParamMeta.__dataclass_fields__] == ["name", "dtype", "shape"]
+NCCLTrainerWeightTransferEngine.send_weights, NCCLTrainerWeightTransferEngine.shutdown
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **ENVIRONMENT}
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
