@@ -35,7 +35,7 @@ from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
-from groupwise.distributed.launch import is_main_process, reports
+from groupwise.distributed.launch import is_main_process, is_rank, reports
 from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean
 from groupwise.packaged import packaged_recipes
 from groupwise.paths import path_reason, show_path
@@ -118,6 +118,9 @@ def _run(words: list[str]) -> int:
             with _exits_reported():
                 return run(arguments)
     except GroupwiseError as error:
+        if is_rank():  # torchrun ends all processes once one has failed: this one still has to say why
+            with suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if reports(error):
             say_error(error)
         return 2

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -158,7 +159,7 @@ class Ranks:
 
     def _lasting_store(self) -> Any:
         """The store of torchrun's agent, without the prefix of this attempt."""
-        store: Any = self._store if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else None
+        store: Any = self._store if _agent_has_store() else None
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
         return store
@@ -202,7 +203,8 @@ class Ranks:
             where = f"while {self._stage} (rank {self.rank})"
             lost = f"no answer {where}; last seen: {', '.join(late.values())}. It is dead or hangs"
             reason = lost if late else f"another rank died or hangs {where}"
-            raise RankError(f"{reason} ({error_reason(error)})", main_is_lost=not late or 0 in late) from error
+            detail = re.sub(r"\[/\S+\] ", "", error_reason(error)).partition(". ")[0]  # without gloo's source file
+            raise RankError(f"{reason} ({detail})", main_is_lost=not late or 0 in late) from error
 
     def _note(self, stage: str) -> None:
         """Let the other ranks see what this one does, for the case that it dies or hangs."""
@@ -243,14 +245,38 @@ def connect(device: torch.device, timeout: float = TIMEOUT) -> Ranks:
     with ranks._collective():
         ranks._is_owner = not distributed.is_initialized()  # a script may train several times
         if ranks._is_owner:
-            distributed.init_process_group("gloo", timeout=limit)
-        ranks._store = distributed.distributed_c10d._get_default_store()
+            ranks._store = _attempt(_store(rank, size, limit))
+            distributed.init_process_group("gloo", store=ranks._store, rank=rank, world_size=size, timeout=limit)
+        else:
+            ranks._store = distributed.distributed_c10d._get_default_store()
         ranks._control = ranks._tensors = distributed.new_group(backend="gloo", timeout=limit)
     places = ranks.gather(f"{socket.gethostname()} {device}")
     if device.type == "cuda" and len(set(places)) == size:  # NCCL refuses two ranks on one device
         with ranks._collective():
             ranks._tensors = distributed.new_group(backend="nccl", timeout=limit)
     return ranks
+
+
+def _store(rank: int, size: int, timeout: datetime.timedelta) -> Any:
+    """The store of torchrun's agent, or one that rank 0 has."""
+    from torch import distributed
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and not _agent_has_store()
+    stores: Any = distributed
+    return stores.TCPStore(host, port, size, is_master=serves, timeout=timeout, multi_tenant=True)
+
+
+def _attempt(store: Any) -> Any:
+    """The store without what the processes before a restart have written to it, such as where they can be reached."""
+    from torch import distributed
+
+    stores: Any = distributed
+    return stores.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _agent_has_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _named(name: str, before: str) -> Any:

@@ -312,7 +312,7 @@ def names_rows(recipe: Recipe) -> bool:
     return recipe.task != "rows" or recipe.data.train is not None or recipe.data.held_out is not None
 
 
-def default_run_name(recipe: Recipe) -> str:
+def default_name(recipe: Recipe) -> str:
     """The run's name if the recipe has none: the task's, or "pairs" if nothing is sampled."""
     if not names_rows(recipe) and not samples_completions(recipe):
         return "pairs"

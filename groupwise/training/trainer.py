@@ -33,7 +33,7 @@ from groupwise.tasks.base import Task
 from groupwise.text import plural
 from groupwise.training.components import (
     check_training_inputs,
-    default_run_name,
+    default_name,
     length_of,
     load_components,
     load_inputs,
@@ -63,19 +63,13 @@ from groupwise.training.rollout.make_collector import make_collector
 from groupwise.training.seeds import derive_seed
 from groupwise.training.sft import SupervisedFineTuning
 from groupwise.training.state import Stateful, TrainState
-from groupwise.training.store.changes import record_changes
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
 from groupwise.training.store.inputs import describe_inputs
-from groupwise.training.store.recorder import Recorder, last_metrics, open_recorder
-from groupwise.training.store.run_folder import (
-    check_inputs,
-    mark_finished,
-    open_shared_run,
-    write_inputs,
-    write_recipe,
-)
+from groupwise.training.store.recorder import Recorder, last_metrics
+from groupwise.training.store.records import start_records
+from groupwise.training.store.run_folder import check_inputs, mark_finished, open_shared_run, write_inputs
 from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
@@ -135,7 +129,7 @@ class Trainer:
             )
             check_training_inputs(recipe, inputs)
         options: dict[str, Any] = {"recipe_file": recipe_file, "resume": resume, "overwrite": overwrite}
-        self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=default_run_name(recipe), **options)
+        self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=default_name(recipe), **options)
         self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
         try:
             with self.ranks.stage("loading the model"):
@@ -526,7 +520,6 @@ class Trainer:
     def _start(self) -> None:
         if self._started:
             return  # iterated a second time: continue
-        self._started = True
         folder = self.checkpointer.newest() if self.resuming else None
         if folder is None and not self.components.supervised:
             self._run_sft()
@@ -548,6 +541,7 @@ class Trainer:
                 say=self.say,
             )
         self.ranks.on_main("opening the records", self._start_records)
+        self._started = True
         self._call("on_start")
         if folder is None and self.recipe.evaluate.before_training and not self.stopping.agree():
             self.evaluate()
@@ -560,13 +554,8 @@ class Trainer:
         self.timer.take()  # what is not part of a step
 
     def _start_records(self) -> None:
-        """Write what the run is made with, and open its records and its display."""
         resumed_at = self.state.step if self.resuming else None
-        if self.resuming:
-            record_changes(self.run_dir, self.recipe, self._inputs, self.state.step)
-            write_inputs(self.run_dir, self._inputs, None)  # once it is certain that the run can be resumed with them
-        write_recipe(self.run_dir, self.recipe, self.say, resuming=self.resuming)
-        self.recorder = open_recorder(self.run_dir, self.recipe, resumed_at, self.say)
+        self.recorder = start_records(self.run_dir, self.recipe, self._inputs, self.say, resumed_at=resumed_at)
         facts = run_facts(self.components, self.run_dir.path, self.total_steps)
         self.display.start(facts, first_step=self.state.step, past=read_metrics(self.run_dir.path / METRICS))
 

@@ -16,7 +16,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import Recipe
 from groupwise.errors import MissingExtraError, RunDirError, is_installed
 from groupwise.rundir import RunDir, read_json, read_metrics
 from groupwise.rundir.run import METRICS
@@ -166,19 +165,6 @@ class Recorder:
             with suppress(Exception):
                 failed.close()
             self._say(f"{name} gets no more metrics: {error_reason(error)}. {CONTINUES}")
-
-
-def open_recorder(run: RunDir, recipe: Recipe, resumed_at: int | None, say: Say) -> Recorder:
-    """The recorder of a run, with the sinks that the recipe asks for."""
-    settings = recipe.run
-    return Recorder(
-        run,
-        tensorboard=settings.tensorboard,
-        wandb=settings.wandb,
-        settings=recipe.recorded(),
-        resumed_at=resumed_at,
-        say=say,
-    )
 
 
 def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
