@@ -769,7 +769,7 @@ def test_other_literals_do_not_come_from_core():
     others = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert others == {"model.dtype", "model.sharding", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule",
                    "loss.kl_aggregation",
-                   "model.sharding", "train.on_non_finite", "vllm.weights",
+                   "train.on_non_finite", "vllm.weights",
                    "run.export_dtype", "advantages.difficulty", "grouping.method", "grouping.dtype", "preference.pairs",
                    "preference.on_too_long"}  # fmt: skip
 
