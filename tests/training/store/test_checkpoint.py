@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from groupwise.distributed.ranks import Ranks
 from groupwise.errors import CheckpointError
 from groupwise.model.precision import MasterWeights
 from groupwise.rundir import RunDir, read_json, verify_manifest, write_json
@@ -38,7 +39,7 @@ class Policy:
     """A model that moves a little in every step, and can be saved."""
 
     def __init__(self, run: RunDir, *, dtype: torch.dtype = torch.float32, reference: bool = False) -> None:
-        self.run = run
+        self.run, self.ranks = run, Ranks()
         self.masters = MasterWeights(make_model(dtype))
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-3)
         self.reference = Reference(self.masters) if reference else None
