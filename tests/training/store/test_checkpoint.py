@@ -39,8 +39,7 @@ class Policy:
     """A model that moves a little in every step, and can be saved."""
 
     def __init__(self, run: RunDir, *, dtype: torch.dtype = torch.float32, reference: bool = False) -> None:
-        self.ranks = Ranks()
-        self.run = run
+        self.run, self.ranks = run, Ranks()
         self.masters = MasterWeights(make_model(dtype))
         self.optimizer = torch.optim.AdamW(self.masters.parameters(), lr=1e-3)
         self.reference = Reference(self.masters) if reference else None
