@@ -298,7 +298,7 @@ def test_invalid_options(request, name, options, message):
 
 def test_threads_that_score_at_the_same_time_get_the_scores_of_one(bert):
     """Asynchronous rollouts score several groups at once; some of these pairs are truncated, others are not."""
-    score = reward_model(model=bert, max_length=16)
+    score = reward_model(model=bert, max_length=16, label="good")
     calls = [(["word " * (3 + 9 * (number % 3))] * 4, ["an answer " * (1 + number)] * 4) for number in range(12)]
     expected = [score(*call) for call in calls]
     with ThreadPoolExecutor(6) as pool:
