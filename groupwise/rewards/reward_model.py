@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ def reward_model(
     encoder = _PairEncoder(tokenizer, classifier, chat, max_length, source)
     column = _output_column(classifier.config, label, source)
     _check_sample(classifier, encoder, source)
+    one_at_a_time = threading.Lock()  # a call changes the tokenizer's truncation and the classifier's padding token
 
     def reward_model(
         prompts: Sequence[Any],
@@ -74,13 +76,14 @@ def reward_model(
         log_metric: Callable[[str, float], None] | None = None,
         **_: Any,
     ) -> list[float]:
-        rows = [
-            encoder.encode(prompt, answer_of(completion, after))
-            for prompt, completion in zip(prompts, completions, strict=True)
-        ]
+        with one_at_a_time:
+            rows = [
+                encoder.encode(prompt, answer_of(completion, after))
+                for prompt, completion in zip(prompts, completions, strict=True)
+            ]
+            logits = _logits(classifier, [encoding for encoding, _ in rows], batch_size)
         if log_metric is not None and rows:
             log_metric("reward_model/truncated", sum(cut for _, cut in rows) / len(rows))
-        logits = _logits(classifier, [encoding for encoding, _ in rows], batch_size)
         return _scores(logits, classifier.config, column, scale).tolist()
 
     return reward_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,12 @@ def test_a_template_that_refuses_a_role(llama, tmp_path):
 def test_invalid_options(request, name, options, message):
     with pytest.raises(ConfigError, match=message):
         reward_model(model=request.getfixturevalue(name), **{"device": "cpu", **options})
+
+
+def test_threads_that_score_at_the_same_time_get_the_scores_of_one(bert):
+    """Asynchronous rollouts score several groups at once; some of these pairs are truncated, others are not."""
+    score = reward_model(model=bert, max_length=16, label="good")
+    calls = [(["word " * (3 + 9 * (number % 3))] * 4, ["an answer " * (1 + number)] * 4) for number in range(12)]
+    expected = [score(*call) for call in calls]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(lambda call: score(*call), calls * 3)) == expected * 3
