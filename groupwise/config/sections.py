@@ -184,7 +184,7 @@ class SamplingSection(Section):
 
 
 class VllmSection(Section):
-    """vLLM as the sampler (sampling.generator = "vllm"): servers, or in this process"""
+    """vLLM as the generator: servers, or in this process"""
 
     servers: list[str] = Field(default_factory=list)
     """addresses of vLLM servers, such as http://host:8000; without any, vLLM runs in this process"""
