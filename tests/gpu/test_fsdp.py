@@ -69,6 +69,7 @@ def test_one_rank(dtype, backend):
     from torch import distributed
     from torch.distributed.device_mesh import init_device_mesh
 
+    torch.cuda.set_device(0)  # else a mesh warns
     address = f"tcp://127.0.0.1:{free_port()}"
     distributed.init_process_group(backend, init_method=address, rank=0, world_size=1)
     try:
@@ -82,6 +83,7 @@ def test_one_rank(dtype, backend):
 
 
 def share_the_gpu() -> dict[str, Any]:
+    torch.cuda.set_device(0)
     ranks = connect(CUDA)
     return compare(ranks, ranks.mesh(CUDA), torch.float32, [[0, 1], []][ranks.rank])
 
