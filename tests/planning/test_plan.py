@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.cli import main
-from groupwise.config import make_recipe
+from groupwise.config import make_recipe, with_settings
 from groupwise.errors import ConfigError
 from groupwise.planning.gpus import GPUS
 from groupwise.planning.layouts import COLOCATED, DISAGGREGATED, colocated, disaggregated, train_share
 from groupwise.planning.memory import training_bytes
-from groupwise.planning.plan import advice, bound, make_plan, plan_step
+from groupwise.planning.plan import advice, bound, make_plan, plan_step, recommended_settings
 from groupwise.planning.shapes import SHAPES
 from groupwise.planning.work import StepWork
 
@@ -219,6 +219,15 @@ def test_wrong_words_get_a_sentence(capsys, words, message):
     assert (status, out) == (2, "")
     assert message in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("shape", "gpus"), [("qwen2.5-0.5b", 1), ("qwen2.5-7b", 64), ("llama-3.1-70b", 1024)])
+def test_what_is_recommended_are_settings(shape, gpus):
+    plan = plan_step(SHAPES[shape], StepWork(512, 250, 16, 1000, 1024, checkpointing=True), H100, gpus)
+    servers = make_recipe({"vllm": {"servers": ["http://host:8000"]}})
+    for layout in plan.layouts:
+        recommended = recommended_settings(layout)
+        assert with_settings(servers, recommended).get("sampling.generator") == recommended["sampling.generator"]
 
 
 def test_what_is_said_to_help_does_help():
