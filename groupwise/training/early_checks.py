@@ -45,17 +45,19 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
 
 def check_processes(recipe: Recipe, processes: int) -> None:
     """Raise an error if a run cannot have several processes."""
-    in_process = {"engine": True, "vllm": not recipe.vllm.servers}.get(recipe.sampling.generator, False)
-    if processes > 1 and recipe.train.max_staleness and in_process:
+    if processes == 1:
+        return
+    generator = recipe.sampling.generator
+    if generator == "vllm" and not recipe.vllm.servers:
+        raise ConfigError(
+            f"vLLM can be used in the process that trains if there is one, not {processes}; start servers and "
+            "name them in vllm.servers"
+        )
+    if recipe.train.max_staleness and generator == "engine":
         raise ConfigError(
             f"train.max_staleness {recipe.train.max_staleness} samples ahead, but this run's {processes} processes "
             "sample together, with the model that is trained; set it to 0, or sample on vLLM servers "
             "(sampling.generator = 'vllm', vllm.servers)"
-        )
-    if processes > 1 and recipe.model.sharding == "weights" and recipe.sampling.generator == "vllm" and in_process:
-        raise ConfigError(
-            "model.sharding 'weights' divides the weights among the processes, but vLLM in a process needs all of "
-            "them; name servers (vllm.servers), or set sampling.generator to 'engine'"
         )
 
 

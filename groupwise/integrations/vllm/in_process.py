@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.errors import ConfigError
 from groupwise.generate.request import Request
 from groupwise.generate.types import Progress, Rollout, Sampling, Stop
 from groupwise.integrations.vllm.errors import VllmError
@@ -165,11 +164,3 @@ class InProcessGenerator:
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
-
-
-def check_in_process(ranks: int) -> None:
-    if ranks > 1:
-        raise ConfigError(
-            f"vLLM can be used in the process that trains if there is one, not {ranks}; start servers and name them in "
-            "vllm.servers"
-        )

@@ -9,7 +9,7 @@ from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator
 from groupwise.integrations.vllm.client import ServerClient
-from groupwise.integrations.vllm.in_process import InProcessGenerator, check_in_process
+from groupwise.integrations.vllm.in_process import InProcessGenerator
 from groupwise.integrations.vllm.remote import RemoteGenerator
 from groupwise.integrations.vllm.server import Server
 from groupwise.integrations.vllm.weights import make_transfer
@@ -21,7 +21,6 @@ def make_vllm(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Generator:
     """Completions from the servers of [vllm], or without any from vLLM in this process."""
     settings = recipe.vllm
     if not settings.servers:
-        check_in_process(ranks.size)
         return InProcessGenerator(handle, recipe, _needed_length(recipe, handle))
     needed = _needed_length(recipe, handle) or 1
     key, tied = _api_key(settings.api_key_env), bool(handle.model.config.get_text_config().tie_word_embeddings)

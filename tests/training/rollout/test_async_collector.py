@@ -429,9 +429,11 @@ def test_a_stop_while_rewards_are_pending_saves_without_waiting_for_them(tmp_pat
     assert rows[2]["async/dropped_unfinished"] == len(unfinished)
 
 
-def test_several_processes_are_refused_before_the_model_is_loaded():
-    with pytest.raises(ConfigError, match="2 processes sample together"):
-        load_inputs(small_recipe(AHEAD), task=TASK, rewards=[even], ranks=Ranks(1, 2))
+@pytest.mark.parametrize(("generator", "words"), [("engine", "2 processes sample together"), ("vllm", "one, not 2")])
+def test_what_several_processes_cannot_do_is_refused_before_the_model_is_loaded(generator, words):
+    recipe = small_recipe(AHEAD, {"sampling": {"generator": generator}})
+    with pytest.raises(ConfigError, match=words):
+        load_inputs(recipe, task=TASK, rewards=[even], ranks=Ranks(1, 2))
 
 
 @pytest.mark.parametrize(
