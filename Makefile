@@ -13,7 +13,7 @@ AUDIT := .venv-audit
 AUDIT_INSTALLED := $(AUDIT)/.installed
 
 .PHONY: help setup train train-seeds test test-all test-crash lint format docs build bench bench-control soak test-gpu test-verl \
-  test-vllm audit clean
+  test-vllm test-vllm-short audit clean
 
 help: ## list the commands
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -96,6 +96,9 @@ $(VERL_INSTALLED): pyproject.toml constraints-verl.txt Makefile
 
 test-vllm: $(VLLM_INSTALLED) ## run the tests with real vLLM servers on the CPU, in .venv-vllm; 14 minutes on two busy cores
 	$(VLLM)/bin/python -m pytest -m 'slow or not slow' tests/vllm
+
+test-vllm-short: $(VLLM_INSTALLED) ## those of them that .ci/run has: weights arrive, and a server is killed
+	$(VLLM)/bin/python -m pytest -m 'slow or not slow' tests/vllm/test_servers.py tests/vllm/test_run.py -k 'greedy or killed_server or nccl'
 
 $(VLLM_INSTALLED): pyproject.toml constraints-vllm.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
