@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         guard_process()
     end: SystemExit | None = None
     try:
-        status = _run(list(sys.argv[1:] if argv is None else argv))
+        status = _run(list(sys.argv[1:] if argv is None else argv), owns_process=argv is None)
     except SystemExit as error:  # of --help and --version
         status, end = 0, error
     problem = _flush()
@@ -111,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], *, owns_process: bool) -> int:
     arguments = argparse.Namespace()
     try:
         with interrupt_on_signals():
@@ -120,7 +120,7 @@ def _run(words: list[str]) -> int:
             with _exits_reported():
                 return run(arguments)
     except GroupwiseError as error:
-        if is_rank():  # torchrun ends all processes once one has failed: this one still has to say why
+        if owns_process and is_rank():  # torchrun ends all processes once one has failed: this one still has to say why
             with suppress(ValueError):
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if reports(error):
