@@ -97,6 +97,7 @@ def test_processes_within_torchrun(folder, capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "recipe.toml", "--processes", "2"]) == 2
     assert "torchrun, which has --nproc-per-node" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN  # only a process that ends ignores it
 
 
 def test_more_processes_than_gpus(folder, capsys, monkeypatch):
