@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -94,7 +95,24 @@ def run_sft(folder: Path) -> Trainer:
     return Trainer(small_recipe(FAST, changes, data), folder=folder, display=RecordingDisplay())
 
 
+def slow(completions, **_):
+    time.sleep(0.3)
+    return [float(len(text) % 2) for text in completions]
+
+
+def run_ahead(folder: Path) -> Trainer:
+    """Asynchronous rollouts that a step waits for, corrected by truncated weights."""
+    changes = {"train": {"max_staleness": 1}, "loss": {"importance_cap": 2.0, "rejection_high": 5.0}}
+    return small_trainer(folder, FAST, changes, rewards=[slow])
+
+
+def run_masked_weights(folder: Path) -> Trainer:
+    changes = {"loss": {"importance_sampling": "token_mask", "importance_cap": 5.0, "importance_floor": 0.5}}
+    return small_trainer(folder, FAST, changes)
+
+
 RUNS = [run_dapo, run_many_options, run_enhanced_grpo, run_similarity_groups, run_pg_grpo, run_usmle, run_sft]
+RUNS += [run_ahead, run_masked_weights]
 
 
 def logged(make: Callable[[Path], Trainer], folder: Path) -> set[str]:
@@ -112,6 +130,7 @@ def test_every_metric_of_a_run_is_described(make, tmp_path):
 # Of rewards that need a server or weights, and of rare events. Their own tests check that they are logged.
 NOT_IN_THESE_RUNS = {
     *(name for name in SECTIONS["Warnings"]),
+    "time/sampler_idle",  # of a remote generator
     *(name for name in SECTIONS["Logged by built-in rewards"] if name.startswith(("judge/", "reward_", "math_"))),
 }
 
