@@ -15,7 +15,6 @@ from groupwise.distributed.ranks import Ranks
 from groupwise.distributed.split import split_by_cost
 from groupwise.rewards.contract import RewardFunction, RowFailure, Scores
 from groupwise.rewards.scorer import Scorer
-from groupwise.rewards.text import completion_excerpt
 
 
 class ShardedScorer(Scorer):
@@ -32,7 +31,7 @@ class ShardedScorer(Scorer):
         super().__init__(functions, timeout=timeout, on_error=on_error)
         self.ranks = ranks
 
-    def score(
+    def score_batch(
         self,
         prompts: Sequence[Any],
         completions: Sequence[Any],
@@ -51,7 +50,7 @@ class ShardedScorer(Scorer):
             return [values[row] for row in own]
 
         with self.ranks.stage("scoring"):
-            scores = self.score_batch(
+            scores = super().score_batch(
                 taken(prompts),
                 taken(completions),
                 {name: taken(values) for name, values in columns.items()},
@@ -59,9 +58,7 @@ class ShardedScorer(Scorer):
                 trainer_state=trainer_state,
                 places=taken(places or [f"row {number}" for number in range(1, len(completions) + 1)]),
             )
-        joined = _joined(self.ranks.gather(_message(scores, own)), by_rank, len(completions))
-        self.check_lost(joined, lambda row: completion_excerpt(completions[row]))
-        return joined
+        return _joined(self.ranks.gather(_message(scores, own)), by_rank, len(completions))
 
 
 def _key(prompt: Any) -> str:

@@ -39,6 +39,17 @@ def make_collector(
 ) -> RolloutCollector:
     """The collector of a run: asynchronous if ``train.max_staleness`` is above 0."""
     recipe, scorer = components.recipe, components.scorer
+    if recipe.train.max_staleness and isinstance(generator, ShardedGenerator):  # rank 0 uses them alone
+        if not generator.remote:
+            raise ConfigError(
+                f"train.max_staleness {recipe.train.max_staleness} samples ahead, which the generator "
+                f"{recipe.sampling.generator!r} of several processes cannot do; set it to 0"
+            )
+        generator = generator.inner
+        grouper = grouper.inner if isinstance(grouper, ShardedGrouper) else grouper
+        if scorer is not None:
+            scorer = Scorer(scorer.functions, timeout=scorer.timeout, on_error=scorer.on_error)
+    inputs = (components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages)
     settings: dict[str, Any] = {
         "prompt_column": recipe.data.prompt,
         "seed": recipe.train.seed,
@@ -48,24 +59,9 @@ def make_collector(
         "say": say,
         "display": display,
     }
-    inputs = (components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages)
     if not recipe.train.max_staleness:
         return RolloutCollector(generator, *inputs, **settings)
     settings |= {"recipe": recipe, "folder": folder, "stopped": stopped}
-    if not isinstance(generator, ShardedGenerator):
+    if ranks.size == 1:
         return AsyncCollector(generator, *inputs, **settings)
-    if not generator.remote:
-        raise ConfigError(
-            f"train.max_staleness {recipe.train.max_staleness} samples ahead, which the generator "
-            f"{recipe.sampling.generator!r} of several processes cannot do; set it to 0"
-        )
-    if scorer is not None:
-        scorer = Scorer(scorer.functions, timeout=scorer.timeout, on_error=scorer.on_error)
-    if isinstance(grouper, ShardedGrouper):
-        settings["grouper"] = grouper.inner
-    return SharedCollector(
-        generator.inner,
-        *(components.tokenizer, components.train.rows, components.train.prompts, scorer, order, compute_advantages),
-        **settings,
-        ranks=ranks,
-    )
+    return SharedCollector(generator, *inputs, **settings, ranks=ranks)
