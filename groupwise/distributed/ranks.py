@@ -181,6 +181,11 @@ class Ranks:
         from torch.distributed.device_mesh import DeviceMesh
 
         group = self._tensors
+        if group is self._control and device.type == "cuda":  # torch 2.11 ends in a segmentation fault
+            raise ConfigError(
+                'model.sharding "weights" needs a GPU for each process, but these processes share one; start as many '
+                'processes as there are GPUs, or set model.sharding to "optimizer"'
+            )
         if group is self._control:  # messages after a failed pass must not be taken for weights
             group = distributed.new_group(backend="gloo", timeout=self._limit)
         return DeviceMesh.from_group(group, device.type)
