@@ -62,6 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evaluate": LIBRARY | {"tasks"},
     "training": LIBRARY | {"tasks", "evaluate"},
     "usmle": LIBRARY | {"tasks", "evaluate", "training"},
+    "analysis": LIBRARY | {"tasks", "evaluate", "training"},
+    "viewer": BASE | {"algorithms", "config", "tasks", "evaluate", "training", "analysis"},
     "control": BASE,
 }
 EVERYTHING = set(MAY_IMPORT)
@@ -74,7 +76,8 @@ APPLICATIONS = {"usmle", "control"}
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
     "PIL", "datasets", "gymnasium", "imageio", "math_verify", "matplotlib", "openai", "peft", "ray",
-    "sentence_transformers", "sklearn", "stable_baselines3", "tensorboardX", "trl", "verl", "vllm", "wandb",
+    "sentence_transformers", "sklearn", "stable_baselines3", "starlette", "tensorboardX", "trl", "uvicorn", "verl", "vllm",
+    "wandb",
 }  # fmt: skip
 
 

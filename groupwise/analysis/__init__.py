@@ -1,0 +1,1 @@
+"""Runs after the fact, and while they train: reading their folders, findings, and replays."""
