@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -23,7 +22,7 @@ from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.paths import FOLDER, kind_of, path_reason, show_path
 from groupwise.rundir import MetricsFollower
 from groupwise.rundir.files import read_object
-from groupwise.rundir.run import FORMAT, HOLDER, MARKER, METRICS
+from groupwise.rundir.run import FORMAT, HOLDER, MARKER, METRICS, is_held
 from groupwise.training.schedule.lengths import RunLength, run_length
 from groupwise.training.schedule.parse import parse_phases
 from groupwise.training.schedule.schedule import Schedule
@@ -189,7 +188,7 @@ class RunReader:
         """Whether the run trains. "unknown": a process on another machine has it open, or had when it died."""
         finished, holder = self._object(FINISHED), self._object(HOLDER)
         ended = isinstance(finished.get("step"), int) and finished["step"] >= self.step
-        held = _is_held(holder)
+        held = is_held(holder)
         if ended and (held is False or _time_of(self.path / FINISHED) >= _time_of(self.path / HOLDER)):
             return "finished"
         return "running" if held else "unknown" if held is None else "stopped"
@@ -406,34 +405,6 @@ def _float(number: float) -> float:
 
 def _is_change(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("changed"), dict)
-
-
-def _is_held(holder: Mapping[str, Any]) -> bool | None:
-    """Whether the process that opened the run still lives; None if that cannot be known from this machine.
-
-    A process that is younger than the entry has been given the number of the dead one.
-    """
-    if not holder:
-        return False
-    pid, host = holder.get("pid"), holder.get("host")
-    if type(pid) is not int or pid < 1 or host != socket.gethostname() or os.name == "nt":
-        return None  # on Windows os.kill would end the process
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError, ValueError):
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    with suppress(OSError, ValueError, TypeError, KeyError, IndexError, StopIteration):
-        return _started(pid) <= datetime.fromisoformat(holder["since"]).timestamp() + 2
-    return True
-
-
-def _started(pid: int) -> float:
-    """When a process was started, in seconds of the clock; an error where there is no /proc."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:
