@@ -74,11 +74,11 @@ class HealthChecks:
 
     def look_at_evaluation(self, step: int, metrics: Mapping[str, Any], recipe: Recipe) -> dict[str, Problem]:
         """Everything that is wrong after an evaluation, also if it was said before."""
-        values = [metrics.get(f"{self.held_out}{bound}") for bound in ("", "_low", "_high")]
-        if not all(map(_is_finite, values)):
+        names = [f"{self.held_out}{bound}" for bound in ("", "_low", "_high")]
+        if not all(_is_finite(metrics.get(name)) for name in names):
             return {}
-        recent = self._recent(step, recipe, {})
-        last = Evaluated(step, *map(float, values), reward=recent.mean("reward"))  # type: ignore[arg-type]
+        recent, (value, low, high) = self._recent(step, recipe, {}), (float(metrics[name]) for name in names)
+        last = Evaluated(step, value, low, high, recent.mean("reward"))
         best = self._best
         if best is not None and best.reward is None:  # measured before the first step
             best = replace(best, reward=self._start.get("reward"))
@@ -153,4 +153,4 @@ def _varied(*rows: Mapping[str, float]) -> set[str]:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    return isinstance(value, (int, float, Real)) and math.isfinite(value)
