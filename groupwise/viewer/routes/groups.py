@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from groupwise.analysis.choices import Fork, forks_by_share
 from groupwise.analysis.groups import (
-    FILTERS,
     SORTS,
     PromptGroup,
     follow,
@@ -21,9 +20,9 @@ from groupwise.analysis.groups import (
 )
 from groupwise.analysis.questions import Question, Questions
 from groupwise.analysis.tree import Branch, group_tree, split_words
-from groupwise.errors import CheckpointError, InputError
+from groupwise.errors import CheckpointError
 from groupwise.text import plural
-from groupwise.training.monitor.question_status import STATUSES
+from groupwise.training.monitor.question_log import STATUSES
 from groupwise.training.store.token_files import TokenRow
 from groupwise.viewer.api import NotServedError, Query, run_route
 from groupwise.viewer.routes.sample import sample_fields
@@ -74,7 +73,6 @@ def groups(run: ServedRun, query: Query) -> dict[str, Any]:
     search = query.text("search")
     if search and query.text("everywhere"):
         return _search_everywhere(run, query, search)
-    reader = run.reader
     step = step_of(run, query)
     found = _groups_at(run, step)
     largest = max((len(group.samples) for group in found), default=1)
@@ -90,11 +88,10 @@ def groups(run: ServedRun, query: Query) -> dict[str, Any]:
     shown = plural(chosen.total, "prompt") + (f" of {len(found)}" if chosen.total < len(found) else "")
     return {
         "step": step,
-        "steps": reader.rollout_steps,
         "summary": f"{shown}, {largest} answers each" if largest > 1 else shown,
         "filters": [
             {"name": name, "title": FILTER_TITLES[name][0], "hint": FILTER_TITLES[name][1], "count": chosen.counts[name]}
-            for name in FILTER_TITLES.keys() & FILTERS.keys()
+            for name in FILTER_TITLES
         ],
         "sorts": [{"name": name, "title": SORT_TITLES.get(name, name)} for name in SORTS],
         "page": chosen.page + 1,
@@ -217,15 +214,16 @@ def _fork_fields(fork: Fork, choice: Callable[[Branch], str]) -> dict[str, Any]:
 
 def _search_everywhere(run: ServedRun, query: Query, search: str) -> dict[str, Any]:
     """Matches in the newest steps before ``before``, and the step from which older ones are searched next."""
-    steps = [step for step in run.reader.rollout_steps if step < query.integer("before", 10**15)]
-    searched = steps[-STEPS_SEARCHED:]
-    matches = list(islice(search_run(run.reader, search, steps=searched), MATCHES))
-    first = matches[-1].step if len(matches) == MATCHES else searched[0] if searched else 0
-    older = [step for step in steps if step < first]
+    before = query.integer("before", 10**15)
+    steps = [step for step in run.reader.rollout_steps if step < before]
+    first = steps[-STEPS_SEARCHED:][0] if steps else 0
+    matches = list(islice(search_run(run.reader, search, before=before, since=first), MATCHES))
+    if len(matches) == MATCHES:
+        first = matches[-1].step
     return {
         "matches": [match._asdict() for match in matches],
         "first": first,
-        "older": len(older),
+        "older": sum(step < first for step in steps),
         "sorts": [{"name": name, "title": SORT_TITLES.get(name, name)} for name in SORTS],
     }
 
@@ -233,8 +231,7 @@ def _search_everywhere(run: ServedRun, query: Query, search: str) -> dict[str, A
 def _training_ends(run: ServedRun, questions: Questions, row: int) -> list[PromptGroup]:
     """The groups at the first and the last visit."""
     visits = questions.visits(row)
-    ends = [*follow(run.reader, visits[:1], run.reader.metric), *follow(run.reader, visits[1:][-1:], run.reader.metric)]
-    return ends
+    return list(follow(run.reader, [*visits[:1], *visits[1:][-1:]], run.reader.metric))
 
 
 def _held_out_ends(run: ServedRun, question: Question) -> list[PromptGroup]:

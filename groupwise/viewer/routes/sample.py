@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.analysis.groups import GRADE, REWARD, SKIP_REASONS
-from groupwise.grouping.labels import LABELS
 from groupwise.training.store.rollout_files import COLUMNS
 
+LABELS = "similarity_group_labels"  # as in grouping/labels.py, which imports torch
 SHOWN = {*COLUMNS, "pair", "map_x", "map_y", LABELS}  # columns that have a place of their own
 
 

@@ -51,7 +51,7 @@
 
   // The results of the answers of a leaf: identical answers are listed together.
   function verdict(node, samples, largest, open) {
-    const members = node.samples.map((index) => samples[index]);
+    const members = node.samples.map((number) => samples[number]);
     const box = el("div", { class: "verdict" });
     const alike = new Map();
     for (const sample of members) {
@@ -76,17 +76,17 @@
   }
 
   function picture(group, open) {
-    const samples = group.samples;
-    const largest = largestAdvantage(samples);
+    const samples = Object.fromEntries(group.samples.map((sample) => [sample.sample, sample]));
+    const largest = largestAdvantage(group.samples);
     const { cells, rows, depth } = place(group.tree);
     const grid = el("div", { class: "tree" + (depth > DEEP ? " tree-deep" : ""), role: "table",
-      "aria-label": `${plural(samples.length, "answer")} in ${plural(rows, "row")}` });
+      "aria-label": `${plural(group.samples.length, "answer")} in ${plural(rows, "row")}` });
     grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, fit-content(${depth > DEEP ? 150 : 230}px)) ` +
       "minmax(240px, 1fr) minmax(180px, max-content)";
     const column = Math.max(1, depth) + 1; // of the last text cell
     for (const { node, level, parent, first, last } of cells) {
       const leaf = !node.children.length;
-      const silent = node.samples.every((index) => samples[index].why);
+      const silent = node.samples.every((number) => samples[number].why);
       const cell = tone(el("div", { class: `node ${leaf ? "leaf" : "branch"}${silent ? " silent" : ""}`,
         role: "cell", "data-samples": node.samples.join(",") }), node.advantage, largest);
       cell.style.gridRow = `${first + 1} / ${last + 1}`;
@@ -111,6 +111,7 @@
 
   // The choice that explains most of the advantages, as a sentence.
   function lesson(group) {
+    const largest = largestAdvantage(group.samples);
     const forks = group.forks || [];
     if (!forks.length) {
       const equal = group.samples.every((sample) => !sample.advantage);
@@ -124,7 +125,7 @@
         `, ${Math.round(fork.share * 100)} % of the spread of advantages: `,
         ...fork.branches.flatMap((branch, index) => [
           index ? " · " : "",
-          tone(el("b", { class: "token-choice" }, visible(branch.choice || "ends")), branch.advantage, fork.largest),
+          tone(el("b", { class: "token-choice" }, visible(branch.choice || "ends")), branch.advantage, largest),
           ` ${signed(branch.advantage)} (${branch.count})`,
         ]),
         fork.others ? ` · ${plural(fork.others, "more branch").replace("branchs", "branches")}` : "")));
@@ -140,6 +141,7 @@
   gw.views.add({
     name: "group",
     title: "One group",
+    order: 40,
     applies: (run) => gw.samples.hasRollouts(run),
     render(element, run, params) {
       const asked = gw.samples.latest();
@@ -154,16 +156,14 @@
       head.append(picker.element, prompts);
 
       function choosePrompt(by, group) {
-        const button = (text, prompt, label) => {
-          const node = el("button", { type: "button", title: label, "aria-label": label }, text);
-          node.disabled = prompt < 0 || prompt >= group.prompts;
-          node.addEventListener("click", () => load({ prompt }));
-          return node;
-        };
-        prompts.replaceChildren(el("span", { class: "step-picker", role: "group", "aria-label": "Prompt" },
-          el("span", { class: "label" }, "Prompt"), button("‹", by - 1, "previous prompt"),
-          el("b", {}, String(by)), button("›", by + 1, "next prompt"),
-          el("span", { class: "quiet" }, `of ${group.prompts} (from 0)`)));
+        const place = group.prompts.indexOf(by);
+        const button = (text, prompt, label) => el("button", { type: "button", title: label, "aria-label": label,
+          disabled: prompt === undefined, onclick: () => load({ prompt }) }, text);
+        gw.fill(prompts, el("span", { class: "step-picker", role: "group", "aria-label": "Prompt" },
+          button("‹", group.prompts[place - 1], "previous prompt"),
+          gw.samples.select("Prompt", group.prompts.map((name) => ({ name, title: String(name) })), by,
+            (prompt) => load({ prompt: Number(prompt) })),
+          button("›", group.prompts[place + 1], "next prompt")));
       }
 
       function show(group) {
@@ -173,7 +173,7 @@
             title: `tokens of answer ${sample.sample}` }, `#${sample.sample}`)
           : el("span", {}, `#${sample.sample}`);
         const summary = group.summary;
-        body.replaceChildren(
+        gw.fill(body,
           el("div", { class: "group-head" },
             el("h2", {}, `Row ${group.row}`),
             ...gw.samples.summaryBadges(summary),

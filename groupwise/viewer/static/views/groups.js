@@ -79,7 +79,7 @@
       if (chart) chart.dispose();
       const place = el("div", { class: "chart small-chart" });
       const visits = history.visits;
-      body.replaceChildren(
+      gw.fill(body,
         el("p", {}, el("a", { href: gw.link(run.id, "groups", {}) }, "‹ all groups"), " ",
           el("a", { href: gw.link(run.id, "questions", params.held_out ? { part: "held_out" } : {}) }, "all questions")),
         el("div", { class: "group-head" },
@@ -89,11 +89,11 @@
             samples.plural(visits.length, params.held_out ? "evaluation" : "visit"))),
         el("div", { class: "prompt" }, samples.fold(history.prompt, { head: 800, tail: 300 })),
         place,
-        el("div", { class: "then-and-now" }, ...[history.first, history.last].filter(Boolean).map((group, index) => {
+        el("div", { class: "then-and-now" }, ...history.ends.map((group, index) => {
           const largest = samples.largestAdvantage(group.samples);
           return el("section", { class: "group" },
             el("div", { class: "group-head" },
-              el("h3", {}, index || !history.last ? `Step ${group.step}` : `Step ${group.step}, the first visit`),
+              el("h3", {}, `Step ${group.step}${index ? ", the last time" : history.ends.length > 1 ? ", the first time" : ""}`),
               ...samples.summaryBadges(group.summary),
               params.held_out ? null : el("a", {
                 href: gw.link(run.id, "group", { step: group.step, prompt: group.prompt_number }),
@@ -126,6 +126,7 @@
   gw.views.add({
     name: "groups",
     title: "Groups",
+    order: 30,
     applies: (run) => samples.hasRollouts(run),
     render(element, run, params) {
       if (params.row !== undefined) return renderFollow(element, run, params);
@@ -135,7 +136,7 @@
       const body = el("div", { class: "groups" });
       element.append(toolbar, filters, body);
       const state = {
-        step: samples.stepOf(run, params), filter: params.filter || "all", sort: params.sort || "prompt",
+        step: samples.stepOf(run, params), filter: params.filter || "", sort: params.sort || "prompt",
         search: params.search || "", everywhere: params.everywhere || "", page: Number(params.page) || 1,
       };
       let steps = run.rollout_steps;
@@ -154,26 +155,65 @@
       toolbar.append(picker.element, sort, el("label", { class: "field" }, search),
         el("label", { class: "field" }, everywhere, "in all steps"));
 
+      // Several filters may be on; each keeps fewer prompts.
+      function filterChips(items) {
+        const on = new Set(state.filter.split(",").filter(Boolean));
+        const toggle = (name) => {
+          if (name === "all") on.clear();
+          else if (!on.delete(name)) on.add(name);
+          load({ filter: [...on].join(","), page: 1 });
+        };
+        const box = samples.chips([{ name: "all", title: "All prompts" }, ...items], on.size ? "" : "all", toggle, "filter");
+        for (const chip of box.children) {
+          if (on.has(chip.dataset.name)) chip.setAttribute("aria-pressed", "true");
+          if (on.has(chip.dataset.name)) chip.disabled = false;
+        }
+        return box;
+      }
+
       function show(answer) {
-        const title = (item) => ({ ...item, title: item.title });
-        filters.replaceChildren(answer.filters
-          ? samples.chips(answer.filters.map(title), state.filter, (filter) => load({ filter, page: 1 }), "filter")
-          : el("p", { class: "quiet" }, ""));
-        sort.replaceChildren(samples.select("Sort", answer.sorts, state.sort, (by) => load({ sort: by, page: 1 })));
-        const note = answer.note ? el("p", { class: "quiet", role: "status" }, answer.note) : "";
-        const list = answer.groups.map((group) => card(run, group, state.search));
-        const pages = () => samples.pager(answer.page, answer.pages, (page) => load({ page }));
-        body.replaceChildren(...[
-          el("p", { class: "quiet", role: "status" }, answer.summary), note,
-          ...list, pages()].filter(Boolean));
+        gw.fill(sort, samples.select("Sort", answer.sorts, state.sort, (by) => load({ sort: by, page: 1 })));
+        if (answer.matches) return showMatches(answer);
+        gw.fill(filters, filterChips(answer.filters));
+        gw.fill(body, el("p", { class: "quiet", role: "status" }, answer.summary),
+          answer.groups.map((group) => card(run, group, state.search)),
+          answer.groups.length ? null : gw.noteBox("No prompt of this step is left by the filters and the search."),
+          samples.pager(answer.page, answer.pages, (page) => load({ page })));
+      }
+
+      // Where a text occurs in the run, newest step first; older steps are searched on demand.
+      function showMatches(answer) {
+        gw.fill(filters);
+        const list = el("ul", { class: "matches card" });
+        const more = el("p", {});
+        gw.fill(body, el("p", { class: "quiet", role: "status" }), list, more);
+        const add = (part) => {
+          gw.append(list, part.matches.map((match) => el("li", {},
+            el("a", { href: gw.link(run.id, "group", { step: match.step, prompt: match.prompt_number }) },
+              `step ${match.step}, prompt ${match.prompt_number}${match.sample === null ? "" : `, answer #${match.sample}`}`),
+            el("span", { class: "sample-text" }, match.before, el("mark", {}, match.text), match.after))));
+          const count = list.childElementCount;
+          body.firstChild.textContent = `${samples.plural(count, "match")} in steps ${part.first} and later`
+            .replace("matchs", "matches");
+          list.hidden = !count;
+          gw.fill(more, part.older ? el("button", { type: "button", onclick: async (event) => {
+            event.target.disabled = true;
+            try {
+              add(await gw.source.get(`run/${run.id}/groups`, { search: state.search, everywhere: "1", before: part.first }));
+            } catch (error) {
+              gw.fill(more, gw.errorBox(error.message));
+            }
+          } }, `search ${samples.plural(part.older, "older step")}`) : null);
+        };
+        add(answer);
       }
 
       function load(changes = {}) {
         Object.assign(state, changes);
-        const query = { step: state.step, filter: state.filter === "all" ? "" : state.filter,
-          sort: state.sort === "prompt" ? "" : state.sort, search: state.search,
-          everywhere: state.search ? state.everywhere : "", page: state.page > 1 ? state.page : "" };
-        gw.setParams(query);
+        const everywhere = state.search ? state.everywhere : "";
+        const query = everywhere ? { search: state.search, everywhere } : { step: state.step, filter: state.filter,
+          sort: state.sort === "prompt" ? "" : state.sort, search: state.search, page: state.page > 1 ? state.page : "" };
+        gw.setParams({ step: state.step, filter: "", sort: "", search: "", everywhere: "", page: "", ...query });
         return samples.loading(body, asked, () => gw.source.get(`run/${run.id}/groups`, query), show);
       }
       load();
