@@ -59,7 +59,6 @@ def questions(run: ServedRun, query: Query) -> dict[str, Any]:
         "value_name": _value_name(found),
         "summary": _summary(part, members),
         "note": "" if members else _note(run.reader, part),
-        "range": [0, 1],
         "bins": names,
         "page": page,
         "pages": pages,

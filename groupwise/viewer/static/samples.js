@@ -23,8 +23,8 @@
   // Colour an element by an advantage: orange above 0, blue below, stronger the further from it.
   function tone(node, advantage, largest) {
     const share = advantage && largest ? Math.min(1, Math.abs(advantage) / largest) : 0;
-    node.classList.add("tone", advantage > 0 ? "tone-up" : advantage < 0 ? "tone-down" : "tone-none");
-    node.style.setProperty("--tone", (share ? 12 + 48 * share : 0).toFixed(0) + "%");
+    node.classList.add("tone", share < 0.01 ? "tone-none" : advantage > 0 ? "tone-up" : "tone-down");
+    node.style.setProperty("--tone", (share < 0.01 ? 0 : 8 + 34 * share).toFixed(0) + "%");
     return node;
   }
 

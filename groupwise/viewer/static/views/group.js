@@ -82,7 +82,7 @@
     const grid = el("div", { class: "tree" + (depth > DEEP ? " tree-deep" : ""), role: "table",
       "aria-label": `${plural(group.samples.length, "answer")} in ${plural(rows, "row")}` });
     grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, fit-content(${depth > DEEP ? 150 : 230}px)) ` +
-      "minmax(240px, 1fr) minmax(180px, max-content)";
+      "minmax(240px, 1fr) fit-content(340px)";
     const column = Math.max(1, depth) + 1; // of the last text cell
     for (const { node, level, parent, first, last } of cells) {
       const leaf = !node.children.length;
@@ -93,6 +93,7 @@
       cell.style.gridColumn = leaf ? `${level + 1} / ${column + 1}` : `${level + 1}`;
       const text = el("div", { class: "node-text" }, ...(leaf ? leafText(node, parent) : branchText(node, parent)));
       cell.append(text);
+      if (leaf) cell.style.minHeight = `${Math.min(96, 26 + 5 * node.samples.length)}px`; // taller for more answers
       if (!leaf) {
         cell.append(el("div", { class: "node-count" }, el("b", {}, `${node.samples.length}`),
           level ? ` of ${parent.samples.length}` : " answers",

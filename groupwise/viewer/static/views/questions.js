@@ -6,6 +6,13 @@
 
   const ROW_HEIGHT = 14; // pixels of the heat map
 
+  // A colour between two, as #rrggbb; `share` is that of the first.
+  function mixed(one, other, share) {
+    const parts = [one, other].map((colour) => [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16)));
+    return "#" + parts[0].map((value, index) =>
+      Math.round(share * value + (1 - share) * parts[1][index]).toString(16).padStart(2, "0")).join("");
+  }
+
   gw.views.add({
     name: "questions",
     title: "Questions",
@@ -31,7 +38,8 @@
         const cells = (measured) => rows.flatMap((row, index) => row.cells
           .filter((cell) => Boolean(cell[2]) === measured).map(([bin, value]) => [bin, last - index, value]));
         place.style.height = `${rows.length * ROW_HEIGHT + 78}px`;
-        return gw.charts.add(place, () => ({
+        const scale = { min: 0, max: 1, calculable: false };
+        const options = (colours) => ({
           grid: { left: 8, right: 14, top: 40, bottom: 24 },
           tooltip: { formatter: ({ data }) => {
             const row = rows[last - data[1]];
@@ -43,16 +51,19 @@
             nameLocation: "middle", nameGap: 24 },
           yAxis: { type: "category", data: rows.map((row) => String(row.row)).reverse(), splitLine: { show: false },
             axisLabel: { interval: rows.length > 30 ? 4 : 0 } },
-          visualMap: { min: result.range[0], max: result.range[1], calculable: false, orient: "horizontal", left: "center",
-            top: 0, itemHeight: 120, itemWidth: 10, text: [`${samples.number(result.range[1])}`,
-              `${result.value_name} ${samples.number(result.range[0])}`],
-            textStyle: { color: gw.color("quiet"), fontSize: 11 },
-            inRange: { color: [gw.color("negative"), gw.color("raised"), gw.color("positive")] } },
+          visualMap: [
+            { ...scale, seriesIndex: 0, inRange: { color: colours }, orient: "horizontal", left: "center", top: 0,
+              itemHeight: 120, itemWidth: 10, text: ["1", `${result.value_name} 0`],
+              textStyle: { color: gw.color("quiet"), fontSize: 11 } },
+            { ...scale, seriesIndex: 1, inRange: { color: colours.map((colour) => mixed(colour, gw.color("surface"), 0.3)) },
+              show: false }],
           series: [
-            { name: "since then", type: "heatmap", data: cells(false), itemStyle: { opacity: 0.3 } },
-            { name: "measured", type: "heatmap", data: cells(true),
-              itemStyle: { borderColor: gw.color("surface"), borderWidth: 1 } }],
-        }), {
+            { name: "measured", type: "heatmap", data: cells(true), z: 3,
+              itemStyle: { borderColor: gw.color("surface"), borderWidth: 1 } },
+            { name: "since then", type: "heatmap", data: cells(false) }],
+        });
+        const colours = () => ["negative", "raised", "positive"].map(gw.color);
+        return gw.charts.add(place, () => options(colours()), {
           lazy: false,
           label: `${result.value_name} of ${rows.length} questions over the steps; the table below has the same questions`,
           setup: (instance) => instance.on("click", ({ data }) => { location.hash = history(rows[last - data[1]].row); }),
