@@ -22,7 +22,7 @@ from groupwise.training.store.token_files import EVALUATIONS
 
 
 @dataclass(frozen=True)
-class Question:
+class QuestionHistory:
     """A row of the data: the share of right answers at each visit, and its status by `status_of`."""
 
     row: int
@@ -111,13 +111,13 @@ class Questions:
         low, high = min(values, default=0.0), max(values, default=1.0)
         return None if low >= 0 and high <= 1 else (low, high)
 
-    def training(self) -> list[Question]:
+    def training(self) -> list[QuestionHistory]:
         """The training rows that were visited. Without saved rollouts, by questions.jsonl, which knows no steps."""
         if not self._answers[ROLLOUTS]:
             return _logged(self.reader.path / QUESTIONS)
         return self._questions(ROLLOUTS)
 
-    def held_out(self) -> list[Question]:
+    def held_out(self) -> list[QuestionHistory]:
         """The held-out rows, if the run has kept its evaluations."""
         return self._questions(EVALUATIONS)
 
@@ -128,7 +128,7 @@ class Questions:
             Visit(step, answer.prompt_number) for step, (_, found) in steps for answer in found if answer.row == row
         ]
 
-    def _questions(self, folder: str) -> list[Question]:
+    def _questions(self, folder: str) -> list[QuestionHistory]:
         low, high = self.scale or (0.0, 1.0)
         rows: dict[int, list[tuple[int, int, float]]] = {}
         for step, (_, found) in sorted(self._answers[folder].items()):
@@ -136,7 +136,7 @@ class Questions:
                 value = (answer.value - low) / (high - low) if high > low else answer.value
                 rows.setdefault(answer.row, []).append((step, answer.prompt_number, value))
         return [
-            Question(
+            QuestionHistory(
                 row,
                 steps=[step for step, _, _ in visits],
                 prompt_numbers=[number for _, number, _ in visits],
@@ -147,17 +147,17 @@ class Questions:
         ]
 
 
-def count_statuses(questions: Iterable[Question]) -> dict[str, int]:
+def count_statuses(questions: Iterable[QuestionHistory]) -> dict[str, int]:
     """The number of questions with each status."""
     return dict(Counter(question.status for question in questions))
 
 
-def _logged(path: Path) -> list[Question]:
+def _logged(path: Path) -> list[QuestionHistory]:
     """What questions.jsonl says, if it can be read."""
     try:
         records: list[Mapping[str, Any]] = [json.loads(line) for line in path.read_bytes().splitlines()]
         return [
-            Question(record["row"], [], [], [float(value) for value in record["history"]], record["status"])
+            QuestionHistory(record["row"], [], [], [float(value) for value in record["history"]], record["status"])
             for record in records
             if record["visits"]
         ]
