@@ -28,9 +28,7 @@ def forks_by_share(tree: Branch, advantages: Mapping[int, float]) -> list[Fork]:
     total = sum((value - mean) ** 2 for value in advantages.values())
     if total <= 0:
         return []
-    forks = [
-        Fork(before, _between(branch, advantages) / total, branch.children) for before, branch in _walk(tree, "")
-    ]
+    forks = [Fork(before, _between(branch, advantages) / total, branch.children) for before, branch in _walk(tree, "")]
     return sorted(forks, key=lambda fork: -fork.share)
 
 

@@ -45,11 +45,11 @@ def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> li
 
 def word_differences(one: str, other: str) -> tuple[list[Segment], list[Segment]]:
     """Both texts cut into parts that they share and parts that differ. Joined, the parts are the texts."""
-    words = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other)]
+    words: list[list[str]] = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other)]
     if max(map(len, words)) > MAX_WORDS:
         return ([(one, one != other)], [(other, one != other)])
     segments: tuple[list[Segment], list[Segment]] = ([], [])
-    for kind, *ends in SequenceMatcher(None, *words, autojunk=False).get_opcodes():
+    for kind, *ends in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
         for side in (0, 1):
             text = "".join(words[side][ends[2 * side] : ends[2 * side + 1]])
             if text:

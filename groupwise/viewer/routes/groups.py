@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from groupwise.analysis.choices import Fork, forks_by_share
 from groupwise.analysis.groups import (
     SORTS,
+    Match,
     PromptGroup,
     follow,
     groups_of,
@@ -18,7 +18,7 @@ from groupwise.analysis.groups import (
     select,
     summary_of,
 )
-from groupwise.analysis.questions import Question, Questions
+from groupwise.analysis.questions import QuestionHistory, Questions
 from groupwise.analysis.tree import Branch, group_tree, split_words
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
@@ -30,7 +30,7 @@ from groupwise.viewer.runs import ServedRun
 
 SENT = 600  # characters of a text in a list; the complete text is sent on demand
 SAMPLES_PER_PAGE = 192
-MATCHES = 60  # of a search in all steps
+MATCHES = 60  # of a search in all steps, after which no further step is searched
 STEPS_SEARCHED = 100  # by one request
 FORKS = 3  # that are named above the picture
 LEAST_SHARE = 0.05  # of a fork that is named
@@ -90,7 +90,12 @@ def groups(run: ServedRun, query: Query) -> dict[str, Any]:
         "step": step,
         "summary": f"{shown}, {largest} answers each" if largest > 1 else shown,
         "filters": [
-            {"name": name, "title": FILTER_TITLES[name][0], "hint": FILTER_TITLES[name][1], "count": chosen.counts[name]}
+            {
+                "name": name,
+                "title": FILTER_TITLES[name][0],
+                "hint": FILTER_TITLES[name][1],
+                "count": chosen.counts[name],
+            }
             for name in FILTER_TITLES
         ],
         "sorts": [{"name": name, "title": SORT_TITLES.get(name, name)} for name in SORTS],
@@ -133,7 +138,7 @@ def group(run: ServedRun, query: Query) -> dict[str, Any]:
 
 @run_route("prompt")
 def prompt(run: ServedRun, query: Query) -> dict[str, Any]:
-    """One training row through the run, or with ``held_out`` a held-out one: its visits, and its answers then and now."""
+    """One training row (or with ``held_out`` a held-out one) through the run: its visits, its answers then and now."""
     row, held_out = query.integer("row"), bool(query.text("held_out"))
     questions = questions_of(run)
     asked = questions.held_out() if held_out else questions.training()
@@ -217,9 +222,12 @@ def _search_everywhere(run: ServedRun, query: Query, search: str) -> dict[str, A
     before = query.integer("before", 10**15)
     steps = [step for step in run.reader.rollout_steps if step < before]
     first = steps[-STEPS_SEARCHED:][0] if steps else 0
-    matches = list(islice(search_run(run.reader, search, before=before, since=first), MATCHES))
-    if len(matches) == MATCHES:
-        first = matches[-1].step
+    matches: list[Match] = []
+    for match in search_run(run.reader, search, before=before, since=first):
+        if len(matches) >= MATCHES and match.step != matches[-1].step:  # a step is searched to its end
+            first = matches[-1].step
+            break
+        matches.append(match)
     return {
         "matches": [match._asdict() for match in matches],
         "first": first,
@@ -234,7 +242,7 @@ def _training_ends(run: ServedRun, questions: Questions, row: int) -> list[Promp
     return list(follow(run.reader, [*visits[:1], *visits[1:][-1:]], run.reader.metric))
 
 
-def _held_out_ends(run: ServedRun, question: Question) -> list[PromptGroup]:
+def _held_out_ends(run: ServedRun, question: QuestionHistory) -> list[PromptGroup]:
     """The answers at the first and the last evaluation."""
     ends = []
     for step in dict.fromkeys((question.steps[0], question.steps[-1])):
@@ -242,6 +250,9 @@ def _held_out_ends(run: ServedRun, question: Question) -> list[PromptGroup]:
         if rows:
             grade = main_grade(rows, run.reader.metric)
             samples = [{"step": step, "prompt_number": question.row, **row} for row in rows]
-            ends.append(PromptGroup(step, question.row, question.row, rows[0]["prompt"], samples, grade,
-                                    summary_of(samples, grade)))
+            ends.append(
+                PromptGroup(
+                    step, question.row, question.row, rows[0]["prompt"], samples, grade, summary_of(samples, grade)
+                )
+            )
     return ends

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from groupwise.analysis.questions import Question, Questions, count_statuses
+from groupwise.analysis.questions import QuestionHistory, Questions, count_statuses
 from groupwise.analysis.run_reader import RunReader
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
@@ -21,7 +21,7 @@ EXCERPT = 160  # characters of a prompt
 PARTS = {"train": "training", "held_out": "held-out"}
 ORDER = ("learnt", "forgotten", "never", "between", "always", "unseen")
 
-SORTS: dict[str, tuple[str, Callable[[Question], Any]]] = {
+SORTS: dict[str, tuple[str, Callable[[QuestionHistory], Any]]] = {
     "status": ("status", lambda question: (ORDER.index(question.status), -len(question.values), question.row)),
     "change": ("change, largest first", lambda question: (question.values[0] - question.values[-1], question.row)),
     "last": ("last accuracy, lowest first", lambda question: (question.values[-1], question.row)),
@@ -88,9 +88,11 @@ def _columns(steps: Sequence[int]) -> tuple[list[int], list[str]]:
     return starts, [f"{start}–{min(start + width - 1, different[-1])}" for start in starts]
 
 
-def _cells(question: Question, starts: Sequence[int]) -> list[tuple[int, float, int]]:
+def _cells(question: QuestionHistory, starts: Sequence[int]) -> list[tuple[int, float, int]]:
     """(column, value, whether it was measured there) from the first visit on; a value holds until the next visit."""
-    measured = {bisect_right(starts, step) - 1: value for step, value in zip(question.steps, question.values, strict=False)}
+    measured = {
+        bisect_right(starts, step) - 1: value for step, value in zip(question.steps, question.values, strict=False)
+    }
     cells: list[tuple[int, float, int]] = []
     for column in range(min(measured, default=len(starts)), len(starts)):
         cells.append((column, measured.get(column, cells[-1][1] if cells else 0.0), int(column in measured)))
@@ -101,7 +103,7 @@ def _value_name(questions: Questions) -> str:
     return questions.graded_by or ("mean reward" if questions.scale is None else "mean reward, scaled to 0–1")
 
 
-def _summary(part: str, members: Sequence[Question]) -> str:
+def _summary(part: str, members: Sequence[QuestionHistory]) -> str:
     visits = sum(len(question.values) for question in members)
     what = plural(len(members), "question")
     when = plural(visits, "evaluation" if part == "held_out" else "visit")
@@ -115,7 +117,7 @@ def _note(reader: RunReader, part: str) -> str:
     return "No question has been sampled yet." if reader.status == "running" else "This run has recorded no answers."
 
 
-def _prompts(reader: RunReader, questions: Sequence[Question], *, held_out: bool) -> dict[int, str]:
+def _prompts(reader: RunReader, questions: Sequence[QuestionHistory], *, held_out: bool) -> dict[int, str]:
     """The beginning of each question's prompt, as far as it can be read."""
     prompts: dict[int, str] = {}
     for question in questions:

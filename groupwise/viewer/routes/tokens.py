@@ -37,6 +37,7 @@ def tokens(run: ServedRun, query: Query) -> dict[str, Any]:
     if chosen is None:
         return {"steps": steps, "missing": f"Prompt {number} of step {step} has no answer {sample}."}
     samples = _samples(reader, step, siblings)
+    references: Sequence[float | None] = chosen.ref_logps or [None] * len(chosen.ids)
     return {
         "steps": steps,
         "step": step,
@@ -47,14 +48,21 @@ def tokens(run: ServedRun, query: Query) -> dict[str, Any]:
         "siblings": [{"sample": row["sample"], "advantage": row.get("advantage")} for row in samples],
         "facts": next(sample_fields(row, samples) for row in samples if row["sample"] == sample),
         "tokens": [
-            {"id": token, "text": text, "sampler_logp": sampler, "logp": policy, "entropy": entropy, "ref_logp": reference}
+            {
+                "id": token,
+                "text": text,
+                "sampler_logp": sampler,
+                "logp": policy,
+                "entropy": entropy,
+                "ref_logp": reference,
+            }
             for token, text, sampler, policy, entropy, reference in zip(
                 chosen.ids,
                 chosen.texts,
-                chosen.sampler_logps or [None] * len(chosen.ids),
+                chosen.sampler_logps,
                 chosen.policy_logps,
                 chosen.entropy,
-                chosen.ref_logps or [None] * len(chosen.ids),
+                references,
                 strict=True,
             )
         ],
