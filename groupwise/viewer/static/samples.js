@@ -43,17 +43,17 @@
 
   // A text whose middle is left out until the button is pressed. `load` fetches the full text if it was not sent.
   function fold(text, options = {}) {
-    const { head = 280, tail = 120, length = text.length, load = null, empty = "(empty)" } = options;
+    const { head = 280, tail = 120, length = text.length, load = null, brief = false } = options;
     const box = el("div", { class: "sample-text", dir: "auto" });
-    const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, empty));
-    if (length <= head + tail + 60 && length === text.length) {
+    const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, "(empty)"));
+    if (length <= head + tail + (brief ? 8 : 60) && length === text.length) {
       full(text);
       return box;
     }
     const cut = length > text.length ? [text, ""] : [text.slice(0, head), text.slice(text.length - tail)];
     const hidden = length - cut[0].length - cut[1].length;
-    const more = el("button", { class: "fold", type: "button", title: "show the complete text" },
-      `… ${plural(hidden, "more character")} …`);
+    const words = plural(hidden, "more character");
+    const more = el("button", { class: "fold", type: "button", title: `show ${words}` }, brief ? "…" : `… ${words} …`);
     more.addEventListener("click", async (event) => {
       event.stopPropagation();
       more.disabled = true;
@@ -176,6 +176,20 @@
     return [line, parts, details, why].filter(Boolean);
   }
 
+  // Let an element be pressed by pointer and keyboard. Its text can still be selected, and what is in it pressed.
+  function pressable(node, press) {
+    node.tabIndex = 0;
+    node.setAttribute("role", "button");
+    node.addEventListener("click", (event) => {
+      if (!event.target.closest("a, button") && getSelection().isCollapsed) press();
+    });
+    node.addEventListener("keydown", (event) => {
+      if (event.target !== node || !["Enter", " "].includes(event.key)) return;
+      event.preventDefault();
+      press();
+    });
+  }
+
   // A page's place in a list: « 2 of 14 ».
   function pager(page, pages, pick) {
     if (pages <= 1) return null;
@@ -242,5 +256,5 @@
   }
 
   gw.samples = { number, signed, tone, largestAdvantage, visible, plural, fold, stepPicker, chips, select, grade, facts,
-    pager, latest, loading, hasRollouts, stepOf, summaryBadges, STOPS };
+    pager, latest, loading, pressable, hasRollouts, stepOf, summaryBadges, STOPS };
 })();
