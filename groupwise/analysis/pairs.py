@@ -46,7 +46,8 @@ def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> li
 def word_differences(one: str, other: str) -> tuple[list[Segment], list[Segment]]:
     """Both texts cut into parts that they share and parts that differ. Joined, the parts are the texts.
 
-    Words are compared without the white space after them. A single word between two differences is not counted as shared.
+    Words are compared without the white space after them. A single word between two differences does not count as
+    shared.
     """
     words: list[list[str]] = [re.findall(r"(?:\w+|[^\w\s])\s*|\s+", text) for text in (one, other)]
     if max(map(len, words)) > MAX_WORDS:

@@ -57,7 +57,7 @@ def questions(run: ServedRun, query: Query) -> dict[str, Any]:
         ],
         "sorts": [{"name": name, "title": title} for name, (title, _) in SORTS.items()],
         "value_name": _value_name(found),
-        "summary": _summary(part, members),
+        "summary": _summary(part, members, len(starts)),
         "note": "" if members else _note(run.reader, part),
         "bins": names,
         "page": page,
@@ -103,12 +103,15 @@ def _value_name(questions: Questions) -> str:
     return questions.graded_by or ("mean reward" if questions.scale is None else "mean reward, scaled to 0–1")
 
 
-def _summary(part: str, members: Sequence[QuestionHistory]) -> str:
-    visits = sum(len(question.values) for question in members)
+def _summary(part: str, members: Sequence[QuestionHistory], evaluations: int) -> str:
     what = plural(len(members), "question")
-    when = plural(visits, "evaluation" if part == "held_out" else "visit")
-    pale = "" if part == "held_out" else "; pale: not sampled, the value of the last visit"
-    return f"{what}, {when}{pale}. Click a row for its answers then and now."
+    if part == "held_out":
+        return f"{what} at {plural(evaluations, 'evaluation')}. Click a row for its answers then and now."
+    visits = sum(len(question.values) for question in members)
+    return (
+        f"{what}, {plural(visits, 'visit')}; pale: not sampled, the value of the last visit. "
+        "Click a row for its answers then and now."
+    )
 
 
 def _note(reader: RunReader, part: str) -> str:

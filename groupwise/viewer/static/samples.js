@@ -109,12 +109,13 @@
       get atEnd() { return place === steps.length - 1; },
       move: (by) => move(place + by),
       go: (wanted) => { place = nearest(wanted); show(); },
-      extend(later) { // steps that a running run has added
+      extend(later) { // the steps of a run that has gone on, or was resumed at an earlier step
         const current = steps[place];
+        if (!later.length) return;
         steps = later;
-        slider.max = field.max = String(steps.length - 1);
+        slider.max = String(steps.length - 1);
         field.max = String(steps[steps.length - 1]);
-        place = Math.max(0, steps.indexOf(current));
+        place = steps.includes(current) ? steps.indexOf(current) : steps.length - 1;
         show();
       },
     };
