@@ -6,16 +6,20 @@
   const STOPS = { eos: "end of text", stop_string: "stop string", length: "truncated" };
 
   function number(value, digits = 3) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (!isNumber(value) || Number.isNaN(value)) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
     const size = Math.abs(value);
     if (size >= 1e5 || size < 1e-4) return value.toExponential(1);
     return String(Number(value.toPrecision(digits)));
   }
 
+  function isNumber(value) {
+    return value !== null && value !== undefined;
+  }
+
   // A number with its sign, at a fixed width, so that columns of advantages line up.
   function signed(value, digits = 2) {
-    if (value === null || value === undefined) return "–";
+    if (!isNumber(value)) return "–";
     const text = Math.abs(value).toFixed(digits);
     return Number(text) === 0 ? text : (value > 0 ? "+" : "−") + text;
   }
@@ -156,16 +160,18 @@
 
   // Everything known about one answer except its text.
   function facts(sample, largest) {
-    const advantage = tone(el("span", { class: "advantage", title: "advantage" }, signed(sample.advantage)),
-      sample.advantage, largest);
-    const line = el("div", { class: "sample-facts" }, advantage,
-      el("span", { class: "reward", title: "reward, the weighted sum" }, `reward ${number(sample.reward)}`));
+    const { advantage, reward } = sample; // held-out answers have no advantage, and may have no reward
+    const line = el("div", { class: "sample-facts" },
+      isNumber(advantage)
+        ? tone(el("span", { class: "advantage", title: "advantage" }, signed(advantage)), advantage, largest) : null,
+      isNumber(reward) || isNumber(advantage)
+        ? el("span", { class: "reward", title: "reward, the weighted sum" }, `reward ${number(reward)}`) : null);
     for (const [name, value] of Object.entries(sample.grades || {})) line.append(grade(name, value));
     if (sample.pair) line.append(el("span", { class: "badge" }, sample.pair));
     const details = el("div", { class: "sample-facts quiet" },
       el("span", { class: sample.stop_reason === "length" ? "badge cut" : "" },
         `${plural(sample.completion_tokens || 0, "token")}, ${STOPS[sample.stop_reason] || sample.stop_reason || ""}`));
-    if (sample.cluster !== null && sample.cluster !== undefined) {
+    if (isNumber(sample.cluster)) {
       details.append(el("span", {}, `cluster ${sample.cluster}`));
     }
     const rewards = Object.entries(sample.rewards || {});
@@ -227,14 +233,15 @@
   }
 
   function summaryBadges(summary) {
-    const badges = [gw.badge(`mean reward ${number(summary.mean)}`, "", `standard deviation ${number(summary.std)}`)];
-    if (summary.right !== null && summary.right !== undefined) {
+    const badges = isNumber(summary.mean)
+      ? [gw.badge(`mean reward ${number(summary.mean)}`, "", `standard deviation ${number(summary.spread)}`)] : [];
+    if (isNumber(summary.right)) {
       badges.push(gw.badge(`${summary.right} of ${summary.samples} right`));
     }
     for (const [name, words] of [["no_answer", "without an answer"], ["truncated", "truncated"]]) {
       if (summary[name]) badges.push(gw.badge(`${summary[name]} ${words}`, "warning"));
     }
-    if (summary.contributing !== null && summary.contributing !== undefined) {
+    if (isNumber(summary.contributing)) {
       badges.push(gw.badge(`${summary.contributing} of ${summary.samples} contribute`,
         summary.contributing ? "" : "warning", "answers with a learning signal"));
     }

@@ -104,6 +104,9 @@ def test_a_prompt_is_followed_through_the_run(go):
     page.wait_for_selector(".chart[data-drawn=true] canvas")
     assert page.locator(".then-and-now section.group").count() == 2
     assert page.locator(".then-and-now article.answer").count() == 12
+    page.locator("main select").select_option(index=0)  # the second of three visits
+    expect(page).to_have_url(re.compile("at="))
+    expect(page.locator(".then-and-now section.group")).to_have_count(2)
 
 
 def test_one_group_is_a_picture(go):

@@ -125,6 +125,8 @@ def test_one_prompt_through_the_run(get, answers_run):
     for visit in history["visits"]:
         answers = [bool(row["grade/vowel"]) for row in rows if row["step"] == visit["step"]]
         assert visit["value"] == pytest.approx(sum(answers) / len(answers))
+    middle = history["visits"][1]["step"]
+    assert [end["step"] for end in get("prompt", row=0, at=middle)["ends"]] == [history["visits"][0]["step"], middle]
     assert HOSTILE in history["prompt"]
     held_out = get("prompt", row=1, held_out=1)
     assert [one["step"] for one in held_out["visits"]] == [0, 3, 6]

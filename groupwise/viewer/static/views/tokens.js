@@ -151,7 +151,7 @@
         const modes = el("div", { class: "choice", role: "group", "aria-label": "colour by" },
           MODES.map((mode) => el("button", { type: "button", class: "chip", title: mode.hint, dataset: { mode: mode.name },
             onclick: () => { state.mode = mode.name; gw.setParams({ mode: mode.name }); paint(); } }, mode.title)));
-        const siblings = el("div", { class: "choice", role: "group", "aria-label": "answers" },
+        const siblings = el("div", { class: "chips", role: "group", "aria-label": "answers" },
           result.siblings.map((one) => {
             const chip = el("button", { type: "button", class: "chip", "aria-pressed": String(one.sample === result.sample),
               dataset: { sample: one.sample }, onclick: () => load({ sample: one.sample }) },
