@@ -22,12 +22,12 @@ from groupwise.training.store.recorder import Recorder
 from groupwise.training.store.run_folder import mark_finished, write_inputs, write_recipe
 
 SAMPLES_PER_PROMPT = 16
-WORDS = (
+TEXT = (
     "the patient has a fever and cough so we consider first whether it is viral or bacterial then because lungs are "
     "clear on both sides with normal oxygen this makes pneumonia less likely than bronchitis therefore treatment rest "
     "fluids answer option history of smoking pain in chest worse after meals better with antacids suggests reflux not "
     "cardiac cause let me check again each step total number equals sum minus half of remaining apples per day costs"
-).split()
+)
 EVALUATED_ROWS, EVALUATE_EVERY, TOKENS_EVERY = 200, 50, 10
 
 
@@ -119,7 +119,7 @@ def _evaluation(progress: float) -> dict[str, float]:
 
 
 def _text(rng: random.Random, words: int) -> str:
-    return " ".join(rng.choices(WORDS, k=max(1, round(rng.gauss(words, words / 5)))))
+    return " ".join(rng.choices(TEXT.split(), k=max(1, round(rng.gauss(words, words / 5)))))
 
 
 def _rollouts(rng: random.Random, step: int, prompts: int, progress: float, words: int) -> dict[str, list[Any]]:
