@@ -12,7 +12,7 @@ from groupwise.rundir.files import (
     write_json,
     write_safetensors,
 )
-from groupwise.rundir.metrics import metric_column, read_metrics
+from groupwise.rundir.metrics import MetricsFollower, metric_column, read_metrics
 from groupwise.rundir.run import RunDir, new_run_path, package_versions
 from groupwise.rundir.signals import (
     SignalInterrupt,
@@ -24,6 +24,7 @@ from groupwise.rundir.signals import (
 )
 
 __all__ = [
+    "MetricsFollower",
     "RunDir",
     "SignalInterrupt",
     "StopRequest",

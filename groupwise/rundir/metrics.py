@@ -12,10 +12,10 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
-from groupwise.paths import MEGABYTE, kind_of, read_file
+from groupwise.paths import MEGABYTE, kind_of, open_file, read_file
 from groupwise.rundir.files import NOT_IN_PLACE, as_json, from_json, is_still, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
@@ -101,6 +101,60 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     lines = _read_lines(Path(path))
     _check(path, lines)
     return [line.row for line in lines if line.row is not None]
+
+
+class MetricsFollower:
+    """The rows of a metrics file that another process may still write; `read` takes in what was appended.
+
+    Damaged lines are left out and named in ``problems``. A file that was rewound, replaced or deleted is read again
+    from its start.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.rows: list[dict[str, Any]] = []
+        self.problems: list[str] = []
+        self._start_again()
+
+    def _start_again(self) -> None:
+        self._read: list[_Line] = []
+        self._state: os.stat_result | None = None
+        self._offset, self._last = 0, b""
+
+    def read(self) -> bool:
+        """Whether ``rows`` or ``problems`` have changed. Both are then new lists."""
+        before, problems = self._read, []
+        try:
+            if kind_of(self.path, RunDirError) is None:
+                self._start_again()
+            else:
+                with open_file(self.path, RunDirError) as file:
+                    self._take(file)
+        except (OSError, RunDirError) as error:
+            problems = [str(error) if isinstance(error, RunDirError) else f"{self.path}: {error_reason(error)}"]
+        problems += [
+            f"{self.path.name}, line {row.number} is damaged: {row.problem}" for row in self._read if row.problem
+        ]
+        if self._read is before and problems == self.problems:
+            return False
+        self.rows, self.problems = [line.row for line in self._read if line.row is not None], problems
+        return True
+
+    def _take(self, file: BinaryIO) -> None:
+        state = os.fstat(file.fileno())
+        is_same = self._state is not None and os.path.samestat(self._state, state)
+        if is_same:  # the number of a deleted file may be given to the next one, so the last line is compared
+            file.seek(self._offset - len(self._last))
+            is_same = file.read(len(self._last)) == self._last
+        if not is_same:
+            self._start_again()
+            file.seek(0)
+        self._state = state
+        texts = [text for text in file if text.endswith(b"\n")]
+        if texts:
+            new = [_parse(number, text) for number, text in enumerate(texts, start=len(self._read) + 1)]
+            self._read = [*self._read, *new]
+            self._offset, self._last = self._offset + sum(map(len, texts)), texts[-1]
 
 
 def metric_column(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[Any]]:

@@ -22,7 +22,7 @@ from groupwise.rundir.run import METRICS
 from groupwise.text import Say, error_reason, one_line
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.arrivals import rewind_arrivals
-from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, rollout_files
+from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, step_files
 
 MetricValue = float | int | None
 
@@ -178,7 +178,7 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
 
     arrivals = rewind_arrivals(run.path, step)
     note = run.metrics.rewind(step, drop=lambda row: not evaluated and row["step"] == step and is_evaluation(row))
-    for path in [path for number, path in rollout_files(run.path / ROLLOUTS).items() if number > step]:
+    for path in [path for number, path in step_files(run.path / ROLLOUTS).items() if number > step]:
         try:
             path.unlink()
         except OSError as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import io
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import CheckpointError, InputError, RunDirError
+from groupwise.paths import open_file
 from groupwise.rundir import write_bytes
+from groupwise.text import error_reason
 
 if TYPE_CHECKING:
     import pyarrow
@@ -67,7 +70,7 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
 
     folder = Path(folder)
     folder = folder / ROLLOUTS if (folder / ROLLOUTS).is_dir() else folder
-    files = rollout_files(folder)
+    files = step_files(folder)
     if not files:
         raise RunDirError(f"{folder} has no rollouts (step-….parquet); a run writes them if run.save_rollouts is true")
     wanted = sorted(files) if steps is None else list(dict.fromkeys(steps))
@@ -84,21 +87,44 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
         try:
             tables.append(pyarrow.parquet.read_table(files[step]))
         except (pyarrow.ArrowException, OSError) as error:
-            raise CheckpointError(f"{files[step]} is damaged: {error}. Remove it, or restore it from a copy") from error
+            raise _damaged(files[step], error) from error
     return pyarrow.concat_tables(_same_types(tables), promote_options="default")
 
 
-def rollout_files(folder: Path) -> dict[int, Path]:
-    """The files by step."""
-    matches = ((re.fullmatch(r"step-(\d+)\.parquet", path.name), path) for path in folder.glob("step-*.parquet"))
-    return {int(match[1]): path for match, path in matches if match}
+def step_files(folder: Path) -> dict[int, Path]:
+    """The files ``step-000012.parquet`` of a folder, by step; none without the folder."""
+    try:
+        with os.scandir(folder) as entries:
+            matches = [re.fullmatch(r"step-(\d+)\.parquet", entry.name) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise RunDirError(f"{folder} cannot be read: {error_reason(error)}") from error
+    return {int(match[1]): folder / match[0] for match in matches if match}
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The rows of one file, with those of ``columns`` that it has; a CheckpointError if it is damaged or deleted."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with open_file(path, CheckpointError) as file, pyarrow.parquet.ParquetFile(file) as parquet:
+            rows: list[dict[str, Any]] = parquet.read(None if columns is None else list(columns)).to_pylist()
+            return rows
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {error_reason(error)}. Remove it, or restore it from a copy")
 
 
 def _saved_types(folder: Path) -> dict[str, str]:
     """The types of the extra columns in the newest file, except strings: an empty column is stored as strings too."""
     import pyarrow.parquet
 
-    files = rollout_files(folder)
+    files = step_files(folder)
     try:
         newest = pyarrow.parquet.read_schema(files[max(files)]) if files else []
     except (pyarrow.ArrowException, OSError):
