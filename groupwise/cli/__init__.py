@@ -36,6 +36,7 @@ from groupwise.cli.recipes import add_recipes
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
+from groupwise.cli.view import add_view
 from groupwise.distributed.launch import is_main_process, is_rank, reports
 from groupwise.errors import ConfigError, GroupwiseError, UserCodeError, did_you_mean
 from groupwise.packaged import packaged_recipes
@@ -53,6 +54,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_plan,
     add_eval,
     add_sample,
+    add_view,
     add_recipes,
     add_init,
     add_models,

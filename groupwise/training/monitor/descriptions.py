@@ -12,7 +12,14 @@ from itertools import combinations
 from types import MappingProxyType
 
 from groupwise.algorithms import ALGORITHMS
-from groupwise.training.update.objective import TERMS
+
+# The terms of the objective and their weights, as in `update.objective.TERMS`, which loads torch. A test compares them.
+TERM_WEIGHTS = {
+    "policy": "loss.policy_coef",
+    "kl": "loss.kl_coef",
+    "entropy": "loss.entropy_coef",
+    "preference": "preference.weight",
+}
 
 _REWARDS = {
     "reward": "mean reward of the step's completions: the weighted sum of all reward functions",
@@ -51,7 +58,7 @@ _ASYNC = {
 }
 _LOSS = {
     "loss": "sum of all terms of the objective, the mean over the step's updates",
-    **{f"loss/{name}": f"the {name} term, times its weight `{term.weight}`" for name, term in TERMS.items()},
+    **{f"loss/{name}": f"the {name} term, times its weight `{weight}`" for name, weight in TERM_WEIGHTS.items()},
     "grad_norm": "norm of the gradient before clipping",
     "updates": "optimizer updates in this step",
     "updates_not_finite": "updates that were skipped because of NaN or inf (`train.on_non_finite`)",
@@ -75,11 +82,11 @@ _LOSS = {
     "sampler/rejected": "share of completions that `loss.rejection_low` and `loss.rejection_high` mask",
 }
 _GRADIENTS = {
-    **{f"grad_norm/{name}": f"norm of the gradient of the {name} term" for name in TERMS},
+    **{f"grad_norm/{name}": f"norm of the gradient of the {name} term" for name in TERM_WEIGHTS},
     "grad_norm/grpo": "norm of the gradient of all terms but the preference term",
     **{
         f"grad_cosine/{first}_{second}": f"cosine between the gradients of the {first} and the {second} term"
-        for first, second in combinations(TERMS, 2)
+        for first, second in combinations(TERM_WEIGHTS, 2)
     },
     "grad_cosine/grpo_preference": "cosine between the gradient of the preference term and that of all others",
 }

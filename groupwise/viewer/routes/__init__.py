@@ -1,0 +1,1 @@
+"""The functions behind the page's paths, thin over `groupwise.analysis`."""

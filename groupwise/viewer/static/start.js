@@ -1,0 +1,4 @@
+/* Loaded last, when all views are there. */
+"use strict";
+
+gw.page.start();
