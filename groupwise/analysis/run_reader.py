@@ -94,7 +94,7 @@ class RunReader:
                 self.evaluations = [row for row in self.rows if _is_evaluation(row)]
                 self.metric_names = list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
             names = (RECIPE, FINISHED, BEST, RESUMED, HOLDER)
-            seen = (self.status, *(_state_of(self.path / name) for name in names))
+            seen = (self.status, *(file_state(self.path / name) for name in names))
             changed, self._seen = changed or seen != self._seen, seen
             return changed
 
@@ -216,7 +216,7 @@ class RunReader:
 
     def _length(self) -> RunLength | None:
         """The steps and phases of the run, by its recipe and the number of its rows."""
-        key = (_state_of(self.path / RECIPE), _state_of(self.path / INPUTS))
+        key = (file_state(self.path / RECIPE), file_state(self.path / INPUTS))
         if key != self._schedule[0]:
             self._schedule = key, self._find_length()
         return self._schedule[1]
@@ -278,7 +278,7 @@ class RunReader:
 
     def _read(self, folder: str, step: int, columns: Sequence[str] | None) -> list[dict[str, Any]]:
         path = self._file(folder, step)
-        key = (path, _state_of(path), None if columns is None else tuple(columns))
+        key = (path, file_state(path), None if columns is None else tuple(columns))
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -309,7 +309,7 @@ class RunReader:
 
     def _object(self, name: str) -> dict[str, Any]:
         """The object in a JSON file of the run; empty if the file is missing or, with a problem, damaged."""
-        state = _state_of(self.path / name)
+        state = file_state(self.path / name)
         with self._lock:
             known = self._files.get(name)
             if known is None or known[0] != state:
@@ -416,7 +416,7 @@ def _started(pid: int) -> float:
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def file_state(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is written again; None without the file."""
     try:
         state = os.stat(path)
@@ -426,7 +426,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def _time_of(path: Path) -> float:
-    state = _state_of(path)
+    state = file_state(path)
     return 0.0 if state is None else state[0] / 1e9
 
 
@@ -435,7 +435,7 @@ def _read_object(path: Path) -> tuple[dict[str, Any], str]:
     try:
         return read_object(path), ""
     except CheckpointError as error:
-        return {}, "" if _state_of(path) is None else str(error)
+        return {}, "" if file_state(path) is None else str(error)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

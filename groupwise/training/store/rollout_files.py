@@ -6,7 +6,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,13 +105,23 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The rows of one file, with those of ``columns`` that it has; a CheckpointError if it is damaged or deleted."""
+    rows: list[dict[str, Any]] = _read(path, columns, lambda table: table.to_pylist())
+    return rows
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Those of ``columns`` that a file has; errors as in `read_rows`."""
+    values: dict[str, list[Any]] = _read(path, columns, lambda table: table.to_pydict())
+    return values
+
+
+def _read(path: Path, columns: Sequence[str] | None, convert: Callable[[Any], Any]) -> Any:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with open_file(path, CheckpointError) as file, pyarrow.parquet.ParquetFile(file) as parquet:
-            rows: list[dict[str, Any]] = parquet.read(None if columns is None else list(columns)).to_pylist()
-            return rows
+            return convert(parquet.read(None if columns is None else list(columns), use_threads=False))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
