@@ -6,6 +6,7 @@ in ``problems``.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,12 +19,14 @@ from groupwise.errors import CheckpointError
 from groupwise.rundir.files import read_object
 from groupwise.stats import Interval, mcnemar, mean, paired_test
 from groupwise.training.monitor.descriptions import describe_metric
+from groupwise.training.monitor.question_log import QUESTIONS, STATUSES
 from groupwise.training.store import EVAL_PREFIX
 from groupwise.training.store.run_folder import differences
 
 Result = TypeVar("Result")
 
 SAMPLES = 3  # best and worst ones of a step
+LISTED = 20  # rows that were learnt, or forgotten
 CHANGED = 3  # held-out questions of each kind
 SAMPLE_COLUMNS = (
     "step",
@@ -113,6 +116,15 @@ class StepSamples:
 
 
 @dataclass(frozen=True)
+class QuestionCounts:
+    """Training questions by status (`STATUSES`), and the rows of some that were learnt or forgotten."""
+
+    counts: dict[str, int]
+    learnt: list[int]
+    forgotten: list[int]
+
+
+@dataclass(frozen=True)
 class TimeSpent:
     """Seconds in all and by stage, over the recorded steps; tokens that were sampled; peak memory in GiB."""
 
@@ -136,6 +148,7 @@ class RunSummary:
     paired: PairedChange | None
     curves: list[CurveNumbers]
     samples: list[StepSamples]
+    questions: QuestionCounts | None
     time: TimeSpent | None
     findings: list[Finding]
     problems: list[str] = field(default_factory=list)
@@ -169,6 +182,7 @@ def summarize(reader: RunReader) -> RunSummary:
         paired=paired,
         curves=curve_numbers(reader),
         samples=[entry for entry in samples if entry is not None],
+        questions=question_counts(reader),
         time=time_spent(reader),
         findings=diagnose(reader),
         problems=[*reader.problems, *problems],
@@ -301,6 +315,20 @@ def _of_different_prompts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, A
     return [
         {name: row[name] for name in row if name in SAMPLE_COLUMNS or name.startswith(keys)} for row in chosen.values()
     ]
+
+
+def question_counts(reader: RunReader) -> QuestionCounts | None:
+    """By questions.jsonl, which a run writes at its checkpoints; None without it."""
+    rows: dict[str, list[int]] = {}
+    try:
+        for line in (reader.path / QUESTIONS).read_bytes().splitlines():
+            record = json.loads(line)
+            rows.setdefault(record["status"], []).append(record["row"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    counts = {status: len(rows[status]) for status in STATUSES if status in rows}
+    learnt, forgotten = (rows.get(status, [])[:LISTED] for status in ("learnt", "forgotten"))
+    return QuestionCounts(counts, learnt, forgotten) if counts else None
 
 
 def _first_and_last(reader: RunReader) -> list[int]:

@@ -13,11 +13,13 @@ from groupwise.analysis.summary import (
     HeldOutMetric,
     Measurement,
     PairedChange,
+    QuestionCounts,
     RunSummary,
     StepSamples,
     TimeSpent,
 )
 from groupwise.text import code_span, escape_markdown, format_duration, markdown_table, plural, printable
+from groupwise.training.monitor.question_log import STATUSES
 
 NONE = "–"
 LONGEST = {"prompt": 600, "completion": 1500}  # characters of a sample
@@ -36,6 +38,7 @@ def run_markdown(summary: RunSummary) -> str:
     parts += _curves(summary.curves)
     for samples in reversed(summary.samples):
         parts += _samples(samples)
+    parts += _questions(summary.questions)
     parts += _time(summary.time)
     parts += _settings(summary.settings)
     return "\n\n".join(parts) + "\n"
@@ -156,8 +159,8 @@ def _paired(paired: PairedChange | None) -> list[str]:
     change, low, high = map(_signed, (paired.difference.estimate, paired.difference.low, paired.difference.high))
     parts = [
         f"The same {paired.questions:,} questions after step {paired.first_step} and after step {paired.last_step}: "
-        f"{paired.gained:,} better, {paired.lost:,} worse, {same:,} as before. {escape_markdown(paired.metric)} changed by "
-        f"{change} [{low}, {high}]; {paired.test} gives {format_p_value(paired.p_value)}."
+        f"{paired.gained:,} better, {paired.lost:,} worse, {same:,} as before. {escape_markdown(paired.metric)} changed "
+        f"by {change} [{low}, {high}]; {paired.test} gives {format_p_value(paired.p_value)}."
     ]
     for heading, examples in (("Learnt", paired.gained_examples), ("Lost", paired.lost_examples)):
         for example in examples:
@@ -219,6 +222,18 @@ def _sample(heading: str, row: dict[str, Any]) -> list[str]:
         "Completion:",
         fenced(str(row.get("completion") or ""), LONGEST["completion"]),
     ]
+
+
+def _questions(questions: QuestionCounts | None) -> list[str]:
+    if questions is None:
+        return []
+    rows = [(STATUSES[status], f"{count:,}") for status, count in questions.counts.items()]
+    parts = ["## Training questions", markdown_table(["status", "questions"], rows)]
+    for status, numbers in (("learnt", questions.learnt), ("forgotten", questions.forgotten)):
+        if numbers:
+            more = ", …" if questions.counts[status] > len(numbers) else ""
+            parts.append(f"Rows that were {status}: {', '.join(map(str, numbers))}{more}.")
+    return parts
 
 
 def _time(time: TimeSpent | None) -> list[str]:
