@@ -159,8 +159,9 @@ def _paired(paired: PairedChange | None) -> list[str]:
     change, low, high = map(_signed, (paired.difference.estimate, paired.difference.low, paired.difference.high))
     parts = [
         f"The same {paired.questions:,} questions after step {paired.first_step} and after step {paired.last_step}: "
-        f"{paired.gained:,} better, {paired.lost:,} worse, {same:,} as before. {escape_markdown(paired.metric)} changed "
-        f"by {change} [{low}, {high}]; {paired.test} gives {format_p_value(paired.p_value)}."
+        f"{paired.gained:,} better, {paired.lost:,} worse, {same:,} as before. "
+        f"{escape_markdown(paired.metric)} changed by {change} [{low}, {high}]; "
+        f"{paired.test} gives {format_p_value(paired.p_value)}."
     ]
     for heading, examples in (("Learnt", paired.gained_examples), ("Lost", paired.lost_examples)):
         for example in examples:
