@@ -143,7 +143,7 @@ class RunReader:
     @property
     def settings(self) -> dict[str, Any]:
         """Every setting by its dotted name: ``{"loss.kl_coef": 0.3}``."""
-        return dict(_flat(self.recipe))
+        return dict(flat_settings(self.recipe))
 
     def parsed_recipe(self) -> Recipe | None:
         """The recipe; None, with a problem, if this version of groupwise cannot read it."""
@@ -438,11 +438,12 @@ def _read_object(path: Path) -> tuple[dict[str, Any], str]:
         return {}, "" if file_state(path) is None else str(error)
 
 
-def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flat_settings(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Every setting of nested tables with its dotted name."""
     entries: list[tuple[str, Any]] = []
     for key, value in table.items():
         name = f"{prefix}{key}"
-        entries += _flat(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
+        entries += flat_settings(value, f"{name}.") if isinstance(value, Mapping) and value else [(name, value)]
     return entries
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from groupwise.errors import GroupwiseError, InputError, check_choice
+from groupwise.errors import InputError, check_choice
 from groupwise.rundir import as_json
 from groupwise.text import excerpt
-from groupwise.viewer.runs import ServedRun, ServedRuns
+from groupwise.viewer.runs import NotServedError, ServedRun, ServedRuns
 
 RunHandler = Callable[[ServedRun, "Query"], dict[str, Any]]
 RunsHandler = Callable[[ServedRuns, "Query"], dict[str, Any]]
@@ -30,10 +30,6 @@ RUN_ROUTES: dict[str, RunHandler] = {}
 """The functions of paths below ``run/ID``, by the rest of the path; the run itself is ``""``."""
 ROUTES: dict[str, RunsHandler] = {}
 """The functions of all other paths."""
-
-
-class NotServedError(GroupwiseError, LookupError):
-    """There is no such path, run, step or sample."""
 
 
 class Query(dict[str, str]):
@@ -102,9 +98,7 @@ class Api:
         identifier, _, name = rest.partition("/")
         if kind != "run" or name not in RUN_ROUTES:
             raise NotServedError(f"there is nothing at {excerpt(path)}")
-        run = self.runs.find(identifier)
-        if run is None:
-            raise NotServedError(f"there is no run {excerpt(identifier)} here; it may have been moved or deleted")
+        run = self.runs.get(identifier)
         with run.lock:
             run.refresh()
             return _checked(RUN_ROUTES[name](run, parameters))

@@ -13,9 +13,14 @@ from typing import Any, TypeVar
 
 from groupwise.analysis.run_reader import RunReader, find_runs
 from groupwise.errors import GroupwiseError, RunDirError
+from groupwise.text import excerpt
 
 Result = TypeVar("Result")
 REFRESH = 0.5  # seconds for which files are not looked at again
+
+
+class NotServedError(GroupwiseError, LookupError):
+    """There is no such path, run, step or sample."""
 
 
 class ServedRun:
@@ -76,8 +81,11 @@ class ServedRuns:
                 del self._runs[identifier]
             return [self._runs[self._ids[path]] for path in found if self._ids.get(path) in self._runs]
 
-    def find(self, identifier: str) -> ServedRun | None:
-        return self._runs.get(identifier) or next((run for run in self.scan() if run.id == identifier), None)
+    def get(self, identifier: str) -> ServedRun:
+        run = self._runs.get(identifier) or next((run for run in self.scan() if run.id == identifier), None)
+        if run is None:
+            raise NotServedError(f"there is no run {excerpt(identifier)} here; it may have been moved or deleted")
+        return run
 
     def _find(self) -> list[Path]:
         try:

@@ -72,9 +72,10 @@
   }, {rootMargin: "200px"});
 
   /** A chart in an element. `options()` returns ECharts' options, or promises them; it is called when the chart comes
-      into view, by `refresh()` and when the theme changes. `setup(instance)` is called once, for listeners.
+      into view, by `refresh()` and when the theme changes. `setup(instance)` is called once, for listeners, `after(instance)`
+      whenever options were set.
       The element's attribute data-drawn says that the chart is there. */
-  gw.charts.add = function (element, options, {group = null, label = null, setup = null, lazy = true} = {}) {
+  gw.charts.add = function (element, options, {group = null, label = null, setup = null, after = null, lazy = true} = {}) {
     let chart = null;
     let ended = false;
     let turn = 0;
@@ -94,7 +95,8 @@
         }
         if (setup) setup(chart);
       }
-      chart.setOption(merged(own), {notMerge: false, replaceMerge: ["series", "xAxis", "yAxis", "visualMap"].filter(name => own[name])});
+      chart.setOption(merged(own), {notMerge: true});
+      if (after) after(chart);
       element.dataset.drawn = "true";
     }
 
