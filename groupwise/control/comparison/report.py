@@ -110,10 +110,12 @@ def _settings_table(configs: Sequence[Config]) -> Block:
     """A row for each setting, a column for each algorithm; the settings of the runs come first."""
     by_algorithm = {config.algorithm: config for config in reversed(configs)}
     algorithms = list(dict.fromkeys(config.algorithm for config in configs))
-    shared = ("steps", "evaluate_every", "starts")
+    shared = {"steps": "environment steps", "evaluate_every": "steps between evaluations", "starts": "held-out starts"}
     dumped = {name: by_algorithm[name].settings.model_dump(mode="json") for name in algorithms}
     names = dict.fromkeys(key for settings in dumped.values() for key in settings)
-    rows = [[key, *(_shown(getattr(by_algorithm[name], key)) for name in algorithms)] for key in shared]
+    rows = [
+        [title, *(_shown(getattr(by_algorithm[name], key)) for name in algorithms)] for key, title in shared.items()
+    ]
     rows += [[key, *(_shown(dumped[name].get(key)) for name in algorithms)] for key in names]
     return {"table": {"header": ["setting", *algorithms], "rows": rows, "left": [0]}}
 

@@ -39,7 +39,7 @@
         if (part.list) return el("div", {class: "card"}, el("ul", {}, part.list.map(entry => el("li", {}, entry))));
         if (part.table) return el("div", {class: "card"}, gw.table(part.table.header.map((name, index) =>
           ({title: name, numeric: !part.table.left.includes(index), value: row => row[index]})), part.table.rows));
-        return el("div", {class: "card"}, el("div", {class: "chart-grid"}, curves[part.curves].map(spec => {
+        return el("div", {class: "card"}, el("div", {class: "comparison-charts"}, curves[part.curves].map(spec => {
           const place = el("div", {class: "tall"});
           handles.push(chart(place, spec));
           return el("figure", {}, el("figcaption", {}, `${spec.y_label} by ${spec.x_label}`), place);

@@ -153,46 +153,7 @@
     ];
   }
 
-  // ---------------------------------------------------------------- charts
-
-  /** Lines by step; an interval is a band; held-out metrics have points. */
-  function drawChart(place, chart, columns) {
-    const points = name => columns[name].steps.map((step, index) => [step, columns[name].values[index]]);
-    return gw.charts.add(place, () => ({
-      grid: {left: 8, right: 14, top: 12, bottom: 4, containLabel: true},
-      tooltip: {trigger: "axis", formatter: items => gw.charts.tip(`step ${items[0].data[0]}`, items.filter(item => !item.seriesName.startsWith("\u0000"))
-        .map(item => ({color: item.color, name: item.seriesName, value: gw.format.number(item.data[1])})))},
-      xAxis: {type: "value", min: "dataMin", max: "dataMax", minInterval: 1, splitLine: {show: false}},
-      yAxis: {type: "value", scale: true, axisLabel: {formatter: gw.format.short}},
-      series: chart.lines.filter(name => columns[name]).flatMap((name, index) => {
-        const isHeldOut = name.startsWith("eval/");
-        const color = gw.charts.series(index);
-        const line = {name, type: "line", data: points(name), color, symbol: isHeldOut ? "circle" : "none", symbolSize: 6, lineStyle: {width: 1.8}, z: 3};
-        const band = chart.bands[name];
-        if (!band || !columns[band[0]] || !columns[band[1]]) return [line];
-        const low = points(band[0]);
-        const high = points(band[1]);
-        const invisible = {type: "line", symbol: "none", lineStyle: {opacity: 0}, stack: name, stackStrategy: "all", silent: true, tooltip: {show: false}};
-        return [{...invisible, name: `\u0000${name} low`, data: low},
-          {...invisible, name: `\u0000${name} high`, data: high.map(([step, value], place) => [step, value - low[place][1]]), areaStyle: {color, opacity: 0.16}}, line];
-      }),
-    }), {label: `${chart.title} by step`, lazy: false});
-  }
-
-  async function mainCurves(run) {
-    const {sections} = await gw.source.get(`run/${run.id}/curves`);
-    const charts = sections.length && sections[0].title === "Main" ? sections[0].charts : [];
-    if (!charts.length) return {element: null, charts: []};
-    const names = [...new Set(charts.flatMap(chart => [...chart.lines, ...Object.values(chart.bands).flat()]))];
-    const {columns} = await gw.source.get(`run/${run.id}/metrics`, {names: names.join(",")});
-    const handles = [];
-    const element = section("Main curves", el("div", {class: "chart-grid"}, charts.map(chart => {
-      const place = el("div");
-      handles.push(drawChart(place, chart, columns));
-      return el("figure", {}, el("figcaption", {title: chart.about}, chart.title), place);
-    })));
-    return {element, charts: handles};
-  }
+  // ---------------------------------------------------------------- the page
 
   function reportNote() {
     const report = gw.source.report;
@@ -202,20 +163,25 @@
   }
 
   gw.views.add({
-    name: "summary", title: "Summary", order: gw.source.live ? 15 : 0,
+    name: "summary", title: "Summary", order: gw.source.live ? 25 : 0,
     async render(element, run) {
-      let handles = [];
+      const [above, charts, below] = [el("div"), el("div", {class: "summary-curves"}), el("div")];
+      const load = async () => {
+        const {sections} = await gw.source.get(`run/${run.id}/curves`);
+        return {sections: sections.slice(0, 1)};
+      };
       async function draw(current) {
-        const [summary, curves] = await Promise.all([gw.source.get(`run/${current.id}/summary`), mainCurves(current)]);
-        for (const handle of handles) handle.dispose();
-        handles = curves.charts;
-        gw.fill(element, headline(summary), findings(current, summary.findings), curves.element, heldOut(summary),
-          samples(current, summary.samples), questions(summary.questions), curveNumbers(summary.curves), details(summary), reportNote());
+        const summary = await gw.source.get(`run/${current.id}/summary`);
+        gw.fill(above, headline(summary), findings(current, summary.findings));
+        gw.fill(below, heldOut(summary), samples(current, summary.samples), questions(summary.questions),
+          curveNumbers(summary.curves), details(summary), reportNote());
       }
+      gw.fill(element, above, charts, below);
       await draw(run);
+      const curves = await gw.curves.mount(charts, {runs: [run], load, params: {}, lazy: false});
       return {
-        update: draw,
-        dispose() { for (const handle of handles) handle.dispose(); },
+        update: current => Promise.all([draw(current), curves.update([current])]),
+        dispose: curves.dispose,
       };
     },
   });
