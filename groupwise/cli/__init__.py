@@ -27,6 +27,7 @@ from typing import NoReturn
 from groupwise import __version__
 from groupwise.cli.common import Command, Commands, format_examples, say_error
 from groupwise.cli.control import add_control
+from groupwise.cli.doctor import add_doctor
 from groupwise.cli.evaluate import add_eval
 from groupwise.cli.init import add_init
 from groupwise.cli.models import add_models
@@ -54,6 +55,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_check,
     add_plan,
     add_eval,
+    add_doctor,
     add_sample,
     add_view,
     add_report,

@@ -28,7 +28,7 @@ class Task:
 
     ``grades`` are for evaluation only; the one named ``metric`` selects the best checkpoint. Without grades, held-out
     rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. ``notes`` are shown when
-    a run starts. ``health_checks`` adds to those of `training.monitor.health_checks`: each gets the recent steps and
+    a run starts. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
     returns a warning or None.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.text import plural
@@ -45,6 +46,7 @@ def run_summary(
     total_steps: int,
     *,
     picture: Path | None,
+    warned: Sequence[str] = (),
 ) -> SummaryLines:
     """Text lines and table rows: held-out metrics, questions, and where everything is."""
     lines: SummaryLines = []
@@ -67,6 +69,8 @@ def run_summary(
         lines.append(f"stopped {done}; {_next(components, state, result)}")
     if result.model is not None and result.best_step is not None and result.best_step != state.step:
         lines.append(f"the policy of step {result.best_step} is exported, the best of {state.evaluations} evaluations")
+    if warned and result.folder is not None:
+        lines.append(f"there were warnings ({', '.join(warned)}): groupwise doctor {_relative(result.folder)}")
     places = {"model": result.model, "picture": picture, "run": result.folder}
     return [*lines, *(f"{name}: {_relative(path)}" for name, path in places.items() if path is not None)]
 

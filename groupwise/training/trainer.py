@@ -42,17 +42,17 @@ from groupwise.training.components import (
     shard_components,
 )
 from groupwise.training.display import Display, LineDisplay
-from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.curves import draw_curves
-from groupwise.training.display.samples import choose_samples
-from groupwise.training.evaluation import evaluate_policy, show_rows
+from groupwise.training.display.samples import samples_of_step
+from groupwise.training.evaluation import answers_table, evaluate_policy, show_rows
 from groupwise.training.extras import check_extras, groups_by_similarity
 from groupwise.training.from_rows import trainer_arguments
-from groupwise.training.monitor.health_checks import HealthChecks
-from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
+from groupwise.training.monitor.health_checks import HealthChecks, say_warnings
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
+from groupwise.training.monitor.token_details import TokenDetails
+from groupwise.training.monitor.weight_sample import WeightSample
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
@@ -187,8 +187,10 @@ class Trainer:
         self.schedule = make_schedule(recipe, length)
         self.order = Order(max(1, len(components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
         self.pairs = PairSampler(components.pairs, recipe)
-        self.health_checks = HealthChecks(task.metric, task.health_checks)
+        self.health_checks = HealthChecks(task.metric, task.health_checks, held_out=self.metric)
+        self.weight_sample = WeightSample(self.masters)
         self.question_log = QuestionLog(components.train.rows, task.metric)
+        self.token_details = TokenDetails(self.updater, components.tokenizer, self.say)
         self.collector = make_collector(
             components,
             self.generator,
@@ -225,7 +227,6 @@ class Trainer:
         self.recorder: Recorder | None = None
         self._started = False
         self.stopping = StopRequest()
-        self._warned_of_mismatch = False
         self._compiles = handle.compiled is not None  # until the first step is done
 
     @classmethod
@@ -349,9 +350,9 @@ class Trainer:
             exit_status=self.stopping.exit_status,
         )
         self.ranks.on_main("finishing the run", lambda: self._publish(model))
-        self.display.finish(
-            run_summary(self.components, state, result, self.question_log, self.total_steps, picture=picture)
-        )
+        warned = self.health_checks.warned
+        options: dict[str, Any] = {"picture": picture, "warned": warned}
+        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **options))
         self._call("on_end", result)
         return result
 
@@ -391,6 +392,8 @@ class Trainer:
         group_advantages = self.compute_advantages(batch, step_recipe)
         if len(batch):
             self._call("on_rollout", batch, group_advantages)
+        tokens = self.token_details.compute(state.step + 1, batch, group_advantages, step_recipe)
+        weights = self.weight_sample.read()
         with self.timer("train"):
             minibatches, updates = self._update(batch, group_advantages, step_recipe)
         self._compiles = False
@@ -403,14 +406,15 @@ class Trainer:
         self.question_log.observe(batch, group_advantages)
         for replaced in rollout.left_out:
             self.question_log.observe(replaced, self.compute_advantages(replaced, step_recipe))
-        metrics = step_metrics(rollout, group_advantages, self.collector.names, minibatches, updates, step_recipe)
+        rewards = dict(zip(self.collector.names, self.collector.weights, strict=True))
+        metrics = step_metrics(rollout, group_advantages, rewards, minibatches, updates, step_recipe)
         epoch = self.order.epoch if self.components.samples else self.pairs.epoch
         metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
-        timing = self.ranks.from_main(self.timer.take())  # a rule may depend on it
+        timing = self.ranks.from_main({**self.weight_sample.changed_since(weights), **self.timer.take()})  # for rules
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
         self._warn(metrics, step_recipe, rollout)
-        return StepReport(state.step, metrics, batch, group_advantages)
+        return StepReport(state.step, metrics, batch, group_advantages, tokens)
 
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
@@ -477,20 +481,14 @@ class Trainer:
         step = self.state.step
         if rollout.failures:
             self.say(f"step {step}: {plural(len(rollout.failures), 'reward')} failed; the first: {rollout.failures[0]}")
-        warning = mismatch_warning(metrics, step_recipe, self.components.handle.dtype)
-        if warning is not None and not self._warned_of_mismatch:
-            self._warned_of_mismatch = True
-            self.say(f"step {step}: {warning}")
-        for name, message in self.health_checks.observe(step, metrics, step_recipe).items():
-            metrics[f"warnings/{name}"] = 1.0
-            self.say(f"step {step}: warning {name}: {message}")
+        metrics |= say_warnings(self.health_checks.observe(step, metrics, step_recipe), step, self.say)
 
     def _after_step(self, report: StepReport) -> None:
         """Record the step, let the schedule see it, and evaluate and save if that is due."""
         step = self.state.step
         self.ranks.on_main("recording the step", lambda: self._record(report))
         if self.recipe.run.show_samples and len(report.batch):
-            self.display.samples(self._choose_samples(report))
+            self.display.samples(samples_of_step(report.batch, report.group_advantages, self.recipe))
         self.display.expect(self.total_steps)
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
@@ -511,13 +509,8 @@ class Trainer:
         if self.recipe.run.save_rollouts and len(report.batch):
             with self.timer("record"):
                 table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
-                recorder.rollouts(step, table)
+                recorder.rollouts(step, table, report.tokens)
         recorder.step(step, report.metrics)
-
-    def _choose_samples(self, report: StepReport) -> list[SampleCompletion]:
-        prompts = [row[self.recipe.data.prompt] for row in report.batch.rows]
-        rewards = report.group_advantages.rewards.tolist()
-        return choose_samples(prompts, report.batch.texts, rewards, self.recipe.run.show_samples)
 
     def _start(self) -> None:
         if self._started:
@@ -596,12 +589,13 @@ class Trainer:
             self.display.progress("evaluating", 0.0, rows, "rows")
         else:
             self.display.stage("evaluating pairs")
+        step_recipe = self.step_recipe()
         evaluation = evaluate_policy(
             self.components,
             self.generator,
             self.pairs,
             self.reference,
-            self.step_recipe(),
+            step_recipe,
             progress=show_rows(self.display),
             trainer_state=self.trainer_state(),
             ranks=self.ranks,
@@ -610,7 +604,13 @@ class Trainer:
         is_best = self.state.add_evaluation(metrics, self.metric)
         if self.state.step:
             self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
-        self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, metrics))
+        answers = answers_table(step, evaluation, self.components) if self.recipe.run.save_rollouts else None
+        recorded = metrics | say_warnings(
+            self.health_checks.observe_evaluation(step, metrics, step_recipe), step, self.say
+        )
+        self.ranks.on_main(
+            "recording the evaluation", lambda: self._open_recorder().evaluation(step, recorded, answers)
+        )
         self.display.evaluation(self.state.step, metrics)
         self._call("on_evaluation", evaluation)
         if is_best:

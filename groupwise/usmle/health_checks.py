@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from groupwise.training.monitor.health_checks import RecentSteps
+    from groupwise.training.monitor.checks import RecentSteps
 
 MAX_ONE_LETTER = 0.6
 

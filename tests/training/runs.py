@@ -14,7 +14,7 @@ from groupwise.config import Recipe, make_recipe
 from groupwise.rundir import read_json, read_metrics, verify_manifest
 from groupwise.tasks import Task
 from groupwise.training.display import Display
-from groupwise.training.monitor.timer import is_timing
+from groupwise.training.monitor.timing_names import is_timing
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.trainer import Trainer
 

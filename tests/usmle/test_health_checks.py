@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.training.monitor.health_checks import WINDOW, HealthChecks
+from groupwise.training.monitor.checks import WINDOW
+from groupwise.training.monitor.health_checks import HealthChecks
 from groupwise.usmle.health_checks import HEALTH_CHECKS
 from tests.training.factories import short_recipe
 

@@ -27,6 +27,8 @@ _REWARDS = {
     "frac_reward_zero_std": "share of groups whose rewards are all equal, so that they have no learning signal",
     "rewards/{reward}/mean": "mean of one reward function, unweighted, over the completions it scored",
     "rewards/{reward}/std": "its standard deviation over these completions",
+    "rewards/{reward}/variance_share": "variance of this weighted reward within groups, as a share of the sum over all "
+    "functions; with several functions that are summed before they are normalized",
     "rewards_failed": "number of completions whose reward failed and that were dropped (`scoring.on_error`)",
     "advantage/largest": "largest absolute advantage of a completion",
     "{grade}": "share of completions that the task's grade counts as right, such as `accuracy`",
@@ -39,6 +41,7 @@ _COMPLETIONS = {
     "completions/max_length": "length of the longest completion",
     "completions/mean_terminated_length": "mean length of the completions that ended by themselves",
     "completions/clipped_ratio": "share of completions that were cut off by `sampling.max_new_tokens`",
+    "completions/identical": "share of prompts whose completions are all the same text",
 }
 _SIGNAL = {
     "signal/contributing": "share of completions that the policy loss learns from: unmasked, in a group with spread",
@@ -61,6 +64,8 @@ _LOSS = {
     **{f"loss/{name}": f"the {name} term, times its weight `{weight}`" for name, weight in TERM_WEIGHTS.items()},
     "grad_norm": "norm of the gradient before clipping",
     "updates": "optimizer updates in this step",
+    "weights_changed": "share of the trained weights, in a sample of a few thousand, that the step changed; close to 1 "
+    "unless the learning rate is lost in the rounding of float32",
     "updates_not_finite": "updates that were skipped because of NaN or inf (`train.on_non_finite`)",
     "kl": "KL to the reference per token, without its weight; with `loss.kl_coef`",
     "kl_ratio_weighted": 'the same, times the mean of π_θ/π_ref; with `loss.kl = "full_ratio_weighted"`',
@@ -138,6 +143,7 @@ _PROGRESS = {
     "samples_per_prompt": "completions per prompt in this step",
     "kl_coef": "weight of the KL in this step",
     "token_budget": "tokens per forward and backward pass; halved if memory runs out",
+    "token_budget_full": "its value before it was halved, once memory has run out",
     "reference_refreshes": "times that the reference was updated; if there is a reference",
 }
 _TIME = {
@@ -150,6 +156,7 @@ _TIME = {
     "`train.max_staleness`",
     "time/sampler_idle": "seconds in which a remote generator had nothing to sample; with `train.max_staleness`",
     "time/train": "seconds of the updates",
+    "device_memory": "memory of the GPU in GiB, or on a CPU what there was for this process",
     "memory/{stage}": "peak memory of that stage in GiB: the GPU's, or on a CPU the resident memory at its end",
 }
 _EVALUATION = {
@@ -177,16 +184,31 @@ _EVALUATION = {
 _WARNINGS = {
     "warnings/kl_high": "the KL to the reference is above run.kl_warning",
     "warnings/kl_low": "the KL stays near 0 although it has a weight",
-    "warnings/masked": "the masks leave fewer than 70 % of the completions",
-    "warnings/no_answer": "more than 10 % of the completions contain no answer",
-    "warnings/no_learning_signal": "ten steps in a row had no learning signal",
+    "warnings/entropy_collapsed": "the entropy fell below 15 % of its start and below 0.1 per token",
+    "warnings/entropy_exploded": "the entropy is twice that of the start, and more than 0.5 per token above it",
+    "warnings/log_prob_mismatch": "sampler and trainer differ by more than train.max_logp_mismatch before the update",
+    "warnings/weights_unchanged": "a step changes fewer than half of the weights",
+    "warnings/not_finite": "updates were skipped because of NaN or inf",
+    "warnings/memory": "memory ran out and the token budget was halved, or the peak is at 95 % of what there is",
     "warnings/stale": "with asynchronous rollouts, the policy is far from the one that sampled",
+    "warnings/masked": "the masks leave fewer than 70 % of the completions",
+    "warnings/truncated": "more than half of the completions are cut off",
+    "warnings/no_answer": "more than 10 % of the completions contain no answer",
+    "warnings/answers_longer": "completions are half as long again as at the start, and close to the limit",
+    "warnings/answers_identical": "for most prompts all completions are the same text",
+    "warnings/no_learning_signal": "ten steps in a row had no learning signal",
+    "warnings/zero_spread": "more than half of the groups have equal rewards",
+    "warnings/reward_constant": "a reward function has returned the same value for every completion since the start",
+    "warnings/reward_dominates": "one of several reward functions has 95 % of the variance of their weighted sum",
+    "warnings/rewards_failed": "the rewards of more than 5 % of the completions failed",
     "warnings/answers_alike": "the completions of most prompts are nearly the same",
     "warnings/answers_unrelated": "the completions of most prompts form no clusters",
     "warnings/answers_scattered": "most completions are alone in their cluster",
     "warnings/no_pairs": "ten steps in a row had no preference pair",
     "warnings/preference_opposed": "the preference term's gradient opposes that of the other terms",
     "warnings/chosen_unlikely": "the chosen completions of pairs become less likely",
+    "eval/warnings/overfitting": "the held-out metric fell below its best by more than both intervals, while the "
+    "reward rose",
     "warnings/below_chance": "accuracy is below guessing (task `usmle`)",
     "warnings/one_letter": "most answers are the same letter (task `usmle`)",
 }

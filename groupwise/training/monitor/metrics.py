@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,18 +28,19 @@ from groupwise.training.update.updater import Updater
 def step_metrics(
     rollout: RolloutResult,
     group_advantages: GroupAdvantages,
-    names: Sequence[str],
+    weights: Mapping[str, float],
     minibatches: Sequence[MiniBatch],
     updates: Sequence[UpdateResult],
     step_recipe: Recipe,
 ) -> dict[str, float]:
-    """All metrics of a step but its timing and its settings. ``names`` are those of the reward functions."""
+    """All metrics of a step but its timing and its settings. ``weights``: of the reward functions."""
     learned = {**_pair_metrics(group_advantages, minibatches, step_recipe), **_update_metrics(updates, step_recipe)}
     if not len(rollout.batch):
         return learned
     return {
         **rollout.metrics,  # first: a reward's own metrics must not replace those computed here
-        **_reward_metrics(rollout.batch, group_advantages, names),
+        **_reward_metrics(rollout.batch, group_advantages, weights),
+        **_variance_shares(rollout.batch, group_advantages, weights, step_recipe),
         **_completion_metrics(rollout.batch),
         **_signal_metrics(rollout, group_advantages, minibatches),
         **_similarity_metrics(rollout, step_recipe),
@@ -61,6 +62,8 @@ def settings_metrics(step_recipe: Recipe, updater: Updater, *, tokens: int, epoc
         "epoch": epoch,
         "token_budget": updater.token_budget,
     }
+    if updater.token_budget < updater.full_budget:
+        metrics["token_budget_full"] = updater.full_budget
     return metrics if updater.reference is None else {**metrics, "reference_refreshes": updater.reference.refreshes}
 
 
@@ -69,7 +72,7 @@ def with_aliases(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> di
     return {**metrics, **{alias: metrics[name] for alias, name in aliases.items() if name in metrics}}
 
 
-def _reward_metrics(batch: Batch, group_advantages: GroupAdvantages, names: Sequence[str]) -> dict[str, float]:
+def _reward_metrics(batch: Batch, group_advantages: GroupAdvantages, names: Iterable[str]) -> dict[str, float]:
     groups = group_statistics(group_advantages.rewards, group_advantages.groups)
     metrics = {
         "reward": _mean(group_advantages.rewards[~group_advantages.rewards.isnan()]),
@@ -87,16 +90,35 @@ def _reward_metrics(batch: Batch, group_advantages: GroupAdvantages, names: Sequ
     return metrics
 
 
+def _variance_shares(
+    batch: Batch, group_advantages: GroupAdvantages, weights: Mapping[str, float], step_recipe: Recipe
+) -> dict[str, float]:
+    """The variance of each function's weighted reward within groups, as a share of the sum over the functions.
+
+    Only of several functions, and not if each is normalized by itself.
+    """
+    if len(weights) < 2 or step_recipe.advantages.combine != "sum_then_normalize":
+        return {}
+    variances = {}
+    for (name, weight), column in zip(weights.items(), batch.scored.unbind(1), strict=True):
+        groups = group_statistics(weight * column, group_advantages.groups, unbiased=False)
+        variances[name] = float((groups.count * groups.std.square()).nansum())
+    total = sum(variances.values())
+    return {f"rewards/{name}/variance_share": value / total for name, value in variances.items() if total}
+
+
 def _completion_metrics(batch: Batch) -> dict[str, float]:
     lengths = batch.lengths.double()
     cut = torch.tensor([reason == "length" for reason in batch.stop_reasons])
     ended = lengths[~cut]
+    groups = [batch.texts[start : start + batch.samples] for start in range(0, len(batch), batch.samples)]
     return {
         "completions/mean_length": _mean(lengths),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/mean_terminated_length": _mean(ended),
         "completions/clipped_ratio": _mean(cut.double()),
+        "completions/identical": sum(len(set(group)) == 1 for group in groups) / len(groups),
     }
 
 
@@ -233,6 +255,8 @@ def rollout_table(
     }
     for name, column in zip(names, batch.rewards.unbind(1), strict=True):
         table[f"reward/{name}"] = column.tolist()
+    for name, results in group_advantages.graded.items():
+        table[f"grade/{name}"] = list(results)
     table |= {
         "advantage": group_advantages.advantages.tolist(),
         "contributes": group_advantages.contributes.tolist(),

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from groupwise.model.device import free_memory
+
 
 class StepTimer:
     """Sums the seconds of each stage and records its peak memory in GiB, until `take` is called.
@@ -20,6 +22,8 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
+        total = torch.cuda.get_device_properties(device).total_memory if self.cuda else 0
+        self._device_memory = (total or free_memory(device) + resident_memory()) / 2**30
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, float] = {}
@@ -40,11 +44,14 @@ class StepTimer:
             self._memory[stage] = max(self._memory.get(stage, 0.0), size / 2**30)
 
     def take(self) -> dict[str, float]:
-        """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call; they start over."""
+        """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call; they start over.
+
+        ``device_memory`` is what the GPU has, or on a CPU what there was for this process.
+        """
         end = time.perf_counter()
         metrics = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
         metrics |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
-        metrics["step_time"] = end - self._start
+        metrics |= {"device_memory": self._device_memory, "step_time": end - self._start}
         self._start = end
         self._seconds.clear()
         self._memory.clear()
@@ -58,8 +65,3 @@ def resident_memory() -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def is_timing(name: str) -> bool:
-    """Whether a metric is about time or memory, which differ from run to run."""
-    return name.startswith(("time/", "memory/")) or name in ("step_time", "tokens_per_second")

@@ -32,6 +32,7 @@ COLUMNS = {
     "completion": "string",
     "reward": "double",
     "reward/": "double",  # one per reward function
+    "grade/": "bool",  # one per grade; missing if no answer was found
     "advantage": "double",
     "contributes": "bool",
     "masked_out": "string",
@@ -60,7 +61,7 @@ class RolloutWriter:
             self._types = _saved_types(self.folder)
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(_arrow_table(table, self._types), buffer, compression="zstd")
-        write_bytes(self.folder / f"step-{step:06d}.parquet", buffer.getvalue())
+        write_bytes(self.folder / file_name(step), buffer.getvalue())
 
 
 def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.Table:
@@ -89,6 +90,10 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
         except (pyarrow.ArrowException, OSError) as error:
             raise _damaged(files[step], error) from error
     return pyarrow.concat_tables(_same_types(tables), promote_options="default")
+
+
+def file_name(step: int) -> str:
+    return f"step-{step:06d}.parquet"
 
 
 def step_files(folder: Path) -> dict[int, Path]:
@@ -162,7 +167,7 @@ def _arrow_table(table: Mapping[str, Sequence[Any]], extra_types: dict[str, str]
 
 def _column_key(name: str) -> str:
     """The column's key in `COLUMNS`."""
-    return "reward/" if name.startswith("reward/") else name
+    return next((prefix for prefix in ("reward/", "grade/") if name.startswith(prefix)), name)
 
 
 def _infer_type(values: list[Any], before: str | None) -> str:
@@ -182,7 +187,7 @@ def _convert(values: list[Any], kind: str) -> list[Any]:
         return [None if value is None or math.isnan(value) else float(value) for value in values]
     if kind == "string":  # lone surrogates cannot be encoded and become question marks
         return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-    return values
+    return [None if value is None else bool(value) for value in values] if kind == "bool" else values
 
 
 def _same_types(tables: list[pyarrow.Table]) -> list[pyarrow.Table]:

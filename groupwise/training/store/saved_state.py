@@ -61,6 +61,10 @@ class _HealthChecks(_Part):
     window: list[dict[str, float]]
     questions: list[Count]
     said: dict[str, Count]
+    # Checkpoints of earlier versions do not have these.
+    start: dict[str, float] = Field(default_factory=dict)
+    varied: list[str] = Field(default_factory=list)
+    best: dict[str, float | None] | None = None
 
 
 class _Rollouts(_Part):

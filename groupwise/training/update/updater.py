@@ -61,6 +61,7 @@ class Updater:
         self.ranks = ranks or Ranks()
         self.handle, self.masters, self.optimizer, self.reference = handle, masters, optimizer, reference
         self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
+        self.full_budget = token_budget  # before memory ran out
         self.release, self.say = release, say
         self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 

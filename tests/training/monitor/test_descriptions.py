@@ -14,8 +14,8 @@ import pytest
 
 from groupwise.control.descriptions import EVALUATION_METRICS, UPDATE_METRICS
 from groupwise.rundir import read_metrics
+from groupwise.training.monitor.checks import CHECKS, EVALUATION_CHECKS
 from groupwise.training.monitor.descriptions import SECTIONS, aliases, describe_metric, matches
-from groupwise.training.monitor.health_checks import CHECKS
 from groupwise.training.trainer import Trainer
 from groupwise.training.update.objective import TERMS
 from groupwise.usmle.health_checks import HEALTH_CHECKS
@@ -131,6 +131,7 @@ def test_every_metric_of_a_run_is_described(make, tmp_path):
 NOT_IN_THESE_RUNS = {
     *(name for name in SECTIONS["Warnings"]),
     "time/sampler_idle",  # of a remote generator
+    "token_budget_full",  # once memory has run out
     *(name for name in SECTIONS["Logged by built-in rewards"] if name.startswith(("judge/", "reward_", "math_"))),
 }
 
@@ -146,7 +147,8 @@ def test_every_description_is_of_a_metric_that_runs_log(tmp_path):
 
 
 def test_every_warning_is_described_and_exists():
-    assert set(SECTIONS["Warnings"]) == {f"warnings/{name}" for name in (*CHECKS, *HEALTH_CHECKS)}
+    expected = {f"warnings/{name}" for name in (*CHECKS, *HEALTH_CHECKS)}
+    assert set(SECTIONS["Warnings"]) == expected | {f"eval/warnings/{name}" for name in EVALUATION_CHECKS}
 
 
 def test_the_metrics_of_built_in_rewards_are_in_their_files():

@@ -8,7 +8,10 @@ import math
 import pytest
 
 from groupwise.tasks import Task
-from groupwise.training.monitor.health_checks import CHECKS, COSINE, QUIET, REFUSED, SPLIT, WINDOW, HealthChecks
+from groupwise.training.monitor.checks import CHECKS, WINDOW
+from groupwise.training.monitor.checks.completions import SPLIT
+from groupwise.training.monitor.checks.preference import COSINE, REFUSED
+from groupwise.training.monitor.health_checks import QUIET, HealthChecks
 from tests.training.factories import make_trainer, short_recipe
 from tests.training.runs import even, metrics_of, run_steps, small_trainer
 

@@ -46,7 +46,12 @@ def step(
         build_minibatch(batch, group_advantages, [1], recipe),
     ]
     return step_metrics(
-        RolloutResult(batch, **sampled), group_advantages, ["right", "form"], minibatches, list(updates), recipe
+        RolloutResult(batch, **sampled),
+        group_advantages,
+        {"right": 1.0, "form": 0.5},
+        minibatches,
+        list(updates),
+        recipe,
     )
 
 
@@ -77,7 +82,7 @@ def test_no_scores():
     recipe = short_recipe()
     group_advantages = compute_group_advantages(batch, recipe, [1.0, 1.0])
     minibatches = [build_minibatch(batch, group_advantages, [0, 1], recipe)]
-    metrics = step_metrics(RolloutResult(batch), group_advantages, ["right", "form"], minibatches, [], recipe)
+    metrics = step_metrics(RolloutResult(batch), group_advantages, {"right": 1.0, "form": 0.5}, minibatches, [], recipe)
     assert (metrics["reward"], metrics["reward_std"], metrics["frac_reward_zero_std"]) == (0.0, 0.0, 1.0)
     assert (metrics["rewards/right/mean"], metrics["rewards/form/std"]) == (0.0, 0.0)
     assert (metrics["updates"], metrics["loss"], metrics["grad_norm"]) == (0.0, 0.0, 0.0)

@@ -492,7 +492,7 @@ def metrics_of(settings, cuts, dataset=(), *, iterations=1):
     updates = [
         updater.update(minibatch, recipe) for _ in range(iterations) for minibatch in minibatches if not minibatch.empty
     ]
-    return updates, step_metrics(RolloutResult(batch), group_advantages, ["one"], minibatches, updates, recipe)
+    return updates, step_metrics(RolloutResult(batch), group_advantages, {"one": 1.0}, minibatches, updates, recipe)
 
 
 def test_statistics_are_means_over_the_updates_that_have_pairs():

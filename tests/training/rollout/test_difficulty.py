@@ -70,8 +70,8 @@ def test_advantages_are_multiplied_and_the_same_samples_contribute():
         torch.testing.assert_close(result.advantages, plain.advantages * factors)
         assert torch.equal(result.contributes, plain.contributes)
     minibatches = [build_minibatch(batch, graded, [0, 1], recipe)]
-    assert step_metrics(RolloutResult(batch), graded, ["r"], minibatches, [], recipe)[
+    assert step_metrics(RolloutResult(batch), graded, {"r": 1.0}, minibatches, [], recipe)[
         "difficulty/weight_max"
     ] == pytest.approx(1.25)
-    assert "difficulty/weight_max" not in step_metrics(RolloutResult(batch), plain, ["r"], minibatches, [], recipe)
+    assert "difficulty/weight_max" not in step_metrics(RolloutResult(batch), plain, {"r": 1.0}, minibatches, [], recipe)
     assert plain.difficulty is None
