@@ -20,6 +20,7 @@ from groupwise.config import Recipe
 from groupwise.rundir import RunDir
 from groupwise.training.store.recorder import Recorder
 from groupwise.training.store.run_folder import mark_finished, write_inputs, write_recipe
+from groupwise.training.store.token_files import TokenRow
 
 SAMPLES_PER_PROMPT = 16
 TEXT = (
@@ -28,7 +29,8 @@ TEXT = (
     "fluids answer option history of smoking pain in chest worse after meals better with antacids suggests reflux not "
     "cardiac cause let me check again each step total number equals sum minus half of remaining apples per day costs"
 )
-EVALUATED_ROWS, EVALUATE_EVERY, TOKENS_EVERY = 200, 50, 10
+EVALUATED_ROWS, EVALUATE_EVERY = 200, 50
+TOKENS_EVERY, TOKENS_PROMPTS = 10, 2
 
 
 def main() -> None:
@@ -63,9 +65,10 @@ def write_large_run(folder: Path, *, steps: int, samples: int, words: int = 75) 
             progress = step / steps
             if step:
                 recorder.step(step, _metrics(rng, step, progress, samples))
-                recorder.rollouts(step, _rollouts(rng, step, prompts, progress, words))
+                table = _rollouts(rng, step, prompts, progress, words)
+                recorder.rollouts(step, table, _tokens(rng, table) if (step - 1) % TOKENS_EVERY == 0 else ())
             if step % EVALUATE_EVERY == 0:
-                recorder.evaluation(step, _evaluation(progress))
+                recorder.evaluation(step, _evaluation(progress), _answers(rng, step, progress, words))
         recorder.close()
         mark_finished(run, steps, steps)
 
@@ -137,13 +140,42 @@ def _rollouts(rng: random.Random, step: int, prompts: int, progress: float, word
                 "step": step, "prompt_number": number, "row": row, "sample": sample, "group": number,
                 "prompt": prompt, "completion": completion, "reward": right + 0.1, "reward/correct": right,
                 "reward/format": 0.1, "grade/accuracy": bool(right), "advantage": right - mean,
-                "contributes": has_spread, "masked_out": None if has_spread else "equal rewards",
+                "contributes": has_spread, "masked_out": None if has_spread else "equal_rewards",
                 "prompt_tokens": 60, "completion_tokens": len(completion) // 5,
-                "stop_reason": "length" if rng.random() < 0.05 else "stop_token",
+                "stop_reason": "length" if rng.random() < 0.05 else "eos",
             }  # fmt: skip
             for name, value in values.items():
                 table.setdefault(name, []).append(value)
     return table
+
+
+def _tokens(rng: random.Random, table: dict[str, list[Any]]) -> list[TokenRow]:
+    """The tokens of the first prompts' samples, one for every five characters."""
+    rows = []
+    for index in range(TOKENS_PROMPTS * SAMPLES_PER_PROMPT):
+        completion = table["completion"][index]
+        ends = [min(end, len(completion)) for end in range(5, len(completion) + 5, 5)]
+        logps = [-rng.expovariate(1.0) for _ in ends]
+        place = {name: table[name][index] for name in ("step", "prompt_number", "row", "sample")}
+        entropy, ref_logps = [rng.random() for _ in ends], [logp + rng.gauss(0, 0.1) for logp in logps]
+        rows.append(TokenRow(**place, completion=completion, ids=list(range(len(ends))), ends=ends, sampler_logps=logps,
+                             policy_logps=logps, entropy=entropy, ref_logps=ref_logps))  # fmt: skip
+    return rows
+
+
+def _answers(rng: random.Random, step: int, progress: float, words: int) -> dict[str, list[Any]]:
+    """One held-out completion per row."""
+    rows = range(EVALUATED_ROWS)
+    return {
+        "step": [step] * EVALUATED_ROWS,
+        "row": list(rows),
+        "sample": [0] * EVALUATED_ROWS,
+        "prompt": [f"Held-out question {row}?" for row in rows],
+        "completion": [_text(rng, words) for _ in rows],
+        "completion_tokens": [words] * EVALUATED_ROWS,
+        "stop_reason": ["eos"] * EVALUATED_ROWS,
+        "grade/accuracy": [rng.random() < _accuracy(progress) for _ in rows],
+    }
 
 
 if __name__ == "__main__":
