@@ -198,17 +198,19 @@ def _contains(group: PromptGroup, wanted: str) -> bool:
     return wanted in group.prompt.casefold() or any(wanted in row["completion"].casefold() for row in group.samples)
 
 
-def search_run(reader: RunReader, text: str, *, before: int | None = None) -> Iterator[Match]:
+def search_run(
+    reader: RunReader, text: str, *, before: int | None = None, since: int | None = None
+) -> Iterator[Match]:
     """Where a text occurs in the prompts and completions of a run, newest step first, ignoring case.
 
-    Steps are read one after another, so take as many results as are shown. ``before``: only steps before this one.
-    Steps that cannot be read are left out.
+    Steps are read one after another, so take as many results as are shown. ``before``, ``since``: only steps
+    before this one, from this one on. Steps that cannot be read are left out.
     """
     wanted = text.casefold()
     if not wanted:
         return
     for step in reversed(reader.rollout_steps):
-        if before is not None and step >= before:
+        if (before is not None and step >= before) or (since is not None and step < since):
             continue
         try:
             rows = reader.rollouts(step, ("prompt_number", "sample", "prompt", "completion"))

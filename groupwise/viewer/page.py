@@ -9,7 +9,7 @@ import html
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "static"
-SHELL = ("vendor/echarts.min.js", "app.js", "charts.js", "curves.js")
+SHELL = ("vendor/echarts.min.js", "app.js", "charts.js", "curves.js", "samples.js")
 PLACE = "<!-- styles and scripts -->"  # in index.html
 
 

@@ -1,0 +1,57 @@
+"""The preference pairs of a step, and the words in which two answers differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any
+
+MAX_WORDS = 2000  # of a text whose differences are found; comparing takes quadratic time
+
+Segment = tuple[str, bool]  # a part of a text, and whether the other text lacks it
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two samples of one prompt, the rows of a rollout file, and the difference of their rewards."""
+
+    chosen: Mapping[str, Any]
+    rejected: Mapping[str, Any]
+    margin: float
+
+
+def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> list[Pair]:
+    """The pairs among a step's rollouts, in order of their prompts.
+
+    The files record each sample's role. Training pairs the best chosen sample of a group with its worst rejected one,
+    the second best with the second worst, and so on; ``reward`` is the function that ranked them, if not the sum.
+    """
+    column = f"reward/{reward}" if reward else "reward"
+    roles: dict[tuple[int, int], dict[str, list[Mapping[str, Any]]]] = {}
+    for row in rows:
+        if row.get("pair") in ("chosen", "rejected") and row.get(column) is not None:
+            group = roles.setdefault((row["prompt_number"], row["group"]), {"chosen": [], "rejected": []})
+            group[row["pair"]].append(row)
+    pairs = []
+    for group in roles.values():
+        best = sorted(group["chosen"], key=lambda row: (-row[column], row["sample"]))
+        worst = sorted(group["rejected"], key=lambda row: (row[column], -row["sample"]))
+        # A damaged or foreign file may have more samples of one role; those are in no pair.
+        pairs += [Pair(good, bad, good[column] - bad[column]) for good, bad in zip(best, worst, strict=False)]
+    return pairs
+
+
+def word_differences(one: str, other: str) -> tuple[list[Segment], list[Segment]]:
+    """Both texts cut into parts that they share and parts that differ. Joined, the parts are the texts."""
+    words: list[list[str]] = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other)]
+    if max(map(len, words)) > MAX_WORDS:
+        return ([(one, one != other)], [(other, one != other)])
+    segments: tuple[list[Segment], list[Segment]] = ([], [])
+    for kind, *ends in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
+        for side in (0, 1):
+            text = "".join(words[side][ends[2 * side] : ends[2 * side + 1]])
+            if text:
+                segments[side].append((text, kind != "equal"))
+    return segments
