@@ -64,13 +64,14 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _run_report(folder: Path, limit: int, markdown: Path | None) -> tuple[str, str, list[str]]:
+    from groupwise.analysis.run_reader import RunReader
     from groupwise.analysis.summary import summarize
     from groupwise.viewer.markdown import run_markdown
-    from groupwise.viewer.report import run_report, serve_one
+    from groupwise.viewer.report import run_report
 
-    api, run = serve_one(folder)
-    report = run_report(api, run, limit=limit)
-    return report.html, run_markdown(summarize(run.reader)) if markdown else "", report.left_out
+    reader = RunReader(folder)  # an error if it holds no run, where a folder with runs in it would have several
+    report = run_report(folder, limit=limit)
+    return report.html, run_markdown(summarize(reader)) if markdown else "", report.left_out
 
 
 def _comparison_report(folder: Path, limit: int, markdown: Path | None) -> tuple[str, str, list[str]]:

@@ -13,8 +13,9 @@ import html
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from groupwise import __version__
@@ -28,11 +29,10 @@ from groupwise.viewer.runs import ServedRun, ServedRuns
 LIMIT = 8_000_000  # bytes of the file, of which ECharts takes 1.1 million
 POINTS = 1000  # of a curve
 STEPS = 12  # whose groups are shown
-GROUPS = 6  # prompts of a step that are shown as one picture, and followed through the run
+GROUPS = 6  # prompts of a step that are shown as one picture, and questions that are followed through the run
+TOKEN_STEPS, TOKEN_SAMPLES = 3, 2  # steps whose tokens are shown; of each prompt so many of the best and of the worst
 SHARED_FROM = 60  # characters of JSON from which on a part that occurs again is stored once
 SIGNIFICANT = 6  # digits of a number
-
-Request = tuple[str, dict[str, str]]  # a path below run/ID, and a query
 
 
 @dataclass
@@ -95,70 +95,147 @@ class Report:
     left_out: list[str]
 
 
-def run_report(api: Api, run: ServedRun, *, limit: int = LIMIT) -> Report:
-    """The report of a run that ``api`` serves."""
-    answers = Answers(limit - len(_page({})))
-    left_out: list[str] = []
-    summary = api.get(f"run/{run.id}/summary")
-    steps = chosen_steps(run.reader.rollout_steps, summary)
-    meta = api.get(f"run/{run.id}")
-    meta |= {"path": run.reader.name, "rollout_steps": steps, "token_steps": _spread(run.reader.token_steps, 4)}
-    answers.add(f"run/{run.id}", meta)
-    missed: dict[str, int] = {}
-    for path, query in _requests(api, run, summary, meta):
-        name = f"run/{run.id}/{path}"
-        if answer_key(name, query) in answers.answers:
-            continue
+def run_report(path: Path, *, limit: int = LIMIT) -> Report:
+    """The report of the run in a folder."""
+    runs = ServedRuns([path])
+    (run,) = runs.scan()
+    contents = ReportContents(Api(runs), run, limit - len(_page({})))
+    contents.collect()
+    embedded = _embedded(f"#/run/{run.id}/summary", contents.answers, contents.left_out())
+    return Report(_page(embedded, title=run.reader.name), contents.left_out())
+
+
+class ReportContents:
+    """Asks for what the views of the page show, the most important first, until the limit is reached."""
+
+    def __init__(self, api: Api, run: ServedRun, limit: int) -> None:
+        self.api, self.run, self.answers = api, run, Answers(limit)
+        self.steps: list[int] = []
+        self._missed: dict[str, int] = {}
+
+    def ask(self, path: str, **query: Any) -> dict[str, Any]:
+        """The answer to a path below ``run/ID``, which is kept if there is room; {} if there is none.
+
+        A part that cannot be read is left out: the summary names what is damaged.
+        """
+        texts = {name: str(value) for name, value in query.items()}
+        name = f"run/{self.run.id}/{path}"
+        key = answer_key(name, {} if path == "metrics" else texts)  # all metrics are in one answer
+        if key in self.answers.answers:
+            return {}
         try:
-            answer = api.get(name, query)
+            answer = self.api.get(name, texts)
         except GroupwiseError:
-            continue  # the run has no such part, or it is damaged, which the summary says
-        if not answers.add(answer_key(name, {} if path == "metrics" else query), answer):
-            missed[path] = missed.get(path, 0) + 1
-    recorded = len(run.reader.rollout_steps)
-    if recorded > len(steps):
-        left_out.append(f"samples of {plural(recorded - len(steps), 'step')} of {recorded:,}")
-    left_out += [f"{plural(number, 'answer')} about {path}, for the size" for path, number in missed.items()]
-    embedded = {
-        "start": f"#/run/{run.id}/summary",
-        "made": time.strftime("%Y-%m-%d %H:%M %z"),
-        "version": __version__,
-        "left_out": left_out,
-        "answers": answers.answers,
-        "shared": answers.shared,
-    }
-    return Report(_page(embedded, title=run.reader.name), left_out)
+            return {}
+        if not self.answers.add(key, answer):
+            self._missed[path] = self._missed.get(path, 0) + 1
+        return answer
+
+    def collect(self) -> None:
+        summary = self.ask("summary")
+        reader = self.run.reader
+        self.steps = chosen_steps(reader.rollout_steps, summary["findings"])
+        about = self.api.get(f"run/{self.run.id}")
+        about |= {
+            "path": reader.name,
+            "rollout_steps": self.steps,
+            "token_steps": _spread(reader.token_steps, TOKEN_STEPS),
+        }
+        self.answers.add(f"run/{self.run.id}", about)
+        self.ask("curves")
+        self.ask("metrics", points=POINTS)
+        for path in ("findings", "time", "settings"):
+            self.ask(path)
+        examples = [example for finding in summary["findings"] for example in finding["examples"]]
+        for row in [*examples, *(row for entry in summary["samples"] for row in (*entry["best"], *entry["worst"]))]:
+            self.ask("group", step=row["step"], prompt=row["prompt_number"])
+        by_importance = list(dict.fromkeys([*self.steps[-1:], *self.steps]))
+        for step in by_importance:
+            self._add_groups(step)
+        self._add_questions()
+        for step in about["token_steps"][::-1]:
+            self._add_tokens(step)
+        for step in by_importance:
+            self._add_choices(step)
+
+    def _add_groups(self, step: int) -> None:
+        """The first page of a step's groups, and some of them as one picture."""
+        groups = self.ask("groups", step=step).get("groups", [])
+        for number in [0, *(group["prompt_number"] for group in groups[:GROUPS])]:
+            self.ask("group", step=step, prompt=number)
+        if self.ask("clusters", step=step, prompt=0):
+            for group in groups[1:GROUPS]:
+                self.ask("clusters", step=step, prompt=group["prompt_number"])
+        if self.run.reader.settings.get("preference.weight"):
+            self.ask("pairs", step=step)
+
+    def _add_choices(self, step: int) -> None:
+        """The groups of a step by each filter and in each order."""
+        answer = self.ask("groups", step=step, page=2) or self.api.get(f"run/{self.run.id}/groups", {"step": str(step)})
+        for choice in answer["filters"]:
+            if choice["count"]:
+                self.ask("groups", step=step, filter=choice["name"])
+        for choice in answer["sorts"][1:]:
+            self.ask("groups", step=step, sort=choice["name"])
+
+    def _add_questions(self) -> None:
+        """The questions of each part, and some of them through the run."""
+        answer = self.ask("questions")
+        for part in answer.get("parts", []):
+            shown = self.ask("questions", part=part["name"])
+            for row in shown.get("rows", [])[:GROUPS]:
+                held_out = {"held_out": 1} if part["name"] == "held_out" else {}
+                self.ask("prompt", row=row["row"], **held_out)
+            for status in shown.get("statuses", [])[1:]:
+                self.ask("questions", part=part["name"], status=status["name"])
+
+    def _add_tokens(self, step: int) -> None:
+        """The answers of a step token by token: of each prompt the best and the worst one."""
+        first = self.ask("tokens", step=step)
+        for prompt in first.get("prompts", []):
+            place = {"step": step, "prompt": prompt["prompt"]}
+            siblings = self.ask("tokens", **place).get("siblings", [])
+            siblings = sorted(siblings, key=lambda one: one["advantage"] or 0.0)
+            for one in [*siblings[-TOKEN_SAMPLES:], *siblings[:TOKEN_SAMPLES]]:
+                self.ask("tokens", **place, sample=one["sample"])
+
+    def left_out(self) -> list[str]:
+        """What is not in the file, in words."""
+        recorded = len(self.run.reader.rollout_steps)
+        steps = (
+            [f"samples of {recorded - len(self.steps):,} of {plural(recorded, 'step')}"]
+            if recorded > len(self.steps)
+            else []
+        )
+        return steps + [f"{plural(number, 'part')} of {path}, for the size" for path, number in self._missed.items()]
 
 
 def comparison_report(title: str, blocks: Sequence[Mapping[str, Any]], curves: Mapping[str, Any]) -> Report:
     """The report of a comparison of control runs: blocks of text, tables and curves, in order."""
     answers = Answers(LIMIT)
     answers.add("comparison", {"title": title, "blocks": list(blocks), "curves": dict(curves)})
-    embedded = {
-        "start": "#/comparison",
-        "made": time.strftime("%Y-%m-%d %H:%M %z"),
-        "version": __version__,
-        "left_out": [],
-        "answers": answers.answers,
-        "shared": answers.shared,
-    }
-    return Report(_page(embedded, title=title), [])
+    return Report(_page(_embedded("#/comparison", answers, []), title=title), [])
 
 
-def serve_one(path: Any) -> tuple[Api, ServedRun]:
-    """An Api over one run's folder."""
-    runs = ServedRuns([path])
-    return Api(runs), runs.scan()[0]
-
-
-def chosen_steps(recorded: Sequence[int], summary: Mapping[str, Any]) -> list[int]:
+def chosen_steps(recorded: Sequence[int], findings: Iterable[Mapping[str, Any]]) -> list[int]:
     """The steps whose samples are shown: the first, the last, those of findings' examples, and some between."""
     if not recorded:
         return []
-    examples = [example["step"] for finding in summary["findings"] for example in finding["examples"]]
-    wanted = [recorded[-1], recorded[0], *(step for step in dict.fromkeys(examples) if step in recorded)]
-    wanted += _spread(recorded, STEPS)
+    examples = [example["step"] for finding in findings for example in finding["examples"]]
+    wanted = [recorded[-1], recorded[0], *(step for step in examples if step in recorded), *_spread(recorded, STEPS)]
     return sorted(list(dict.fromkeys(wanted))[:STEPS])
+
+
+def _embedded(start: str, answers: Answers, left_out: Sequence[str]) -> dict[str, Any]:
+    """What embedded.js reads: where the page opens, what the file says of itself, and the answers."""
+    return {
+        "start": start,
+        "made": time.strftime("%Y-%m-%d %H:%M %z"),
+        "version": __version__,
+        "left_out": list(left_out),
+        "answers": answers.answers,
+        "shared": answers.shared,
+    }
 
 
 def _spread(steps: Sequence[int], number: int) -> list[int]:
@@ -166,26 +243,6 @@ def _spread(steps: Sequence[int], number: int) -> list[int]:
     if len(steps) <= number:
         return list(steps)
     return [steps[place * (len(steps) - 1) // (number - 1)] for place in range(number)]
-
-
-def _requests(api: Api, run: ServedRun, summary: Mapping[str, Any], meta: Mapping[str, Any]) -> Iterator[Request]:
-    """What the views of the page ask for, the most important first."""
-    yield from ((path, {}) for path in ("summary", "curves", "time", "findings", "settings", "questions"))
-    yield "metrics", {"points": str(POINTS)}
-    steps = meta["rollout_steps"]
-    shown = [*steps[-1:], *steps[:1], *steps[1:-1]]
-    examples = [example for finding in summary["findings"] for example in finding["examples"]]
-    samples = [row for entry in summary["samples"] for row in (*entry["best"], *entry["worst"])]
-    for place in (*examples, *samples):
-        yield "group", _place(place)
-    for step in shown:
-        yield "groups", {"step": str(step)}
-    for step in meta["token_steps"]:
-        yield "tokens", {"step": str(step)}
-
-
-def _place(row: Mapping[str, Any]) -> dict[str, str]:
-    return {"step": str(row["step"]), "prompt": str(row["prompt_number"])}
 
 
 def _page(embedded: Mapping[str, Any], title: str = "report") -> str:
