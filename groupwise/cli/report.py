@@ -49,12 +49,13 @@ def _report(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--out and --markdown name the same file, {show_path(out)}; give two names")
     make = _comparison_report if _is_control(folder) else _run_report
     content, text, left_out = make(folder, round(arguments.max_size * MEGABYTE), markdown)
-    write_bytes(out, content.encode())
-    say(f"{show_path(out)} is the report, {len(content.encode()) / MEGABYTE:.1f} MB; it needs no server and no network")
+    data = content.encode("utf-8", "backslashreplace")  # a lone surrogate becomes a JSON escape
+    write_bytes(out, data)
+    say(f"{show_path(out)} is the report, {len(data) / MEGABYTE:.1f} MB; it needs no server and no network")
     if left_out:
         say(f"left out: {'; '.join(left_out)}. `groupwise view {show_path(folder)}` shows everything")
     if markdown is not None:
-        write_bytes(markdown, text.encode())
+        write_bytes(markdown, text.encode("utf-8", "replace"))
         say(f"{show_path(markdown)} is the summary in Markdown")
     if arguments.open:
         import webbrowser

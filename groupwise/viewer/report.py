@@ -15,12 +15,12 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from json.encoder import encode_basestring as encode_text
 from pathlib import Path
 from typing import Any
 
 from groupwise import __version__
 from groupwise.errors import GroupwiseError
-from groupwise.rundir import json_bytes
 from groupwise.text import one_line, plural
 from groupwise.viewer import page
 from groupwise.viewer.api import Api, answer_key
@@ -37,54 +37,46 @@ SIGNIFICANT = 6  # digits of a number
 
 @dataclass
 class Answers:
-    """The answers of a report, by their keys, with a limit in bytes. What occurs in several answers is stored once."""
+    """The answers of a report as JSON, by their keys, with a limit in bytes.
+
+    A part that occurs in several answers is stored once, in ``shared``; in its places stands ``{"$": number}``.
+    """
 
     limit: int
-    answers: dict[str, Any] = field(default_factory=dict)
-    shared: list[Any] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
     size: int = 0
     _places: dict[str, int] = field(default_factory=dict)
 
     def add(self, key: str, answer: Mapping[str, Any]) -> bool:
         """Whether there was room for it."""
-        known, places = len(self.shared), dict(self._places)
-        text, size = self._pack(answer)
-        if self.size + size > self.limit:
+        known = len(self.shared)
+        text = self._pack(answer)
+        added = sum(len(part.encode("utf-8", "replace")) for part in (text, *self.shared[known:]))
+        if self.size + added > self.limit:
+            for part in self.shared[known:]:
+                del self._places[part]
             del self.shared[known:]
-            self._places = places
             return False
-        self.answers[key] = json.loads(text)
-        self.size += size
+        self.texts[key] = text
+        self.size += added
         return True
 
-    def _pack(self, value: Any) -> tuple[str, int]:
-        """The value as JSON, in which parts that occur elsewhere too are {"$": number}; and the bytes that it adds."""
-        if isinstance(value, float):
-            value = float(f"{value:.{SIGNIFICANT}g}")
-        if not isinstance(value, (Mapping, list, tuple)):
-            text = json.dumps(value)
-            return text, len(text)
-        added = 0
+    def _pack(self, value: Any) -> str:
         if isinstance(value, Mapping):
-            packed = []
-            for name, entry in value.items():
-                text, size = self._pack(entry)
-                packed.append(f"{json.dumps(str(name))}:{text}")
-                added += size - len(text)
-            text = f"{{{','.join(packed)}}}"
+            text = f"{{{','.join(f'{encode_text(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
+        elif isinstance(value, (list, tuple)):
+            text = f"[{','.join(map(self._pack, value))}]"
+        elif isinstance(value, str):
+            return encode_text(value)
         else:
-            parts = [self._pack(entry) for entry in value]
-            added = sum(size - len(text) for text, size in parts)
-            text = f"[{','.join(text for text, _ in parts)}]"
+            return f"{value:.{SIGNIFICANT}g}" if isinstance(value, float) else json.dumps(value)
         if len(text) < SHARED_FROM:
-            return text, added + len(text)
-        place = self._places.get(text)
-        if place is None:
-            place = self._places[text] = len(self.shared)
-            self.shared.append(json.loads(text))
-            added += len(text)
-        reference = f'{{"$":{place}}}'
-        return reference, added + len(reference)
+            return text
+        place = self._places.setdefault(text, len(self.shared))
+        if place == len(self.shared):
+            self.shared.append(text)
+        return f'{{"$":{place}}}'
 
 
 @dataclass(frozen=True)
@@ -99,7 +91,7 @@ def run_report(path: Path, *, limit: int = LIMIT) -> Report:
     """The report of the run in a folder."""
     runs = ServedRuns([path])
     (run,) = runs.scan()
-    contents = ReportContents(Api(runs), run, limit - len(_page({})))
+    contents = ReportContents(Api(runs), run, limit - len(_page("")))
     contents.collect()
     embedded = _embedded(f"#/run/{run.id}/summary", contents.answers, contents.left_out())
     return Report(_page(embedded, title=run.reader.name), contents.left_out())
@@ -121,7 +113,7 @@ class ReportContents:
         texts = {name: str(value) for name, value in query.items()}
         name = f"run/{self.run.id}/{path}"
         key = answer_key(name, {} if path == "metrics" else texts)  # all metrics are in one answer
-        if key in self.answers.answers:
+        if key in self.answers.texts:
             return {}
         try:
             answer = self.api.get(name, texts)
@@ -155,7 +147,7 @@ class ReportContents:
         self._add_questions()
         for step in about["token_steps"][::-1]:
             self._add_tokens(step)
-        for step in by_importance:
+        for step in by_importance[:2]:
             self._add_choices(step)
 
     def _add_groups(self, step: int) -> None:
@@ -226,16 +218,11 @@ def chosen_steps(recorded: Sequence[int], findings: Iterable[Mapping[str, Any]])
     return sorted(list(dict.fromkeys(wanted))[:STEPS])
 
 
-def _embedded(start: str, answers: Answers, left_out: Sequence[str]) -> dict[str, Any]:
+def _embedded(start: str, answers: Answers, left_out: Sequence[str]) -> str:
     """What embedded.js reads: where the page opens, what the file says of itself, and the answers."""
-    return {
-        "start": start,
-        "made": time.strftime("%Y-%m-%d %H:%M %z"),
-        "version": __version__,
-        "left_out": list(left_out),
-        "answers": answers.answers,
-        "shared": answers.shared,
-    }
+    about = {"start": start, "made": time.strftime("%Y-%m-%d %H:%M %z"), "version": __version__, "left_out": left_out}
+    texts = ",".join(f"{encode_text(key)}:{text}" for key, text in answers.texts.items())
+    return f'{json.dumps(about)[:-1]},"answers":{{{texts}}},"shared":[{",".join(answers.shared)}]}}'
 
 
 def _spread(steps: Sequence[int], number: int) -> list[int]:
@@ -245,7 +232,7 @@ def _spread(steps: Sequence[int], number: int) -> list[int]:
     return [steps[place * (len(steps) - 1) // (number - 1)] for place in range(number)]
 
 
-def _page(embedded: Mapping[str, Any], title: str = "report") -> str:
+def _page(embedded: str, title: str = "report") -> str:
     """The page with its styles, scripts and answers inside."""
     style = "\n".join(_static(name) for name in page.styles())
     names = page.scripts()
@@ -265,7 +252,7 @@ def _page(embedded: Mapping[str, Any], title: str = "report") -> str:
     head = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n  <style>{style}</style>'
     text = page.index(head).replace("static/icon.svg", f"data:image/svg+xml;base64,{icon}")
     text = text.replace("<title>groupwise</title>", f"<title>{html.escape(one_line(title))} · groupwise</title>")
-    data = f'<script type="application/json" id="report">{_script_json(embedded)}</script>'
+    data = f'<script type="application/json" id="report">{_in_script(embedded)}</script>'
     return text.replace("</body>", "\n".join([data, *(f"<script>{script}</script>" for script in scripts), "</body>"]))
 
 
@@ -279,7 +266,6 @@ def _source(content: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def _script_json(value: Any) -> str:
+def _in_script(text: str) -> str:
     """JSON that neither ends a script element nor begins a comment, whatever texts it has."""
-    text = json_bytes(value, separators=(",", ":")).decode()
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

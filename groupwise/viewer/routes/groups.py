@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -189,7 +190,7 @@ def _group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]
         "row": group.row,
         "prompt": group.prompt[:sent],
         "prompt_length": len(group.prompt),
-        "summary": group.as_dict()["summary"],
+        "summary": asdict(group.summary),
         "samples": [sample_fields(row, group.samples, sent) for row in group.samples],
     }
 
