@@ -145,6 +145,7 @@ class ReportContents:
         for step in by_importance:
             self._add_groups(step)
         self._add_questions()
+        self.ask("tokens")
         for step in about["token_steps"][::-1]:
             self._add_tokens(step)
         for step in by_importance[:2]:

@@ -270,6 +270,7 @@ window.gw = {};
     const part = id => document.getElementById(id);
 
     async function navigate() {
+      if (gw.source.start && !location.hash.replace(/^#\/?/, "")) history.replaceState(null, "", gw.source.start); // of a report
       const route = gw.parseHash(location.hash);
       if (shown && shown.handle && shown.route.run === route.run && shown.route.view === route.view && shown.handle.navigate) {
         page.shown.params = route.params;
@@ -432,7 +433,6 @@ window.gw = {};
           if (shown.run) poll(turn);
           else if (shown.handle && shown.handle.update) pollTop(turn);
         });
-        if (gw.source.start && !location.hash.replace(/^#\/?/, "")) history.replaceState(null, "", gw.source.start);
         navigate();
       },
     };
