@@ -604,10 +604,9 @@ class Trainer:
         is_best = self.state.add_evaluation(metrics, self.metric)
         if self.state.step:
             self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
+        warnings = self.health_checks.observe_evaluation(step, metrics, step_recipe)
+        recorded = metrics | say_warnings(warnings, step, self.say)
         answers = answers_table(step, evaluation, self.components) if self.recipe.run.save_rollouts else None
-        recorded = metrics | say_warnings(
-            self.health_checks.observe_evaluation(step, metrics, step_recipe), step, self.say
-        )
         self.ranks.on_main(
             "recording the evaluation", lambda: self._open_recorder().evaluation(step, recorded, answers)
         )

@@ -82,7 +82,7 @@ class HealthChecks:
         best = self._best
         if best is not None and best.reward is None:  # measured before the first step
             best = replace(best, reward=self._start.get("reward"))
-        problems = _problems(EVALUATION_CHECKS, replace(recent, best=best, last=last))
+        problems = _problems(EVALUATION_CHECKS, replace(recent, held_out=self.held_out, best=best, last=last))
         if best is None or last.value > best.value:
             self._best = last
         return problems

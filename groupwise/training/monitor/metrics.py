@@ -111,15 +111,17 @@ def _completion_metrics(batch: Batch) -> dict[str, float]:
     lengths = batch.lengths.double()
     cut = torch.tensor([reason == "length" for reason in batch.stop_reasons])
     ended = lengths[~cut]
-    groups = [batch.texts[start : start + batch.samples] for start in range(0, len(batch), batch.samples)]
-    return {
+    metrics = {
         "completions/mean_length": _mean(lengths),
         "completions/min_length": float(lengths.min()),
         "completions/max_length": float(lengths.max()),
         "completions/mean_terminated_length": _mean(ended),
         "completions/clipped_ratio": _mean(cut.double()),
-        "completions/identical": sum(len(set(group)) == 1 for group in groups) / len(groups),
     }
+    if batch.samples > 1:
+        groups = [batch.texts[start : start + batch.samples] for start in range(0, len(batch), batch.samples)]
+        metrics["completions/identical"] = sum(len(set(group)) == 1 for group in groups) / len(groups)
+    return metrics
 
 
 def _signal_metrics(

@@ -40,6 +40,7 @@ class RecentSteps:
     start: Mapping[str, float] = field(default_factory=dict)  # means of the first `WINDOW` steps; empty if not known
     varied: frozenset[str] = frozenset()  # reward functions whose values have differed at least once in this run
     newest: Mapping[str, float] = field(default_factory=dict)  # metrics of the newest step, with timings
+    held_out: str | None = None  # the main metric of evaluations
     best: Evaluated | None = None  # the best evaluation so far
     last: Evaluated | None = None  # the newest one
 

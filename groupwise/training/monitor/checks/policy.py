@@ -136,8 +136,9 @@ def log_prob_mismatch(recent: RecentSteps) -> Problem | None:
 
 def weights_unchanged(recent: RecentSteps) -> Problem | None:
     """Updates are smaller than the distance to the next float32 number, so that they are rounded away."""
-    changed = recent.mean("weights_changed")
-    if changed is None or changed >= MIN_CHANGED or not recent.mean("updates"):
+    shares = [row["weights_changed"] for row in recent.rows if row.get("updates") and "weights_changed" in row]
+    changed = sum(shares) / max(1, len(shares))
+    if not shares or changed >= MIN_CHANGED:
         return None
     rate = recent.mean("learning_rate") or 0.0
     return Problem(

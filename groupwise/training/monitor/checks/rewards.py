@@ -109,18 +109,17 @@ def overfitting(recent: RecentSteps) -> Problem | None:
     if best.reward is None or last.reward is None or last.reward <= best.reward:
         return None
     return Problem(
-        f"the reward rose from {best.reward:.3g} to {last.reward:.3g} while the held-out metric fell from "
+        f"the reward rose from {best.reward:.3g} to {last.reward:.3g} while held-out {recent.held_out} fell from "
         f"{best.value:.3g} (step {best.step}) to {last.value:.3g} (step {last.step}, at most {last.high:.3g})",
         "read the completions with the highest rewards: the policy may exploit the reward; raise <loss.kl_coef>, lower "
         "<optimizer.learning_rate>, use more rows, or stop at the best evaluation with <evaluate.patience>",
         {
-            "held-out metric": last.value,
-            "its upper bound": last.high,
-            "best held-out metric": best.value,
-            "its lower bound": best.low,
-            "step of the best": float(best.step),
+            f"eval/{recent.held_out}": last.value,
+            f"eval/{recent.held_out}_high": last.high,
+            f"eval/{recent.held_out}_low at its best": best.low,
+            "step of its best": float(best.step),
             "reward": last.reward,
-            "reward at the best": best.reward,
+            "reward at its best": best.reward,
         },
         "error",
     )

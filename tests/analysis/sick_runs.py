@@ -1,0 +1,171 @@
+"""Short real runs of the tiny model, each made sick in one way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.tasks import Task
+from groupwise.training.trainer import Trainer
+from tests.training.runs import ROWS, TASK, even, small_trainer, vowels
+
+# Completions of a fixed length, so that being cut off is no problem of these runs, and no evaluations.
+SHORT: dict[str, Any] = {
+    "train": {"steps": 12},
+    "sampling": {"max_new_tokens": 4, "min_new_tokens": 4},
+    "evaluate": {"every": 0, "before_training": False},
+    "run": {"checkpoint_every": 0},
+}
+
+
+def run(folder: Path, changes: Mapping[str, Any] | None = None, **options: Any) -> Trainer:
+    return small_trainer(folder, SHORT, changes or {}, **options)
+
+
+def healthy(folder: Path) -> Trainer:
+    return run(folder)
+
+
+def truncated(folder: Path) -> Trainer:
+    return run(folder, {"sampling": {"min_new_tokens": 0}})
+
+
+def no_answer(folder: Path) -> Trainer:
+    """The grade reads letters that the model hardly ever writes."""
+    grades = {"right": lambda row, answer: True if answer.startswith("Answer: ") else None}
+    return run(folder, task=replace(TASK, grades=grades, metric="right"))
+
+
+def answers_longer(folder: Path) -> Trainer:
+    """The reward pays for length, and an answer ends with its first vowel."""
+    changes = {
+        "sampling": {"min_new_tokens": 0, "max_new_tokens": 16, "stop": list("aeiou"), "samples_per_prompt": 8},
+        "optimizer": {"learning_rate": 0.002},
+        "train": {"steps": 25},
+    }
+    return run(folder, changes, rewards=[length])
+
+
+def length(completions: Sequence[str], **_: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def answers_identical(folder: Path) -> Trainer:
+    return run(folder, {"sampling": {"temperature": 0.01}})
+
+
+def kl_high(folder: Path) -> Trainer:
+    return run(folder, {"loss": {"kl_coef": 0.001}, "optimizer": {"learning_rate": 0.05}})
+
+
+def entropy_collapsed(folder: Path) -> Trainer:
+    changes = {"optimizer": {"learning_rate": 0.02}, "train": {"steps": 30}, "sampling": {"samples_per_prompt": 8}}
+    return run(folder, changes, rewards=[vowels])
+
+
+def entropy_exploded(folder: Path) -> Trainer:
+    """Supervised to be certain, then pushed to be uncertain by a large entropy bonus."""
+    task = replace(TASK, examples=[(row["prompt"], "abcd") for row in ROWS])
+    changes = {
+        "sft": {"steps": 40, "batch_size": 4, "learning_rate": 0.01},
+        "loss": {"entropy_coef": 1.0},
+        "optimizer": {"learning_rate": 0.002},
+        "train": {"steps": 30},
+    }
+    return run(folder, changes, task=task)
+
+
+def log_prob_mismatch(folder: Path) -> Trainer:
+    lora = {"rank": 4, "alpha": 64.0, "dropout": 0.9}
+    return run(folder, {"model": {"lora": lora}, "optimizer": {"learning_rate": 0.05}})
+
+
+def weights_unchanged(folder: Path) -> Trainer:
+    return run(folder, {"optimizer": {"learning_rate": 1e-12}})
+
+
+def no_learning_signal(folder: Path) -> Trainer:
+    """The reward depends on the prompt alone."""
+    return run(folder, rewards=[by_prompt])
+
+
+def by_prompt(completions: Sequence[str], prompts: Sequence[str], **_: Any) -> list[float]:
+    return [float(len(prompt) + ord(prompt[-3]) % 7) for prompt in prompts]
+
+
+def zero_spread(folder: Path) -> Trainer:
+    """Two of three prompts get the same reward for every completion."""
+    return run(folder, rewards=[for_some_prompts])
+
+
+def for_some_prompts(completions: Sequence[str], prompts: Sequence[str], **_: Any) -> list[float]:
+    scores = even(completions)
+    return [score if int(p.split()[-1][:-1]) % 3 == 0 else 0.0 for score, p in zip(scores, prompts, strict=True)]
+
+
+def reward_constant(folder: Path) -> Trainer:
+    return run(folder, rewards=[even, constant])
+
+
+def constant(completions: Sequence[str], **_: Any) -> list[float]:
+    return [0.25] * len(completions)
+
+
+def reward_dominates(folder: Path) -> Trainer:
+    return run(folder, rewards=[vowels, hundredfold])
+
+
+def hundredfold(completions: Sequence[str], **_: Any) -> list[float]:
+    return [100 * value for value in even(completions)]
+
+
+def rewards_failed(folder: Path) -> Trainer:
+    return run(folder, {"scoring": {"on_error": "drop"}}, rewards=[failing])
+
+
+def failing(completions: Sequence[str], **_: Any) -> list[float]:
+    return [float("nan") if ord(text[0]) % 4 == 0 else value for text, value in zip(completions, even(completions), strict=True)]
+
+
+def not_finite(folder: Path) -> Trainer:
+    changes = {"train": {"on_non_finite": "skip"}, "advantages": {"scale": "none"}, "optimizer": {"max_grad_norm": None}}
+    return run(folder, changes, rewards=[enormous])
+
+
+def enormous(completions: Sequence[str], **_: Any) -> list[float]:
+    return [1e37 * value for value in even(completions)]
+
+
+def masked(folder: Path) -> Trainer:
+    changes = {"masks": {"validity": True, "min_length": 6}, "sampling": {"max_new_tokens": 4}}
+    return run(folder, changes)
+
+
+def stale(folder: Path) -> Trainer:
+    changes = {"train": {"max_staleness": 2}, "optimizer": {"learning_rate": 0.05}}
+    return run(folder, changes)
+
+
+def overfitting(folder: Path) -> Trainer:
+    """The reward pays for vowels, and answers with many vowels are wrong."""
+    grades = {"right": lambda row, answer: sum(letter in "aeiou" for letter in answer) < 2}
+    task = Task("hacked", ROWS, ROWS, grades=grades, metric="right")
+    changes = {
+        "evaluate": {"every": 5, "before_training": True, "max_new_tokens": 4},
+        "optimizer": {"learning_rate": 0.02},
+        "train": {"steps": 20},
+        "sampling": {"samples_per_prompt": 8},
+    }
+    return run(folder, changes, task=task, rewards=[vowels])
+
+
+SICK: dict[str, Callable[[Path], Trainer]] = {
+    make.__name__: make
+    for make in (
+        truncated, no_answer, answers_longer, answers_identical, kl_high, entropy_collapsed, entropy_exploded,
+        log_prob_mismatch, weights_unchanged, no_learning_signal, zero_spread, reward_constant, reward_dominates,
+        rewards_failed, not_finite, masked, stale, overfitting,
+    )
+}  # fmt: skip
