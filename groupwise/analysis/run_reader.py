@@ -42,6 +42,7 @@ from groupwise.training.store.token_files import EVALUATIONS, TOKENS, TokenRow
 
 BEST, RESUMED = "best.json", "resumed.json"
 CACHED = 16  # steps whose rows are kept
+NEEDED = ("step", "prompt_number", "row", "sample", "prompt", "completion")  # columns of a rollout file
 DEEPEST = 2  # folders below a root in which runs are looked for
 
 Status = Literal["running", "finished", "stopped", "unknown"]
@@ -92,9 +93,11 @@ class RunReader:
             if changed:
                 self.training_rows = [row for row in self.rows if not _is_evaluation(row)]
                 self.evaluations = [row for row in self.rows if _is_evaluation(row)]
-                self.metric_names = list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
-            names = (RECIPE, FINISHED, BEST, RESUMED, HOLDER)
-            seen = (self.status, *(file_state(self.path / name) for name in names))
+                names: dict[str, Any] = {}
+                for row in self.rows:
+                    names |= row
+                self.metric_names = [name for name in names if name != "step"]
+            seen = (self.status, *(file_state(self.path / name) for name in (RECIPE, FINISHED, BEST, RESUMED)))
             changed, self._seen = changed or seen != self._seen, seen
             return changed
 
@@ -257,19 +260,21 @@ class RunReader:
 
         A CheckpointError if there are none, or if the file is damaged or was deleted.
         """
-        return self._read(ROLLOUTS, step, columns)
+        rows = self._read(ROLLOUTS, step, columns)
+        self._check(ROLLOUTS, step, rows, NEEDED if columns is None else [])
+        return rows
 
     def tokens(self, step: int) -> list[TokenRow]:
         """The completions of a step whose tokens were recorded; errors as in `rollouts`."""
-        path = self._file(TOKENS, step)
-        try:
-            return [TokenRow(**row) for row in self._read(TOKENS, step, TokenRow._fields)]
-        except TypeError as error:
-            raise CheckpointError(f"{path} is damaged: columns are missing. Remove it") from error
+        rows = self._read(TOKENS, step, TokenRow._fields)
+        self._check(TOKENS, step, rows, [name for name in TokenRow._fields if name != "ref_logps"])
+        return [TokenRow(**{"ref_logps": None, **row}) for row in rows]
 
     def evaluation_answers(self, step: int) -> list[dict[str, Any]]:
         """The held-out completions of an evaluation, one row each; errors as in `rollouts`."""
-        return self._read(EVALUATIONS, step, None)
+        rows = self._read(EVALUATIONS, step, None)
+        self._check(EVALUATIONS, step, rows, ["row", "sample", "prompt", "completion"])
+        return rows
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -289,6 +294,11 @@ class RunReader:
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return rows
+
+    def _check(self, folder: str, step: int, rows: Sequence[Mapping[str, Any]], needed: Sequence[str]) -> None:
+        """Raise an error if a column that every row has is missing: then another program wrote the file."""
+        if missing := [name for name in needed if any(row.get(name) is None for row in rows)]:
+            raise CheckpointError(f"{self._file(folder, step)} is damaged: {missing[0]!r} is missing in it. Remove it")
 
     def _file(self, folder: str, step: int) -> Path:
         files = self._step_files(folder)
