@@ -84,8 +84,12 @@
     };
     let charts = [];
     let sections = [];
+    let pointed = null; // the chart under the pointer; the others show their values at the same place beside their names
 
-    const redraw = () => charts.forEach(chart => chart.refresh());
+    const redraw = () => charts.forEach(chart => {
+      if (chart.chart) chart.chart.dispatchAction({type: "hideTip"});
+      chart.refresh();
+    });
 
     // -- controls
     const shownWeight = gw.el("output", {}, state.weight.toFixed(2));
@@ -180,9 +184,16 @@
         }}, "⤢");
       const box = gw.el("article", {class: `card curve ${state.wide === chart.title ? "wide" : ""}`, dataset: {metric: chart.title}},
         gw.el("h3", {}, title, last, widen), about, place);
-      charts.push(gw.charts.add(place, () => options(chart, last), {
+      place.addEventListener("pointerenter", () => { pointed = place; });
+      place.addEventListener("pointerleave", () => {
+        pointed = null;
+        charts.forEach(one => one.unpoint());
+      });
+      const unpoint = () => { last.textContent = last.dataset.value || ""; };
+      const drawn = gw.charts.add(place, () => options(chart, last, place), {
         group: "curves", label: `${chart.title}: ${chart.about}`, setup: watchZoom, after: selectToZoom, lazy,
-      }));
+      });
+      charts.push(Object.assign(drawn, {unpoint}));
       return box;
     }
 
@@ -198,7 +209,7 @@
       chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
     }
 
-    async function options(chart, last) {
+    async function options(chart, last, place) {
       const {axis, range} = state;
       const wanted = runs.flatMap((run, index) => chart.lines.map((name, line) => ({run, index, name, line})));
       const read = await Promise.all(wanted.map(async want => ({...want,
@@ -206,7 +217,7 @@
         band: await Promise.all((chart.bands[want.name] || []).map(end => columns.get(want.run.id, end)))})));
       const series = [];
       const rows = new Map(); // index of a series → its row of the tooltip
-      const inside = x => !range || (x >= range[0] && x <= range[1]);
+      const inside = x => !range || (x !== undefined && x >= range[0] && x <= range[1]);
       for (const {run, index, name, line, column, band} of read) {
         if (!column) continue;
         const color = gw.charts.series(single ? line : index);
@@ -214,7 +225,8 @@
         const x = column[axis];
         const values = column.values;
         const smoothed = isEvaluation ? values : smooth(values, state.weight);
-        const pairs = ys => x.map((value, place) => [value, ys[place], values[place]]).filter(([value]) => inside(value));
+        const near = x.map((value, at) => inside(value) || inside(x[at - 1]) || inside(x[at + 1])); // lines go on to the edge
+        const pairs = ys => x.map((value, at) => [value, ys[at], values[at]]).filter((_, at) => near[at]);
         if (band.length === 2 && band[0] && band[1] && band[0].values.length === x.length && single) {
           const [low, high] = band.map(end => end.values);
           const shade = {type: "line", stack: `band ${name}`, stackStrategy: "all", symbol: "none", silent: true, lineStyle: {opacity: 0}, z: 1};
@@ -230,30 +242,33 @@
         series.push({type: "line", data: pairs(smoothed), color, lineStyle: {color, width: isEvaluation ? 1.5 : 1.8}, z: 3,
           symbol: "circle", symbolSize: isEvaluation ? 6 : 4, showSymbol: isEvaluation || x.length < 3, emphasis: {disabled: true}});
         const final = values.findLast(value => value !== null);
-        if (single && line === chart.lines.length - 1) last.textContent = final === undefined ? "" : gw.format.number(final, 3);
+        if (single && line === chart.lines.length - 1)
+          last.textContent = last.dataset.value = final === undefined ? "" : gw.format.number(final, 3);
       }
       const first = read.find(({column}) => column);
       if (!first) return null;
       if (single && state.marks) addMarks(series, first, chart);
       return {
-        xAxis: {type: "value", min: range ? range[0] : "dataMin", max: range ? range[1] : "dataMax", splitLine: {show: false},
-          axisLabel: {formatter: value => axis === "seconds" ? shortTime(value) : gw.format.short(value)}},
+        xAxis: {type: "value", min: range ? range[0] : 0, max: range ? range[1] : "dataMax", splitLine: {show: false},
+          axisLabel: {showMinLabel: !range, showMaxLabel: false, formatter: value => axis === "seconds" ? shortTime(value) : gw.format.short(value)}},
         yAxis: {type: "value", scale: true, splitNumber: 4, axisLabel: {formatter: gw.format.short}},
         grid: {top: 8},
-        toolbox: {show: true, itemSize: 0, feature: {dataZoom: {yAxisIndex: "none", brushStyle: {color: gw.color("accent"), opacity: 0.15}}}},
-        tooltip: {trigger: "axis", formatter: points => tip(points, rows)},
+        toolbox: {show: true, itemSize: 0, feature: {dataZoom: {yAxisIndex: "none", filterMode: "none", brushStyle: {color: gw.color("accent"), opacity: 0.15}}}},
+        tooltip: {trigger: "axis", formatter: points => tip(points, rows, last, pointed === place)},
         series,
       };
     }
 
-    function tip(points, rows) {
+    function tip(points, rows, last, isPointed) {
       const [point] = points;
       const lines = points.filter(({seriesIndex}) => rows.has(seriesIndex)).map(({seriesIndex, value}) => {
         const row = rows.get(seriesIndex);
         const raw = row.smooth ? ` (${gw.format.number(value[2], 3)})` : "";
         return {color: row.color, name: row.name, value: `${gw.format.number(value[1], 4)}${raw}`};
       });
-      return lines.length ? gw.charts.tip(label(state.axis, point.axisValue ?? point.value[0]), lines) : "";
+      if (!lines.length) return "";
+      if (single) last.textContent = lines.at(-1).value;
+      return isPointed ? gw.charts.tip(label(state.axis, point.axisValue ?? point.value[0]), lines) : "";
     }
 
     /** Phases as shaded areas, evaluations as dotted lines, resumed runs as dashed ones. */

@@ -13,19 +13,23 @@ gw.views.add({
     }});
 
     function draw() {
-      gw.fill(tables, Object.entries({settings: "Settings", inputs: "Inputs", versions: "Versions"}).map(([name, title]) => {
+      const same = [];
+      const titles = {settings: "Settings", inputs: "Inputs", versions: "Versions"};
+      gw.fill(tables, Object.entries(titles).map(([name, title]) => {
         const rows = answer.tables[name];
         const shown = only.checked ? rows.filter(row => row.differs) : rows;
-        return gw.el("section", {class: "card compared", dataset: {table: name}}, gw.el("h2", {}, title),
-          shown.length ? gw.table([
-            {title: "", value: row => gw.el("code", {}, row.name)},
-            ...answer.runs.map((run, index) => ({
-              title: gw.el("span", {class: "run-head"}, gw.el("i", {class: `swatch series-${index % 8 + 1}`}), gw.el("a", {href: gw.link(run.id, "settings")}, run.name)),
-              value: row => gw.el("code", {class: row.values[index] === null ? "quiet" : null}, gw.format.setting(row.values[index])),
-            })),
-          ], shown, {label: title, rowClass: row => row.differs && !only.checked ? "differs" : null})
-            : gw.el("p", {class: "quiet"}, `No differences in ${rows.length} ${name}.`));
-      }));
+        if (!shown.length) {
+          same.push(name);
+          return null;
+        }
+        return gw.el("section", {class: "card compared", dataset: {table: name}}, gw.el("h2", {}, title), gw.table([
+          {title: "", value: row => gw.el("code", {}, row.name)},
+          ...answer.runs.map((run, index) => ({
+            title: gw.el("span", {class: "run-head"}, gw.el("i", {class: `swatch series-${index % 8 + 1}`}), gw.el("a", {href: gw.link(run.id, "settings")}, run.name)),
+            value: row => gw.el("code", {class: row.values[index] === null ? "quiet" : null}, gw.format.setting(row.values[index])),
+          })),
+        ], shown, {label: title, rowClass: row => row.differs && !only.checked ? "differs" : null}));
+      }), same.length ? gw.el("p", {class: "quiet same"}, `No differences: ${same.join(", ")}.`) : null);
     }
 
     gw.fill(element,
