@@ -124,7 +124,9 @@ def group(run: ServedRun, query: Query) -> dict[str, Any]:
     advantages = {row["sample"]: row.get("advantage") or 0.0 for row in chosen.samples}
 
     def choice(branch: Branch) -> str:
-        return pieces[branch.samples[0]][branch.start] if branch.pieces else ""
+        """The text of a branch's first piece; with the next ones if it is a part of a character."""
+        own = pieces[branch.samples[0]][branch.start : branch.start + branch.pieces]
+        return next((text for text in own if text), "")
 
     decisive = [fork for fork in forks_by_share(tree, advantages) if fork.share >= LEAST_SHARE]
     return {
@@ -184,13 +186,16 @@ def _tokens_at(run: ServedRun, step: int) -> list[TokenRow]:
 
 
 def _group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]:
+    summary = asdict(group.summary)
+    if all(row.get("advantage") is None for row in group.samples):
+        summary["contributing"] = None  # held-out answers are not trained on
     return {
         "step": group.step,
         "prompt_number": group.prompt_number,
         "row": group.row,
         "prompt": group.prompt[:sent],
         "prompt_length": len(group.prompt),
-        "summary": asdict(group.summary),
+        "summary": summary,
         "samples": [sample_fields(row, group.samples, sent) for row in group.samples],
     }
 
@@ -199,6 +204,7 @@ def _branch_fields(branch: Branch, choice: Callable[[Branch], str]) -> dict[str,
     return {
         "text": branch.text,
         "choice": len(choice(branch)),
+        "ends": not branch.pieces,
         "samples": branch.samples,
         "advantage": branch.mean_advantage,
         "children": [_branch_fields(child, choice) for child in branch.children],
@@ -211,7 +217,7 @@ def _fork_fields(fork: Fork, choice: Callable[[Branch], str]) -> dict[str, Any]:
         "before": ("…" if len(fork.before) > BEFORE else "") + fork.before[-BEFORE:],
         "share": fork.share,
         "branches": [
-            {"choice": choice(branch), "count": len(branch.samples), "advantage": branch.mean_advantage}
+            {"choice": choice(branch), "ends": not branch.pieces, "count": len(branch.samples), "advantage": branch.mean_advantage}
             for branch in sorted(branches, key=lambda branch: -(branch.mean_advantage or 0.0))
         ],
         "others": len(fork.branches) - len(branches),

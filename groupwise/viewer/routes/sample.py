@@ -9,7 +9,7 @@ from groupwise.analysis.groups import GRADE, REWARD, SKIP_REASONS
 from groupwise.training.store.rollout_files import COLUMNS
 
 LABELS = "similarity_group_labels"  # as in grouping/labels.py, which imports torch
-SHOWN = {*COLUMNS, "pair", "map_x", "map_y", LABELS}  # columns that have a place of their own
+SHOWN = {*COLUMNS, "pair", "map_x", "map_y", "where", LABELS}  # columns that have a place of their own
 
 
 def sample_fields(

@@ -92,8 +92,8 @@ def _remedy(reader: RunReader) -> str:
     every, prompts = (reader.settings.get(f"run.save_tokens_{name}") for name in ("every", "prompts"))
     if every is None:
         return "run.save_tokens_every = 10 records them in every tenth step, of run.save_tokens_prompts prompts."
-    now = "records none" if not every else f"records every {every}. step" if every > 1 else "records every step"
+    often = "no step" if not every else "every step" if every == 1 else f"one of {every} steps"
     return (
-        f"run.save_tokens_every = {every} {now}, and run.save_tokens_prompts = {prompts} the number of prompts; "
-        "1 records every step."
+        f"run.save_tokens_every = {every} records {often}, and run.save_tokens_prompts = {prompts} the prompts of such a "
+        "step that differ most in their rewards; run.save_tokens_every = 1 records every step."
     )

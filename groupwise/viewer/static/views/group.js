@@ -42,8 +42,8 @@
     const choice = parent ? node.text.slice(0, node.choice) : "";
     const rest = node.text.slice(choice.length);
     const parts = [];
-    if (parent && node.text) parts.push(el("b", { class: "token-choice" }, visible(choice)));
-    if (parent && !node.text) parts.push(el("b", { class: "token-choice end", title: "the answer ends here" }, "ends"));
+    if (parent && !node.ends) parts.push(el("b", { class: "token-choice" }, visible(choice)));
+    if (parent && node.ends) parts.push(el("b", { class: "token-choice end", title: "the answer ends here" }, "ends"));
     if (rest) parts.push(fold(rest, { head: 150, tail: 70 }));
     if (!parent && !node.text) parts.push(el("span", { class: "quiet" }, "(empty)"));
     return parts;
@@ -126,7 +126,7 @@
         `, ${Math.round(fork.share * 100)} % of the spread of advantages: `,
         ...fork.branches.flatMap((branch, index) => [
           index ? " · " : "",
-          tone(el("b", { class: "token-choice" }, visible(branch.choice || "ends")), branch.advantage, largest),
+          tone(el("b", { class: "token-choice" }, branch.ends ? "ends" : visible(branch.choice)), branch.advantage, largest),
           ` ${signed(branch.advantage)} (${branch.count})`,
         ]),
         fork.others ? ` · ${plural(fork.others, "more branch").replace("branchs", "branches")}` : "")));

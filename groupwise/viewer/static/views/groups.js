@@ -80,7 +80,7 @@
       const place = el("div", { class: "chart small-chart" });
       const visits = history.visits;
       gw.fill(body,
-        el("p", {}, el("a", { href: gw.link(run.id, "groups", {}) }, "‹ all groups"), " ",
+        el("p", {}, el("a", { href: gw.link(run.id, "groups", {}) }, "‹ all groups"), " · ",
           el("a", { href: gw.link(run.id, "questions", params.held_out ? { part: "held_out" } : {}) }, "all questions")),
         el("div", { class: "group-head" },
           el("h2", {}, `${params.held_out ? "Held-out question" : "Row"} ${history.row}`),
