@@ -126,11 +126,18 @@ def rewards_failed(folder: Path) -> Trainer:
 
 
 def failing(completions: Sequence[str], **_: Any) -> list[float]:
-    return [float("nan") if ord(text[0]) % 4 == 0 else value for text, value in zip(completions, even(completions), strict=True)]
+    return [
+        float("nan") if ord(text[0]) % 4 == 0 else value
+        for text, value in zip(completions, even(completions), strict=True)
+    ]
 
 
 def not_finite(folder: Path) -> Trainer:
-    changes = {"train": {"on_non_finite": "skip"}, "advantages": {"scale": "none"}, "optimizer": {"max_grad_norm": None}}
+    changes = {
+        "train": {"on_non_finite": "skip"},
+        "advantages": {"scale": "none"},
+        "optimizer": {"max_grad_norm": None},
+    }
     return run(folder, changes, rewards=[enormous])
 
 
