@@ -182,12 +182,14 @@ window.gw = {};
     try {
       chosen = order.includes(localStorage.getItem("groupwise-theme")) ? localStorage.getItem("groupwise-theme") : "auto";
     } catch { /* storage is off */ }
-    const isDark = () => chosen === "dark" || (chosen === "auto" && system.matches);
+    const print = window.matchMedia("print"); // on paper always light
+    const isDark = () => !print.matches && (chosen === "dark" || (chosen === "auto" && system.matches));
     const apply = () => {
       document.documentElement.dataset.theme = isDark() ? "dark" : "light";
       for (const listener of listeners) listener();
     };
     system.addEventListener("change", apply);
+    print.addEventListener("change", apply);
     apply();
     return {
       isDark,

@@ -39,14 +39,14 @@
     }
     const reward = summary.curves.find(curve => curve.name === "reward");
     if (reward) tiles.push(tile("reward in training", [gw.format.number(reward.start, 3), el("span", {class: "quiet"}, " → "),
-      gw.format.number(reward.end, 3)], "means of the first and the last tenth"));
+      gw.format.number(reward.end, 3)], "first and last tenth of the steps"));
     tiles.push(tile("steps", gw.format.number(summary.step), summary.total_steps ? `of ${gw.format.number(summary.total_steps)}, ${summary.status}` : summary.status));
     if (summary.time) tiles.push(tile("time", gw.format.duration(summary.time.seconds),
       summary.time.tokens ? `${gw.format.short(summary.time.tokens)} tokens sampled` : "in steps"));
     const errors = summary.findings.filter(finding => finding.severity === "error").length;
     const warnings = summary.findings.length - errors;
     tiles.push(tile("findings", summary.findings.length ? gw.format.number(summary.findings.length) : "none",
-      summary.findings.length ? [errors ? `${errors} error${errors > 1 ? "s" : ""}` : "", warnings ? `${warnings} warning${warnings > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ") : "by `groupwise doctor`"));
+      summary.findings.length ? [errors ? `${errors} error${errors > 1 ? "s" : ""}` : "", warnings ? `${warnings} warning${warnings > 1 ? "s" : ""}` : ""].filter(Boolean).join(", ") : "of groupwise doctor"));
     return el("div", {class: "tiles"}, tiles);
   }
 
