@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from json.encoder import encode_basestring as encode_text
+from json.encoder import encode_basestring
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,12 @@ GROUPS = 6  # prompts of a step that are shown as one picture, and questions tha
 TOKEN_STEPS, TOKEN_SAMPLES = 3, 2  # steps whose tokens are shown; of each prompt so many of the best and of the worst
 SHARED_FROM = 60  # characters of JSON from which on a part that occurs again is stored once
 SIGNIFICANT = 6  # digits of a number
+ABOUT = 5_000  # bytes for what the file says of itself
+
+
+def encode(text: str) -> str:
+    """A text as a string of JSON that neither ends a script element nor begins a comment."""
+    return encode_basestring(text).replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 @dataclass
@@ -52,7 +58,9 @@ class Answers:
         """Whether there was room for it."""
         known = len(self.shared)
         text = self._pack(answer)
-        added = sum(len(part.encode("utf-8", "replace")) for part in (text, *self.shared[known:]))
+        added = sum(
+            1 + len(part.encode("utf-8", "replace")) for part in (f"{encode(key)}:{text}", *self.shared[known:])
+        )
         if self.size + added > self.limit:
             for part in self.shared[known:]:
                 del self._places[part]
@@ -64,11 +72,11 @@ class Answers:
 
     def _pack(self, value: Any) -> str:
         if isinstance(value, Mapping):
-            text = f"{{{','.join(f'{encode_text(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
+            text = f"{{{','.join(f'{encode(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
         elif isinstance(value, (list, tuple)):
             text = f"[{','.join(map(self._pack, value))}]"
         elif isinstance(value, str):
-            return encode_text(value)
+            return encode(value)
         else:
             return f"{value:.{SIGNIFICANT}g}" if isinstance(value, float) else json.dumps(value)
         if len(text) < SHARED_FROM:
@@ -91,7 +99,7 @@ def run_report(path: Path, *, limit: int = LIMIT) -> Report:
     """The report of the run in a folder."""
     runs = ServedRuns([path])
     (run,) = runs.scan()
-    contents = ReportContents(Api(runs), run, limit - len(_page("")))
+    contents = ReportContents(Api(runs), run, limit - len(_page("").encode()) - ABOUT)
     contents.collect()
     embedded = _embedded(f"#/run/{run.id}/summary", contents.answers, contents.left_out())
     return Report(_page(embedded, title=run.reader.name), contents.left_out())
@@ -104,6 +112,7 @@ class ReportContents:
         self.api, self.run, self.answers = api, run, Answers(limit)
         self.steps: list[int] = []
         self._missed: dict[str, int] = {}
+        self._choices: dict[int, dict[str, Any]] = {}  # what a step's groups can be filtered and sorted by
 
     def ask(self, path: str, **query: Any) -> dict[str, Any]:
         """The answer to a path below ``run/ID``, which is kept if there is room; {} if there is none.
@@ -153,7 +162,8 @@ class ReportContents:
 
     def _add_groups(self, step: int) -> None:
         """The first page of a step's groups, and some of them as one picture."""
-        groups = self.ask("groups", step=step).get("groups", [])
+        answer = self._choices[step] = self.ask("groups", step=step)
+        groups = answer.get("groups", [])
         for number in [0, *(group["prompt_number"] for group in groups[:GROUPS])]:
             self.ask("group", step=step, prompt=number)
         if self.ask("clusters", step=step, prompt=0):
@@ -164,11 +174,11 @@ class ReportContents:
 
     def _add_choices(self, step: int) -> None:
         """The groups of a step by each filter and in each order."""
-        answer = self.ask("groups", step=step, page=2) or self.api.get(f"run/{self.run.id}/groups", {"step": str(step)})
-        for choice in answer["filters"]:
+        self.ask("groups", step=step, page=2)
+        for choice in self._choices[step].get("filters", []):
             if choice["count"]:
                 self.ask("groups", step=step, filter=choice["name"])
-        for choice in answer["sorts"][1:]:
+        for choice in self._choices[step].get("sorts", [])[1:]:
             self.ask("groups", step=step, sort=choice["name"])
 
     def _add_questions(self) -> None:
@@ -221,9 +231,11 @@ def chosen_steps(recorded: Sequence[int], findings: Iterable[Mapping[str, Any]])
 
 def _embedded(start: str, answers: Answers, left_out: Sequence[str]) -> str:
     """What embedded.js reads: where the page opens, what the file says of itself, and the answers."""
-    about = {"start": start, "made": time.strftime("%Y-%m-%d %H:%M %z"), "version": __version__, "left_out": left_out}
-    texts = ",".join(f"{encode_text(key)}:{text}" for key, text in answers.texts.items())
-    return f'{json.dumps(about)[:-1]},"answers":{{{texts}}},"shared":[{",".join(answers.shared)}]}}'
+    about = {"start": start, "made": time.strftime("%Y-%m-%d %H:%M %z"), "version": __version__}
+    texts = ",".join(f"{encode(key)}:{text}" for key, text in answers.texts.items())
+    facts = ",".join(f'"{name}":{encode(text)}' for name, text in about.items())
+    listed = ",".join(map(encode, left_out))
+    return f'{{{facts},"left_out":[{listed}],"answers":{{{texts}}},"shared":[{",".join(answers.shared)}]}}'
 
 
 def _spread(steps: Sequence[int], number: int) -> list[int]:
@@ -253,7 +265,7 @@ def _page(embedded: str, title: str = "report") -> str:
     head = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy)}">\n  <style>{style}</style>'
     text = page.index(head).replace("static/icon.svg", f"data:image/svg+xml;base64,{icon}")
     text = text.replace("<title>groupwise</title>", f"<title>{html.escape(one_line(title))} · groupwise</title>")
-    data = f'<script type="application/json" id="report">{_in_script(embedded)}</script>'
+    data = f'<script type="application/json" id="report">{embedded}</script>'
     return text.replace("</body>", "\n".join([data, *(f"<script>{script}</script>" for script in scripts), "</body>"]))
 
 
@@ -265,8 +277,3 @@ def _static(name: str) -> str:
 def _source(content: str) -> str:
     """A script or style in the policy, by its hash."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-
-
-def _in_script(text: str) -> str:
-    """JSON that neither ends a script element nor begins a comment, whatever texts it has."""
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -217,7 +217,12 @@ def _fork_fields(fork: Fork, choice: Callable[[Branch], str]) -> dict[str, Any]:
         "before": ("…" if len(fork.before) > BEFORE else "") + fork.before[-BEFORE:],
         "share": fork.share,
         "branches": [
-            {"choice": choice(branch), "ends": not branch.pieces, "count": len(branch.samples), "advantage": branch.mean_advantage}
+            {
+                "choice": choice(branch),
+                "ends": not branch.pieces,
+                "count": len(branch.samples),
+                "advantage": branch.mean_advantage,
+            }
             for branch in sorted(branches, key=lambda branch: -(branch.mean_advantage or 0.0))
         ],
         "others": len(fork.branches) - len(branches),
