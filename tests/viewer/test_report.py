@@ -14,6 +14,7 @@ import pytest
 from groupwise.cli import main
 from groupwise.viewer.report import Answers, chosen_steps, run_report
 from tests.analysis.written_runs import sample, write_run
+from tests.control.test_report import write_comparison
 from tests.training.preference.test_run import offline_trainer, write_pairs
 from tests.training.runs import run_steps, small_trainer
 from tests.training.test_sft import SUPERVISED
@@ -326,3 +327,15 @@ def test_a_report_is_light_on_paper_and_dark_on_a_dark_screen(page, hostile_file
     assert page.evaluate(theme) == "dark"
     page.emulate_media(media="print", color_scheme="dark")
     page.wait_for_selector('html[data-theme="light"]')
+
+
+@pytest.mark.slow
+def test_a_comparison_of_control_runs(tmp_path, page):
+    out = tmp_path / "duel.html"
+    assert main(["report", str(write_comparison(tmp_path / "duel")), "--out", str(out)]) == 0
+    page.goto(out.as_uri())
+    page.wait_for_selector(".view-comparison .chart[data-drawn]")
+    assert page.locator(".view-comparison .chart[data-drawn]").count() == 4
+    assert page.locator(".view-comparison table").first.locator("tbody tr").count() == 2
+    assert "Final greedy return, pair by pair" in page.locator("main").inner_text()
+    assert {address for address in page.requested if not address.startswith("data:")} == {out.as_uri()}
