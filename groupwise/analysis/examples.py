@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,17 +29,16 @@ class Example:
 def find_examples(reader: RunReader, name: str, step: int, problem: Problem) -> list[Example]:
     """Up to three completions that show the finding ``name``; none if nothing was recorded or nothing can show it."""
     choose = _CHOICES.get(name)
-    steps = [recorded for recorded in reader.rollout_steps if step - WINDOW < recorded <= step]
-    if choose is None or not steps:
-        return []
-    try:
-        rows = reader.rollouts(steps[-1])
-    except CheckpointError:  # deleted meanwhile, or damaged, which is a finding of its own
-        return []
-    examples: dict[int, Example] = {}
-    for row in choose(rows, problem):
-        examples.setdefault(row["prompt_number"], Example(steps[-1], row["prompt_number"], row["sample"]))
-    return list(examples.values())[:MOST]
+    steps = [recorded for recorded in reader.rollout_steps if step - WINDOW < recorded <= step] if choose else []
+    for recorded in reversed(steps):
+        examples: dict[int, Example] = {}
+        with suppress(CheckpointError):  # deleted meanwhile, or damaged, which is a finding of its own
+            for row in choose(reader.rollouts(recorded), problem) if choose else ():
+                place = Example(recorded, row["prompt_number"], row["sample"])
+                examples.setdefault(place.prompt_number, place)
+        if examples:
+            return list(examples.values())[:MOST]
+    return []
 
 
 def _cut_off(rows: Sequence[Row], problem: Problem) -> list[Row]:

@@ -159,7 +159,7 @@ class _Diagnosis:
             {"step": seen.step, **seen.evidence},
             self._examples[key],
             problem.remedy,
-            _settings_in(problem.text),
+            _settings_in(problem.remedy),
         )
 
 

@@ -166,27 +166,36 @@ def _sources(*settings: str | list[str] | None) -> str:
     return ", ".join(dict.fromkeys(name for names in lists for name in names))
 
 
-def _memory(components: RunComponents) -> Iterator[str]:
+def training_memory(components: RunComponents) -> dict[str, int]:
+    """The bytes that an update takes at most, by purpose, if one process has all weights."""
     recipe, handle = components.recipe, components.handle
-    trained = sum(weight.numel() for weight in components.model.parameters() if weight.requires_grad)
-    weights = sum(weight.numel() * weight.element_size() for weight in components.model.parameters())
+    trained = _trained_weights(components)
     half = handle.dtype in (torch.bfloat16, torch.float16)
     budget = recipe.train.token_budget or default_token_budget(handle)
     if components.samples and not components.learns_from_pairs:  # a pack has no more tokens than a mini-batch
         group = components.train.longest + recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
         prompts = -(-recipe.train.prompts_per_step // recipe.train.mini_batches)
         budget = min(budget, prompts * group)
-    sequences, cached_tokens = _sampled_at_once(components)
-    needs = {
-        "weights": weights,
+    return {
+        "weights": sum(weight.numel() * weight.element_size() for weight in components.model.parameters()),
         "float32 masters": 4 * trained if half else 0,
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "reference": trained * handle.dtype.itemsize if components.uses_reference else 0,
         f"activations of {budget:,} tokens": budget
         * activation_bytes(handle, checkpointing=recipe.model.gradient_checkpointing),
-        f"KV cache of {sequences} completions": bytes_per_token(handle.shapes, handle.dtype) * cached_tokens,
     }
+
+
+def _trained_weights(components: RunComponents) -> int:
+    return sum(weight.numel() for weight in components.model.parameters() if weight.requires_grad)
+
+
+def _memory(components: RunComponents) -> Iterator[str]:
+    recipe, handle, trained = components.recipe, components.handle, _trained_weights(components)
+    sequences, cached_tokens = _sampled_at_once(components)
+    needs = training_memory(components)
+    needs[f"KV cache of {sequences} completions"] = bytes_per_token(handle.shapes, handle.dtype) * cached_tokens
     yield f"model: {recipe.model.source}, {trained:,} weights to train, {handle.dtype}, on {handle.device}"
     if handle.fallback_reason:
         yield f"  without shared prompts, each computed once per completion: {handle.fallback_reason}"
@@ -194,7 +203,7 @@ def _memory(components: RunComponents) -> Iterator[str]:
     for name, size in needs.items():
         if size:
             yield f"  {_size(size):>9}  {name}"
-    total, free = sum(needs.values()) - weights, free_memory(handle.device)
+    total, free = sum(needs.values()) - needs["weights"], free_memory(handle.device)
     shorter = "sampling.max_new_tokens" if components.samples else "preference.max_length"
     verdict = "fits" if total < free else f"does not fit: lower train.token_budget or {shorter}"
     yield f"  {_size(total):>9}  beside the weights, of {_size(free)} that are free: {verdict}"

@@ -54,6 +54,7 @@ from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.monitor.token_details import TokenDetails
 from groupwise.training.monitor.weight_sample import WeightSample
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
+from groupwise.training.preflight import training_memory
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -224,7 +225,8 @@ class Trainer:
             self.ranks,
             self.collector if isinstance(self.collector, AsyncCollector) else None,
         )
-        self.timer = StepTimer(handle.device)
+        shared = self.ranks.size > 1  # then each rank has a part of it
+        self.timer = StepTimer(handle.device, 0 if shared else sum(training_memory(components).values()))
         self.recorder: Recorder | None = None
         self._started = False
         self.stopping = StopRequest()
@@ -351,9 +353,8 @@ class Trainer:
             exit_status=self.stopping.exit_status,
         )
         self.ranks.on_main("finishing the run", lambda: self._publish(model))
-        warned = self.health_checks.warned
-        options: dict[str, Any] = {"picture": picture, "warned": warned}
-        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **options))
+        shown: dict[str, Any] = {"picture": picture, "warned": self.health_checks.warned}
+        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **shown))
         self._call("on_end", result)
         return result
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from string import ascii_letters, digits
 from typing import Any
+
+import torch
 
 from groupwise.tasks import Task
 from groupwise.training.trainer import Trainer
@@ -39,11 +42,16 @@ def no_answer(folder: Path) -> Trainer:
 
 
 def answers_longer(folder: Path) -> Trainer:
-    """The reward pays for length, and an answer ends with its first vowel."""
+    """The reward pays for length, and an answer ends with its first letter or digit."""
     changes = {
-        "sampling": {"min_new_tokens": 0, "max_new_tokens": 16, "stop": list("aeiou"), "samples_per_prompt": 8},
-        "optimizer": {"learning_rate": 0.002},
-        "train": {"steps": 25},
+        "sampling": {
+            "min_new_tokens": 0,
+            "max_new_tokens": 12,
+            "stop": [*ascii_letters, *digits],
+            "samples_per_prompt": 8,
+        },
+        "optimizer": {"learning_rate": 0.004, "warmup_steps": 12},
+        "train": {"steps": 22, "batch_size": 6},
     }
     return run(folder, changes, rewards=[length])
 
@@ -61,7 +69,7 @@ def kl_high(folder: Path) -> Trainer:
 
 
 def entropy_collapsed(folder: Path) -> Trainer:
-    changes = {"optimizer": {"learning_rate": 0.02}, "train": {"steps": 30}, "sampling": {"samples_per_prompt": 8}}
+    changes = {"optimizer": {"learning_rate": 0.02}, "train": {"steps": 18}, "sampling": {"samples_per_prompt": 8}}
     return run(folder, changes, rewards=[vowels])
 
 
@@ -69,10 +77,10 @@ def entropy_exploded(folder: Path) -> Trainer:
     """Supervised to be certain, then pushed to be uncertain by a large entropy bonus."""
     task = replace(TASK, examples=[(row["prompt"], "abcd") for row in ROWS])
     changes = {
-        "sft": {"steps": 40, "batch_size": 4, "learning_rate": 0.01},
+        "sft": {"steps": 30, "batch_size": 4, "learning_rate": 0.01},
         "loss": {"entropy_coef": 1.0},
-        "optimizer": {"learning_rate": 0.002},
-        "train": {"steps": 30},
+        "optimizer": {"learning_rate": 0.003},
+        "train": {"steps": 20},
     }
     return run(folder, changes, task=task)
 
@@ -126,10 +134,8 @@ def rewards_failed(folder: Path) -> Trainer:
 
 
 def failing(completions: Sequence[str], **_: Any) -> list[float]:
-    return [
-        float("nan") if ord(text[0]) % 4 == 0 else value
-        for text, value in zip(completions, even(completions), strict=True)
-    ]
+    scores = even(completions)
+    return [float("nan") if ord(text[0]) % 4 == 0 else s for text, s in zip(completions, scores, strict=True)]
 
 
 def not_finite(folder: Path) -> Trainer:
@@ -155,6 +161,20 @@ def stale(folder: Path) -> Trainer:
     return run(folder, changes)
 
 
+def memory(folder: Path) -> Trainer:
+    """Passes of more than 128 tokens do not fit, as on a GPU that is too small."""
+    trainer = run(folder, {"train": {"token_budget": 512}})
+    update, updater = trainer.updater._gradient, trainer.updater
+
+    def gradient(*arguments: Any) -> Any:
+        if updater.token_budget > 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+        return update(*arguments)
+
+    updater._gradient = gradient  # type: ignore[method-assign]
+    return trainer
+
+
 def overfitting(folder: Path) -> Trainer:
     """The reward pays for vowels, and answers with many vowels are wrong."""
     grades = {"right": lambda row, answer: sum(letter in "aeiou" for letter in answer) < 2}
@@ -173,6 +193,6 @@ SICK: dict[str, Callable[[Path], Trainer]] = {
     for make in (
         truncated, no_answer, answers_longer, answers_identical, kl_high, entropy_collapsed, entropy_exploded,
         log_prob_mismatch, weights_unchanged, no_learning_signal, zero_spread, reward_constant, reward_dominates,
-        rewards_failed, not_finite, masked, stale, overfitting,
+        rewards_failed, not_finite, masked, stale, memory, overfitting,
     )
 }  # fmt: skip

@@ -156,6 +156,7 @@ _TIME = {
     "`train.max_staleness`",
     "time/sampler_idle": "seconds in which a remote generator had nothing to sample; with `train.max_staleness`",
     "time/train": "seconds of the updates",
+    "memory_estimate": "GiB that an update takes at most by the estimate of `groupwise check`; with one process",
     "device_memory": "memory of the GPU in GiB, or on a CPU what there was for this process",
     "memory/{stage}": "peak memory of that stage in GiB: the GPU's, or on a CPU the resident memory at its end",
 }

@@ -64,7 +64,7 @@ class HealthChecks:
         newest = {name: float(value) for name, value in metrics.items() if _is_finite(value)}
         self._window = [*self._window, {name: v for name, v in newest.items() if not is_timing(name)}][-WINDOW:]
         self._prompts = [*self._prompts, recipe.train.prompts_per_step][-WINDOW:]
-        self._varied |= _varied(newest)
+        self._varied |= _rewards({name: value for name, value in newest.items() if value})
         recent = self._recent(step, recipe, newest)
         full = len(self._window) == WINDOW
         if full and not self._start and step < 2 * WINDOW:
@@ -98,11 +98,11 @@ class HealthChecks:
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`; one of an earlier version has no ``start``, and what compares with it stays silent."""
+        """Restore a `state`. One of an earlier version lacks the start: what compares with it is silent."""
         self._window, self._prompts = list(state["window"]), list(state["questions"])
         self._warned_at = dict(state["said"])
         self._start = dict(state.get("start", {}))
-        self._varied = set(state.get("varied", _varied(*self._window)))
+        self._varied = set(state.get("varied", _rewards(*self._window)))
         best = state.get("best")
         self._best = None if best is None else Evaluated(**best)
 
@@ -146,9 +146,9 @@ def _problems(checks: Mapping[str, Check], recent: RecentSteps) -> dict[str, Pro
     return problems
 
 
-def _varied(*rows: Mapping[str, float]) -> set[str]:
-    """The reward functions whose values differed in one of these steps."""
-    matches = (re.fullmatch(r"rewards/(.+)/std", name) for row in rows for name, value in row.items() if value)
+def _rewards(*rows: Mapping[str, float]) -> set[str]:
+    """The reward functions whose standard deviation is in one of these rows."""
+    matches = (re.fullmatch(r"rewards/(.+)/std", name) for row in rows for name in row)
     return {match[1] for match in matches if match}
 
 

@@ -17,13 +17,14 @@ class StepTimer:
     """Sums the seconds of each stage and records its peak memory in GiB, until `take` is called.
 
     On a GPU each stage is synchronized and the peak is the allocator's; on a CPU it is the resident memory of the
-    process at the end of the stage.
+    process at the end of the stage. ``estimate`` is what the run should need at most, in bytes, if that is known.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, estimate: int = 0) -> None:
         self.cuda = device.type == "cuda"
         total = torch.cuda.get_device_properties(device).total_memory if self.cuda else 0
-        self._device_memory = (total or free_memory(device) + resident_memory()) / 2**30
+        sizes = {"device_memory": total or free_memory(device) + resident_memory(), "memory_estimate": estimate}
+        self._sizes = {name: size / 2**30 for name, size in sizes.items() if size}
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
         self._memory: dict[str, float] = {}
@@ -46,12 +47,13 @@ class StepTimer:
     def take(self) -> dict[str, float]:
         """The metrics ``time/<stage>``, ``memory/<stage>`` and ``step_time`` since the last call; they start over.
 
-        ``device_memory`` is what the GPU has, or on a CPU what there was for this process.
+        ``device_memory`` is what the GPU has, or on a CPU what there was for this process; ``memory_estimate`` is what
+        an update should need at most.
         """
         end = time.perf_counter()
         metrics = {f"time/{stage}": seconds for stage, seconds in self._seconds.items()}
         metrics |= {f"memory/{stage}": size for stage, size in self._memory.items() if size}
-        metrics |= {"device_memory": self._device_memory, "step_time": end - self._start}
+        metrics |= {**self._sizes, "step_time": end - self._start}
         self._start = end
         self._seconds.clear()
         self._memory.clear()

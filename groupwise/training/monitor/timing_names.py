@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TIMINGS = ("step_time", "tokens_per_second", "device_memory")
+TIMINGS = ("step_time", "tokens_per_second", "device_memory", "memory_estimate")
 
 
 def is_timing(name: str) -> bool:

@@ -7,10 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from groupwise.config import make_recipe
+from groupwise.model.precision import MasterWeights
 from groupwise.tasks import Task
 from groupwise.training.monitor.metrics import rollout_table, step_metrics, with_aliases
+from groupwise.training.monitor.weight_sample import WeightSample
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.batch import GroupAdvantages
 from groupwise.training.rollout.collector import RolloutResult
@@ -320,3 +323,52 @@ def test_the_first_skip_reason_is_recorded():
     )
     assert group_advantages.skip_reasons() == ["dropped", "truncated", None]
     assert group_advantages.allowed.tolist() == [False, False, True]
+
+
+def test_the_share_of_each_reward_in_the_variance():
+    """In group 0, `right` is 1, 0, 3, 0 (mean 1, squares 0 + 1 + 4 + 1), half of `form` is 0, nothing, 1, 0 (mean 1/3,
+    squares 1/9 + 4/9 + 1/9); in group 1 `right` does not vary, and `form` was not scored."""
+    metrics = step()
+    shares = [metrics[f"rewards/{name}/variance_share"] for name in ("right", "form")]
+    assert shares == pytest.approx([6 / (6 + 6 / 9), (6 / 9) / (6 + 6 / 9)])
+    assert "rewards/right/variance_share" not in step({"advantages.combine": "normalize_then_sum"})
+
+
+def test_prompts_whose_completions_are_all_the_same():
+    rewards = [[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]]
+    batch = make_batch(rewards, [[2, 2]] * 3, texts=["a", "a", "a", "b", "", ""])
+    recipe = short_recipe()
+    group_advantages = compute_group_advantages(batch, recipe, [1.0])
+    metrics = step_metrics(RolloutResult(batch), group_advantages, {"r": 1.0}, [], [], recipe)
+    assert metrics["completions/identical"] == 2 / 3
+
+
+def test_the_share_of_weights_that_changed():
+    """Three of the four sampled numbers change; reading the sample changes nothing."""
+    model = nn.Linear(2, 2, bias=False, dtype=torch.float32)
+    sample = WeightSample(MasterWeights(model))
+    before = sample.read()
+    assert sample.changed_since(before) == {"weights_changed": 0.0}
+    with torch.no_grad():
+        model.weight.add_(torch.tensor([[1.0, 1e-30], [-1.0, 0.5]]))
+    assert sample.changed_since(before) == {"weights_changed": 0.75}
+
+
+def test_a_large_model_is_sampled_evenly():
+    model = nn.Sequential(*(nn.Linear(40, 30) for _ in range(200)))
+    sample = WeightSample(MasterWeights(model)).read()
+    assert 30 * 58 < len(sample) <= 64 * 128
+
+
+def test_small_updates_add_up_in_the_masters_of_a_bfloat16_model():
+    """They are not lost, though the rounded weights of the model do not change yet."""
+    model = nn.Linear(4, 4, bias=False, dtype=torch.bfloat16)
+    masters = MasterWeights(model)
+    sample, weights = WeightSample(masters), model.weight.detach().clone()
+    before = sample.read()
+    with torch.no_grad():
+        for master in masters.parameters():
+            master.add_(1e-6)
+    masters.sync_to_model()
+    assert torch.equal(model.weight, weights)
+    assert sample.changed_since(before) == {"weights_changed": 1.0}

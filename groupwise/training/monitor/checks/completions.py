@@ -15,6 +15,7 @@ ALIKE = 0.5  # relative to the distance between answers to different prompts; wi
 MAX_SINGLE = 0.5  # share of answers that are alone in their cluster
 
 CUT_OFF = "completions/clipped_ratio"
+SINGLE = "similarity_groups/n_single_member_groups"
 SPLIT = "similarity_groups/n_prompts_split_into_"
 
 
@@ -111,14 +112,9 @@ def answers_unrelated(recent: RecentSteps) -> Problem | None:
     )
 
 
-def alone(recent: RecentSteps) -> float:
-    """The share of answers that are alone in their cluster; 0 without clusters."""
-    answers = sum(recent.means(SPLIT).values()) * recent.recipe.sampling.samples_per_prompt
-    return (recent.mean("similarity_groups/n_single_member_groups") or 0.0) / max(1e-9, answers)
-
-
 def answers_scattered(recent: RecentSteps) -> Problem | None:
-    share = alone(recent)
+    answers = sum(recent.means(SPLIT).values()) * recent.recipe.sampling.samples_per_prompt
+    share = (recent.mean(SINGLE) or 0.0) / max(1e-9, answers)
     if share <= MAX_SINGLE:
         return None
     return Problem(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from groupwise.training.monitor.checks.base import Problem, RecentSteps
 
 LOW_KL, LOW_KL_STEPS = 1e-4, 50  # steps with the same reference after which the KL should have grown
@@ -165,7 +167,7 @@ def not_finite(recent: RecentSteps) -> Problem | None:
 
 
 def memory(recent: RecentSteps) -> Problem | None:
-    """Memory ran out, so that the packs were halved, or the peak is close to what the device has."""
+    """Memory ran out, so that the packs were halved, or it may: by the estimate, or by the peak so far."""
     newest, full = recent.newest, recent.newest.get("token_budget_full")
     remedy = "lower <train.token_budget>, <sampling.max_new_tokens>, or <sampling.max_num_seqs>"
     if not recent.recipe.model.gradient_checkpointing:
@@ -178,9 +180,16 @@ def memory(recent: RecentSteps) -> Problem | None:
             remedy,
             {"token_budget": budget, "token_budget_full": full},
         )
+    total, estimate = newest.get("device_memory", math.inf), newest.get("memory_estimate", 0.0)
+    if estimate > total:
+        return Problem(
+            f"an update may need {estimate:.1f} GiB by the estimate of `groupwise check`; there are {total:.1f} GiB",
+            remedy,
+            {"memory_estimate": estimate, "device_memory": total},
+        )
     peaks = {name: value for name, value in newest.items() if name.startswith("memory/")}
-    total, stage = newest.get("device_memory"), max(peaks, key=lambda name: peaks[name], default="")
-    if not total or not stage or peaks[stage] < NEARLY_FULL * total:
+    stage = max(peaks, key=lambda name: peaks[name], default="")
+    if not stage or peaks[stage] < NEARLY_FULL * total:
         return None
     return Problem(
         f"memory is nearly full: {peaks[stage]:.1f} of {total:.1f} GiB at the peak of {stage.removeprefix('memory/')}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from groupwise.training.monitor.checks.base import MORE_SPREAD, WINDOW, Problem, RecentSteps
-from groupwise.training.monitor.checks.completions import MAX_SINGLE, alone
+from groupwise.training.monitor.checks.completions import SINGLE, SPLIT
 
 MAX_ZERO_SPREAD = 0.5  # share of groups without a learning signal: more than half of the sampling is wasted
 DOMINATES = 0.95  # share of the variance of the weighted sum; the others together then change the order of few samples
@@ -30,17 +30,24 @@ def no_learning_signal(recent: RecentSteps) -> Problem | None:
 
 
 def zero_spread(recent: RecentSteps) -> Problem | None:
-    share = recent.mean(ZERO_SPREAD)
-    if share is None or share <= MAX_ZERO_SPREAD or recent.solved or not recent.mean("signal/contributing"):
+    share = _share_without_spread(recent)
+    if share <= MAX_ZERO_SPREAD or recent.solved or not recent.mean("signal/contributing"):
         return None  # without any signal it is `no_learning_signal`
-    if alone(recent) > MAX_SINGLE / 2:
-        return None  # groups of one have no spread: `answers_scattered`
     reward = recent.mean("reward") or 0.0
     return Problem(
         f"{share:.0%} of the groups have equal rewards and no learning signal (the mean reward is {reward:.3g})",
         f"{MORE_SPREAD}; or replace such prompts by others with <train.resample_rounds>",
         {ZERO_SPREAD: share, "reward": reward},
     )
+
+
+def _share_without_spread(recent: RecentSteps) -> float:
+    """The share of groups whose rewards are all equal; clusters of one answer are left out (`answers_scattered`)."""
+    share, single = recent.mean(ZERO_SPREAD) or 0.0, recent.mean(SINGLE) or 0.0
+    groups = sum(recent.means(SPLIT).values()) * (recent.mean("similarity_groups/avg_groups_per_prompt") or 0.0)
+    if not groups:
+        return share
+    return max(0.0, share * groups - single) / (groups - single) if groups > single else 0.0
 
 
 def reward_constant(recent: RecentSteps) -> Problem | None:
