@@ -38,6 +38,7 @@ REASONS = (
     "needs another package",
     "takes minutes",
     "takes hours",
+    "runs until Ctrl-C",
 )
 SIMPLE_COMMANDS = ("ls", "cat", "head", "tail", "mkdir", "wc", "cp", "echo", "export", "rm", "find")
 WITH_SETTINGS = ("train", "check", "eval")

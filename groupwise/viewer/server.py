@@ -35,6 +35,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 PORT = 8765
 PORTS_TRIED = 100
+LAST_PORT = 65535
 NEEDS = [("the page of a run", "starlette", "view"), ("the page of a run", "uvicorn", "view")]
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -61,8 +62,10 @@ def is_loopback(host: str) -> bool:
 
 def bind(host: str, port: int | None) -> socket.socket:
     """A listening socket; without a ``port`` the first free one from 8765 on."""
+    if port is not None and not 0 <= port <= LAST_PORT:  # the system would take other bits of it
+        raise ConfigError(f"--port must be a port from 0 (any free one) to {LAST_PORT}, got {port}")
     ports = [port] if port is not None else range(PORT, PORT + PORTS_TRIED)
-    problem: OSError | None = None
+    problem = OSError()
     for number in ports:
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)[0]
@@ -74,11 +77,11 @@ def bind(host: str, port: int | None) -> socket.socket:
             listener.bind(address)
             listener.listen(128)
             return listener
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             listener.close()
-            problem = error if isinstance(error, OSError) else OSError("there is no such port")
+            problem = error
     free = "choose another --port, or leave it out for the next free one" if port is not None else "give a --port"
-    raise ConfigError(f"cannot listen on {host}, port {ports[0]}: {error_reason(problem or OSError())}; {free}")
+    raise ConfigError(f"cannot listen on {host}, port {ports[0]}: {error_reason(problem)}; {free}")
 
 
 def serve(api: Api, listener: socket.socket, *, host: str, token: str | None) -> None:

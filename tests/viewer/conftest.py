@@ -105,3 +105,12 @@ def page(browser: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert page.errors == []
+
+
+def until(page: Any, expression: str, seconds: float = 60) -> None:
+    """Wait until an expression is true; Playwright's own way needs `eval`, which the page's policy forbids."""
+    for _ in range(int(10 * seconds)):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"after {seconds} s it is still not true: {expression}")
