@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
+from difflib import Match, SequenceMatcher
 from typing import Any
 
 MAX_WORDS = 2000  # of a text whose differences are found; comparing takes quadratic time
@@ -44,14 +44,36 @@ def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> li
 
 
 def word_differences(one: str, other: str) -> tuple[list[Segment], list[Segment]]:
-    """Both texts cut into parts that they share and parts that differ. Joined, the parts are the texts."""
-    words: list[list[str]] = [re.findall(r"\s+|\w+|[^\w\s]", text) for text in (one, other)]
+    """Both texts cut into parts that they share and parts that differ. Joined, the parts are the texts.
+
+    Words are compared without the white space after them. A single word between two differences does not count as
+    shared.
+    """
+    words: list[list[str]] = [re.findall(r"(?:\w+|[^\w\s])\s*|\s+", text) for text in (one, other)]
     if max(map(len, words)) > MAX_WORDS:
-        return ([(one, one != other)], [(other, one != other)])
+        differ = one != other
+        return [(one, differ)] if one else [], [(other, differ)] if other else []
+    keys = [[word.strip() for word in side] for side in words]
+    blocks = SequenceMatcher(None, keys[0], keys[1], autojunk=False).get_matching_blocks()
+    ends = (len(words[0]), len(words[1]))
+    shared = [block for block in blocks if block.size > 1 or (block.size and _at_an_end(block, ends))]
     segments: tuple[list[Segment], list[Segment]] = ([], [])
-    for kind, *ends in SequenceMatcher(None, words[0], words[1], autojunk=False).get_opcodes():
-        for side in (0, 1):
-            text = "".join(words[side][ends[2 * side] : ends[2 * side + 1]])
-            if text:
-                segments[side].append((text, kind != "equal"))
+    for side in (0, 1):
+        done = 0
+        for block in shared:
+            start = block[side]
+            _add(segments[side], words[side][done:start], True)
+            _add(segments[side], words[side][start : start + block.size], False)
+            done = start + block.size
+        _add(segments[side], words[side][done:], True)
     return segments
+
+
+def _at_an_end(block: Match, ends: tuple[int, int]) -> bool:
+    """Whether both texts begin with it, or end with it."""
+    return (block.a == 0 and block.b == 0) or (block.a + block.size, block.b + block.size) == ends
+
+
+def _add(segments: list[Segment], words: Sequence[str], differs: bool) -> None:
+    if words:
+        segments.append(("".join(words), differs))

@@ -1,29 +1,23 @@
-"""The groups of a step, one group with its tree, and one prompt through the run."""
+"""The groups of a step, and one group with its tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from groupwise.analysis.choices import Fork, forks_by_share
 from groupwise.analysis.groups import (
     SORTS,
     Match,
     PromptGroup,
-    follow,
     groups_of,
-    main_grade,
     search_run,
     select,
-    summary_of,
 )
-from groupwise.analysis.questions import QuestionHistory, Questions
 from groupwise.analysis.tree import Branch, group_tree, split_words
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
-from groupwise.training.monitor.question_log import STATUSES
 from groupwise.training.store.token_files import TokenRow
 from groupwise.viewer.api import NotServedError, Query, run_route
 from groupwise.viewer.routes.sample import sample_fields
@@ -56,17 +50,6 @@ SORT_TITLES = {
     "advantage": "largest advantage",
 }
 
-_questions: WeakKeyDictionary[ServedRun, Questions] = WeakKeyDictionary()
-
-
-def questions_of(run: ServedRun) -> Questions:
-    """The run's questions, up to date; a step's file is read once."""
-    if run not in _questions:
-        _questions[run] = Questions(run.reader)
-    else:
-        _questions[run].update()
-    return _questions[run]
-
 
 @run_route("groups")
 def groups(run: ServedRun, query: Query) -> dict[str, Any]:
@@ -98,12 +81,13 @@ def groups(run: ServedRun, query: Query) -> dict[str, Any]:
                 "count": chosen.counts[name],
             }
             for name in FILTER_TITLES
+            if name != "pairs" or run.reader.settings.get("preference.weight")
         ],
         "sorts": [{"name": name, "title": SORT_TITLES.get(name, name)} for name in SORTS],
         "page": chosen.page + 1,
         "pages": chosen.pages,
         "groups": [
-            {**_group_fields(group, SENT), "has_tokens": group.prompt_number in recorded} for group in chosen.groups
+            {**group_fields(group, SENT), "has_tokens": group.prompt_number in recorded} for group in chosen.groups
         ],
     }
 
@@ -130,38 +114,12 @@ def group(run: ServedRun, query: Query) -> dict[str, Any]:
 
     decisive = [fork for fork in forks_by_share(tree, advantages) if fork.share >= LEAST_SHARE]
     return {
-        **_group_fields(chosen),
+        **group_fields(chosen),
         "prompts": list(found),
         "token_samples": list(texts),
         "by_tokens": by_tokens,
         "tree": _branch_fields(tree, choice),
         "forks": [_fork_fields(fork, choice) for fork in decisive[:FORKS]],
-    }
-
-
-@run_route("prompt")
-def prompt(run: ServedRun, query: Query) -> dict[str, Any]:
-    """One training row (or with ``held_out`` a held-out one) through the run: its visits, its answers then and now."""
-    row, held_out = query.integer("row"), bool(query.text("held_out"))
-    questions = questions_of(run)
-    asked = questions.held_out() if held_out else questions.training()
-    question = next((one for one in asked if one.row == row), None)
-    if question is None:
-        kind = "held-out question" if held_out else "training row"
-        raise NotServedError(f"{kind} {row} was not sampled in a recorded step")
-    ends = _held_out_ends(run, question) if held_out else _training_ends(run, questions, row)
-    if not ends:
-        raise NotServedError(f"the answers to row {row} were not recorded, or can no longer be read")
-    return {
-        "row": row,
-        "prompt": ends[0].prompt,
-        "status": STATUSES[question.status],
-        "value_name": questions.graded_by or "reward",
-        "visits": [
-            {"step": step, "prompt_number": number, "value": value}
-            for step, number, value in zip(question.steps, question.prompt_numbers, question.values, strict=True)
-        ],
-        "ends": [_group_fields(group) for group in ends],
     }
 
 
@@ -185,7 +143,8 @@ def _tokens_at(run: ServedRun, step: int) -> list[TokenRow]:
         return []
 
 
-def _group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]:
+def group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]:
+    """A group with its samples; ``sent`` is the number of characters of each text."""
     summary = asdict(group.summary)
     if all(row.get("advantage") is None for row in group.samples):
         summary["contributing"] = None  # held-out answers are not trained on
@@ -246,25 +205,3 @@ def _search_everywhere(run: ServedRun, query: Query, search: str) -> dict[str, A
         "older": sum(step < first for step in steps),
         "sorts": [{"name": name, "title": SORT_TITLES.get(name, name)} for name in SORTS],
     }
-
-
-def _training_ends(run: ServedRun, questions: Questions, row: int) -> list[PromptGroup]:
-    """The groups at the first and the last visit."""
-    visits = questions.visits(row)
-    return list(follow(run.reader, [*visits[:1], *visits[1:][-1:]], run.reader.metric))
-
-
-def _held_out_ends(run: ServedRun, question: QuestionHistory) -> list[PromptGroup]:
-    """The answers at the first and the last evaluation."""
-    ends = []
-    for step in dict.fromkeys((question.steps[0], question.steps[-1])):
-        rows = [row for row in run.reader.evaluation_answers(step) if row["row"] == question.row]
-        if rows:
-            grade = main_grade(rows, run.reader.metric)
-            samples = [{"step": step, "prompt_number": question.row, **row} for row in rows]
-            ends.append(
-                PromptGroup(
-                    step, question.row, question.row, rows[0]["prompt"], samples, grade, summary_of(samples, grade)
-                )
-            )
-    return ends

@@ -1,18 +1,20 @@
-"""Accuracy per question and step, as the heat map shows it."""
+"""Accuracy per question and step, as the heat map shows it, and one question through the run."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
+from groupwise.analysis.groups import PromptGroup, follow, main_grade, summary_of
 from groupwise.analysis.questions import QuestionHistory, Questions, count_statuses
 from groupwise.analysis.run_reader import RunReader
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
 from groupwise.training.monitor.question_log import STATUSES
-from groupwise.viewer.api import Query, run_route
-from groupwise.viewer.routes.groups import questions_of
+from groupwise.viewer.api import NotServedError, Query, run_route
+from groupwise.viewer.routes.groups import group_fields
 from groupwise.viewer.runs import ServedRun
 
 ROWS_PER_PAGE = 40
@@ -27,6 +29,18 @@ SORTS: dict[str, tuple[str, Callable[[QuestionHistory], Any]]] = {
     "last": ("last accuracy, lowest first", lambda question: (question.values[-1], question.row)),
     "row": ("row", lambda question: question.row),
 }
+
+
+_questions: WeakKeyDictionary[ServedRun, Questions] = WeakKeyDictionary()
+
+
+def questions_of(run: ServedRun) -> Questions:
+    """The run's questions, up to date; a step's file is read once."""
+    if run not in _questions:
+        _questions[run] = Questions(run.reader)
+    else:
+        _questions[run].update()
+    return _questions[run]
 
 
 @run_route("questions")
@@ -57,7 +71,7 @@ def questions(run: ServedRun, query: Query) -> dict[str, Any]:
         ],
         "sorts": [{"name": name, "title": title} for name, (title, _) in SORTS.items()],
         "value_name": _value_name(found),
-        "summary": _summary(part, members),
+        "summary": _summary(part, members, len(starts)),
         "note": "" if members else _note(run.reader, part),
         "bins": names,
         "page": page,
@@ -75,6 +89,36 @@ def questions(run: ServedRun, query: Query) -> dict[str, Any]:
             }
             for question in shown
         ],
+    }
+
+
+@run_route("prompt")
+def prompt(run: ServedRun, query: Query) -> dict[str, Any]:
+    """One training row (or with ``held_out`` a held-out one) through the run: its visits, its answers then and now.
+
+    "Now" is the last visit, or the one of step ``at``.
+    """
+    row, held_out = query.integer("row"), bool(query.text("held_out"))
+    found = questions_of(run)
+    asked = found.held_out() if held_out else found.training()
+    question = next((one for one in asked if one.row == row), None)
+    if question is None:
+        kind = "held-out question" if held_out else "training row"
+        raise NotServedError(f"{kind} {row} was not sampled in a recorded step")
+    at = query.integer("at", question.steps[-1] if question.steps else 0)  # shown beside the first visit
+    ends = _held_out_ends(run, question, at) if held_out else _training_ends(run, found, row, at)
+    if not ends:
+        raise NotServedError(f"the answers to row {row} were not recorded, or can no longer be read")
+    return {
+        "row": row,
+        "prompt": ends[0].prompt,
+        "status": STATUSES[question.status],
+        "value_name": _value_name(found),
+        "visits": [
+            {"step": step, "prompt_number": number, "value": value}
+            for step, number, value in zip(question.steps, question.prompt_numbers, question.values, strict=True)
+        ],
+        "ends": [group_fields(group) for group in ends],
     }
 
 
@@ -103,12 +147,15 @@ def _value_name(questions: Questions) -> str:
     return questions.graded_by or ("mean reward" if questions.scale is None else "mean reward, scaled to 0–1")
 
 
-def _summary(part: str, members: Sequence[QuestionHistory]) -> str:
-    visits = sum(len(question.values) for question in members)
+def _summary(part: str, members: Sequence[QuestionHistory], evaluations: int) -> str:
     what = plural(len(members), "question")
-    when = plural(visits, "evaluation" if part == "held_out" else "visit")
-    pale = "" if part == "held_out" else "; pale: not sampled, the value of the last visit"
-    return f"{what}, {when}{pale}. Click a row for its answers then and now."
+    if part == "held_out":
+        return f"{what} at {plural(evaluations, 'evaluation')}. Click a row for its answers then and now."
+    visits = sum(len(question.values) for question in members)
+    return (
+        f"{what}, {plural(visits, 'visit')}; pale: not sampled, the value of the last visit. "
+        "Click a row for its answers then and now."
+    )
 
 
 def _note(reader: RunReader, part: str) -> str:
@@ -130,3 +177,23 @@ def _prompts(reader: RunReader, questions: Sequence[QuestionHistory], *, held_ou
             continue
         prompts |= {row["row"]: row["prompt"][:EXCERPT] for row in rows}
     return prompts
+
+
+def _training_ends(run: ServedRun, questions: Questions, row: int, at: int) -> list[PromptGroup]:
+    """The groups of a training row at its first visit and at step ``at``."""
+    visits = questions.visits(row)
+    ends = [*visits[:1], *(visit for visit in visits[1:] if visit.step == at)]
+    return list(follow(run.reader, ends, run.reader.metric))
+
+
+def _held_out_ends(run: ServedRun, question: QuestionHistory, at: int) -> list[PromptGroup]:
+    """The answers to a held-out question at the first evaluation and at that of step ``at``."""
+    ends = []
+    for step in dict.fromkeys((*question.steps[:1], at)):
+        rows = [row for row in run.reader.evaluation_answers(step) if row["row"] == question.row]
+        if rows:
+            grade = main_grade(rows, run.reader.metric)
+            samples = [{"step": step, "prompt_number": question.row, **row} for row in rows]
+            summary = summary_of(samples, grade)
+            ends.append(PromptGroup(step, question.row, question.row, rows[0]["prompt"], samples, grade, summary))
+    return ends

@@ -94,6 +94,6 @@ def _remedy(reader: RunReader) -> str:
         return "run.save_tokens_every = 10 records them in every tenth step, of run.save_tokens_prompts prompts."
     often = "no step" if not every else "every step" if every == 1 else f"one of {every} steps"
     return (
-        f"run.save_tokens_every = {every} records {often}, and run.save_tokens_prompts = {prompts} the prompts of such a "
-        "step that differ most in their rewards; run.save_tokens_every = 1 records every step."
+        f"run.save_tokens_every = {every} records {often}, with run.save_tokens_prompts = {prompts} the prompts whose "
+        "rewards differ most; run.save_tokens_every = 1 records every step."
     )

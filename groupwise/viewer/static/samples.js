@@ -6,16 +6,20 @@
   const STOPS = { eos: "end of text", stop_string: "stop string", length: "truncated" };
 
   function number(value, digits = 3) {
-    if (value === null || value === undefined || Number.isNaN(value)) return "–";
+    if (!isNumber(value) || Number.isNaN(value)) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
     const size = Math.abs(value);
     if (size >= 1e5 || size < 1e-4) return value.toExponential(1);
     return String(Number(value.toPrecision(digits)));
   }
 
+  function isNumber(value) {
+    return value !== null && value !== undefined;
+  }
+
   // A number with its sign, at a fixed width, so that columns of advantages line up.
   function signed(value, digits = 2) {
-    if (value === null || value === undefined) return "–";
+    if (!isNumber(value)) return "–";
     const text = Math.abs(value).toFixed(digits);
     return Number(text) === 0 ? text : (value > 0 ? "+" : "−") + text;
   }
@@ -43,17 +47,17 @@
 
   // A text whose middle is left out until the button is pressed. `load` fetches the full text if it was not sent.
   function fold(text, options = {}) {
-    const { head = 280, tail = 120, length = text.length, load = null, empty = "(empty)" } = options;
+    const { head = 280, tail = 120, length = text.length, load = null, brief = false } = options;
     const box = el("div", { class: "sample-text", dir: "auto" });
-    const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, empty));
-    if (length <= head + tail + 60 && length === text.length) {
+    const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, "(empty)"));
+    if (length <= head + tail + (brief ? 8 : 60) && length === text.length) {
       full(text);
       return box;
     }
     const cut = length > text.length ? [text, ""] : [text.slice(0, head), text.slice(text.length - tail)];
     const hidden = length - cut[0].length - cut[1].length;
-    const more = el("button", { class: "fold", type: "button", title: "show the complete text" },
-      `… ${plural(hidden, "more character")} …`);
+    const words = plural(hidden, "more character");
+    const more = el("button", { class: "fold", type: "button", title: `show ${words}` }, brief ? "…" : `… ${words} …`);
     more.addEventListener("click", async (event) => {
       event.stopPropagation();
       more.disabled = true;
@@ -109,12 +113,13 @@
       get atEnd() { return place === steps.length - 1; },
       move: (by) => move(place + by),
       go: (wanted) => { place = nearest(wanted); show(); },
-      extend(later) { // steps that a running run has added
+      extend(later) { // the steps of a run that has gone on, or was resumed at an earlier step
         const current = steps[place];
+        if (!later.length) return;
         steps = later;
-        slider.max = field.max = String(steps.length - 1);
+        slider.max = String(steps.length - 1);
         field.max = String(steps[steps.length - 1]);
-        place = Math.max(0, steps.indexOf(current));
+        place = steps.includes(current) ? steps.indexOf(current) : steps.length - 1;
         show();
       },
     };
@@ -155,16 +160,18 @@
 
   // Everything known about one answer except its text.
   function facts(sample, largest) {
-    const advantage = tone(el("span", { class: "advantage", title: "advantage" }, signed(sample.advantage)),
-      sample.advantage, largest);
-    const line = el("div", { class: "sample-facts" }, advantage,
-      el("span", { class: "reward", title: "reward, the weighted sum" }, `reward ${number(sample.reward)}`));
+    const { advantage, reward } = sample; // held-out answers have no advantage, and may have no reward
+    const line = el("div", { class: "sample-facts" },
+      isNumber(advantage)
+        ? tone(el("span", { class: "advantage", title: "advantage" }, signed(advantage)), advantage, largest) : null,
+      isNumber(reward) || isNumber(advantage)
+        ? el("span", { class: "reward", title: "reward, the weighted sum" }, `reward ${number(reward)}`) : null);
     for (const [name, value] of Object.entries(sample.grades || {})) line.append(grade(name, value));
     if (sample.pair) line.append(el("span", { class: "badge" }, sample.pair));
     const details = el("div", { class: "sample-facts quiet" },
       el("span", { class: sample.stop_reason === "length" ? "badge cut" : "" },
         `${plural(sample.completion_tokens || 0, "token")}, ${STOPS[sample.stop_reason] || sample.stop_reason || ""}`));
-    if (sample.cluster !== null && sample.cluster !== undefined) {
+    if (isNumber(sample.cluster)) {
       details.append(el("span", {}, `cluster ${sample.cluster}`));
     }
     const rewards = Object.entries(sample.rewards || {});
@@ -174,6 +181,20 @@
       : null;
     const why = sample.why ? el("div", { class: "why" }, sample.why) : null;
     return [line, parts, details, why].filter(Boolean);
+  }
+
+  // Let an element be pressed by pointer and keyboard. Its text can still be selected, and what is in it pressed.
+  function pressable(node, press) {
+    node.tabIndex = 0;
+    node.setAttribute("role", "button");
+    node.addEventListener("click", (event) => {
+      if (!event.target.closest("a, button") && getSelection().isCollapsed) press();
+    });
+    node.addEventListener("keydown", (event) => {
+      if (event.target !== node || !["Enter", " "].includes(event.key)) return;
+      event.preventDefault();
+      press();
+    });
   }
 
   // A page's place in a list: « 2 of 14 ».
@@ -212,14 +233,15 @@
   }
 
   function summaryBadges(summary) {
-    const badges = [gw.badge(`mean reward ${number(summary.mean)}`, "", `standard deviation ${number(summary.std)}`)];
-    if (summary.right !== null && summary.right !== undefined) {
+    const badges = isNumber(summary.mean)
+      ? [gw.badge(`mean reward ${number(summary.mean)}`, "", `standard deviation ${number(summary.spread)}`)] : [];
+    if (isNumber(summary.right)) {
       badges.push(gw.badge(`${summary.right} of ${summary.samples} right`));
     }
     for (const [name, words] of [["no_answer", "without an answer"], ["truncated", "truncated"]]) {
       if (summary[name]) badges.push(gw.badge(`${summary[name]} ${words}`, "warning"));
     }
-    if (summary.contributing !== null && summary.contributing !== undefined) {
+    if (isNumber(summary.contributing)) {
       badges.push(gw.badge(`${summary.contributing} of ${summary.samples} contribute`,
         summary.contributing ? "" : "warning", "answers with a learning signal"));
     }
@@ -242,5 +264,5 @@
   }
 
   gw.samples = { number, signed, tone, largestAdvantage, visible, plural, fold, stepPicker, chips, select, grade, facts,
-    pager, latest, loading, hasRollouts, stepOf, summaryBadges, STOPS };
+    pager, latest, loading, pressable, hasRollouts, stepOf, summaryBadges, STOPS };
 })();

@@ -38,7 +38,8 @@ def test_a_step_s_groups(get, answers_run):
     for row, (prompt, one) in zip(rows, shown, strict=True):
         assert (prompt, one["sample"], one["completion"]) == (row["prompt_number"], row["sample"], row["completion"])
         assert (one["reward"], one["advantage"]) == (row["reward"], row["advantage"])
-        assert one["grades"] == {"vowel": row["grade/vowel"]} and one["rewards"] == {"even": row["reward/even"]}
+        assert one["grades"] == {"vowel": row["grade/vowel"]}
+        assert one["rewards"] == {"even": row["reward/even"]}
         assert (one["why"] is None) == row["contributes"]
         assert one["why"] != row["masked_out"] or one["why"] is None  # in words
     assert get("groups")["step"] == 6
@@ -87,7 +88,8 @@ def test_long_texts_are_sent_on_demand(answers_run, monkeypatch):
     full = api.get("run/answers/group", {"step": "1", "prompt": "0"})
     assert len(full["prompt"]) == group["prompt_length"]
     for cut, one in zip(group["samples"], full["samples"], strict=True):
-        assert one["completion"].startswith(cut["completion"]) and len(one["completion"]) == cut["length"]
+        assert one["completion"].startswith(cut["completion"])
+        assert len(one["completion"]) == cut["length"]
 
 
 def test_pages_hold_few_samples(answers_run, monkeypatch):
@@ -105,10 +107,12 @@ def test_one_group_as_a_tree(get, step):
     assert paths(group["tree"]) == {one["sample"]: one["completion"] for one in group["samples"]}
     assert group["tree"]["samples"] == [one["sample"] for one in group["samples"]]
     for branch in group["tree"]["children"]:
-        assert branch["choice"] <= len(branch["text"]) and not branch["ends"]
+        assert branch["choice"] <= len(branch["text"])
+        assert not branch["ends"]
         assert branch["choice"] or not branch["text"]  # a part of a character has no text
     shares = [fork["share"] for fork in group["forks"]]
-    assert shares == sorted(shares, reverse=True) and 0 < sum(shares) <= 1 + 1e-9
+    assert shares == sorted(shares, reverse=True)
+    assert 0 < sum(shares) <= 1 + 1e-9
     first = group["forks"][0]
     assert sum(one["count"] for one in first["branches"]) <= len(group["samples"])
 
@@ -121,6 +125,8 @@ def test_one_prompt_through_the_run(get, answers_run):
     for visit in history["visits"]:
         answers = [bool(row["grade/vowel"]) for row in rows if row["step"] == visit["step"]]
         assert visit["value"] == pytest.approx(sum(answers) / len(answers))
+    middle = history["visits"][1]["step"]
+    assert [end["step"] for end in get("prompt", row=0, at=middle)["ends"]] == [history["visits"][0]["step"], middle]
     assert HOSTILE in history["prompt"]
     held_out = get("prompt", row=1, held_out=1)
     assert [one["step"] for one in held_out["visits"]] == [0, 3, 6]
@@ -139,13 +145,15 @@ def test_tokens_of_an_answer(get):
         assert token["sampler_logp"] == pytest.approx(token["logp"], abs=1e-3)  # before the update
         assert token["ref_logp"] is not None
     other = get("tokens", step=3, prompt=answer["prompts"][1]["prompt"], sample=2)
-    assert other["sample"] == 2 and other["prompt"] != answer["prompt"]
+    assert other["sample"] == 2
+    assert other["prompt"] != answer["prompt"]
 
 
 def test_tokens_that_were_not_recorded(get):
     answer = get("tokens", step=2)
     assert answer["steps"] == [1, 3, 5]
-    assert "step 2" in answer["missing"] and "run.save_tokens_every = 2" in answer["missing"]
+    assert "step 2" in answer["missing"]
+    assert "run.save_tokens_every = 2" in answer["missing"]
     unrecorded = next(n for n in range(3) if n not in {one["prompt"] for one in get("tokens", step=1)["prompts"]})
     assert f"prompt {unrecorded}" in get("tokens", step=1, prompt=unrecorded)["missing"]
     assert "no answer 50" in get("tokens", step=1, sample=50)["missing"]
@@ -186,7 +194,8 @@ def test_pairs_are_those_that_were_trained_on(get, answers_run):
 @pytest.mark.slow
 def test_clusters(clusters_run):
     answer = api_of(clusters_run).get("run/clusters/clusters", {"step": "1"})
-    assert answer["mapped"] and len(answer["points"]) == 6
+    assert answer["mapped"]
+    assert len(answer["points"]) == 6
     assert {point["cluster"] for point in answer["points"]} == set(answer["clusters"])
     assert answer["prompts"][0]["clusters"] == len(answer["clusters"])
     lone = [
@@ -212,11 +221,13 @@ def test_damaged_files_are_named(answers_run, tmp_path):
     with pytest.raises(CheckpointError, match="step-000006"):
         api.get("run/answers/groups")
     group = api.get("run/answers/group", {"step": "5"})  # by words, as the tokens cannot be read
-    assert not group["by_tokens"] and group["tree"]["samples"] == list(range(6))
+    assert not group["by_tokens"]
+    assert group["tree"]["samples"] == list(range(6))
     with pytest.raises(CheckpointError, match="step-000005"):
         api.get("run/answers/tokens", {"step": "5"})
     questions = api.get("run/answers/questions")
-    assert questions["part"] == "train" and len(questions["rows"]) == 6
+    assert questions["part"] == "train"
+    assert len(questions["rows"]) == 6
     shutil.rmtree(folder / "rollouts")
     with pytest.raises(NotServedError, match="save_rollouts"):
         api_of(folder).get("run/answers/groups")

@@ -48,7 +48,7 @@
         const reach = 1.15 * Math.max(0.05, ...result.points.flatMap((point) => [Math.abs(point.x), Math.abs(point.y)]));
         return gw.charts.add(place, () => ({
           grid: { left: 8, right: 8, top: 34, bottom: 8, containLabel: false },
-          legend: { top: 4, type: "scroll", textStyle: { color: gw.color("text") }, icon: undefined },
+          legend: { top: 4, type: "scroll", itemWidth: 12, itemHeight: 12, textStyle: { color: gw.color("text") } },
           tooltip: { formatter: ({ data }) => {
             const point = data.point;
             return el("div", { class: "chart-tip map-tip" },

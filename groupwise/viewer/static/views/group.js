@@ -5,8 +5,7 @@
   const el = gw.el;
   const { signed, number, tone, visible, plural, fold, grade, largestAdvantage, STOPS } = gw.samples;
 
-  const LONG = 40; // characters of shared text at each side of what is folded
-  const DEEP = 8; // levels of branches from which columns become narrow
+  const MANY = 20; // rows from which each answer is one line until it is opened
 
   // The rows and columns of each node of the tree: a leaf takes one row, a branch those of its leaves.
   function place(tree) {
@@ -26,15 +25,15 @@
   }
 
   // The text of a branch: the chosen token, then what its answers still share, with the middle folded.
-  function branchText(node, parent) {
+  function branchText(node, parent, compact) {
     const text = node.text;
     const choice = parent ? text.slice(0, node.choice) : "";
     const rest = text.slice(choice.length);
     const parts = [];
     if (parent) parts.push(el("b", { class: "token-choice", title: "where the answers part" }, visible(choice)));
-    if (rest.length > 3 * LONG) parts.push(fold(rest, { head: LONG, tail: LONG }));
-    else if (rest) parts.push(el("span", { class: "sample-text" }, rest));
-    else if (!parent) parts.push(el("span", { class: "quiet" }, "the answers part at the first token"));
+    const side = compact ? 22 : 50; // characters on each side of what is folded
+    if (rest) parts.push(fold(rest, { head: side, tail: side, brief: true }));
+    else if (!parent) parts.push(el("span", { class: "quiet" }, "no shared beginning"));
     return parts;
   }
 
@@ -79,21 +78,22 @@
     const samples = Object.fromEntries(group.samples.map((sample) => [sample.sample, sample]));
     const largest = largestAdvantage(group.samples);
     const { cells, rows, depth } = place(group.tree);
-    const grid = el("div", { class: "tree" + (depth > DEEP ? " tree-deep" : ""), role: "table",
-      "aria-label": `${plural(group.samples.length, "answer")} in ${plural(rows, "row")}` });
-    grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, fit-content(${depth > DEEP ? 150 : 230}px)) ` +
-      "minmax(240px, 1fr) fit-content(340px)";
+    const compact = rows > MANY;
+    const grid = el("div", { class: `tree${compact ? " compact" : ""}`, role: "group",
+      "aria-label": `${plural(group.samples.length, "answer")} as a tree` });
+    grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, max-content) minmax(280px, 1fr) max-content`;
     const column = Math.max(1, depth) + 1; // of the last text cell
     for (const { node, level, parent, first, last } of cells) {
       const leaf = !node.children.length;
       const silent = node.samples.every((number) => samples[number].why);
       const cell = tone(el("div", { class: `node ${leaf ? "leaf" : "branch"}${silent ? " silent" : ""}`,
-        role: "cell", "data-samples": node.samples.join(",") }), node.advantage, largest);
+        dataset: { samples: node.samples.join(",") } }), node.advantage, largest);
       cell.style.gridRow = `${first + 1} / ${last + 1}`;
       cell.style.gridColumn = leaf ? `${level + 1} / ${column + 1}` : `${level + 1}`;
-      const text = el("div", { class: "node-text" }, ...(leaf ? leafText(node, parent) : branchText(node, parent)));
+      const text = el("div", { class: "node-text" }, ...(leaf ? leafText(node, parent) : branchText(node, parent, compact)));
       cell.append(text);
-      if (leaf) cell.style.minHeight = `${Math.min(96, 26 + 5 * node.samples.length)}px`; // taller for more answers
+      if (leaf) cell.style.minHeight = `${Math.min(96, 24 + 5 * node.samples.length)}px`; // taller for more answers
+      if (leaf && compact) openOnClick(cell);
       if (!leaf) {
         cell.append(el("div", { class: "node-count" }, el("b", {}, `${node.samples.length}`),
           level ? ` of ${parent.samples.length}` : " answers",
@@ -102,12 +102,30 @@
       grid.append(cell);
       if (leaf) {
         const result = verdict(node, samples, largest, open);
+        result.dataset.samples = cell.dataset.samples;
         result.style.gridRow = String(first + 1);
         result.style.gridColumn = String(column + 1);
         grid.append(result);
       }
     }
+    grid.addEventListener("pointerover", (event) => point(grid, event.target.closest("[data-samples]")));
+    grid.addEventListener("pointerleave", () => point(grid, null));
     return grid;
+  }
+
+  // A line that shows its complete text when it is pressed.
+  function openOnClick(cell) {
+    const toggle = () => cell.setAttribute("aria-expanded", String(cell.classList.toggle("open")));
+    gw.samples.pressable(cell, toggle);
+    cell.setAttribute("aria-expanded", "false");
+  }
+
+  // Pale what has no answer in common with what is pointed at: the path to it and its branches stand out.
+  function point(grid, cell) {
+    const wanted = new Set(cell ? cell.dataset.samples.split(",") : []);
+    for (const one of grid.children) {
+      one.classList.toggle("dim", wanted.size > 0 && !one.dataset.samples.split(",").some((name) => wanted.has(name)));
+    }
   }
 
   // The choice that explains most of the advantages, as a sentence.

@@ -72,13 +72,19 @@
     element.append(body);
     const asked = samples.latest();
     let chart = null;
-    const load = () => samples.loading(body, asked,
-      () => gw.source.get(`run/${run.id}/prompt`, { row: params.row, held_out: params.held_out || "" }), show);
+    const query = { row: params.row, held_out: params.held_out, at: params.at };
+    const load = () => samples.loading(body, asked, () => gw.source.get(`run/${run.id}/prompt`, query), show);
+    const compare = (step) => {
+      query.at = step;
+      gw.setParams({ at: step });
+      load();
+    };
 
     function show(history) {
       if (chart) chart.dispose();
       const place = el("div", { class: "chart small-chart" });
       const visits = history.visits;
+      const shown = history.ends[history.ends.length - 1];
       gw.fill(body,
         el("p", {}, el("a", { href: gw.link(run.id, "groups", {}) }, "‹ all groups"), " · ",
           el("a", { href: gw.link(run.id, "questions", params.held_out ? { part: "held_out" } : {}) }, "all questions")),
@@ -89,11 +95,13 @@
             samples.plural(visits.length, params.held_out ? "evaluation" : "visit"))),
         el("div", { class: "prompt" }, samples.fold(history.prompt, { head: 800, tail: 300 })),
         place,
+        visits.length > 2 && gw.source.live ? el("p", {}, samples.select("The first answers beside those of step",
+          visits.slice(1).map(({ step }) => ({ name: step, title: String(step) })), shown.step, compare)) : null,
         el("div", { class: "then-and-now" }, ...history.ends.map((group, index) => {
           const largest = samples.largestAdvantage(group.samples);
           return el("section", { class: "group" },
             el("div", { class: "group-head" },
-              el("h3", {}, `Step ${group.step}${index ? ", the last time" : history.ends.length > 1 ? ", the first time" : ""}`),
+              el("h3", {}, `Step ${group.step}${index ? "" : ", the first time"}`),
               ...samples.summaryBadges(group.summary),
               params.held_out ? null : el("a", {
                 href: gw.link(run.id, "group", { step: group.step, prompt: group.prompt_number }),
@@ -101,7 +109,7 @@
             el("div", { class: "answers" }, ...group.samples.map((sample) =>
               answer(run, group, sample, largest, ""))));
         })));
-      const share = history.value_name !== "reward";
+      const share = !history.value_name.startsWith("mean reward");
       chart = gw.charts.add(place, () => ({
         grid: { top: 30, bottom: 22 },
         tooltip: { trigger: "axis", formatter: ([point]) => gw.charts.tip(`step ${point.data[0]}`,
@@ -113,10 +121,7 @@
       }), {
         lazy: false,
         label: `${history.value_name} of this prompt at each visit`,
-        setup: (instance) => instance.on("click", ({ dataIndex }) => {
-          const { step, prompt_number: prompt } = visits[dataIndex];
-          if (!params.held_out) location.hash = gw.link(run.id, "group", { step, prompt });
-        }),
+        setup: (instance) => instance.on("click", ({ dataIndex }) => gw.source.live && compare(visits[dataIndex].step)),
       });
     }
     load();

@@ -44,7 +44,8 @@
       function show(result) {
         gw.fill(body,
           el("p", { class: "quiet", role: "status" }, result.summary),
-          result.pairs.map((pair) => {
+          result.pairs.map((pair, index) => {
+            const again = index > 0 && result.pairs[index - 1].prompt_number === pair.prompt_number;
             const largest = samples.largestAdvantage([pair.chosen, pair.rejected]);
             return el("section", { class: "group pair", dataset: { prompt: pair.prompt_number } },
               el("div", { class: "group-head" },
@@ -52,7 +53,7 @@
                 el("span", { class: "quiet" }, `row ${pair.row}`),
                 gw.badge(`margin ${samples.number(pair.margin)}`, "", "reward of the chosen less that of the rejected answer"),
                 el("a", { href: gw.link(run.id, "group", { step: result.step, prompt: pair.prompt_number }) }, "one picture")),
-              el("div", { class: "prompt" }, samples.fold(pair.prompt, { head: 400, tail: 160 })),
+              again ? null : el("div", { class: "prompt" }, samples.fold(pair.prompt, { head: 400, tail: 160 })),
               el("div", { class: "sides" }, side("chosen", pair.chosen, largest), side("rejected", pair.rejected, largest)));
           }),
           samples.pager(result.page, result.pages, (page) => load({ page })));

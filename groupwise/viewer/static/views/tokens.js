@@ -6,12 +6,12 @@
 
   // `value` is what a token is coloured by; null where it was not recorded. A diverging scale has 0 in its middle.
   const MODES = [
-    { name: "logp", title: "log-prob", hint: "log-probability under the policy before the update; darker is less likely",
+    { name: "logp", title: "log-prob", hint: "log-probability under the policy before the update; a stronger colour is less likely",
       value: (token) => token.logp, low: "likely", high: "unlikely", size: (value) => -value },
     { name: "ratio", title: "ratio to sampler", diverging: true,
-      hint: "log of the policy's probability over the sampler's; 0 is equal, orange is more likely than when sampled",
+      hint: "log of the policy's probability over the sampler's; 0 is equal, blue is more likely than when it was sampled",
       value: (token) => difference(token.logp, token.sampler_logp), size: (value) => value },
-    { name: "entropy", title: "entropy", hint: "entropy of the next-token distribution, in nats; darker is less certain",
+    { name: "entropy", title: "entropy", hint: "entropy of the next-token distribution, in nats; a stronger colour is less certain",
       value: (token) => token.entropy, low: "certain", high: "uncertain", size: (value) => value },
     { name: "kl", title: "KL to reference",
       hint: "estimate of the KL to the reference at this token (k3): exp(d) − d − 1 with d = log-prob of the reference − of the policy",
@@ -151,7 +151,7 @@
         const modes = el("div", { class: "choice", role: "group", "aria-label": "colour by" },
           MODES.map((mode) => el("button", { type: "button", class: "chip", title: mode.hint, dataset: { mode: mode.name },
             onclick: () => { state.mode = mode.name; gw.setParams({ mode: mode.name }); paint(); } }, mode.title)));
-        const siblings = el("div", { class: "choice", role: "group", "aria-label": "answers" },
+        const siblings = el("div", { class: "chips", role: "group", "aria-label": "answers" },
           result.siblings.map((one) => {
             const chip = el("button", { type: "button", class: "chip", "aria-pressed": String(one.sample === result.sample),
               dataset: { sample: one.sample }, onclick: () => load({ sample: one.sample }) },
@@ -167,7 +167,7 @@
           el("div", { class: "field-row" }, el("span", { class: "label" }, "Answer"), siblings),
           el("div", { class: "sample-facts" }, samples.facts(result.facts, samples.largestAdvantage(result.siblings))),
           el("div", { class: "field-row" }, el("span", { class: "label" }, "Colour by"), modes), key,
-          el("div", { class: "tokens-and-panel" }, parts.element, panel), place,
+          el("div", { class: "tokens-and-panel" }, el("div", {}, parts.element, place), panel),
           el("p", {}, el("a", { href: gw.link(run.id, "group", { step: result.step, prompt: result.prompt }) },
             "this group as one picture")));
         shown = { answer, tokens: result.tokens, parts, key, place };
