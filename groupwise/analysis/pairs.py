@@ -14,7 +14,7 @@ Segment = tuple[str, bool]  # a part of a text, and whether the other text lacks
 
 
 @dataclass(frozen=True)
-class Pair:
+class RolloutPair:
     """Two samples of one prompt, the rows of a rollout file, and the difference of their rewards."""
 
     chosen: Mapping[str, Any]
@@ -22,7 +22,7 @@ class Pair:
     margin: float
 
 
-def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> list[Pair]:
+def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> list[RolloutPair]:
     """The pairs among a step's rollouts, in order of their prompts.
 
     The files record each sample's role. Training pairs the best chosen sample of a group with its worst rejected one,
@@ -39,7 +39,7 @@ def pairs_of(rows: Sequence[Mapping[str, Any]], reward: str | None = None) -> li
         best = sorted(group["chosen"], key=lambda row: (-row[column], row["sample"]))
         worst = sorted(group["rejected"], key=lambda row: (row[column], -row["sample"]))
         # A damaged or foreign file may have more samples of one role; those are in no pair.
-        pairs += [Pair(good, bad, good[column] - bad[column]) for good, bad in zip(best, worst, strict=False)]
+        pairs += [RolloutPair(good, bad, good[column] - bad[column]) for good, bad in zip(best, worst, strict=False)]
     return pairs
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.analysis.groups import groups_of
-from groupwise.analysis.pairs import Pair, pairs_of, word_differences
+from groupwise.analysis.pairs import RolloutPair, pairs_of, word_differences
 from groupwise.text import plural
-from groupwise.viewer.api import NotServedError, Query, run_route
+from groupwise.viewer.api import Query, run_route
 from groupwise.viewer.routes.groups import step_of
 from groupwise.viewer.routes.sample import cluster_of, sample_fields
-from groupwise.viewer.runs import ServedRun
+from groupwise.viewer.runs import NotServedError, ServedRun
 
 PAIRS_PER_PAGE = 12
 
@@ -65,7 +65,7 @@ def pairs(run: ServedRun, query: Query) -> dict[str, Any]:
     }
 
 
-def _pair_fields(pair: Pair) -> dict[str, Any]:
+def _pair_fields(pair: RolloutPair) -> dict[str, Any]:
     segments = word_differences(pair.chosen["completion"], pair.rejected["completion"])
     sides = [
         {**sample_fields(row, ()), "segments": parts}

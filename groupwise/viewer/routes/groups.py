@@ -19,9 +19,9 @@ from groupwise.analysis.tree import Branch, group_tree, split_words
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
 from groupwise.training.store.token_files import TokenRow
-from groupwise.viewer.api import NotServedError, Query, run_route
+from groupwise.viewer.api import Query, run_route
 from groupwise.viewer.routes.sample import sample_fields
-from groupwise.viewer.runs import ServedRun
+from groupwise.viewer.runs import NotServedError, ServedRun
 
 SENT = 600  # characters of a text in a list; the complete text is sent on demand
 SAMPLES_PER_PAGE = 192

@@ -13,9 +13,9 @@ from groupwise.analysis.run_reader import RunReader
 from groupwise.errors import CheckpointError
 from groupwise.text import plural
 from groupwise.training.monitor.question_log import STATUSES
-from groupwise.viewer.api import NotServedError, Query, run_route
+from groupwise.viewer.api import Query, run_route
 from groupwise.viewer.routes.groups import group_fields
-from groupwise.viewer.runs import ServedRun
+from groupwise.viewer.runs import NotServedError, ServedRun
 
 ROWS_PER_PAGE = 40
 COLUMNS = 80  # of the heat map; more steps are put together

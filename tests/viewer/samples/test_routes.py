@@ -9,10 +9,10 @@ import pytest
 from groupwise.errors import CheckpointError, InputError
 from groupwise.grouping.labels import LABELS
 from groupwise.training.store.rollout_files import read_rollouts
-from groupwise.viewer.api import NotServedError
 from groupwise.viewer.routes import groups as groups_routes
 from groupwise.viewer.routes import questions as questions_routes
 from groupwise.viewer.routes import sample
+from groupwise.viewer.runs import NotServedError
 from tests.viewer.samples.conftest import HOSTILE, api_of
 
 
