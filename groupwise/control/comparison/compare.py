@@ -10,20 +10,18 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from groupwise.control.comparison.runs import ComparedRun
+from groupwise.control.comparison.read import read_run
 from groupwise.control.comparison.write import write_comparison
 from groupwise.control.main import (
     CONFIG_FILE,
-    PROGRESS_FILE,
     RESULT_FILE,
     Training,
     check_same_config,
-    read_progress,
     train,
 )
 from groupwise.control.models import STATE_FILE
 from groupwise.control.settings import Config
-from groupwise.errors import CheckpointError, ConfigError, ControlError, GroupwiseError
+from groupwise.errors import ConfigError, ControlError, GroupwiseError
 from groupwise.rundir import end_with_parent, interrupts_ignored
 from groupwise.rundir.files import read_object
 from groupwise.terminal import guard_process
@@ -63,7 +61,7 @@ def compare(configs: Sequence[Config], folder: Path, *, jobs: int = 1, report: S
             for process in active_children():
                 process.terminate()  # its run finishes the update and saves
             raise
-    finished = [_read_run(config, path) for config, path in runs if _is_finished(config, path)]
+    finished = [read_run(config, path) for config, path in runs if _is_finished(config, path)]
     text = write_comparison(folder, finished, starts=configs[0].starts) if finished else ""
     if failed:
         raise ControlError(
@@ -103,18 +101,3 @@ def _is_finished(config: Config, folder: Path) -> bool:
             f"{folder} was trained for {plural(int(saved['steps']), 'step')}, not {config.steps}; choose another folder"
         )
     return saved["steps"] == config.steps and (folder / RESULT_FILE).exists()
-
-
-def _read_run(config: Config, folder: Path) -> ComparedRun:
-    result = read_object(folder / RESULT_FILE)
-    if not {"threshold", "solved_at"} <= result.keys():
-        raise CheckpointError(f"{folder / RESULT_FILE} is damaged; delete it, and the run is finished again")
-    return ComparedRun(
-        config.environment,
-        config.algorithm,
-        config.seed,
-        rows=read_progress(folder / PROGRESS_FILE),
-        budget=config.steps,
-        threshold=result["threshold"],
-        solved_at=result["solved_at"] and tuple(result["solved_at"]),
-    )

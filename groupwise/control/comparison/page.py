@@ -1,10 +1,14 @@
-"""A comparison as a Markdown page: tables, each with a short explanation."""
+"""A comparison as a page: tables, each with a short explanation, and the curves of each environment.
+
+The page is a list of blocks, from which `comparison_page` makes Markdown and `groupwise report` an HTML page.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from groupwise.control.comparison.formatting import counted, number, percent, short, signed
 from groupwise.control.comparison.pairwise_tests import (
@@ -24,7 +28,11 @@ from groupwise.control.comparison.runs import (
     list_algorithms,
 )
 from groupwise.stats import Interval, bootstrap_interval, interquartile_mean, median_interval, proportion_interval
-from groupwise.text import escape_markdown, markdown_table
+from groupwise.text import escape_markdown, markdown_table, one_line
+
+Block = dict[str, Any]
+"""{"heading": text}, {"text": text}, {"list": texts}, {"curves": environment} or {"table": {header, rows, left}}, where
+``left`` are the numbers of the columns that hold text. Texts are plain, without Markdown."""
 
 DIAGNOSTICS = {
     "zero_spread_groups": "zero-spread groups",
@@ -44,7 +52,7 @@ READING = (
 FINAL_RETURNS = (
     "The probability that a run of the first ends with a higher greedy return than one of the second, ties "
     "counting half; the mean difference over the seeds that both have; and the p-value of a paired sign-flip test "
-    f"of it. A verdict needs p < {SIGNIFICANT}, which fewer than {MIN_SEEDS} seeds cannot give. The p-values are "
+    f"of it. A verdict needs p below {SIGNIFICANT}, which fewer than {MIN_SEEDS} seeds cannot give. The p-values are "
     "not corrected for multiple tests: of twenty pairs that do not differ, one gets a verdict on average. With "
     f"more than {MAX_FOR_ALL_PAIRS} algorithms, only the first is compared with each of the others."
 )
@@ -57,18 +65,44 @@ SPEEDS = (
 
 def comparison_page(groups: RunsByEnvironment, plots: Mapping[str, str], starts: int) -> str:
     """The page as Markdown. ``plots`` are the file names of each environment's plot."""
-    parts = [_summary(groups, starts), READING]
+    return blocks_as_markdown(comparison_blocks(groups, starts), plots)
+
+
+def comparison_blocks(groups: RunsByEnvironment, starts: int) -> list[Block]:
+    """What the page shows, in order."""
+    blocks: list[Block] = [{"text": _summary(groups, starts)}, {"text": READING}]
     for environment, runs in groups.items():
-        name = escape_markdown(environment)
-        parts += [f"## {name}", _outcomes(runs), f"![returns on {name}]({plots[environment]})"]
+        blocks += [{"heading": environment}, _outcomes(runs), {"curves": environment}]
     if tests := final_return_tests(groups):
         table = _pairwise_table(tests, "ends higher", with_difference=True)
-        parts += ["## Final greedy return, pair by pair", table, FINAL_RETURNS]
+        blocks += [{"heading": "Final greedy return, pair by pair"}, table, {"text": FINAL_RETURNS}]
     if tests := speed_tests(groups):
         table = _pairwise_table(tests, "solves sooner", with_difference=False)
-        parts += ["## Steps to the threshold, pair by pair", table, SPEEDS]
-    parts += _diagnostics(groups)
-    return "\n\n".join(parts) + "\n"
+        blocks += [{"heading": "Steps to the threshold, pair by pair"}, table, {"text": SPEEDS}]
+    return blocks + _diagnostics(groups)
+
+
+def blocks_as_markdown(blocks: Iterable[Block], plots: Mapping[str, str]) -> str:
+    """The page as Markdown; an environment that has no plot gets none."""
+    drawn = [block for block in blocks if "curves" not in block or block["curves"] in plots]
+    return "\n\n".join(_as_markdown(block, plots) for block in drawn) + "\n"
+
+
+def _as_markdown(block: Block, plots: Mapping[str, str]) -> str:
+    if "heading" in block:
+        return f"## {escape_markdown(block['heading'])}"
+    if "text" in block:
+        return escape_markdown(block["text"])
+    if "list" in block:
+        return "\n".join(f"- {escape_markdown(text)}" for text in block["list"])
+    if "curves" in block:
+        return f"![returns on {escape_markdown(block['curves'])}]({plots[block['curves']]})"
+    table = block["table"]
+    rows = [
+        [escape_markdown(cell) if place in table["left"] else cell for place, cell in enumerate(row)]
+        for row in table["rows"]
+    ]
+    return markdown_table([escape_markdown(name) for name in table["header"]], rows, left=table["left"])
 
 
 def _format_interval(interval: Interval, format_value: Callable[[float], str]) -> str:
@@ -77,8 +111,9 @@ def _format_interval(interval: Interval, format_value: Callable[[float], str]) -
     return estimate if low == estimate == high else f"{estimate} [{low}, {high}]"
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    return markdown_table(header, rows, left=[place for place, name in enumerate(header) if name in TEXT_COLUMNS])
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> Block:
+    left = [place for place, name in enumerate(header) if name in TEXT_COLUMNS]
+    return {"table": {"header": list(header), "rows": [list(row) for row in rows], "left": left}}
 
 
 def _summary(groups: RunsByEnvironment, starts: int) -> str:
@@ -86,10 +121,10 @@ def _summary(groups: RunsByEnvironment, starts: int) -> str:
     algorithms = list_algorithms(groups)
     seeds = {run.seed for by_algorithm in groups.values() for runs in by_algorithm.values() for run in runs}
     budgets = [
-        f"{escape_markdown(name)} ({any_run(runs).budget:,} environment steps per run)" for name, runs in groups.items()
+        f"{one_line(name)} ({any_run(runs).budget:,} environment steps per run)" for name, runs in groups.items()
     ]
     return (
-        f"A comparison of {counted(len(algorithms), 'algorithm')} ({', '.join(map(escape_markdown, algorithms))}) on "
+        f"A comparison of {counted(len(algorithms), 'algorithm')} ({', '.join(map(one_line, algorithms))}) on "
         f"{counted(len(groups), 'environment')}: {', '.join(budgets)}; {_seeds(sorted(seeds))}; returns measured on "
         f"{counted(starts, 'held-out start')}."
     )
@@ -101,7 +136,7 @@ def _seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}"
 
 
-def _outcomes(by_algorithm: RunsByAlgorithm) -> str:
+def _outcomes(by_algorithm: RunsByAlgorithm) -> Block:
     threshold = any_run(by_algorithm).threshold
     goal = []
     if threshold is not None:
@@ -116,7 +151,7 @@ def _outcome(algorithm: str, runs: Sequence[ComparedRun]) -> list[str]:
     seconds = sum(run.last("cpu_seconds") for run in runs)
     speed = short(sum(run.last("env_steps") for run in runs) / seconds) if seconds else NONE
     returns = [_format_interval(final, number) for final in finals]
-    return [escape_markdown(algorithm), str(len(runs)), *goal, *returns, speed]
+    return [algorithm, str(len(runs)), *goal, *returns, speed]
 
 
 def _time_to_solve(runs: Sequence[ComparedRun]) -> list[str]:
@@ -132,13 +167,12 @@ def _time_to_solve(runs: Sequence[ComparedRun]) -> list[str]:
     ]
 
 
-def _pairwise_table(tests: Sequence[PairwiseTest], verb: str, *, with_difference: bool) -> str:
+def _pairwise_table(tests: Sequence[PairwiseTest], verb: str, *, with_difference: bool) -> Block:
     difference = ["first − second"] if with_difference else []
     header = ["environment", "first", "second", f"first {verb}", *difference, "shared seeds", "p", "verdict"]
     rows = []
     for test in tests:
-        row = [*map(escape_markdown, (test.environment, test.first, test.second))]
-        row.append(_format_interval(test.probability, percent))
+        row = [test.environment, test.first, test.second, _format_interval(test.probability, percent)]
         if with_difference:
             row.append(_format_interval(test.test.difference, signed) if test.test else NONE)
         p_value = NONE if test.test is None else f"{test.test.p_value:.3f}" if test.test.p_value >= 0.001 else "< 0.001"
@@ -149,10 +183,10 @@ def _pairwise_table(tests: Sequence[PairwiseTest], verb: str, *, with_difference
 def _verdict(test: PairwiseTest, verb: str) -> str:
     if test.seeds < MIN_SEEDS:
         return f"no verdict: {counted(test.seeds, 'seed')}, {MIN_SEEDS} are needed"
-    return f"{escape_markdown(test.winner)} {verb}" if test.winner is not None else "not distinguishable"
+    return f"{test.winner} {verb}" if test.winner is not None else "not distinguishable"
 
 
-def _diagnostics(groups: RunsByEnvironment) -> list[str]:
+def _diagnostics(groups: RunsByEnvironment) -> list[Block]:
     """Columns that no run has, and algorithms without any diagnostic, are left out."""
     cells = {
         (environment, algorithm): {name: _diagnostic(name, runs) for name in DIAGNOSTICS}
@@ -161,7 +195,7 @@ def _diagnostics(groups: RunsByEnvironment) -> list[str]:
     }
     names = [name for name in DIAGNOSTICS if any(cell[name] != NONE for cell in cells.values())]
     rows = [
-        [*map(escape_markdown, key), *(cell[name] for name in names)]
+        [*key, *(cell[name] for name in names)]
         for key, cell in cells.items()
         if any(cell[name] != NONE for name in names)
     ]
@@ -171,7 +205,7 @@ def _diagnostics(groups: RunsByEnvironment) -> list[str]:
         "The mean over a run's evaluations, in parentheses over its first and its last quarter, averaged over the runs."
     )
     header = ["environment", "algorithm", *(DIAGNOSTICS[name] for name in names)]
-    return ["## Diagnostics", _table(header, rows), explanation]
+    return [{"heading": "Diagnostics"}, _table(header, rows), {"text": explanation}]
 
 
 def _diagnostic(name: str, runs: Sequence[ComparedRun]) -> str:

@@ -39,7 +39,7 @@ def plot_environment(
         for axis, axes in zip(AXES, row, strict=True):
             drawn = {label: algorithm_curves[axis, measure] for label, algorithm_curves in curves.items()}
             _panel(axes, drawn, styles, threshold)
-            if axis == "cpu_seconds" and _need_log_scale(drawn.values()):
+            if axis == "cpu_seconds" and needs_log_scale(drawn.values()):
                 axes.set_xscale("log")
             axes.xaxis.set_major_formatter(lambda value, _: short(value))
     for axis, axes in zip(AXES, panels[-1], strict=True):
@@ -61,7 +61,7 @@ def _panel(axes: Any, curves: Mapping[str, MeanCurve], styles: Mapping[str, Styl
         axes.axhline(threshold, color="0.4", linewidth=1, linestyle=(0, (4, 3)), label=f"solved: {number(threshold)}")
 
 
-def _need_log_scale(curves: Iterable[MeanCurve]) -> bool:
+def needs_log_scale(curves: Iterable[MeanCurve]) -> bool:
     ends = [curve.x[-1] for curve in curves]
     return bool(max(ends) > LOG_SCALE_RATIO * min(ends) > 0)
 

@@ -141,28 +141,20 @@ window.gw = {};
 
   // ---------------------------------------------------------------- data
 
-  /** `get` promises the answer to a path: of the server, or of those embedded in a report. An error has a sentence. */
+  /** The name of an answer: a path, and its query in order; `answer_key` in api.py makes the same one. */
+  gw.answerKey = function (path, query) {
+    const pairs = Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== "");
+    pairs.sort(([one], [other]) => one < other ? -1 : 1);
+    const encoded = pairs.map(pair => pair.map(part => encodeURIComponent(String(part))).join("=")).join("&");
+    return encoded ? `${path}?${encoded}` : path;
+  };
+
+  /** `get` promises the answer of the server to a path. An error has a sentence. In a report, embedded.js has another one. */
   gw.source = (function () {
-    const key = (path, query) => {
-      const pairs = Object.entries(query || {}).filter(([, value]) => value !== null && value !== undefined && value !== "");
-      pairs.sort(([one], [other]) => one < other ? -1 : 1);
-      const encoded = pairs.map(pair => pair.map(part => encodeURIComponent(String(part))).join("=")).join("&");
-      return encoded ? `${path}?${encoded}` : path;
-    };
-    const embedded = document.getElementById("answers");
-    if (embedded) {
-      const answers = JSON.parse(embedded.textContent);
-      const get = async (path, query) => {
-        const answer = answers[key(path, query)];
-        if (answer === undefined) throw new Error("This report does not hold that part of the run; `groupwise view` shows all of it.");
-        return answer;
-      };
-      return {live: false, has: (path, query) => key(path, query) in answers, get};
-    }
     const get = async (path, query) => {
       let response;
       try {
-        response = await fetch(`api/${key(path.split("/").map(encodeURIComponent).join("/"), query)}`, {credentials: "same-origin"});
+        response = await fetch(`api/${gw.answerKey(path.split("/").map(encodeURIComponent).join("/"), query)}`, {credentials: "same-origin"});
       } catch {
         throw Object.assign(new Error("The server does not answer; is `groupwise view` still running?"), {offline: true});
       }
@@ -190,12 +182,14 @@ window.gw = {};
     try {
       chosen = order.includes(localStorage.getItem("groupwise-theme")) ? localStorage.getItem("groupwise-theme") : "auto";
     } catch { /* storage is off */ }
-    const isDark = () => chosen === "dark" || (chosen === "auto" && system.matches);
+    const print = window.matchMedia("print"); // on paper always light
+    const isDark = () => !print.matches && (chosen === "dark" || (chosen === "auto" && system.matches));
     const apply = () => {
       document.documentElement.dataset.theme = isDark() ? "dark" : "light";
       for (const listener of listeners) listener();
     };
     system.addEventListener("change", apply);
+    print.addEventListener("change", apply);
     apply();
     return {
       isDark,
@@ -278,6 +272,7 @@ window.gw = {};
     const part = id => document.getElementById(id);
 
     async function navigate() {
+      if (gw.source.start && !location.hash.replace(/^#\/?/, "")) history.replaceState(null, "", gw.source.start); // of a report
       const route = gw.parseHash(location.hash);
       if (shown && shown.handle && shown.route.run === route.run && shown.route.view === route.view && shown.handle.navigate) {
         page.shown.params = route.params;
@@ -382,7 +377,7 @@ window.gw = {};
             gw.el("span", {class: "quiet facts"}, [run.task, run.model, run.algorithm].filter(Boolean).join(" · ")))
         : gw.el("div", {class: "run-title"}, view ? gw.el("h1", {}, view.title) : null);
       gw.fill(part("header"),
-        gw.el("a", {class: "brand", href: "#/", title: gw.source.live ? "All runs" : "groupwise"}, "groupwise"),
+        gw.el("a", {class: "brand", href: gw.source.start || "#/", title: gw.source.live ? "All runs" : "groupwise"}, "groupwise"),
         title,
         gw.el("span", {class: "offline-note", role: "status"}, "The server does not answer"),
         gw.theme.button());

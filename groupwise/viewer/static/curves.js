@@ -67,10 +67,11 @@
   const label = (axis, value) => axis === "seconds" ? gw.format.duration(value)
     : `${AXES[axis]} ${gw.format.number(Math.round(value))}`;
 
-  /** Fills an element with charts. `runs` are summaries, `load()` promises {sections}. */
+  /** Fills an element with charts. `runs` are summaries, `load()` promises {sections}. Charts are drawn when they come
+      into view, or, if they are not `lazy`, at once. */
   gw.curves = {};
   gw.curves.smooth = smooth;
-  gw.curves.mount = async function (element, {runs, load, params}) {
+  gw.curves.mount = async function (element, {runs, load, params, lazy = true}) {
     const single = runs.length === 1;
     const columns = new Columns();
     const state = {
@@ -190,7 +191,7 @@
       });
       const unpoint = () => { last.textContent = last.dataset.value || ""; };
       const drawn = gw.charts.add(place, () => options(chart, last, place), {
-        group: "curves", label: `${chart.title}: ${chart.about}`, setup: watchZoom, after: selectToZoom,
+        group: "curves", label: `${chart.title}: ${chart.about}`, setup: watchZoom, after: selectToZoom, lazy,
       });
       charts.push(Object.assign(drawn, {unpoint}));
       return box;

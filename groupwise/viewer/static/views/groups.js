@@ -157,8 +157,10 @@
         timer = setTimeout(() => load({ search: search.value.trim(), page: 1 }), 250);
       });
       everywhere.addEventListener("change", () => load({ everywhere: everywhere.checked ? "1" : "", page: 1 }));
-      toolbar.append(picker.element, sort, el("label", { class: "field" }, search),
-        el("label", { class: "field" }, everywhere, "in all steps"));
+      toolbar.append(picker.element, sort);
+      if (gw.source.live) { // a report holds some groups only
+        toolbar.append(el("label", { class: "field" }, search), el("label", { class: "field" }, everywhere, "in all steps"));
+      }
 
       // Several filters may be on; each keeps fewer prompts.
       function filterChips(items) {
