@@ -33,6 +33,7 @@ from groupwise.cli.models import add_models
 from groupwise.cli.parser import Parser
 from groupwise.cli.plan import add_plan
 from groupwise.cli.recipes import add_recipes
+from groupwise.cli.replay import add_replay
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
 from groupwise.cli.train import add_check, add_train
@@ -53,6 +54,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_plan,
     add_eval,
     add_sample,
+    add_replay,
     add_recipes,
     add_init,
     add_models,

@@ -171,10 +171,11 @@ def _first_sample(a: RunReader, b: RunReader, step: int, tolerance: float) -> Sa
     ours, theirs = ({(row["prompt_number"], row["sample"]): row for row in run.rollouts(step)} for run in (a, b))
     if ours.keys() != theirs.keys():
         key = min(ours.keys() ^ theirs.keys())
-        has = [("there" if key in rows else "missing") for rows in (ours, theirs)]
+        there = ["there" if key in rows else "missing" for rows in (ours, theirs)]
         prompt = str((ours.get(key) or theirs[key]).get("prompt", ""))
         number = len(ours.keys() ^ theirs.keys())
-        return SampleDifference(*key, "the sample", *has, prompt, samples=number, of=len(ours.keys() | theirs.keys()))
+        every = len(ours.keys() | theirs.keys())
+        return SampleDifference(key[0], key[1], "the sample", there[0], there[1], prompt, samples=number, of=every)
     columns = sorted(_columns(ours) & _columns(theirs), key=_place)
     for column in columns:
         keys = [key for key in ours if not same_value(ours[key].get(column), theirs[key].get(column), tolerance)]
@@ -184,12 +185,13 @@ def _first_sample(a: RunReader, b: RunReader, step: int, tolerance: float) -> Sa
         one, other = ours[key].get(column), theirs[key].get(column)
         parts = column == "completion" and isinstance(one, str) and isinstance(other, str)
         return SampleDifference(
-            *key,
+            key[0],
+            key[1],
             column,
             one,
             other,
             str(ours[key].get("prompt", "")),
-            character=first_character(one, other) if parts else None,
+            character=first_character(str(one), str(other)) if parts else None,
             token=_first_token(a, b, step, key) if parts else None,
             samples=len(keys),
             of=len(ours),

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from groupwise.analysis.run_reader import RunReader
-from groupwise.config import Recipe, make_recipe, with_settings
-from groupwise.errors import CheckpointError, ConfigError
+from groupwise.config import Recipe, make_recipe, resolve_scheduled, with_settings
+from groupwise.errors import CheckpointError
 from groupwise.training.components import make_schedule
 from groupwise.training.schedule.lengths import run_length
 from groupwise.training.schedule.parse import parse_phases
 from groupwise.training.schedule.schedule import Schedule
-from groupwise.training.store import EVAL_PREFIX
 from groupwise.training.store.run_folder import RECIPE, TRAINING_PAIRS, TRAINING_ROWS
 from groupwise.training.update.objective import samples_completions
 
@@ -96,31 +96,9 @@ def _next_schedule(reader: RunReader, recipe: Recipe, before: Schedule | None) -
     samples = samples_completions(recipe, schedule.driven)
     described = str(reader.inputs.get(TRAINING_ROWS if samples else TRAINING_PAIRS, ""))
     rows = described.partition(",")[0]
-    phases = parse_phases(recipe.phases, lambda name: _resolve(recipe, name))
+    phases = parse_phases(recipe.phases, partial(resolve_scheduled, recipe))
     length = run_length(recipe, phases, int(rows) if rows.isdecimal() else 1, samples=samples)
     schedule = make_schedule(recipe, length)
     if before is not None:
         schedule.load_state(before.state())
     return schedule
-
-
-def _resolve(recipe: Recipe, name: str) -> str:
-    from groupwise.config import resolve_scheduled
-
-    return resolve_scheduled(recipe, name)
-
-
-def is_evaluation_metric(name: str) -> bool:
-    return name.startswith(EVAL_PREFIX)
-
-
-def changed_inputs_after(reader: RunReader, first: int, last: int) -> ConfigError | None:
-    """The error if other inputs than settings were changed on a resume after step ``first`` and before ``last``."""
-    for entry in reader.changes:
-        names = [name for name in entry["changed"] if name.split(".")[0] not in Recipe.model_fields]
-        if first < entry["step"] < last and names:
-            return ConfigError(
-                f"{reader.path} was resumed after step {entry['step']} with other inputs ({', '.join(names)}), so the "
-                f"steps before it cannot be run again; replay a step from {entry['step'] + 1} on"
-            )
-    return None

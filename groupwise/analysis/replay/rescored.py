@@ -15,7 +15,7 @@ from groupwise.analysis.replay.recorded import RecordedStep
 from groupwise.rewards import RewardFunction
 from groupwise.training.rollout.batch import GroupAdvantages
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # float32 rounding of an advantage
+RTOL, ATOL = 1e-5, 1e-6  # float32 rounding of an advantage
 
 
 class BeforeAfter(NamedTuple):
@@ -174,10 +174,10 @@ class RescoringTotals:
 
     def _check(self, recorded: RecordedStep, check: GroupAdvantages) -> None:
         difference = (check.advantages - recorded.advantages).abs()
-        same = torch.isclose(check.advantages, recorded.advantages, **CLOSE) & (
+        same = torch.isclose(check.advantages, recorded.advantages, rtol=RTOL, atol=ATOL) & (
             check.contributes == recorded.contributes
         )
-        same &= torch.isclose(check.rewards, recorded.rewards, equal_nan=True, **CLOSE)
+        same &= torch.isclose(check.rewards, recorded.rewards, equal_nan=True, rtol=RTOL, atol=ATOL)
         self.seen += len(same)
         self.different += int((~same).sum())
         self.largest = max(self.largest, float(difference.nan_to_num().max()) if len(difference) else 0.0)
@@ -204,10 +204,14 @@ class RescoringTotals:
     ) -> None:
         batch = recorded.batch
         differences = (both[:, 1] - both[:, 0]).abs()
-        for place in differences.argsort(descending=True, stable=True)[: self.most_changed].tolist():
-            if not differences[place]:
+        seen: set[tuple[int, str]] = set()  # the same completion of a prompt is shown once
+        for place in differences.argsort(descending=True, stable=True).tolist():
+            if not differences[place] or len(seen) == self.most_changed:
                 break
             prompt, sample = divmod(place, batch.samples)
+            if (prompt, batch.texts[place]) in seen:
+                continue
+            seen.add((prompt, batch.texts[place]))
             change = SampleChange(
                 step=recorded.step,
                 prompt_number=prompt,
@@ -223,11 +227,20 @@ class RescoringTotals:
         self.samples.sort(key=lambda change: -abs(change.advantage.after - change.advantage.before))
         del self.samples[self.most_changed :]
 
+    def reward_change(self, replaced: bool) -> list[SettingChange]:
+        """The rewards before and after, if they were ``replaced``."""
+
+        def shown(side: int) -> str:
+            weights = {name: weight[side] for name, weight in self.weights.items() if not math.isnan(weight[side])}
+            return ", ".join(f"{name} × {weight:g}" for name, weight in weights.items())
+
+        return [SettingChange("rewards", shown(0), shown(1))] if replaced else []
+
     def result(
         self, *, run: str, changed: list[SettingChange], not_shown: list[SettingChange], notes: list[str]
     ) -> Rescoring:
         both, pushes, lengths = torch.cat(self.advantages), torch.cat(self.pushes), torch.cat(self.lengths)
-        sums = {
+        sums: dict[str, Any] = {
             name: BeforeAfter(*(sum(getattr(step, name)[side] for step in self.steps) for side in (0, 1)))
             for name in ("groups", "groups_with_signal", "pairs")
         }
@@ -271,7 +284,7 @@ def _signs(both: Tensor) -> dict[str, Any]:
 
 
 def _count_groups(groups: Tensor) -> int:
-    return len(groups.unique())
+    return len(set(groups.tolist()))
 
 
 def _pushed_length(pushes: Tensor, lengths: Tensor) -> BeforeAfter:

@@ -31,7 +31,7 @@ from groupwise.config import Recipe, with_settings
 from groupwise.core.losses import aggregation_weights
 from groupwise.data import reward_inputs, where_of
 from groupwise.data.rows import name_completion
-from groupwise.errors import ConfigError, RewardError, RunDirError, check_choice, did_you_mean
+from groupwise.errors import ConfigError, RewardError, RunDirError, check_choice
 from groupwise.grouping.grouper import LocalGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
@@ -79,22 +79,22 @@ def rescore(
     last = run_recipe(reader, chosen[-1])
     preset, not_shown = split_algorithm(last, algorithm, rescored=True)
     changes = {**preset, **settings}
-    apply_settings(last, changes)  # an error now, before the rows are read
-    source = RunSource(reader, last, task)
-    recipes = step_recipes(reader, chosen)
-    rescorer = _Rescorer(source, changes, rewards)
+    changed = apply_settings(last, changes)  # an error now, before the rows are read
+    rescorer = Rescorer(RunSource(reader, last, task), changes, rewards)
     totals = RescoringTotals(most_changed)
+    recipes = step_recipes(reader, chosen)
     for done, step in enumerate(chosen):
         progress(done, len(chosen))
         recorded = read_step(reader, step)
         check = rescorer.check(recorded, recipes[step])
         totals.add(recorded, check, rescorer.rescore(recorded, recipes[step], check))
     rescorer.close()
+    settings_changed = [change for change in changes_of(last, changes) if change.before != change.after]
     return totals.result(
         run=str(reader.path),
-        changed=[change for change in changes_of(last, changes) if change.before != change.after],
+        changed=[*settings_changed, *totals.reward_change(bool(rewards))],
         not_shown=not_shown,
-        notes=[*rescorer.notes, *_notes(last, apply_settings(last, changes))],
+        notes=[*rescorer.notes, *_notes(last, changed)],
     )
 
 
@@ -115,18 +115,19 @@ def _choose_steps(reader: RunReader, steps: Iterable[int] | None) -> list[int]:
     return chosen
 
 
-def _notes(recipe: Recipe) -> list[str]:
+def _notes(recipe: Recipe, changed: Recipe) -> list[str]:
     notes = []
+    before, after = recipe.loss.name, changed.loss.name
+    if before != after and find_loss(before).token_loss is not find_loss(after).token_loss:
+        notes.append(f"of the loss {after!r} only the weights of the samples are shown, not its loss per token")
     if recipe.train.resample_rounds:
-        notes.append(
-            "prompts that were resampled for want of a learning signal (train.resample_rounds) are not recorded"
-        )
+        notes.append("prompts without a learning signal that were replaced (train.resample_rounds) are not recorded")
     if recipe.masks.off_policy or recipe.masks.high_entropy:
         notes.append("masks that depend on the policy (masks.off_policy, masks.high_entropy) act later, in the update")
     return notes
 
 
-class _Rescorer:
+class Rescorer:
     """Computes a step's advantages under its own settings and under the changed ones."""
 
     def __init__(self, source: RunSource, changes: Mapping[str, Any], rewards: Sequence[Any]) -> None:
@@ -224,20 +225,20 @@ class _Rescorer:
                 known = self._own_weights(recorded, own)[place]
                 columns.append(RewardColumn(reward, known if weight is None else float(weight)))
                 continue
-            if isinstance(reward, str) and ":" not in reward:
-                near = did_you_mean(reward, recorded.names)
-                try:
-                    reward = make_reward(reward)
-                except ConfigError as error:
-                    if near:
-                        raise ConfigError(f"{reward!r} is no reward of this run{near}; {error}") from error
-                    raise
-            elif isinstance(reward, str):
-                reward = make_reward(reward)
+            if isinstance(reward, str):
+                reward = self._make(reward, recorded.names)
             function = reward if isinstance(reward, RewardFunction) else named(reward)
             function = replace(function, weight=function.weight if weight is None else float(weight))
             columns.append(RewardColumn(function.name, function.weight, function))
         return columns
+
+    def _make(self, name: str, recorded: Sequence[str]) -> Callable[..., Any]:
+        try:
+            return make_reward(name)
+        except ConfigError as error:
+            if ":" in name:
+                raise
+            raise ConfigError(f"{error}; rewards of this run: {', '.join(recorded)}") from error
 
     def _recipe_columns(self, recorded: RecordedStep, own: Recipe, changed: Recipe) -> list[RewardColumn]:
         """The run's rewards; those whose function or options were changed are called again."""
