@@ -42,6 +42,7 @@ from groupwise.training.store.token_files import EVALUATIONS, TOKENS, TokenRow
 
 BEST, RESUMED = "best.json", "resumed.json"
 CACHED = 16  # steps whose rows are kept
+NEEDED = ("step", "prompt_number", "row", "sample", "prompt", "completion")  # columns of a rollout file
 DEEPEST = 2  # folders below a root in which runs are looked for
 
 Status = Literal["running", "finished", "stopped", "unknown"]
@@ -92,9 +93,11 @@ class RunReader:
             if changed:
                 self.training_rows = [row for row in self.rows if not _is_evaluation(row)]
                 self.evaluations = [row for row in self.rows if _is_evaluation(row)]
-                self.metric_names = list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
-            names = (RECIPE, FINISHED, BEST, RESUMED, HOLDER)
-            seen = (self.status, *(_state_of(self.path / name) for name in names))
+                names: dict[str, Any] = {}
+                for row in self.rows:
+                    names |= row
+                self.metric_names = [name for name in names if name != "step"]
+            seen = (self.status, *(file_state(self.path / name) for name in (RECIPE, FINISHED, BEST, RESUMED)))
             changed, self._seen = changed or seen != self._seen, seen
             return changed
 
@@ -216,7 +219,7 @@ class RunReader:
 
     def _length(self) -> RunLength | None:
         """The steps and phases of the run, by its recipe and the number of its rows."""
-        key = (_state_of(self.path / RECIPE), _state_of(self.path / INPUTS))
+        key = (file_state(self.path / RECIPE), file_state(self.path / INPUTS))
         if key != self._schedule[0]:
             self._schedule = key, self._find_length()
         return self._schedule[1]
@@ -257,19 +260,21 @@ class RunReader:
 
         A CheckpointError if there are none, or if the file is damaged or was deleted.
         """
-        return self._read(ROLLOUTS, step, columns)
+        rows = self._read(ROLLOUTS, step, columns)
+        self._check(ROLLOUTS, step, rows, NEEDED if columns is None else [])
+        return rows
 
     def tokens(self, step: int) -> list[TokenRow]:
         """The completions of a step whose tokens were recorded; errors as in `rollouts`."""
-        path = self._file(TOKENS, step)
-        try:
-            return [TokenRow(**row) for row in self._read(TOKENS, step, TokenRow._fields)]
-        except TypeError as error:
-            raise CheckpointError(f"{path} is damaged: columns are missing. Remove it") from error
+        rows = self._read(TOKENS, step, TokenRow._fields)
+        self._check(TOKENS, step, rows, [name for name in TokenRow._fields if name != "ref_logps"])
+        return [TokenRow(**{"ref_logps": None, **row}) for row in rows]
 
     def evaluation_answers(self, step: int) -> list[dict[str, Any]]:
         """The held-out completions of an evaluation, one row each; errors as in `rollouts`."""
-        return self._read(EVALUATIONS, step, None)
+        rows = self._read(EVALUATIONS, step, None)
+        self._check(EVALUATIONS, step, rows, ["row", "sample", "prompt", "completion"])
+        return rows
 
     @property
     def checkpoints(self) -> dict[int, Path]:
@@ -278,7 +283,7 @@ class RunReader:
 
     def _read(self, folder: str, step: int, columns: Sequence[str] | None) -> list[dict[str, Any]]:
         path = self._file(folder, step)
-        key = (path, _state_of(path), None if columns is None else tuple(columns))
+        key = (path, file_state(path), None if columns is None else tuple(columns))
         with self._lock:
             if key in self._cache:
                 self._cache.move_to_end(key)
@@ -289,6 +294,11 @@ class RunReader:
             while len(self._cache) > CACHED:
                 self._cache.popitem(last=False)
         return rows
+
+    def _check(self, folder: str, step: int, rows: Sequence[Mapping[str, Any]], needed: Sequence[str]) -> None:
+        """Raise an error if a column that every row has is missing: then another program wrote the file."""
+        if missing := [name for name in needed if any(row.get(name) is None for row in rows)]:
+            raise CheckpointError(f"{self._file(folder, step)} is damaged: {missing[0]!r} is missing in it. Remove it")
 
     def _file(self, folder: str, step: int) -> Path:
         files = self._step_files(folder)
@@ -309,7 +319,7 @@ class RunReader:
 
     def _object(self, name: str) -> dict[str, Any]:
         """The object in a JSON file of the run; empty if the file is missing or, with a problem, damaged."""
-        state = _state_of(self.path / name)
+        state = file_state(self.path / name)
         with self._lock:
             known = self._files.get(name)
             if known is None or known[0] != state:
@@ -416,7 +426,7 @@ def _started(pid: int) -> float:
     return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
+def file_state(path: Path) -> tuple[int, int, int] | None:
     """What changes when a file is written again; None without the file."""
     try:
         state = os.stat(path)
@@ -426,7 +436,7 @@ def _state_of(path: Path) -> tuple[int, int, int] | None:
 
 
 def _time_of(path: Path) -> float:
-    state = _state_of(path)
+    state = file_state(path)
     return 0.0 if state is None else state[0] / 1e9
 
 
@@ -435,7 +445,7 @@ def _read_object(path: Path) -> tuple[dict[str, Any], str]:
     try:
         return read_object(path), ""
     except CheckpointError as error:
-        return {}, "" if _state_of(path) is None else str(error)
+        return {}, "" if file_state(path) is None else str(error)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -512,7 +512,11 @@ class RunSection(Section):
     kl_warning: Positive = 0.5
     """warn if the KL to the reference is above this, as a mean over ten steps"""
     save_rollouts: bool = True
-    """save prompts, completions and rewards, one Parquet file per step"""
+    """save prompts, completions and rewards, one Parquet file per step, and held-out completions"""
+    save_tokens_every: CountOrZero = 10
+    """steps between two whose log-probs and entropy are saved token by token, with save_rollouts; 0 saves none"""
+    save_tokens_prompts: Count = 2
+    """prompts of such a step that are saved with all of their completions: those whose rewards differ most"""
     tensorboard: bool | None = None
     """write TensorBoard events; default: if tensorboardX is installed"""
     wandb: str | None = None

@@ -29,6 +29,7 @@ class GroupingResult:
     scores: Tensor  # (P,) float64 silhouettes
     distances: Tensor  # (P,) float64 mean cosine distance between two answers
     centres: Tensor  # (P, D) float64 mean of the unit vectors
+    positions: Tensor  # (P, G, 2) float64 places on a map of the prompt's answers
 
     def take(self, prompts: Sequence[int]) -> GroupingResult:
         """The results of these prompts."""
@@ -98,7 +99,22 @@ def group_texts(embedder: Embedder, texts: Sequence[Sequence[str]], settings: Gr
     )
     lengths = embeddings.norm(dim=-1, keepdim=True)
     directions = embeddings / torch.where(lengths > 0, lengths, 1.0)
-    return GroupingResult(labels, scores, _mean_distances(embeddings), directions.mean(dim=1))
+    return GroupingResult(
+        labels, scores, _mean_distances(embeddings), directions.mean(dim=1), map_positions(directions)
+    )
+
+
+def map_positions(directions: Tensor) -> Tensor:
+    """The answers to each prompt ``(P, G, D)`` on a map ``(P, G, 2)``: their two principal components.
+
+    Of each axis the coordinate that is largest in size is positive, so that the map has no arbitrary sign.
+    """
+    centred = directions - directions.mean(dim=1, keepdim=True)
+    values, vectors = torch.linalg.eigh(centred @ centred.transpose(1, 2))  # ascending
+    positions = (vectors * values.clamp(min=0.0).sqrt()[:, None]).flip(-1)[..., :2]
+    positions = torch.nn.functional.pad(positions, (0, 2 - positions.shape[-1]))  # a single answer has one axis
+    largest = positions.gather(1, positions.abs().argmax(dim=1, keepdim=True))
+    return torch.where(largest < 0, -positions, positions)
 
 
 def share_texts(texts: Sequence[Sequence[str]], number: int) -> list[Sequence[Sequence[str]]]:

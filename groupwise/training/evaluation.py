@@ -11,6 +11,7 @@ from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation, evaluate
+from groupwise.evaluate.answers import REWARD
 from groupwise.generate import Generator, Sampling
 from groupwise.generate.engine import watched
 from groupwise.generate.registry import make_generator
@@ -132,6 +133,26 @@ def evaluate_policy(
     if ranks is not None:  # a grade may not be repeatable, and all ranks must decide the same by it
         evaluation.metrics.update(ranks.from_main(evaluation.metrics))
     return evaluation
+
+
+def answers_table(step: int, evaluation: Evaluation, components: RunComponents) -> dict[str, list[Any]]:
+    """One row per held-out completion, for the evaluation's Parquet file."""
+    answers, prompts = evaluation.answers, components.held_out.prompts
+    table: dict[str, list[Any]] = {
+        "step": [step] * len(answers),
+        "row": [answer["row"] for answer in answers],
+        "where": [answer["where"] for answer in answers],
+        "sample": [answer["sample"] for answer in answers],
+        "prompt": [prompts[answer["row"]].text for answer in answers],
+        "completion": [answer["answer"] for answer in answers],
+        "completion_tokens": [answer["tokens"] for answer in answers],
+        "stop_reason": [answer["stop_reason"] for answer in answers],
+    }
+    for name in components.task.grades:
+        table[f"grade/{name}"] = [answer[name] for answer in answers]
+    if not components.task.grades:
+        table["reward"] = [answer[REWARD] for answer in answers]
+    return table if answers else {}
 
 
 def evaluate_recipe(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
+from groupwise.training.store.token_files import TokenRow
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,8 @@ class StepReport:
     metrics: dict[str, float]
     batch: Batch
     group_advantages: GroupAdvantages
+    tokens: Sequence[TokenRow] = ()
+    """single tokens of some completions, in steps of which they are saved (run.save_tokens_every)"""
 
 
 @dataclass(frozen=True)

@@ -42,10 +42,9 @@ from groupwise.training.components import (
     shard_components,
 )
 from groupwise.training.display import Display, LineDisplay
-from groupwise.training.display.base import SampleCompletion
 from groupwise.training.display.curves import draw_curves
-from groupwise.training.display.samples import choose_samples
-from groupwise.training.evaluation import evaluate_policy, show_rows
+from groupwise.training.display.samples import samples_of_step
+from groupwise.training.evaluation import answers_table, evaluate_policy, show_rows
 from groupwise.training.extras import check_extras, groups_by_similarity
 from groupwise.training.from_rows import trainer_arguments
 from groupwise.training.monitor.health_checks import HealthChecks
@@ -53,6 +52,7 @@ from groupwise.training.monitor.log_prob_mismatch import mismatch_warning
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog
 from groupwise.training.monitor.timer import StepTimer
+from groupwise.training.monitor.token_details import TokenDetails
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
@@ -189,6 +189,7 @@ class Trainer:
         self.pairs = PairSampler(components.pairs, recipe)
         self.health_checks = HealthChecks(task.metric, task.health_checks)
         self.question_log = QuestionLog(components.train.rows, task.metric)
+        self.token_details = TokenDetails(self.updater, components.tokenizer, self.say)
         self.collector = make_collector(
             components,
             self.generator,
@@ -391,6 +392,7 @@ class Trainer:
         group_advantages = self.compute_advantages(batch, step_recipe)
         if len(batch):
             self._call("on_rollout", batch, group_advantages)
+        tokens = self.token_details.compute(state.step + 1, batch, group_advantages, step_recipe)
         with self.timer("train"):
             minibatches, updates = self._update(batch, group_advantages, step_recipe)
         self._compiles = False
@@ -410,7 +412,7 @@ class Trainer:
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
         self._warn(metrics, step_recipe, rollout)
-        return StepReport(state.step, metrics, batch, group_advantages)
+        return StepReport(state.step, metrics, batch, group_advantages, tokens)
 
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
@@ -490,7 +492,7 @@ class Trainer:
         step = self.state.step
         self.ranks.on_main("recording the step", lambda: self._record(report))
         if self.recipe.run.show_samples and len(report.batch):
-            self.display.samples(self._choose_samples(report))
+            self.display.samples(samples_of_step(report.batch, report.group_advantages, self.recipe))
         self.display.expect(self.total_steps)
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
@@ -511,13 +513,8 @@ class Trainer:
         if self.recipe.run.save_rollouts and len(report.batch):
             with self.timer("record"):
                 table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
-                recorder.rollouts(step, table)
+                recorder.rollouts(step, table, report.tokens)
         recorder.step(step, report.metrics)
-
-    def _choose_samples(self, report: StepReport) -> list[SampleCompletion]:
-        prompts = [row[self.recipe.data.prompt] for row in report.batch.rows]
-        rewards = report.group_advantages.rewards.tolist()
-        return choose_samples(prompts, report.batch.texts, rewards, self.recipe.run.show_samples)
 
     def _start(self) -> None:
         if self._started:
@@ -610,7 +607,8 @@ class Trainer:
         is_best = self.state.add_evaluation(metrics, self.metric)
         if self.state.step:
             self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
-        self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, metrics))
+        answers = answers_table(step, evaluation, self.components) if self.recipe.run.save_rollouts else None
+        self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, metrics, answers))
         self.display.evaluation(self.state.step, metrics)
         self._call("on_evaluation", evaluation)
         if is_best:

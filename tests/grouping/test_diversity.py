@@ -9,7 +9,7 @@ import torch
 
 from groupwise.grouping.cluster import cosine_distances
 from groupwise.grouping.diversity import diversity, effective_clusters, is_good
-from groupwise.grouping.grouper import GroupingResult
+from groupwise.grouping.grouper import GroupingResult, map_positions
 
 
 def grouped(vectors: torch.Tensor, labels: list[list[int]]) -> GroupingResult:
@@ -18,7 +18,8 @@ def grouped(vectors: torch.Tensor, labels: list[list[int]]) -> GroupingResult:
     answers = vectors.shape[1]
     pairs = distances.sum((1, 2)) / (answers * (answers - 1))
     unit = vectors / vectors.norm(dim=-1, keepdim=True)
-    return GroupingResult(torch.tensor(labels)[..., None], torch.zeros(len(vectors)), pairs, unit.mean(1))
+    positions = map_positions(unit)
+    return GroupingResult(torch.tensor(labels)[..., None], torch.zeros(len(vectors)), pairs, unit.mean(1), positions)
 
 
 def test_effective_clusters_by_hand():

@@ -129,9 +129,9 @@ def test_shares_are_even_and_join_again(prompts, number):
     assert len(sizes) == min(number, prompts)
     assert max(sizes) - min(sizes) <= 1
     numbers = [torch.tensor([int(text) for (text,) in share]) for share in shares]
-    joined = join_results([GroupingResult(part, part + 1, part + 2, part + 3) for part in numbers])
-    result = torch.stack([joined.labels, joined.scores, joined.distances, joined.centres])
-    assert torch.equal(result, torch.arange(prompts) + torch.arange(4).unsqueeze(1))
+    joined = join_results([GroupingResult(*(part + place for place in range(5))) for part in numbers])
+    result = torch.stack([joined.labels, joined.scores, joined.distances, joined.centres, joined.positions])
+    assert torch.equal(result, torch.arange(prompts) + torch.arange(5).unsqueeze(1))
 
 
 def test_closed_grouper():

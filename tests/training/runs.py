@@ -15,7 +15,8 @@ from groupwise.rundir import read_json, read_metrics, verify_manifest
 from groupwise.tasks import Task
 from groupwise.training.display import Display
 from groupwise.training.monitor.timer import is_timing
-from groupwise.training.store.rollout_files import read_rollouts
+from groupwise.training.store.rollout_files import read_rollouts, read_rows, step_files
+from groupwise.training.store.token_files import EVALUATIONS, TOKENS
 from groupwise.training.trainer import Trainer
 
 ROWS = [{"prompt": f"Say number {number}: "} for number in range(10)]
@@ -125,7 +126,7 @@ def checkpoint_of(folder: Path, step: int) -> dict[str, Any]:
 
 
 def check_same(one: Path, other: Path, step: int) -> None:
-    """Check that two runs have the same checkpoint, metrics and rollouts, bit for bit."""
+    """Check that two runs have the same checkpoint, metrics, rollouts, tokens and evaluations, bit for bit."""
     first, second = checkpoint_of(one, step), checkpoint_of(other, step)
     assert first.keys() == second.keys()
     assert sum(name.startswith("optimizer/exp_avg/") for name in first) > 0
@@ -143,3 +144,7 @@ def check_same(one: Path, other: Path, step: int) -> None:
             name: repr(value) for name, value in after.items()
         }
     assert read_rollouts(one).equals(read_rollouts(other))
+    for kind in (TOKENS, EVALUATIONS):
+        files, other_files = step_files(one / kind), step_files(other / kind)
+        assert files.keys() == other_files.keys()
+        assert all(read_rows(path) == read_rows(other_files[number]) for number, path in files.items())

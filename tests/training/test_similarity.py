@@ -188,7 +188,9 @@ LENGTHS = [[1, 2, 3, 4], [2, 2, 2, 2]]
 def similar_batch(levels: list[list[list[int]]], names: list[str]):
     batch = make_batch(REWARDS, LENGTHS)
     labels = torch.tensor(levels)
-    object.__setattr__(batch, "similarity", GroupingResult(labels, torch.zeros(2), torch.zeros(2), torch.zeros(2, 3)))
+    none = torch.zeros(2)
+    similarity = GroupingResult(labels, none, none, torch.zeros(2, 3), torch.zeros(*labels.shape[:2], 2))
+    object.__setattr__(batch, "similarity", similarity)
     batch.extra[LABELS] = names
     return batch
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.data.rows import content_text
 from groupwise.training.display.base import SampleCompletion
+
+if TYPE_CHECKING:
+    from groupwise.config import Recipe
+    from groupwise.training.rollout.batch import Batch, GroupAdvantages
+
+
+def samples_of_step(batch: Batch, group_advantages: GroupAdvantages, recipe: Recipe) -> list[SampleCompletion]:
+    """The completions of a step that are shown, as many as the recipe says."""
+    prompts = [row[recipe.data.prompt] for row in batch.rows]
+    return choose_samples(prompts, batch.texts, group_advantages.rewards.tolist(), recipe.run.show_samples)
 
 
 def choose_samples(

@@ -233,6 +233,8 @@ def rollout_table(
     }
     for name, column in zip(names, batch.rewards.unbind(1), strict=True):
         table[f"reward/{name}"] = column.tolist()
+    for name, results in group_advantages.graded.items():
+        table[f"grade/{name}"] = list(results)
     table |= {
         "advantage": group_advantages.advantages.tolist(),
         "contributes": group_advantages.contributes.tolist(),

@@ -7,13 +7,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.data.rows import Row
 from groupwise.rundir import as_json, write_bytes
 from groupwise.stats import mean
-from groupwise.tasks.base import TaskRow
-from groupwise.training.rollout.batch import Batch, GroupAdvantages
+
+if TYPE_CHECKING:
+    from groupwise.tasks.base import TaskRow
+    from groupwise.training.rollout.batch import Batch, GroupAdvantages
 
 QUESTIONS = "questions.jsonl"
 SOLVED = 0.5  # minimum share of right answers in a visit

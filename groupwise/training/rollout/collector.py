@@ -208,7 +208,9 @@ class RolloutCollector:
         similarity = self.grouper.group([texts[i : i + samples] for i in range(0, len(texts), samples)])
         uids = [f"{draw.step + 1}.{draw.number}.{first + place}" for place in range(len(batch.prompts))]
         labels = similarity_group_labels(uids, similarity.labels)
-        return replace(batch, extra={LABELS: labels}, similarity=similarity)
+        x, y = similarity.positions.flatten(0, 1).unbind(-1)
+        extra = {LABELS: labels, "map_x": x.tolist(), "map_y": y.tolist()}
+        return replace(batch, extra=extra, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
         """Sample; if memory runs out, with half as many completions at once, which does not change them."""

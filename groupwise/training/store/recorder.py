@@ -23,6 +23,7 @@ from groupwise.text import Say, error_reason, one_line
 from groupwise.training.store import EVAL_PREFIX as EVAL_PREFIX
 from groupwise.training.store.arrivals import rewind_arrivals
 from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter, step_files
+from groupwise.training.store.token_files import EVALUATIONS, TOKENS, TokenRow, write_tokens
 
 MetricValue = float | int | None
 
@@ -119,6 +120,7 @@ class Recorder:
     ) -> None:
         self._run = run
         self._rollouts = RolloutWriter(run.path / ROLLOUTS)
+        self._evaluations = RolloutWriter(run.path / EVALUATIONS)
         self._say = say
         self._sinks: dict[str, TensorBoard | WeightsAndBiases] = {}
         if wandb:
@@ -135,13 +137,20 @@ class Recorder:
         for name, sink in list(self._sinks.items()):
             self._try(name, partial(sink.write, step, numbers))
 
-    def evaluation(self, step: int, metrics: Mapping[str, MetricValue]) -> None:
-        """Record an evaluation after ``step`` (0: before the first); names get the prefix ``eval/``."""
+    def evaluation(
+        self, step: int, metrics: Mapping[str, MetricValue], answers: Mapping[str, Sequence[Any]] | None = None
+    ) -> None:
+        """Record an evaluation after ``step`` (0: before the first), and its completions; names get ``eval/``."""
+        if answers:
+            self._run.check_in_place()
+            self._evaluations.write(step, answers)
         self.step(step, {EVAL_PREFIX + name: value for name, value in metrics.items()})
 
-    def rollouts(self, step: int, table: Mapping[str, Sequence[Any]]) -> None:
+    def rollouts(self, step: int, table: Mapping[str, Sequence[Any]], tokens: Sequence[TokenRow] = ()) -> None:
         self._run.check_in_place()
         self._rollouts.write(step, table)
+        if tokens:
+            write_tokens(self._run.path / TOKENS, step, tokens)
 
     def close(self) -> None:
         """Close the sinks. The run folder stays open."""
@@ -168,7 +177,7 @@ class Recorder:
 
 
 def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
-    """Delete the metrics and rollouts after ``step``, and its evaluation unless that was finished (``evaluated``).
+    """Delete what was recorded after ``step``, and its evaluation unless that was finished (``evaluated``).
 
     Returns notices: about damaged lines, and steps whose metrics are lost. The run's weights do not depend on those.
     """
@@ -178,7 +187,9 @@ def rewind(run: RunDir, step: int, *, evaluated: bool = True) -> list[str]:
 
     arrivals = rewind_arrivals(run.path, step)
     note = run.metrics.rewind(step, drop=lambda row: not evaluated and row["step"] == step and is_evaluation(row))
-    for path in [path for number, path in step_files(run.path / ROLLOUTS).items() if number > step]:
+    kept = {ROLLOUTS: step, TOKENS: step, EVALUATIONS: step if evaluated else step - 1}
+    files = [(number, path, folder) for folder in kept for number, path in step_files(run.path / folder).items()]
+    for path in [path for number, path, folder in files if number > kept[folder]]:
         try:
             path.unlink()
         except OSError as error:

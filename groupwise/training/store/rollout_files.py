@@ -6,7 +6,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ COLUMNS = {
     "completion": "string",
     "reward": "double",
     "reward/": "double",  # one per reward function
+    "grade/": "bool",  # one per grade; missing if no answer was found
     "advantage": "double",
     "contributes": "bool",
     "masked_out": "string",
@@ -60,7 +61,7 @@ class RolloutWriter:
             self._types = _saved_types(self.folder)
         buffer = io.BytesIO()
         pyarrow.parquet.write_table(_arrow_table(table, self._types), buffer, compression="zstd")
-        write_bytes(self.folder / f"step-{step:06d}.parquet", buffer.getvalue())
+        write_bytes(self.folder / file_name(step), buffer.getvalue())
 
 
 def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.Table:
@@ -91,6 +92,10 @@ def read_rollouts(folder: Path, steps: Iterable[int] | None = None) -> pyarrow.T
     return pyarrow.concat_tables(_same_types(tables), promote_options="default")
 
 
+def file_name(step: int) -> str:
+    return f"step-{step:06d}.parquet"
+
+
 def step_files(folder: Path) -> dict[int, Path]:
     """The files ``step-000012.parquet`` of a folder, by step; none without the folder."""
     try:
@@ -105,13 +110,23 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """The rows of one file, with those of ``columns`` that it has; a CheckpointError if it is damaged or deleted."""
+    rows: list[dict[str, Any]] = _read(path, columns, lambda table: table.to_pylist())
+    return rows
+
+
+def read_columns(path: Path, columns: Sequence[str]) -> dict[str, list[Any]]:
+    """Those of ``columns`` that a file has; errors as in `read_rows`."""
+    values: dict[str, list[Any]] = _read(path, columns, lambda table: table.to_pydict())
+    return values
+
+
+def _read(path: Path, columns: Sequence[str] | None, convert: Callable[[Any], Any]) -> Any:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with open_file(path, CheckpointError) as file, pyarrow.parquet.ParquetFile(file) as parquet:
-            rows: list[dict[str, Any]] = parquet.read(None if columns is None else list(columns)).to_pylist()
-            return rows
+            return convert(parquet.read(None if columns is None else list(columns), use_threads=False))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise _damaged(path, error) from error
 
@@ -152,7 +167,7 @@ def _arrow_table(table: Mapping[str, Sequence[Any]], extra_types: dict[str, str]
 
 def _column_key(name: str) -> str:
     """The column's key in `COLUMNS`."""
-    return "reward/" if name.startswith("reward/") else name
+    return next((prefix for prefix in ("reward/", "grade/") if name.startswith(prefix)), name)
 
 
 def _infer_type(values: list[Any], before: str | None) -> str:
@@ -172,7 +187,7 @@ def _convert(values: list[Any], kind: str) -> list[Any]:
         return [None if value is None or math.isnan(value) else float(value) for value in values]
     if kind == "string":  # lone surrogates cannot be encoded and become question marks
         return [None if value is None else str(value).encode("utf-8", "replace").decode() for value in values]
-    return values
+    return [None if value is None else bool(value) for value in values] if kind == "bool" else values
 
 
 def _same_types(tables: list[pyarrow.Table]) -> list[pyarrow.Table]:

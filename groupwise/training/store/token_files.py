@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
+
+from groupwise.rundir import write_bytes
+from groupwise.training.store.rollout_files import file_name
 
 TOKENS, EVALUATIONS = "tokens", "evaluations"
 
@@ -18,8 +24,8 @@ class TokenRow(NamedTuple):
     ids: list[int]
     ends: list[int]
     """where each token's text ends in ``completion``, in characters; a special token has no text"""
-    sampler_logps: list[float] | None
-    """as the sampler computed them"""
+    sampler_logps: list[float | None]
+    """as the sampler computed them; None where it gave none"""
     policy_logps: list[float]
     """of the policy before the step's update, at the temperature of sampling"""
     entropy: list[float]
@@ -31,3 +37,20 @@ class TokenRow(NamedTuple):
     def texts(self) -> list[str]:
         """The text of each token."""
         return [self.completion[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
+
+
+def write_tokens(folder: Path, step: int, rows: Sequence[TokenRow]) -> None:
+    """Write the tokens of a step into ``folder``, atomically."""
+    import pyarrow
+    import pyarrow.parquet
+
+    kinds = {
+        **dict.fromkeys(("step", "prompt_number", "row", "sample"), pyarrow.int64()),
+        "completion": pyarrow.string(),
+        **dict.fromkeys(("ids", "ends"), pyarrow.list_(pyarrow.int32())),
+        **dict.fromkeys(("sampler_logps", "policy_logps", "entropy", "ref_logps"), pyarrow.list_(pyarrow.float32())),
+    }
+    columns = {name: pyarrow.array([getattr(row, name) for row in rows], kinds[name]) for name in TokenRow._fields}
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(columns), buffer, compression="zstd")
+    write_bytes(folder / file_name(step), buffer.getvalue())
