@@ -122,7 +122,8 @@ def _similarity(labels: Sequence[str], samples: int) -> GroupingResult | None:
     except (AttributeError, ValueError, RuntimeError):
         return None  # a column of the same name that a reward has logged
     nothing = torch.full((len(clusters),), math.nan, dtype=torch.float64)
-    return GroupingResult(clusters, nothing, nothing, nothing[:, None])
+    positions = nothing[:, None, None].expand(-1, samples, 2)
+    return GroupingResult(clusters, nothing, nothing, nothing[:, None], positions)
 
 
 class RunSource:
