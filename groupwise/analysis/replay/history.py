@@ -35,7 +35,7 @@ def run_recipe(reader: RunReader, step: int | None = None) -> Recipe:
             break  # this step was taken after that change
         for name, values in entry["changed"].items():
             _restore(table, name.split("."), values[0])
-    return make_recipe(table, where=str(reader.path / RECIPE), base={})
+    return make_recipe({}, where=str(reader.path / RECIPE), base=table)
 
 
 def _restore(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
