@@ -34,6 +34,7 @@ from groupwise.cli.models import add_models
 from groupwise.cli.parser import Parser
 from groupwise.cli.plan import add_plan
 from groupwise.cli.recipes import add_recipes
+from groupwise.cli.replay import add_replay
 from groupwise.cli.report import add_report
 from groupwise.cli.sample import add_sample
 from groupwise.cli.settings import parse_settings, split_settings
@@ -59,6 +60,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_sample,
     add_view,
     add_report,
+    add_replay,
     add_recipes,
     add_init,
     add_models,

@@ -35,10 +35,10 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
         "model": recipe.model.source,
         "task": components.task.name,
         "rewards": [function.name for function in functions],
-        TRAINING_ROWS: _hash_rows(components.train.rows),
-        "held-out rows": _hash_rows(components.held_out.rows),
-        TRAINING_PAIRS: _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
-        "held-out pairs": _hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
+        TRAINING_ROWS: hash_rows(components.train.rows),
+        "held-out rows": hash_rows(components.held_out.rows),
+        TRAINING_PAIRS: hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.train),
+        "held-out pairs": hash_rows([pair.prompt, *map(list, pair[1:])] for pair in pairs.held_out),
         "tokenizer": _hash_tokenizer(components.tokenizer),
         FROZEN: _hash_frozen(components.model),
         "reward models": _hash_folders(reward_models),
@@ -47,7 +47,7 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
     }
 
 
-def _hash_rows(rows: Iterable[Any]) -> str:
+def hash_rows(rows: Iterable[Any]) -> str:
     """A hash of rows; objects that are not JSON count by their type, as their text may differ from run to run."""
     digest, count = hashlib.sha256(), 0
     for row in rows:
