@@ -141,7 +141,7 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
 
 
 def _names(row: Mapping[str, Any]) -> set[str]:
-    from groupwise.training.monitor.timer import is_timing
+    from groupwise.training.monitor.timing_names import is_timing
 
     return {name for name in row if name != "step" and not is_timing(name)}
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.analysis.replay.changes import SettingChange
 from groupwise.analysis.replay.difference import RunDifference, first_character, same_value
-from groupwise.training.monitor.timer import is_timing
+from groupwise.training.monitor.timing_names import is_timing
 from groupwise.training.results import StepReport
 from groupwise.training.rollout.batch import Batch
 
