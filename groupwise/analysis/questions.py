@@ -96,6 +96,8 @@ class Questions:
         else:
             values = columns.get("reward", [])
         rows = columns.get("row", [])
+        if len(values) != len(rows) or None in rows:
+            raise CheckpointError(f"{path} is damaged: rows or rewards are missing in it. Remove it")
         members: dict[tuple[int, int], list[float]] = {}
         for row, number, value in zip(rows, columns.get("prompt_number", rows), values, strict=True):
             if value is not None:

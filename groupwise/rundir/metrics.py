@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from groupwise.errors import InputError, RunDirError
 from groupwise.paths import MEGABYTE, kind_of, open_file, read_file
-from groupwise.rundir.files import NOT_IN_PLACE, as_json, from_json, is_still, json_bytes, set_aside, write_bytes
+from groupwise.rundir.files import NOT_FINITE, NOT_IN_PLACE, as_json, is_still, json_bytes, set_aside, write_bytes
 from groupwise.text import error_reason, excerpt, one_line, plural
 
 LARGEST = 4096 * MEGABYTE
@@ -198,7 +198,7 @@ def _parse(number: int, text: bytes) -> _Line:
         return _Line(number, text, None, "'step' is missing or not a number of steps")
     if name := next((name for name, value in row.items() if isinstance(value, (dict, list))), None):
         return _Line(number, text, None, f"{name!r} is neither a number nor a text")
-    return _Line(number, text, from_json(row))
+    return _Line(number, text, {name: NOT_FINITE.get(x, x) if isinstance(x, str) else x for name, x in row.items()})
 
 
 def _plain(name: str, value: Any) -> Any:

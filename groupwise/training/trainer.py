@@ -54,7 +54,7 @@ from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.monitor.token_details import TokenDetails
 from groupwise.training.monitor.weight_sample import WeightSample
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
-from groupwise.training.preflight import training_memory
+from groupwise.training.preflight import estimate_memory
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -76,6 +76,7 @@ from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
+from groupwise.training.update.policy_masks import masked_in_updates
 from groupwise.training.update.reference import Reference, make_reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
@@ -224,8 +225,7 @@ class Trainer:
             self.ranks,
             self.collector if isinstance(self.collector, AsyncCollector) else None,
         )
-        shared = self.ranks.size > 1  # then each rank has a part of it
-        self.timer = StepTimer(handle.device, 0 if shared else sum(training_memory(components).values()))
+        self.timer = StepTimer(handle.device, estimate_memory(components, self.ranks))
         self.recorder: Recorder | None = None
         self._started = False
         self.stopping = StopRequest()
@@ -352,8 +352,8 @@ class Trainer:
             exit_status=self.stopping.exit_status,
         )
         self.ranks.on_main("finishing the run", lambda: self._publish(model))
-        shown: dict[str, Any] = {"picture": picture, "warned": self.health_checks.warned}
-        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **shown))
+        notes: dict[str, Any] = {"picture": picture, "warned": self.health_checks.warned}
+        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **notes))
         self._call("on_end", result)
         return result
 
@@ -407,15 +407,17 @@ class Trainer:
         self.question_log.observe(batch, group_advantages)
         for replaced in rollout.left_out:
             self.question_log.observe(replaced, self.compute_advantages(replaced, step_recipe))
-        rewards = dict(zip(self.collector.names, self.collector.weights, strict=True))
-        metrics = step_metrics(rollout, group_advantages, rewards, minibatches, updates, step_recipe)
+        metrics = step_metrics(
+            rollout, group_advantages, self.collector.reward_weights, minibatches, updates, step_recipe
+        )
         epoch = self.order.epoch if self.components.samples else self.pairs.epoch
         metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
         timing = self.ranks.from_main({**self.weight_sample.changed_since(weights), **self.timer.take()})  # for rules
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
         self._warn(metrics, step_recipe, rollout)
-        return StepReport(state.step, metrics, batch, group_advantages, tokens)
+        masked = masked_in_updates(minibatches, updates)
+        return StepReport(state.step, metrics, batch, group_advantages, tokens, masked)
 
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
@@ -509,8 +511,8 @@ class Trainer:
         recorder, step = self._open_recorder(), self.state.step
         if self.recipe.run.save_rollouts and len(report.batch):
             with self.timer("record"):
-                table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
-                recorder.rollouts(step, table, report.tokens)
+                data, names = (report.batch, report.group_advantages), self.collector.names
+                recorder.rollouts(step, rollout_table(step, *data, names, report.masked), report.tokens)
         recorder.step(step, report.metrics)
 
     def _start(self) -> None:

@@ -21,6 +21,22 @@ from groupwise.training.store.rollout_files import ROLLOUTS, RolloutWriter
 from groupwise.training.store.run_folder import mark_finished
 
 
+def samples(step: int, *completions: str) -> dict[str, list]:
+    """The table of a step of one prompt."""
+    texts = list(completions) or ["a", "b"]
+    fixed = {"step": step, "prompt_number": 0, "prompt": "Say"}
+    table = {name: [value] * len(texts) for name, value in fixed.items()}
+    numbers = list(range(len(texts)))
+    rewards = [float(step * number) for number in numbers]
+    return {
+        **table,
+        "row": [number + 1 for number in numbers],
+        "sample": numbers,
+        "completion": texts,
+        "reward": rewards,
+    }
+
+
 def write_run(folder: Path, rows: list[dict], **settings: object) -> Path:
     """A closed run with these rows and settings, and rollouts of its steps."""
     with RunDir.create(folder) as run:
@@ -30,7 +46,7 @@ def write_run(folder: Path, rows: list[dict], **settings: object) -> Path:
         for row in rows:
             run.metrics.record(row["step"], {name: value for name, value in row.items() if name != "step"})
             if "reward" in row:
-                writer.write(row["step"], {"row": [1, 2], "completion": ["a", "b"], "reward": [0.0, row["step"]]})
+                writer.write(row["step"], samples(row["step"]))
     return folder
 
 
@@ -174,6 +190,18 @@ def test_any_small_file_may_be_damaged(folder, name, content):
     assert any(name in problem for problem in reader.problems) == (damaged or name == "run.json")
 
 
+def test_a_number_beyond_the_largest_float(folder):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 4, "reward": -1{"0" * 400}, "note": "text", "nothing": null, "flag": true}}\n')
+    reader = RunReader(folder)
+    assert reader.column("reward")[1][-1] == -math.inf
+    assert (reader.column("note"), reader.column("nothing"), reader.column("flag")) == (
+        ([], []),
+        ([], []),
+        ([4], [1.0]),
+    )
+
+
 def test_changes_on_resume(folder):
     write_json(folder / "resumed.json", {"resumed": [{"step": 2, "changed": {"train.steps": [3, 9]}}, {"step": "?"}]})
     assert RunReader(folder).changes == [{"step": 2, "changed": {"train.steps": [3, 9]}}]
@@ -209,8 +237,11 @@ def test_damaged_and_deleted_rollouts(folder):
 def test_rollouts_that_are_written_again_are_read_again(folder):
     reader = RunReader(folder)
     assert reader.rollouts(1) is reader.rollouts(1)
-    RolloutWriter(folder / ROLLOUTS).write(1, {"row": [5], "completion": ["new"], "reward": [0.5]})
+    RolloutWriter(folder / ROLLOUTS).write(1, samples(1, "new"))
     assert [row["completion"] for row in reader.rollouts(1)] == ["new"]
+    RolloutWriter(folder / ROLLOUTS).write(1, {"step": [1], "prompt": ["another program's"]})
+    with pytest.raises(CheckpointError, match=r"step-000001.parquet is damaged: 'prompt_number' is missing"):
+        reader.rollouts(1)
 
 
 def test_the_checkpoints_that_there_are(folder):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from groupwise.tasks import Task
-from groupwise.training.store.rollout_files import read_rollouts
+from groupwise.training.store.rollout_files import read_rollouts, read_rows, step_files
+from groupwise.training.store.token_files import EVALUATIONS, TOKENS
 from tests.distributed.forks import drive, fork_ranks, values
 from tests.training.runs import checkpoint_of, metrics_of, small_trainer
 from tests.weights import wordllama
@@ -107,12 +108,26 @@ def runs(tmp_path_factory) -> Path:
     return root
 
 
+def check_records(one: Path, other: Path) -> None:
+    """The same held-out completions, and tokens with the same log-probs; rank 0 alone has written them."""
+    for kind in (TOKENS, EVALUATIONS):
+        files, other_files = step_files(one / kind), step_files(other / kind)
+        assert sorted(files) == sorted(other_files) != []
+        for step, path in files.items():
+            for row, other_row in zip(read_rows(path), read_rows(other_files[step]), strict=True):
+                for name, value in row.items():
+                    close = isinstance(value, list)
+                    assert value == (pytest.approx(other_row[name], abs=1e-6) if close else other_row[name]), name
+
+
 def check_close(one: Path, other: Path, step: int) -> None:
     """The same samples and rewards; metrics, weights and optimizer state within 1e-10."""
     rollouts, others = (read_rollouts(folder).to_pydict() for folder in (one, other))
     assert rollouts.keys() == others.keys()
     for name, column in rollouts.items():
-        assert column == (pytest.approx(others[name], abs=1e-6) if name == "advantage" else others[name]), name
+        rounded = name in ("advantage", "map_x", "map_y")
+        assert column == (pytest.approx(others[name], abs=1e-6) if rounded else others[name]), name
+    check_records(one, other)
     for row, other_row in zip(metrics_of(one), metrics_of(other), strict=True):
         assert row.keys() == other_row.keys()
         for name, value in row.items():

@@ -16,7 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.errors import GroupwiseError
+from groupwise.analysis.groups import groups_of, select
+from groupwise.analysis.questions import Questions
+from groupwise.analysis.run_reader import RunReader
+from groupwise.analysis.tree import group_tree
+from groupwise.errors import CheckpointError, GroupwiseError
 from groupwise.rundir import RunDir, read_metrics
 from groupwise.rundir.files import MANIFEST, write_manifest
 from groupwise.training.display import Display
@@ -171,7 +175,28 @@ def readers(run: Run, folder: Path) -> list[Callable[[], Any]]:
         lambda: show_metrics(folder),
         lambda: read_rollouts(folder),
         lambda: changed_evaluation(folder, components, run.trainer.state),
+        lambda: browse(folder),
     ]
+
+
+def browse(folder: Path) -> None:
+    """What a page, a report and a doctor read; once the run is open, each part is there or a sentence says why not."""
+    reader = RunReader(folder)
+    assert reader.status in ("finished", "stopped", "unknown", "running")
+    facts = (reader.metric, reader.step, reader.total_steps, reader.phases, reader.changes, reader.settings)
+    assert facts[1] >= 0
+    assert all(isinstance(problem, str) for problem in reader.problems)
+    questions = Questions(reader)
+    assert all(question.status for question in [*questions.training(), *questions.held_out()])
+    for step in reader.rollout_steps:
+        with suppress(CheckpointError):
+            groups = groups_of(reader.rollouts(step), reader.metric)
+            assert select(groups, search="e", sort="spread").total <= len(groups)
+            tokens = reader.tokens(step) if step in reader.token_steps else []
+            assert all(group_tree(group.samples, tokens).samples for group in groups)
+    for step in reader.evaluation_steps:
+        with suppress(CheckpointError):
+            assert reader.evaluation_answers(step)
 
 
 @many(2)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ from groupwise.model.weights import cache_folder
 from tests.weights import wordllama
 
 ROOT = Path(__file__).parents[2]
-FIELDS = ("labels", "scores", "distances", "centres")
+FIELDS = tuple(field.name for field in fields(GroupingResult))
 SUBJECTS = ("the cat on the stove", "a galaxy of stars", "plum jam and bread", "the ship in the harbour")
 TEXTS = [
     [f"{SUBJECTS[answer * prompt % 4]}, {'again ' * (answer % 3)}and number {prompt}" for answer in range(6)]
