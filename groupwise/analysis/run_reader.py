@@ -7,8 +7,8 @@ rollouts, tokens and held-out answers are read step by step, when they are asked
 
 from __future__ import annotations
 
+import math
 import os
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.paths import FOLDER, kind_of, path_reason, show_path
 from groupwise.rundir import MetricsFollower
 from groupwise.rundir.files import read_object
-from groupwise.rundir.run import FORMAT, HOLDER, MARKER, METRICS
+from groupwise.rundir.run import FORMAT, HOLDER, MARKER, METRICS, is_held
 from groupwise.training.schedule.lengths import RunLength, run_length
 from groupwise.training.schedule.parse import parse_phases
 from groupwise.training.schedule.schedule import Schedule
@@ -41,6 +41,7 @@ from groupwise.training.store.run_folder import (
 from groupwise.training.store.token_files import EVALUATIONS, TOKENS, TokenRow
 
 BEST, RESUMED = "best.json", "resumed.json"
+SMALL_FILES = (MARKER, RECIPE, INPUTS, VERSIONS, RESUMED, BEST, FINISHED)
 CACHED = 16  # steps whose rows are kept
 NEEDED = ("step", "prompt_number", "row", "sample", "prompt", "completion")  # columns of a rollout file
 DEEPEST = 2  # folders below a root in which runs are looked for
@@ -72,8 +73,8 @@ class RunReader:
         self._steps: dict[str, dict[int, Path]] = {}  # the files of each step, by folder
         self._folder_problems: dict[str, str] = {}
         self._cache: OrderedDict[tuple[Any, ...], list[dict[str, Any]]] = OrderedDict()
-        self._schedule: tuple[Any, RunLength | None] = (None, None)
-        self._recipe_problem = self._schedule_problem = ""
+        self._parsed: tuple[Any, Recipe | None, str] = (None, None, "")  # the file's state, and the recipe or a problem
+        self._schedule: tuple[Any, RunLength | None, str] = (None, None, "")
         self._seen: tuple[Any, ...] = ()
         self.training_rows: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, Any]] = []
@@ -108,7 +109,7 @@ class RunReader:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """The steps at which a metric was recorded, and its values: numbers only, NaN and infinities too."""
-        pairs = [(row["step"], float(row[name])) for row in self.rows if isinstance(row.get(name), (int, float))]
+        pairs = [(row["step"], _float(row[name])) for row in self.rows if isinstance(row.get(name), (int, float))]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
     @property
@@ -131,11 +132,13 @@ class RunReader:
     @property
     def problems(self) -> list[str]:
         """What could not be read, in sentences."""
-        marker = self._object(MARKER)
-        found = [*(problem for _, _, problem in self._files.values()), *self._folder_problems.values()]
-        if marker and marker.get("format") != FORMAT:
+        for name in SMALL_FILES:
+            self._object(name)
+        self._length()
+        found = [problem for _, _, problem in self._files.values()]
+        if (marker := self._object(MARKER)) and marker.get("format") != FORMAT:
             found.append(f"{MARKER} has format {marker.get('format')!r:.50}; this groupwise reads format {FORMAT}")
-        found += [self._recipe_problem, self._schedule_problem]
+        found += [self._parsed[2], self._schedule[2], *self._folder_problems.values()]
         return [*self._metrics.problems, *filter(None, found)]
 
     @property
@@ -150,15 +153,15 @@ class RunReader:
 
     def parsed_recipe(self) -> Recipe | None:
         """The recipe; None, with a problem, if this version of groupwise cannot read it."""
-        if not self.recipe:
-            return None
-        try:
-            recipe = load_recipe(self.path / RECIPE)
-        except ConfigError as error:
-            self._recipe_problem = f"the settings cannot be used by this groupwise: {error}"
-            return None
-        self._recipe_problem = ""
-        return recipe
+        state = file_state(self.path / RECIPE)
+        if state != self._parsed[0]:
+            self._parsed = state, None, ""
+            try:
+                if self.recipe:
+                    self._parsed = state, load_recipe(self.path / RECIPE), ""
+            except ConfigError as error:
+                self._parsed = state, None, f"the settings cannot be used by this groupwise: {error}"
+        return self._parsed[1]
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -185,7 +188,7 @@ class RunReader:
         """Whether the run trains. "unknown": a process on another machine has it open, or had when it died."""
         finished, holder = self._object(FINISHED), self._object(HOLDER)
         ended = isinstance(finished.get("step"), int) and finished["step"] >= self.step
-        held = _is_held(holder)
+        held = is_held(holder)
         if ended and (held is False or _time_of(self.path / FINISHED) >= _time_of(self.path / HOLDER)):
             return "finished"
         return "running" if held else "unknown" if held is None else "stopped"
@@ -221,11 +224,13 @@ class RunReader:
         """The steps and phases of the run, by its recipe and the number of its rows."""
         key = (file_state(self.path / RECIPE), file_state(self.path / INPUTS))
         if key != self._schedule[0]:
-            self._schedule = key, self._find_length()
+            try:
+                self._schedule = key, self._find_length(), ""
+            except ConfigError as error:
+                self._schedule = key, None, f"the length of the run is not known: {error}"
         return self._schedule[1]
 
     def _find_length(self) -> RunLength | None:
-        self._schedule_problem = ""
         recipe = self.parsed_recipe()
         if recipe is None:
             return None
@@ -233,12 +238,8 @@ class RunReader:
         rows = _count(self.inputs.get(TRAINING_ROWS if samples else TRAINING_PAIRS))
         if not rows and recipe.train.steps is None:
             return None
-        try:
-            phases = parse_phases(recipe.phases, lambda name: resolve_scheduled(recipe, name))
-            return run_length(recipe, phases, rows, samples=samples)
-        except ConfigError as error:
-            self._schedule_problem = f"the phases of the run are not known: {error}"
-            return None
+        phases = parse_phases(recipe.phases, lambda name: resolve_scheduled(recipe, name))
+        return run_length(recipe, phases, rows, samples=samples)
 
     # What the run has sampled
 
@@ -394,36 +395,16 @@ def _is_evaluation(row: Mapping[str, Any]) -> bool:
     return len(row) > 1 and all(name == "step" or name.startswith(EVAL_PREFIX) for name in row)
 
 
+def _float(number: float) -> float:
+    """The number; an integer beyond the largest float, which a damaged file may hold, is infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 def _is_change(entry: Any) -> bool:
     return isinstance(entry, dict) and isinstance(entry.get("step"), int) and isinstance(entry.get("changed"), dict)
-
-
-def _is_held(holder: Mapping[str, Any]) -> bool | None:
-    """Whether the process that opened the run still lives; None if that cannot be known from this machine.
-
-    A process that is younger than the entry has been given the number of the dead one.
-    """
-    if not holder:
-        return False
-    pid, host = holder.get("pid"), holder.get("host")
-    if type(pid) is not int or pid < 1 or host != socket.gethostname() or os.name == "nt":
-        return None  # on Windows os.kill would end the process
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError, ValueError):
-        return False
-    except PermissionError:
-        pass  # it is another user's
-    with suppress(OSError, ValueError, TypeError, KeyError, IndexError, StopIteration):
-        return _started(pid) <= datetime.fromisoformat(holder["since"]).timestamp() + 2
-    return True
-
-
-def _started(pid: int) -> float:
-    """When a process was started, in seconds of the clock; an error where there is no /proc."""
-    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
-    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def file_state(path: Path) -> tuple[int, int, int] | None:

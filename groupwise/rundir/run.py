@@ -20,8 +20,9 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ FORMAT = 1
 LOCK = ".lock"
 HOLDER = ".holder.json"
 METRICS = "metrics.jsonl"
+CLOCK_CHANGE = 3600.0  # seconds by which a clock may have been set since a process was started
 
 
 def new_run_path(root: str | Path, name: str) -> Path:
@@ -258,6 +260,34 @@ def _holder(path: Path) -> str:
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (CheckpointError, KeyError, TypeError):
         return "another process"
+
+
+def is_held(holder: Mapping[str, Any]) -> bool | None:
+    """Whether the process that opened the run still lives; None if that cannot be known from this machine.
+
+    A process that is younger than the entry has been given the number of the dead one.
+    """
+    if not holder:
+        return False
+    pid, host = holder.get("pid"), holder.get("host")
+    if type(pid) is not int or pid < 1 or host != socket.gethostname() or os.name == "nt":
+        return None  # on Windows os.kill would end the process
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError, ValueError):
+        return False
+    except PermissionError:
+        pass  # it is another user's
+    with suppress(OSError, ValueError, TypeError, KeyError, IndexError, StopIteration):
+        return _started(pid) <= datetime.fromisoformat(holder["since"]).timestamp() + CLOCK_CHANGE
+    return True
+
+
+def _started(pid: int) -> float:
+    """When a process was started, in seconds of the clock; an error where there is no /proc."""
+    ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    boot = next(line for line in Path("/proc/stat").read_text().splitlines() if line.startswith("btime "))
+    return int(boot.split()[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def package_versions(packages: Iterable[str]) -> dict[str, str]:

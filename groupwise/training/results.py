@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,8 @@ class StepReport:
     group_advantages: GroupAdvantages
     tokens: Sequence[TokenRow] = ()
     """single tokens of some completions, in steps of which they are saved (run.save_tokens_every)"""
+    masked: Mapping[int, str] = field(default_factory=dict)
+    """samples that masks of the policy's log-probs have dropped in the updates, and the mask's name"""
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ from groupwise.training.summary import run_facts, run_summary
 from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
+from groupwise.training.update.policy_masks import masked_in_updates
 from groupwise.training.update.reference import Reference, make_reference
 from groupwise.training.update.result import UpdateResult
 from groupwise.training.update.updater import Updater
@@ -412,7 +413,8 @@ class Trainer:
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
         self._warn(metrics, step_recipe, rollout)
-        return StepReport(state.step, metrics, batch, group_advantages, tokens)
+        masked = masked_in_updates(minibatches, updates)
+        return StepReport(state.step, metrics, batch, group_advantages, tokens, masked)
 
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
@@ -512,8 +514,8 @@ class Trainer:
         recorder, step = self._open_recorder(), self.state.step
         if self.recipe.run.save_rollouts and len(report.batch):
             with self.timer("record"):
-                table = rollout_table(step, report.batch, report.group_advantages, self.collector.names)
-                recorder.rollouts(step, table, report.tokens)
+                data, names = (report.batch, report.group_advantages), self.collector.names
+                recorder.rollouts(step, rollout_table(step, *data, names, report.masked), report.tokens)
         recorder.step(step, report.metrics)
 
     def _start(self) -> None:

@@ -190,6 +190,18 @@ def test_any_small_file_may_be_damaged(folder, name, content):
     assert any(name in problem for problem in reader.problems) == (damaged or name == "run.json")
 
 
+def test_a_number_beyond_the_largest_float(folder):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(f'{{"step": 4, "reward": -1{"0" * 400}, "note": "text", "nothing": null, "flag": true}}\n')
+    reader = RunReader(folder)
+    assert reader.column("reward")[1][-1] == -math.inf
+    assert (reader.column("note"), reader.column("nothing"), reader.column("flag")) == (
+        ([], []),
+        ([], []),
+        ([4], [1.0]),
+    )
+
+
 def test_changes_on_resume(folder):
     write_json(folder / "resumed.json", {"resumed": [{"step": 2, "changed": {"train.steps": [3, 9]}}, {"step": "?"}]})
     assert RunReader(folder).changes == [{"step": 2, "changed": {"train.steps": [3, 9]}}]

@@ -22,7 +22,7 @@ from groupwise.training.store import checkpoint, sharded
 from groupwise.training.store.rollout_files import read_rollouts
 from groupwise.training.update.objective import Objective
 from tests.distributed.forks import Ended, drive, fork_ranks, values
-from tests.distributed.test_training import CASES, train
+from tests.distributed.test_training import CASES, check_records, train
 from tests.training.runs import metrics_of
 
 pytestmark = pytest.mark.slow
@@ -182,6 +182,7 @@ def check_close(one: Path, other: Path, step: int) -> None:
     """The same samples; metrics, weights, optimizer state and reference within 1e-10."""
     rollouts, others = (read_rollouts(folder).to_pydict() for folder in (one, other))
     assert rollouts["completion"] == others["completion"]
+    check_records(one, other)
     for row, other_row in zip(metrics_of(one), metrics_of(other), strict=True):
         assert row.keys() == other_row.keys()
         for name, value in row.items():

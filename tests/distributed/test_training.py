@@ -110,9 +110,9 @@ def runs(tmp_path_factory) -> Path:
 
 def check_records(one: Path, other: Path) -> None:
     """The same held-out completions, and tokens with the same log-probs; rank 0 alone has written them."""
-    for kind, steps in ((TOKENS, [1]), (EVALUATIONS, range(STEPS + 1))):
+    for kind in (TOKENS, EVALUATIONS):
         files, other_files = step_files(one / kind), step_files(other / kind)
-        assert sorted(files) == sorted(other_files) == list(steps)
+        assert sorted(files) == sorted(other_files) != []
         for step, path in files.items():
             for row, other_row in zip(read_rows(path), read_rows(other_files[step]), strict=True):
                 for name, value in row.items():

@@ -14,7 +14,14 @@ from groupwise.config import GroupingSection
 from groupwise.errors import InputError
 from groupwise.grouping.cluster import nested_groups
 from groupwise.grouping.embed import Embedder, load_embedder
-from groupwise.grouping.grouper import GroupingResult, LocalGrouper, group_texts, join_results, share_texts
+from groupwise.grouping.grouper import (
+    GroupingResult,
+    LocalGrouper,
+    group_texts,
+    join_results,
+    map_positions,
+    share_texts,
+)
 from tests.weights import wordllama
 
 ANSWERS = [
@@ -162,3 +169,26 @@ def test_invalid_texts(texts, message):
 def test_joining_no_results():
     with pytest.raises(InputError, match="no results to join"):
         join_results([])
+
+
+def test_the_map_of_a_prompts_answers():
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.nn.functional.normalize(torch.randn(2, 3, 8, generator=generator, dtype=torch.float64), dim=-1)
+    positions = map_positions(vectors)
+    # Three points lie in a plane, so the map has their exact distances, as classical scaling does.
+    torch.testing.assert_close(torch.cdist(positions, positions), torch.cdist(vectors, vectors))
+    torch.testing.assert_close(positions.mean(1), torch.zeros(2, 2, dtype=torch.float64))
+    assert bool((positions.square().sum(1)[:, 0] >= positions.square().sum(1)[:, 1]).all())  # the longer axis first
+    largest = positions.gather(1, positions.abs().argmax(1, keepdim=True))
+    assert bool((largest > 0).all())
+    turned = map_positions(vectors[:, [2, 0, 1]])
+    torch.testing.assert_close(turned, positions[:, [2, 0, 1]])
+    assert torch.equal(map_positions(vectors[:, :1]), torch.zeros(2, 1, 2, dtype=torch.float64))
+    assert float(map_positions(vectors[:, [0, 0, 0]]).abs().max()) < 1e-7
+
+
+def test_a_grouping_has_a_map():
+    result = LocalGrouper(GroupingSection(embedder=str(wordllama()))).group(ANSWERS)
+    assert result.positions.shape == (2, 4, 2)
+    same, other = result.positions[0], result.take([0]).positions[0]
+    assert torch.equal(same, other)

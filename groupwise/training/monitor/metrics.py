@@ -217,9 +217,13 @@ def _update_metrics(updates: Sequence[UpdateResult], step_recipe: Recipe) -> dic
 
 
 def rollout_table(
-    step: int, batch: Batch, group_advantages: GroupAdvantages, names: Sequence[str]
+    step: int,
+    batch: Batch,
+    group_advantages: GroupAdvantages,
+    names: Sequence[str],
+    masked: Mapping[int, str] | None = None,
 ) -> dict[str, list[Any]]:
-    """One row per sample, for the step's Parquet file."""
+    """One row per sample, for the step's Parquet file. ``masked``: samples dropped in the updates, and by what."""
     prompts = batch.prompt_of.tolist()
     table: dict[str, list[Any]] = {
         "step": [step] * len(batch),
@@ -238,7 +242,7 @@ def rollout_table(
     table |= {
         "advantage": group_advantages.advantages.tolist(),
         "contributes": group_advantages.contributes.tolist(),
-        "masked_out": group_advantages.skip_reasons(),
+        "masked_out": [reason or (masked or {}).get(n) for n, reason in enumerate(group_advantages.skip_reasons())],
         "prompt_tokens": [len(batch.prompts[prompt].ids) for prompt in prompts],
         "completion_tokens": batch.lengths.tolist(),
         "stop_reason": list(batch.stop_reasons),

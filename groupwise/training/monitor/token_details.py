@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -54,7 +54,8 @@ class TokenDetails:
             return []  # a pass of sharded weights needs all ranks
         prompts = choose_prompts(group_advantages.rewards, batch.samples, settings.save_tokens_prompts)
         try:
-            return self._rows(step, batch.take(prompts), prompts, step_recipe)
+            with self._all_ranks():
+                return self._rows(step, batch.take(prompts), prompts, step_recipe)
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
@@ -65,6 +66,12 @@ class TokenDetails:
                 "changed by that. run.save_tokens_every = 0 computes none"
             )
         return []
+
+    def _all_ranks(self) -> AbstractContextManager[None]:
+        """A pass of sharded weights is a collective: a rank that fails in it must not leave the others waiting."""
+        if self.updater.handle.sharded is None:
+            return nullcontext()
+        return self.updater.ranks.stage("computing the details of single tokens", exchanges=True)
 
     def _rows(self, step: int, batch: Batch, prompts: Sequence[int], step_recipe: Recipe) -> list[TokenRow]:
         policy, reference = self._policy_and_reference(batch, step_recipe)
@@ -97,7 +104,8 @@ class TokenDetails:
         groups = range(0, len(batch), batch.samples)
         completions = [batch.ids[start : start + batch.samples] for start in groups]
         longest = max(len(prompt.ids) for prompt in batch.prompts) + int(batch.lengths.max())
-        budget = updater.token_budget
+        # Ranks that share weights cannot repeat a pass, so theirs is small: the update needs many times its memory.
+        budget = updater.token_budget // (1 if handle.sharded is None else 4)
 
         def shrink() -> None:
             nonlocal budget

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -60,6 +61,15 @@ def on_policy_samples(minibatch: MiniBatch, step_recipe: Recipe, logps: Tensor) 
     rule, threshold = step_recipe.masks.off_policy or "v3.2", step_recipe.masks.off_policy_threshold
     other = minibatch.sampler_logps if rule == "v3.2" or minibatch.ref_logps is None else minibatch.ref_logps
     return off_policy_sequence_mask(logps, other, minibatch.advantages, minibatch.mask, threshold=threshold, rule=rule)
+
+
+def masked_in_updates(minibatches: Sequence[MiniBatch], updates: Sequence[UpdateResult]) -> dict[int, str]:
+    """The samples that a mask of current log-probs has dropped in each update that they were in, and its name."""
+    passes = len(updates) // max(1, sum(not minibatch.empty for minibatch in minibatches))
+    counts = Counter(
+        (sample, name) for update in updates for name, samples in update.masked_out.items() for sample in samples
+    )
+    return {sample: name for (sample, name), count in counts.items() if count >= passes}
 
 
 def _current_logps(minibatch: MiniBatch, step_recipe: Recipe, compute_logps: ComputeLogps) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from groupwise.training.monitor import token_details
 from groupwise.training.monitor.token_details import choose_prompts, token_ends
 from groupwise.training.store.token_files import TokenRow
 from groupwise.training.trainer import Callback, Trainer
+from groupwise.training.update.policy_masks import masked_in_updates
+from groupwise.training.update.result import UpdateResult
 from tests.training.runs import ROWS, check_same, checkpoint_of, even, metrics_of, run_steps, small_trainer
 
 CORPUS = ["the answer is 42, the answer is 17.", "so the end 🙂🙂 is near", "größer, naïve café — 日本語"] * 3
@@ -59,8 +62,8 @@ def texts_of(tokenizer: Any, ids: list[int]) -> list[str]:
 def test_a_split_character_belongs_to_its_last_token():
     assert texts_of(BYTES, BYTES("the end 🙂").input_ids)[-1] == " 🙂"  # seen in training, so it is one token
     ids = BYTES("a🚀b").input_ids
-    assert len(ids) == 6  # four bytes that no merge joins
-    assert texts_of(BYTES, ids) == ["a", "", "", "", "🚀", "b"]
+    assert texts_of(BYTES, ids) == ["a", *[""] * (len(ids) - 3), "🚀", "b"]
+    assert len(ids) > 4
 
 
 def test_special_tokens_have_no_text():
@@ -267,6 +270,24 @@ def test_running_out_of_memory(tmp_path, monkeypatch, failures):
     )
     one, other = (checkpoint_of(tmp_path / name, 4) for name in ("run", "plain"))
     assert all(torch.equal(x, other[name]) for name, x in one.items() if isinstance(x, torch.Tensor))
+
+
+def test_samples_that_the_update_has_masked(tmp_path):
+    """They have an advantage, so the batch alone does not show it. The metric also counts samples without one."""
+    drift = {"masks": {"off_policy": "reference_drift", "off_policy_threshold": 0.02}}
+    small_trainer(tmp_path / "run", KL, drift, {"train": {"iterations": 1}}).run()
+    reader = RunReader(tmp_path / "run")
+    masked = {step: [row for row in reader.rollouts(step) if row["masked_out"] == "off_policy"] for step in (1, 4)}
+    assert masked[1] == []  # the policy is the reference
+    assert 0 < len(masked[4]) <= round(12 * reader.training_rows[3]["masks/off_policy"])
+    assert all(row["contributes"] and row["advantage"] for row in masked[4])
+
+
+def test_samples_masked_in_every_pass():
+    parts = [SimpleNamespace(empty=False), SimpleNamespace(empty=True), SimpleNamespace(empty=False)]
+    masked = [{"off_policy": [0, 1]}, {"off_policy": [7]}, {"off_policy": [1, 2]}, {}]  # two passes over two of them
+    assert masked_in_updates(parts, [UpdateResult(masked_out=names) for names in masked]) == {1: "off_policy"}
+    assert masked_in_updates([], []) == {}
 
 
 def test_grades_and_held_out_completions(tmp_path):
