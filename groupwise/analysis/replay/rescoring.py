@@ -204,7 +204,7 @@ class Rescorer:
                 return weights + penalty
         names = tuple(recorded.names)
         if names not in self._weights:
-            self._weights[names] = infer_weights(recorded)
+            self._weights[names] = infer_weights(self.source.reader, names)
             self._note("the rewards of the run are not known by name; their weights follow from the recorded sums")
         return self._weights[names]
 
