@@ -13,6 +13,7 @@ from typing import Any
 
 from groupwise.analysis.run_reader import RunReader
 from groupwise.config import Recipe, make_recipe, resolve_scheduled, with_settings
+from groupwise.config.names import section_names
 from groupwise.errors import CheckpointError
 from groupwise.training.components import make_schedule
 from groupwise.training.schedule.lengths import run_length
@@ -34,17 +35,25 @@ def run_recipe(reader: RunReader, step: int | None = None) -> Recipe:
         if step is None or entry["step"] < step:
             break  # this step was taken after that change
         for name, values in entry["changed"].items():
-            _restore(table, name.split("."), values[0])
+            if is_setting(name, values):
+                _restore(table, name.split("."), values[0])
     return make_recipe({}, where=str(reader.path / RECIPE), base=table)
 
 
+def is_setting(name: str, values: Sequence[Any]) -> bool:
+    """Whether a change on a resume is one of the recipe; inputs are not, though some have the name of a section."""
+    if name == "rewards":  # the recipe's tables, or the names of all rewards
+        return all(isinstance(entry, dict) for value in values for entry in value or ())
+    return name.split(".")[0] in Recipe.model_fields and name not in section_names()
+
+
 def _restore(table: dict[str, Any], keys: Sequence[str], value: Any) -> None:
-    """Set a setting to the value that it had; names of inputs, which a recipe does not have, are ignored."""
+    """Set a setting to the value that it had."""
     *sections, key = keys
     inner: Any = table
     for section in sections:
         inner = inner.get(section) if isinstance(inner, dict) else None
-    if not isinstance(inner, dict) or (not sections and key not in table):
+    if not isinstance(inner, dict):
         return
     if value is None and sections and sections[0] == "ramps":
         inner.pop(key, None)  # it was added on the resume
@@ -63,8 +72,9 @@ def step_recipes(reader: RunReader, steps: Collection[int]) -> dict[int, Recipe]
             break
         if step > 0:
             key = tuple(number for number, entry in enumerate(reader.changes) if entry["step"] < step)
-            recipe = known.setdefault(key, None) or run_recipe(reader, step)  # type: ignore[arg-type]
-            known[key] = recipe
+            if key not in known:
+                known[key] = run_recipe(reader, step)
+            recipe = known[key]
             if recipe is not current:
                 schedule, current = _next_schedule(reader, recipe, schedule), recipe
                 values_of.clear()

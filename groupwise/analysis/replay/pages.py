@@ -185,7 +185,10 @@ def retaken_page(result: RetakenStep) -> Page:
 
 def _retaken_changes(result: RetakenStep) -> Page:
     weights, samples = result.total_weights, result.samples
-    if weights is not None:
+    if weights is not None and not weights.update and not weights.changed_update:
+        yield "weights: no update in either step (no sample has a learning signal)"
+        weights = None
+    elif weights is not None:
         yield (
             f"weights: the update differs by {_percent(weights.difference)} of its norm; cosine of the two updates "
             f"{_number(weights.cosine)}"
@@ -208,7 +211,9 @@ def _retaken_changes(result: RetakenStep) -> Page:
         header = ("metric", *(["recorded"] if shows_record else []), UNCHANGED, "changed")
         rows = [(name, *_values(*(values if shows_record else values[1:]))) for name, *values in result.metrics]
         yield ReplayTable(header, rows)
-    parameters = [weights, *result.weights[:SHOWN_WEIGHTS]] if weights is not None else []
+    if weights is None:
+        return
+    parameters = [weights, *result.weights[:SHOWN_WEIGHTS]]
     yield ReplayTable(
         ("weights", "update", "changed", "difference", "cosine"),
         [

@@ -31,6 +31,7 @@ from groupwise.training.store.rollout_files import COLUMNS, ROLLOUTS
 from groupwise.training.store.run_folder import TRAINING_ROWS
 
 REWARD, GRADE = "reward/", "grade/"
+MOST_STEPS = 100  # that are read to find the weights of rewards
 NEEDED = ("prompt_number", "row", "sample", "completion", "reward", "advantage", "contributes", "completion_tokens")
 
 
@@ -182,19 +183,27 @@ class RunSource:
         return [rows[number] for number in builder.kept]
 
 
-def infer_weights(recorded: RecordedStep) -> list[float]:
+def infer_weights(reader: RunReader, names: Sequence[str]) -> list[float]:
     """The weights of the rewards by their recorded sums, for a run whose rewards are not known by name.
 
-    Least squares; the sum is linear in them, so they are exact but for a reward that is 0, or the same as another.
+    Least squares over as many steps as it takes; the sum is linear in them, so they are exact but for a reward that is
+    always 0, or always proportional to another. The overlong penalty has the weight 1.
     """
-    scored = ~recorded.rewards.isnan()
-    columns = recorded.batch.rewards[scored].nan_to_num()
-    known = recorded.names.index(OVERLONG) if OVERLONG in recorded.names else None
-    if not len(columns):
-        return [1.0] * len(recorded.names)
-    weights = torch.linalg.lstsq(columns, recorded.rewards[scored][:, None], driver="gelsd").solution.flatten()
-    found = [float(f"{weight:.9g}") for weight in weights.tolist()]
-    return [1.0 if place == known else weight for place, weight in enumerate(found)]
+    columns = [f"{REWARD}{name}" for name in names]
+    values, sums = torch.zeros(0, len(names), dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    steps = reader.rollout_steps
+    for step in steps[:: max(1, len(steps) // MOST_STEPS)]:
+        samples = [sample for sample in reader.rollouts(step, ["reward", *columns]) if sample.get("reward") is not None]
+        if not samples or [name for name in samples[0] if name != "reward"] != columns:
+            continue  # before or after the run was resumed with other rewards
+        rows = torch.stack([_numbers([sample[name] for sample in samples]) for name in columns], dim=1).nan_to_num()
+        values, sums = torch.cat([values, rows]), torch.cat([sums, _numbers([row["reward"] for row in samples])])
+        if int(torch.linalg.matrix_rank(values)) == len(names):
+            break
+    if not len(values):
+        return [1.0] * len(names)
+    weights = torch.linalg.lstsq(values, sums[:, None], driver="gelsd").solution.flatten()
+    return [1.0 if name == OVERLONG else float(f"{weight:.9g}") for name, weight in zip(names, weights, strict=True)]
 
 
 def recorded_grades(recorded: RecordedStep, task_grades: Mapping[str, Any]) -> dict[str, Any]:

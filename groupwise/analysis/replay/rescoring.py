@@ -101,7 +101,8 @@ def rescore(
 def _choose_steps(reader: RunReader, steps: Iterable[int] | None) -> list[int]:
     recorded = reader.rollout_steps
     if not recorded:
-        why = "run.save_rollouts is false" if reader.settings.get("run.save_rollouts") is False else "none was finished"
+        saved = reader.settings.get("run.save_rollouts") is not False
+        why = "no step that samples is finished" if saved else "run.save_rollouts is false"
         raise RunDirError(f"{reader.path} has no rollouts to score again ({why})")
     if steps is None:
         return recorded
@@ -134,7 +135,7 @@ class Rescorer:
         self.source, self.changes, self.given = source, changes, list(rewards)
         self.notes: list[str] = []
         self._recipes: dict[int, tuple[Recipe, Recipe]] = {}  # by the recipe of the step: that, and the changed one
-        self._weights: list[float] | None = None
+        self._weights: dict[tuple[str, ...], list[float]] = {}  # by the names of the rewards
         self._columns: dict[int, list[RewardColumn]] = {}
         self._grouper: LocalGrouper | None = None
 
@@ -201,12 +202,14 @@ class Rescorer:
             weights = [reward.weight for reward in self.source.task.rewards] + [entry.weight for entry in own.rewards]
             if len(weights + penalty) == len(recorded.names):
                 return weights + penalty
-        if self._weights is None:
-            self._weights = infer_weights(recorded)
-            self.notes.append(
-                "the rewards of the run are not known by name; their weights follow from the recorded sums"
-            )
-        return self._weights
+        names = tuple(recorded.names)
+        if names not in self._weights:
+            self._weights[names] = infer_weights(self.source.reader, names)
+            self._note("the rewards of the run are not known by name; their weights follow from the recorded sums")
+        return self._weights[names]
+
+    def _note(self, note: str) -> None:
+        self.notes += [] if note in self.notes else [note]
 
     def _columns_of(self, recorded: RecordedStep, own: Recipe, changed: Recipe) -> list[RewardColumn]:
         if id(own) not in self._columns:
@@ -269,6 +272,7 @@ class Rescorer:
         if self._grouper is None:
             section = with_settings(changed, {"grouping.device": "cpu", "grouping.workers": 0}).grouping
             self._grouper = LocalGrouper(section)
+            self._note("the clusters were computed anew, on the CPU")
         samples = batch.samples
         similarity = self._grouper.group([batch.texts[i : i + samples] for i in range(0, len(batch), samples)])
         uids = [f"{recorded.step}.0.{place}" for place in range(len(batch.prompts))]
@@ -305,8 +309,7 @@ class Rescorer:
             rewards = rewards.clone()
             rewards[compute_single_member_mask(batch.extra[LABELS])] = math.nan
         elif own.grouping.skip_single_members and bool(rewards.isnan().all(1).any()):
-            note = "samples that were alone in their cluster have no recorded reward (grouping.skip_single_members)"
-            self.notes += [] if note in self.notes else [note]
+            self._note("samples alone in their cluster have no recorded reward (grouping.skip_single_members)")
         return replace(batch, rewards=rewards, dropped=dropped)
 
     def _call(

@@ -170,7 +170,7 @@ def _replay_arrivals(reader: RunReader, recipe: Recipe, start: int | None) -> tu
     """The setting by which an asynchronous run is repeated, or a note that it cannot be from this checkpoint."""
     if not recipe.train.max_staleness:
         return {}, []
-    rollouts = {} if start is None else read_state(reader.checkpoints[start]).get("rollouts") or {}
+    rollouts = {} if start is None else read_state(reader.path / checkpoint_name(start)).get("rollouts") or {}
     if not (rollouts.get("unfinished") or rollouts.get("lost")):
         return {"train.replay": str(reader.path)}, []
     return {}, [

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from groupwise.analysis.replay.history import is_setting
 from groupwise.analysis.run_reader import RunReader
-from groupwise.config import Recipe
 from groupwise.errors import CheckpointError, ConfigError, InputError, RunDirError
 from groupwise.paths import kind_of
 from groupwise.rundir.run import MARKER, METRICS
@@ -53,7 +53,7 @@ def _is_resumable(folder: Path) -> bool:
 def _changed_inputs(reader: RunReader, start: int, step: int) -> str | None:
     """Why a run that was resumed with other inputs cannot be run again from a checkpoint before that."""
     for entry in reader.changes:
-        names = [name for name in entry["changed"] if name.split(".")[0] not in Recipe.model_fields]
+        names = [name for name, values in entry["changed"].items() if not is_setting(name, values)]
         if start < entry["step"] < step and names:
             return (
                 f"{reader.path} was resumed after step {entry['step']} with other inputs ({', '.join(names)}), so the "
@@ -117,8 +117,8 @@ def copy_run(reader: RunReader, folder: Path, start: int | None) -> None:
                 _link(path, target)
     except OSError as error:
         raise CheckpointError(
-            f"{source} cannot be read: {error_reason(error)}; a running run deletes old checkpoints "
-            "(run.keep_checkpoints): try again"
+            f"{source} cannot be copied to {folder}: {error_reason(error)}. If the run has just deleted it "
+            "(run.keep_checkpoints), try again; if there is no room, choose another folder with --keep"
         ) from error
 
 

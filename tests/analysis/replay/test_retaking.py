@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from groupwise.analysis.replay import retake
+from groupwise.analysis.replay import rescore, retake
 from groupwise.errors import CheckpointError, ConfigError, InputError, RunDirError
 from groupwise.rundir import RunDir
 from tests.training.runs import TASK, even, metrics_of, run_steps, small_trainer, vowels
@@ -181,12 +181,15 @@ def test_a_run_that_was_resumed_with_other_settings_on_the_way(tmp_path):
     assert result.reproduced is not None
     assert result.reproduced.equal
     assert result.reproduced.steps == 3
-    other = TASK.__class__("try", TASK.train[:5], TASK.held_out)
-    shutil.copytree(run, tmp_path / "rows")
-    run_steps(small_trainer(tmp_path / "rows", BASE, KL, resume=True, task=other, allow_changed=True), 3)
-    keep_only(tmp_path / "rows", 1, 3)
-    with pytest.raises(ConfigError, match="started with other inputs"):
-        retake(tmp_path / "rows", 4, **OPTIONS)
+    # Other rewards than it was started with: the steps before cannot be run again with them.
+    run = tmp_path / "rewards"
+    run_steps(small_trainer(run, BASE), 2)
+    run_steps(small_trainer(run, BASE, resume=True, rewards=[vowels], allow_changed=True), 2)
+    assert rescore(run, task=TASK).self_check.passed
+    assert retake(run, 4, task=TASK, rewards=[vowels]).checkpoint == 3
+    keep_only(run, 1)
+    with pytest.raises(ConfigError, match=r"resumed after step 2 with other inputs \(rewards"):
+        retake(run, 4, task=TASK, rewards=[vowels])
 
 
 @pytest.mark.slow
