@@ -90,7 +90,7 @@ class _Diagnosis:
     def __init__(self, reader: RunReader) -> None:
         self.recipe = reader.parsed_recipe()
         self._source, self._phases = reader.recipe, reader.phases
-        self._settings = None if self.recipe is None else StepSettings(reader, self.recipe)
+        self._settings = None if self.recipe is None else StepSettings(reader, strict=False)
         self._checks = HealthChecks(held_out=reader.metric)
         self._rows: list[dict[str, Any]] = []
         self._tokens = 0

@@ -232,8 +232,10 @@ class RunReader:
 
     def _find_length(self) -> RunLength | None:
         recipe = self.parsed_recipe()
-        if recipe is None:
-            return None
+        return None if recipe is None else self.length_of(recipe)
+
+    def length_of(self, recipe: Recipe) -> RunLength | None:
+        """The steps and phases of a recipe with the run's rows; None if their number is not known."""
         samples = recipe.loss.policy_coef != 0 or recipe.preference.pairs != "data" or bool(recipe.phases)
         rows = _count(self.inputs.get(TRAINING_ROWS if samples else TRAINING_PAIRS))
         if not rows and recipe.train.steps is None:

@@ -14,9 +14,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_NAMES = {"rescore": "rescoring", "retake": "retaking", "find_difference": "difference", "step_recipes": "history"}
+_NAMES = {"rescore": "rescoring", "retake": "retaking", "find_difference": "difference"}
 
-__all__ = ["find_difference", "rescore", "retake", "step_recipes"]
+__all__ = ["find_difference", "rescore", "retake"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,10 +23,10 @@ from groupwise.analysis.replay.changes import (
     check_settings,
     split_algorithm,
 )
-from groupwise.analysis.replay.history import run_recipe, step_recipes
 from groupwise.analysis.replay.recorded import RecordedStep, RunSource, infer_weights, read_step, recorded_grades
 from groupwise.analysis.replay.rescored import RescoredStep, Rescoring, RescoringTotals, RewardColumn
 from groupwise.analysis.run_reader import RunReader
+from groupwise.analysis.step_settings import run_recipe, step_recipes
 from groupwise.config import Recipe, with_settings
 from groupwise.core.losses import aggregation_weights
 from groupwise.data import reward_inputs, where_of
@@ -37,6 +37,7 @@ from groupwise.grouping.labels import LABELS, compute_single_member_mask, simila
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named
 from groupwise.tasks import Task
 from groupwise.text import plural
+from groupwise.training.components import make_schedule
 from groupwise.training.rollout.advantages import (
     OVERLONG,
     add_overlong_penalty,
@@ -82,7 +83,7 @@ def rescore(
     changed = apply_settings(last, changes)  # an error now, before the rows are read
     rescorer = Rescorer(RunSource(reader, last, task), changes, rewards)
     totals = RescoringTotals(most_changed)
-    recipes = step_recipes(reader, chosen)
+    recipes = step_recipes(reader, chosen, make_schedule)
     for done, step in enumerate(chosen):
         progress(done, len(chosen))
         recorded = read_step(reader, step)

@@ -25,7 +25,6 @@ from groupwise.analysis.replay.changes import (
     split_algorithm,
 )
 from groupwise.analysis.replay.difference import find_difference
-from groupwise.analysis.replay.history import run_recipe, step_recipes
 from groupwise.analysis.replay.retaken import (
     RetakenStep,
     TakenStep,
@@ -35,6 +34,7 @@ from groupwise.analysis.replay.retaken import (
 )
 from groupwise.analysis.replay.start import copy_run, find_start, workspace
 from groupwise.analysis.run_reader import RunReader
+from groupwise.analysis.step_settings import run_recipe, step_recipes
 from groupwise.config import Recipe, with_settings
 from groupwise.distributed.launch import is_rank
 from groupwise.errors import ConfigError, GroupwiseError, InputError
@@ -43,7 +43,7 @@ from groupwise.rundir import package_versions
 from groupwise.rundir.run import MARKER
 from groupwise.tasks import Task
 from groupwise.text import Say, plural
-from groupwise.training.components import check_training_inputs, load_inputs
+from groupwise.training.components import check_training_inputs, load_inputs, make_schedule
 from groupwise.training.display.base import Display
 from groupwise.training.results import StepReport
 from groupwise.training.store.checkpoint import checkpoint_name, read_state
@@ -128,7 +128,7 @@ def retake(
     preset, not_applied = split_algorithm(own, algorithm, rescored=False)
     changes = {**preset, **settings}
     _check_change(own, changes, start, task, rewards)
-    scheduled = step_recipes(reader, [step])[step]
+    scheduled = step_recipes(reader, [step], make_schedule)[step]
     arrivals, notes = _replay_arrivals(reader, own, start)
     given = {"task": task, "rewards": rewards, "tokenizer": tokenizer}
     with workspace(keep) as folder, _threads_restored(), _run_named(folder, reader.path):

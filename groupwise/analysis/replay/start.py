@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from groupwise.analysis.replay.history import is_setting
 from groupwise.analysis.run_reader import RunReader
+from groupwise.analysis.step_settings import is_setting
 from groupwise.errors import CheckpointError, ConfigError, InputError, RunDirError
 from groupwise.paths import kind_of
 from groupwise.rundir.run import MARKER, METRICS

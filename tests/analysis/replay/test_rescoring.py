@@ -10,10 +10,11 @@ import pyarrow.parquet
 import pytest
 import torch
 
-from groupwise.analysis.replay import rescore, step_recipes
+from groupwise.analysis.replay import rescore
 from groupwise.analysis.replay.recorded import RunSource, read_step
 from groupwise.analysis.replay.rescoring import Rescorer
 from groupwise.analysis.run_reader import RunReader
+from groupwise.analysis.step_settings import step_recipes
 from groupwise.errors import CheckpointError, ConfigError, RewardError, RunDirError
 from groupwise.tasks import Task
 from tests.training.runs import ROWS, TASK, even, run_steps, small_trainer, vowels
