@@ -41,8 +41,8 @@
     return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ | $/g, "␣") || "∅";
   }
 
-  function plural(count, word) {
-    return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+  function plural(count, word, words = `${word}s`) {
+    return `${count.toLocaleString("en")} ${count === 1 ? word : words}`;
   }
 
   // A text whose middle is left out until the button is pressed. `load` fetches the full text if it was not sent.

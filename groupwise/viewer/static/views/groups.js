@@ -198,8 +198,7 @@
               `step ${match.step}, prompt ${match.prompt_number}${match.sample === null ? "" : `, answer #${match.sample}`}`),
             el("span", { class: "sample-text" }, match.before, el("mark", {}, match.text), match.after))));
           const count = list.childElementCount;
-          body.firstChild.textContent = `${samples.plural(count, "match")} in steps ${part.first} and later`
-            .replace("matchs", "matches");
+          body.firstChild.textContent = `${samples.plural(count, "match", "matches")} in steps ${part.first} and later`;
           list.hidden = !count;
           gw.fill(more, part.older ? el("button", { type: "button", onclick: async (event) => {
             event.target.disabled = true;
