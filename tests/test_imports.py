@@ -300,6 +300,13 @@ def test_a_recipe_is_read_and_a_display_is_made_without_torch():
     assert not loaded_by(read) & (HEAVY | {"torch"})
 
 
+def test_a_page_is_shown_without_torch():
+    """So that `groupwise view` opens at once; pyarrow is loaded with the first rollouts."""
+    assert not loaded_by("from groupwise.viewer.api import Api; from groupwise.viewer.server import make_app") & (
+        HEAVY | {"torch", "numpy"}
+    )
+
+
 def test_importing_the_core_loads_torch_alone():
     loaded = loaded_by("import groupwise; groupwise.core.gae")
     assert "torch" in loaded

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -253,11 +252,9 @@ def test_a_signal_ends_it_cleanly(tmp_path, number, status):
     connection.request("GET", "/api/runs")
     assert connection.getresponse().status == 200
     os.kill(process.pid, number)
-    started = time.monotonic()
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=120)
     assert process.returncode == status, error
     assert "Traceback" not in out + error
-    assert time.monotonic() - started < 60
     held.close()
     connection.close()
 
