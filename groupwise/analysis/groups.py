@@ -198,9 +198,7 @@ def _contains(group: PromptGroup, wanted: str) -> bool:
     return wanted in group.prompt.casefold() or any(wanted in row["completion"].casefold() for row in group.samples)
 
 
-def search_run(
-    reader: RunReader, text: str, *, before: int | None = None, since: int | None = None
-) -> Iterator[Match]:
+def search_run(reader: RunReader, text: str, *, before: int | None = None, since: int | None = None) -> Iterator[Match]:
     """Where a text occurs in the prompts and completions of a run, newest step first, ignoring case.
 
     Steps are read one after another, so take as many results as are shown. ``before``, ``since``: only steps
