@@ -22,7 +22,8 @@ def runs(answers_run, tmp_path_factory):
     shutil.copytree(answers_run, folder / "answers")
     hostile = shutil.copytree(answers_run, folder / "hostile")
     table = read_rollouts(hostile, [6]).to_pydict()
-    table["completion"] = [HOSTILE, *["word " * 300 + str(number) for number in range(1, len(table["completion"]))]]
+    others = len(table["completion"]) - 1
+    table["completion"] = [HOSTILE, "😀 yes", *["word " * 300 + str(number) for number in range(1, others)]]
     RolloutWriter(hostile / "rollouts").write(6, table)
     many = shutil.copytree(answers_run, folder / "many")
     row = read_rollouts(many, [1]).to_pylist()[0]
@@ -155,7 +156,8 @@ def test_long_answers_are_folded(go):
     expect(folds).to_have_count(count - 1)
     assert len(page.inner_text(".tree")) > before + 500
     page = go("hostile/groups?step=6", "section.group")
-    card = page.locator("article.answer").nth(1)
+    assert page.locator("article.answer .sample-text").nth(1).inner_text() == "😀 yes"
+    card = page.locator("article.answer").nth(2)
     assert "more characters" in card.inner_text()
     card.locator(".fold").click()
     expect(card).to_contain_text("word 1")

@@ -27,7 +27,7 @@
   // The text of a branch: the chosen token, then what its answers still share, with the middle folded.
   function branchText(node, parent, compact) {
     const text = node.text;
-    const choice = parent ? text.slice(0, node.choice) : "";
+    const choice = parent ? node.choice : "";
     const rest = text.slice(choice.length);
     const parts = [];
     if (parent) parts.push(el("b", { class: "token-choice", title: "where the answers part" }, visible(choice)));
@@ -38,7 +38,7 @@
   }
 
   function leafText(node, parent) {
-    const choice = parent ? node.text.slice(0, node.choice) : "";
+    const choice = parent ? node.choice : "";
     const rest = node.text.slice(choice.length);
     const parts = [];
     if (parent && !node.ends) parts.push(el("b", { class: "token-choice" }, visible(choice)));
