@@ -22,7 +22,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).parents[1]
-WAIT = 20_000  # milliseconds for a view to appear
+WAIT = 120_000  # milliseconds for a view to appear
 SETTLE = 700  # milliseconds for its charts
 
 # Name, address, theme, and what has to be there before the picture is taken.
@@ -33,8 +33,8 @@ PICTURES = [
     ("view-compare-dark", "#/compare?runs={run},{other}", "dark", ".chart[data-drawn]"),
     ("view-questions", "#/run/{run}/questions?part=held_out", "light", ".chart[data-drawn]"),
     ("view-groups", "#/run/{answers}/groups?step=1", "light", "section.group"),
-    ("view-group", "#/run/{answers}/group?step=1&prompt=0", "light", ".tree .leaf"),
-    ("view-tokens-dark", "#/run/{answers}/tokens?step=1&mode=entropy", "dark", ".chart[data-drawn]"),
+    ("view-group", "#/run/{answers}/group?step=1&prompt=2", "light", ".tree .leaf"),
+    ("view-tokens-dark", "#/run/{answers}/tokens?step=1&prompt=2&sample=4&mode=entropy", "dark", ".chart[data-drawn]"),
     ("view-clusters-dark", "#/run/{clusters}/clusters?step=1", "dark", ".map[data-drawn]"),
     ("view-time", "#/run/{run}/time", "light", ".chart[data-drawn]"),
     ("view-settings-dark", "#/run/{run}/settings", "dark", "tbody tr"),

@@ -3,7 +3,7 @@
 A view is a file in views/ that calls
   gw.views.add({name: "curves", title: "Curves", order: 20, applies: run => true, render(element, run, params) {…}})
 `render` fills the element and returns (or promises) {update(run), navigate(params), dispose()}, each optional:
-`update` is called when a live run has changed, `navigate` when the hash has other parameters (without it the view is
+`badge(run)`, optional, promises an element for the view's tab. `update` is called when a live run has changed, `navigate` when the hash has other parameters (without it the view is
 rendered again), `dispose` before the element is emptied. Views of a run have the route #/run/ID/NAME?step=3; with
 `top: true` a view has the route #/NAME and gets null for the run. Data goes into elements as text, never as HTML. */
 "use strict";
@@ -338,6 +338,7 @@ window.gw = {};
       const handle = await view.render(element, run, route.params);
       if (mine !== turn) return handle && handle.dispose && handle.dispose();
       shown.handle = handle || {};
+      showBadges(run);
     }
 
     async function poll(mine) {
@@ -366,6 +367,7 @@ window.gw = {};
       showHeader(run, shown.view);
       showTabs(run, shown.view);
       if (shown.handle && shown.handle.update) await shown.handle.update(run);
+      showBadges(run);
     }
 
     function showHeader(run, view) {
@@ -414,6 +416,18 @@ window.gw = {};
         mark(link, view === current);
         return link;
       }));
+    }
+
+    /** After the view, which should not wait for them. */
+    async function showBadges(run) {
+      const tabs = part("tabs");
+      for (const view of gw.views.of(run).filter(one => one.badge)) {
+        const badge = await view.badge(run).catch(() => null);
+        const link = tabs.querySelector(`[data-view="${view.name}"]`);
+        if (!link || tabs.dataset.run !== run.id) return;
+        for (const old of link.querySelectorAll(".badge")) old.remove();
+        if (badge) link.append(badge);
+      }
     }
 
     function mark(link, isCurrent) {
