@@ -58,7 +58,7 @@ def test_columns_and_types(folder, writer):
     path = folder / "step-000012.parquet"
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     written = pa.parquet.read_table(path)
-    names = [name for name in COLUMNS if name != "reward/"]
+    names = [name for name in COLUMNS if name not in ("reward/", "grade/")]
     names[names.index("advantage") : names.index("advantage")] = ["reward/form", "reward/right"]
     assert written.column_names == [*names, "judge"]
     types = {field.name: str(field.type) for field in written.schema}
