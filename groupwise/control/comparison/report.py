@@ -88,7 +88,7 @@ def _observations(groups: RunsByEnvironment) -> list[str]:
             if spreads and sum(spreads) / len(spreads) > MANY_ZERO_SPREAD:
                 share = sum(spreads) / len(spreads)
                 notes.append(
-                    f"{name}: in {percent(share)} of the groups all returns are equal, so they have no learning signal. "
+                    f"{name}: in {percent(share)} of the groups all returns are equal: no learning signal. "
                     "Use a larger group_size."
                 )
             fallen = [run for run in runs if _has_fallen(run)]
