@@ -71,14 +71,16 @@ class Answers:
         return True
 
     def _pack(self, value: Any) -> str:
-        if isinstance(value, Mapping):
-            text = f"{{{','.join(f'{encode(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
-        elif isinstance(value, (list, tuple)):
-            text = f"[{','.join(map(self._pack, value))}]"
-        elif isinstance(value, str):
+        if isinstance(value, str):
             return encode(value)
+        if isinstance(value, float):
+            return f"{value:.{SIGNIFICANT}g}"
+        if isinstance(value, list):
+            text = f"[{','.join(map(self._pack, value))}]"
+        elif isinstance(value, Mapping):
+            text = f"{{{','.join(f'{encode(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
         else:
-            return f"{value:.{SIGNIFICANT}g}" if isinstance(value, float) else json.dumps(value)
+            return json.dumps(value)
         if len(text) < SHARED_FROM:
             return text
         place = self._places.setdefault(text, len(self.shared))
