@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.common import Commands, add, console
+from groupwise.errors import CheckpointError, RunDirError
+from groupwise.paths import show_path
 from groupwise.terminal import write_text
 from groupwise.text import excerpt, plural, shown
 
@@ -42,6 +44,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from groupwise.analysis.run_reader import RunReader, find_runs
 
     reader = RunReader(arguments.folder or find_runs()[0])
+    if not reader.recipe and not reader.problems:
+        raise RunDirError(
+            f"{show_path(reader.path)} has no recipe.json, so there is nothing to check: it is not a run of `groupwise "
+            "train`, or has not started yet"
+        )
     findings = diagnose(reader)
     if arguments.json:
         write_text(json.dumps(_as_json(reader, findings), indent=2) + "\n")
@@ -105,16 +112,18 @@ def _value(value: float | str) -> str:
 
 
 def _example(reader: RunReader, step: int, prompt_number: int, sample: int) -> str:
-    from groupwise.errors import CheckpointError
-
     place = f"step {step}, prompt {prompt_number}, sample {sample}"
     try:
         rows = reader.rollouts(step)
     except CheckpointError:  # deleted meanwhile
         return place
     row = next((r for r in rows if (r["prompt_number"], r["sample"]) == (prompt_number, sample)), {})
-    prompt, completion = str(row.get("prompt") or ""), row.get("completion")
-    return f"{place}: …{shown(prompt[-PROMPT_LENGTH:])} → {excerpt(completion, COMPLETION_LENGTH)}"
+    prompt, reward = str(row.get("prompt") or ""), row.get("reward")
+    start = "…" if len(prompt) > PROMPT_LENGTH else ""
+    score = "" if reward is None else f" (reward {reward:.3g})"
+    return (
+        f"{place}: {start}{shown(prompt[-PROMPT_LENGTH:])} → {excerpt(row.get('completion'), COMPLETION_LENGTH)}{score}"
+    )
 
 
 def _conclusion(reader: RunReader, findings: list[Finding]) -> list[str]:

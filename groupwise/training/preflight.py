@@ -13,6 +13,7 @@ from pydantic import BaseModel
 
 from groupwise.config import Recipe, setting_names
 from groupwise.data import Prompt, decode_completions, reward_inputs
+from groupwise.distributed.ranks import Ranks
 from groupwise.generate import Rollout, Sampling
 from groupwise.generate.registry import make_generator
 from groupwise.model.cache import bytes_per_token
@@ -185,6 +186,11 @@ def training_memory(components: RunComponents) -> dict[str, int]:
         f"activations of {budget:,} tokens": budget
         * activation_bytes(handle, checkpointing=recipe.model.gradient_checkpointing),
     }
+
+
+def estimate_memory(components: RunComponents, ranks: Ranks) -> int:
+    """The bytes of `training_memory` in all; 0, not known, if several ranks divide the weights."""
+    return sum(training_memory(components).values()) if ranks.size == 1 else 0
 
 
 def _trained_weights(components: RunComponents) -> int:

@@ -54,7 +54,7 @@ from groupwise.training.monitor.timer import StepTimer
 from groupwise.training.monitor.token_details import TokenDetails
 from groupwise.training.monitor.weight_sample import WeightSample
 from groupwise.training.preference.dataset_pairs import PairSampler, load_reference_logps
-from groupwise.training.preflight import training_memory
+from groupwise.training.preflight import estimate_memory
 from groupwise.training.ranks import FOLDER, AgreedStop, checkpoint_named, restarted_folder, start_ranks
 from groupwise.training.results import RunResult, StepReport
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -225,8 +225,7 @@ class Trainer:
             self.ranks,
             self.collector if isinstance(self.collector, AsyncCollector) else None,
         )
-        shared = self.ranks.size > 1  # then each rank has a part of it
-        self.timer = StepTimer(handle.device, 0 if shared else sum(training_memory(components).values()))
+        self.timer = StepTimer(handle.device, estimate_memory(components, self.ranks))
         self.recorder: Recorder | None = None
         self._started = False
         self.stopping = StopRequest()
@@ -353,8 +352,8 @@ class Trainer:
             exit_status=self.stopping.exit_status,
         )
         self.ranks.on_main("finishing the run", lambda: self._publish(model))
-        shown: dict[str, Any] = {"picture": picture, "warned": self.health_checks.warned}
-        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **shown))
+        notes: dict[str, Any] = {"picture": picture, "warned": self.health_checks.warned}
+        self.display.finish(run_summary(self.components, state, result, self.question_log, self.total_steps, **notes))
         self._call("on_end", result)
         return result
 
@@ -408,8 +407,9 @@ class Trainer:
         self.question_log.observe(batch, group_advantages)
         for replaced in rollout.left_out:
             self.question_log.observe(replaced, self.compute_advantages(replaced, step_recipe))
-        rewards = dict(zip(self.collector.names, self.collector.weights, strict=True))
-        metrics = step_metrics(rollout, group_advantages, rewards, minibatches, updates, step_recipe)
+        metrics = step_metrics(
+            rollout, group_advantages, self.collector.reward_weights, minibatches, updates, step_recipe
+        )
         epoch = self.order.epoch if self.components.samples else self.pairs.epoch
         metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
         timing = self.ranks.from_main({**self.weight_sample.changed_since(weights), **self.timer.take()})  # for rules

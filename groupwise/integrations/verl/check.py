@@ -23,7 +23,7 @@ GROUP, PLUGIN = "verl.plugins", "groupwise.integrations.verl.plugin"
 
 
 @dataclass(frozen=True)
-class Finding:
+class InstallationCheck:
     """The result of one check, with a remedy if it failed."""
 
     good: bool
@@ -34,26 +34,26 @@ class Finding:
         return f"good: {self.sentence}" if self.good else f"BAD:  {self.sentence}. What to do: {self.remedy}."
 
 
-def check_installation(embedder: str | None = None) -> list[Finding]:
+def check_installation(embedder: str | None = None) -> list[InstallationCheck]:
     """Check verl, the plugin and the embedder (by default that of the grouping section)."""
     return [*_check_verl(), _check_embedder(GroupingSection().embedder if embedder is None else embedder)]
 
 
-def _check_verl() -> Iterator[Finding]:
+def _check_verl() -> Iterator[InstallationCheck]:
     """The findings, up to the first failure that makes later checks impossible."""
     try:
         version = metadata.version("verl")
     except metadata.PackageNotFoundError:
         remedy = "create a separate environment for verl and run there: pip install 'groupwise[verl]'"
-        yield Finding(False, "verl is not installed", remedy)
+        yield InstallationCheck(False, "verl is not installed", remedy)
         return
     untested = "" if version == TESTED_VERSION else f"; only {TESTED_VERSION} is tested"
-    yield Finding(True, f"verl {version} is installed{untested}")
+    yield InstallationCheck(True, f"verl {version} is installed{untested}")
     yield _check_entry_point()
     try:
         importlib.import_module("verl.trainer.ppo.v1")
     except Exception as error:
-        yield Finding(
+        yield InstallationCheck(
             False,
             f"verl's trainer cannot be imported ({type(error).__name__}: {first_line(error)})",
             f"pip install 'verl[verl-core]=={TESTED_VERSION}'; the extra installs the packages that the trainer needs",
@@ -66,12 +66,12 @@ def _check_verl() -> Iterator[Finding]:
         yield _check_advantages()
 
 
-def _check_entry_point() -> Finding:
+def _check_entry_point() -> InstallationCheck:
     if PLUGIN in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
-        return Finding(True, "VERL_USE_EXTERNAL_MODULES makes verl load the plugin")
+        return InstallationCheck(True, "VERL_USE_EXTERNAL_MODULES makes verl load the plugin")
     names = [entry.name for entry in metadata.entry_points(group=GROUP) if entry.value == PLUGIN]
     if not names:
-        return Finding(
+        return InstallationCheck(
             False,
             f"verl finds no entry point {GROUP} of groupwise",
             "install groupwise with pip (a folder on PYTHONPATH has no entry points), or set "
@@ -79,15 +79,15 @@ def _check_entry_point() -> Finding:
         )
     enabled = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if enabled != "auto" and not {part.strip() for part in enabled.split(",")} & set(names):
-        return Finding(
+        return InstallationCheck(
             False,
             f"VERL_USE_EXTERNAL_PLUGINS is {enabled!r}, which keeps verl from loading the plugin {names[0]}",
             f"unset it, or add {names[0]} to it",
         )
-    return Finding(True, f"verl sees the entry point {GROUP} of groupwise, called {names[0]}")
+    return InstallationCheck(True, f"verl sees the entry point {GROUP} of groupwise, called {names[0]}")
 
 
-def _check_extensions() -> Iterator[Finding]:
+def _check_extensions() -> Iterator[InstallationCheck]:
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.v1 import PPOTrainer
@@ -95,14 +95,16 @@ def _check_extensions() -> Iterator[Finding]:
 
     remedy = "see the other findings, and the warning that is logged when verl's trainer is imported"
     present = ESTIMATOR in ADV_ESTIMATOR_REGISTRY
-    yield Finding(present, f"the estimator {ESTIMATOR} is {'' if present else 'not '}registered in verl", remedy)
+    yield InstallationCheck(
+        present, f"the estimator {ESTIMATOR} is {'' if present else 'not '}registered in verl", remedy
+    )
     created = all(trainer.__new__ is not object.__new__ for trainer in (PPOTrainer, RayPPOTrainer))
     extended = created and hasattr(validate_config, "__wrapped__")
     sentence = f"the estimator {'selects' if extended else 'does not select'} trainers with similarity groups"
-    yield Finding(extended, sentence, remedy)
+    yield InstallationCheck(extended, sentence, remedy)
 
 
-def _check_signatures() -> Finding:
+def _check_signatures() -> InstallationCheck:
     """The functions and classes of verl that are used accept the arguments they get."""
     import transfer_queue
     from verl.single_controller.ray import ResourcePoolManager
@@ -132,15 +134,17 @@ def _check_signatures() -> Finding:
         except TypeError as error:
             changed.append(f"{function.__qualname__} ({error})")
     if changed:
-        return Finding(
+        return InstallationCheck(
             False,
             f"this version of verl differs: {', '.join(changed)}",
             f"use verl {TESTED_VERSION}, or adapt groupwise/integrations/verl",
         )
-    return Finding(True, f"the {len(expected)} functions and classes of verl that are used accept their arguments")
+    return InstallationCheck(
+        True, f"the {len(expected)} functions and classes of verl that are used accept their arguments"
+    )
 
 
-def _check_advantages() -> Finding:
+def _check_advantages() -> InstallationCheck:
     """Two answers in one group, and one alone in another, whose advantage is 0."""
     import numpy
     import torch
@@ -156,21 +160,25 @@ def _check_advantages() -> Finding:
     try:
         advantages = compute_advantage(data, adv_estimator=ESTIMATOR, config={}).batch["advantages"][:, 0].tolist()
     except Exception as error:
-        return Finding(False, f"verl cannot use the estimator ({type(error).__name__}: {first_line(error)})", remedy)
+        return InstallationCheck(
+            False, f"verl cannot use the estimator ({type(error).__name__}: {first_line(error)})", remedy
+        )
     rounded = [round(value, 3) for value in advantages]
     good = rounded == [0.707, -0.707, 0.0]
-    return Finding(good, f"rewards 1, 0 and 9, the last alone in its group, become {rounded} through verl", remedy)
+    return InstallationCheck(
+        good, f"rewards 1, 0 and 9, the last alone in its group, become {rounded} through verl", remedy
+    )
 
 
-def _check_embedder(name: str) -> Finding:
+def _check_embedder(name: str) -> InstallationCheck:
     from groupwise.grouping.embed import load_embedder
 
     try:
         vectors = load_embedder(name, device="cpu").encode(["a text", "another text"])
     except GroupwiseError as error:
-        return Finding(
+        return InstallationCheck(
             False,
             f"the embedder {name} is not available: {str(error).rstrip('.')}",
             "in verl, grouping.embedder is +algorithm.similarity.embedder=NAME; check again with --embedder NAME",
         )
-    return Finding(True, f"the embedder {name} returns vectors of {vectors.shape[1]} numbers")
+    return InstallationCheck(True, f"the embedder {name} returns vectors of {vectors.shape[1]} numbers")

@@ -106,6 +106,10 @@ class RolloutCollector:
         return [function.weight for function in self._functions] + ([1.0] if self.overlong else [])
 
     @property
+    def reward_weights(self) -> dict[str, float]:
+        return dict(zip(self.names, self.weights, strict=True))
+
+    @property
     def _functions(self) -> tuple[RewardFunction, ...]:
         return () if self.scorer is None else self.scorer.functions
 
