@@ -76,8 +76,8 @@ APPLICATIONS = {"usmle", "control"}
 # Packages that only some users have, or that take seconds to load: imported inside the functions that use them.
 ONLY_INSIDE_FUNCTIONS = {
     "PIL", "datasets", "gymnasium", "imageio", "math_verify", "matplotlib", "openai", "peft", "ray",
-    "sentence_transformers", "sklearn", "stable_baselines3", "starlette", "tensorboardX", "trl", "uvicorn", "verl", "vllm",
-    "wandb",
+    "sentence_transformers", "sklearn", "stable_baselines3", "starlette", "tensorboardX", "trl", "uvicorn", "verl",
+    "vllm", "wandb",
 }  # fmt: skip
 
 
@@ -298,6 +298,13 @@ def test_a_recipe_is_read_and_a_display_is_made_without_torch():
     read += "for name in a.ALGORITHMS: c.make_recipe({'algorithm': name})\n"
     read += "from groupwise.training.display import make_display; make_display()"
     assert not loaded_by(read) & (HEAVY | {"torch"})
+
+
+def test_a_page_is_shown_without_torch():
+    """So that `groupwise view` opens at once; pyarrow is loaded with the first rollouts."""
+    assert not loaded_by("from groupwise.viewer.api import Api; from groupwise.viewer.server import make_app") & (
+        HEAVY | {"torch", "numpy"}
+    )
 
 
 def test_importing_the_core_loads_torch_alone():

@@ -2,8 +2,11 @@
 
 python tools/screenshots.py RUN OTHER_RUN                   # all pictures, into docs/pictures
 python tools/screenshots.py RUN OTHER_RUN --only time --out /tmp
+python tools/screenshots.py RUN OTHER_RUN --answers RUN --clusters RUN
 
-RUN should be a finished run of the quiz, OTHER_RUN one to compare it with. A picture is a PNG of 1280 × 800.
+RUN should be a finished run of the quiz, OTHER_RUN one to compare it with. Pictures of samples are taken of a run with
+longer answers (--answers, with tokens of every step) and of one with similarity groups (--clusters), if they are given.
+A picture is a PNG of 1280 × 800.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ ROOT = Path(__file__).parents[1]
 WAIT = 20_000  # milliseconds for a view to appear
 SETTLE = 700  # milliseconds for its charts
 
-# Name, address (of {run} and {other}), theme, and what has to be there before the picture is taken.
+# Name, address, theme, and what has to be there before the picture is taken.
 PICTURES = [
     ("view-runs", "#/", "light", "tbody tr"),
     ("view-curves", "#/run/{run}/curves", "light", ".chart[data-drawn]"),
     ("view-curves-dark", "#/run/{run}/curves", "dark", ".chart[data-drawn]"),
     ("view-compare-dark", "#/compare?runs={run},{other}", "dark", ".chart[data-drawn]"),
+    ("view-questions", "#/run/{run}/questions?part=held_out", "light", ".chart[data-drawn]"),
+    ("view-groups", "#/run/{answers}/groups?step=1", "light", "section.group"),
+    ("view-group", "#/run/{answers}/group?step=1&prompt=0", "light", ".tree .leaf"),
+    ("view-tokens-dark", "#/run/{answers}/tokens?step=1&mode=entropy", "dark", ".chart[data-drawn]"),
+    ("view-clusters-dark", "#/run/{clusters}/clusters?step=1", "dark", ".map[data-drawn]"),
     ("view-time", "#/run/{run}/time", "light", ".chart[data-drawn]"),
     ("view-settings-dark", "#/run/{run}/settings", "dark", "tbody tr"),
 ]
@@ -51,8 +59,12 @@ def main() -> None:
     parser.add_argument("other", type=Path)
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "pictures")
     parser.add_argument("--only", default="", help="only pictures whose name contains this")
+    parser.add_argument("--answers", type=Path, help="a run with longer answers")
+    parser.add_argument("--clusters", type=Path, help="a run with similarity groups")
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "groupwise", "view", arguments.run, arguments.other, "--no-open", "--port", "0"]
+    runs = {name: getattr(arguments, name) for name in ("run", "other", "answers", "clusters")}
+    names = {name: path.resolve().name for name, path in runs.items() if path is not None}
+    command = [sys.executable, "-m", "groupwise", "view", *filter(None, runs.values()), "--no-open", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
         try:
@@ -60,12 +72,11 @@ def main() -> None:
             address = re.search(r"http://\S+", line)
             if address is None:
                 sys.exit(f"`groupwise view` did not start: {line}")
-            names = {"run": arguments.run.resolve().name, "other": arguments.other.resolve().name}
             chromium = os.environ.get("GROUPWISE_CHROMIUM") or shutil.which("chromium")
             with sync_playwright() as driver:
                 browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
                 for name, place, theme, ready in PICTURES:
-                    if arguments.only in name:
+                    if arguments.only in name and all(run in names for run in re.findall(r"{(\w+)}", place)):
                         take(browser, address[0] + place.format(**names), theme, ready, arguments.out / f"{name}.png")
                 browser.close()
         finally:

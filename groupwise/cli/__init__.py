@@ -69,6 +69,7 @@ EXAMPLES = (
     "groupwise train quiz                    a tiny model learns a quiz, on a CPU",
     "groupwise init my-run                   a recipe, a reward and rows to start from",
     "groupwise train my-run/recipe.toml      train on them",
+    "groupwise view                          all runs in a browser, also while they train",
     "groupwise sample smollm2-135m 'Hello'   completions of a model",
 )
 
@@ -80,6 +81,7 @@ ENDED = "code that is not groupwise's ended the command before it was finished"
 # What other tools call some commands.
 OTHER_NAMES = {
     "ask": "usmle ask",
+    "dashboard": "view",
     "download": "models fetch",
     "evaluate": "eval",
     "generate": "sample",

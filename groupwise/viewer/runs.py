@@ -82,7 +82,9 @@ class ServedRuns:
             return [self._runs[self._ids[path]] for path in found if self._ids.get(path) in self._runs]
 
     def get(self, identifier: str) -> ServedRun:
-        run = self._runs.get(identifier) or next((run for run in self.scan() if run.id == identifier), None)
+        run = self._runs.get(identifier)
+        if run is None or not run.reader.path.is_dir():  # a new one, or one that was deleted
+            run = next((run for run in self.scan() if run.id == identifier), None)
         if run is None:
             raise NotServedError(f"there is no run {excerpt(identifier)} here; it may have been moved or deleted")
         return run

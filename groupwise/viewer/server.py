@@ -15,7 +15,7 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
 from http.cookies import CookieError, SimpleCookie
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import parse_qsl
 
 from groupwise.errors import ConfigError, GroupwiseError, InputError, check_installed
@@ -23,10 +23,6 @@ from groupwise.rundir import json_bytes
 from groupwise.text import error_reason
 from groupwise.viewer import page
 from groupwise.viewer.api import Api
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -104,10 +100,10 @@ def make_app(api: Api, *, host: str = "127.0.0.1", port: int = PORT, token: str 
     files = {name: page.STATIC / name for name in [*page.scripts(), *page.styles(), "icon.svg"]}
     tags = {name: f'"{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"' for name, path in files.items()}
 
-    async def show_page(_: Request) -> Response:
+    async def show_page(_: Any) -> Any:
         return Response(page.index(), media_type="text/html")
 
-    async def show_file(request: Request) -> Response:
+    async def show_file(request: Any) -> Any:
         name = request.path_params["name"]
         if name not in files:
             return Response("there is no such file", 404, media_type="text/plain")
@@ -116,14 +112,14 @@ def make_app(api: Api, *, host: str = "127.0.0.1", port: int = PORT, token: str 
         kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
         return Response(files[name].read_bytes(), headers={"etag": tags[name]}, media_type=kind)
 
-    async def answer(request: Request) -> Response:
+    async def answer(request: Any) -> Any:
         return await run_in_threadpool(_answer, api, request.path_params["path"], dict(request.query_params))
 
     routes = [Route("/", show_page), Route("/static/{name:path}", show_file), Route("/api/{path:path}", answer)]
     return _guarded(Starlette(routes=routes), host=host, cookie=f"groupwise-{port}", token=token)
 
 
-def _answer(api: Api, path: str, query: dict[str, str]) -> Response:
+def _answer(api: Api, path: str, query: dict[str, str]) -> Any:
     from starlette.responses import Response
 
     status = 200

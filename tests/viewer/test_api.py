@@ -90,6 +90,8 @@ def test_new_runs_appear_and_deleted_ones_go(tmp_path):
     make_run(tmp_path / "c", ROWS)
     assert api.get("run/c/state")["step"] == 3  # a link to a new run needs no list first
     shutil.rmtree(tmp_path / "a")
+    with pytest.raises(NotServedError, match="no run 'a'"):
+        api.get("run/a/state")
     assert {run["id"] for run in api.get("runs")["runs"]} == {"b", "c"}
     for name in ("b", "c"):
         shutil.rmtree(tmp_path / name)

@@ -31,7 +31,7 @@ OPTIONS = """metric => {
 
 @pytest.fixture(scope="module")
 def runs(quiz_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two finished runs, of which one has another setting, a name with markup and phases."""
+    """Two finished runs, of which one has another setting, a name with markup, phases, and cut-off completions."""
     folder = tmp_path_factory.mktemp("page")
     shutil.copytree(quiz_run, folder / "quiz")
     other = folder / SCRIPT
@@ -41,6 +41,10 @@ def runs(quiz_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe["task"] = "<img src=x onerror='window.hacked = 2'>"
     recipe["phases"] = [{"name": "<b>hot</b>", "steps": 4, "temperature": 1.2}, {"name": "late", "temperature": 0.9}]
     (other / "recipe.json").write_text(json.dumps(recipe))
+    lines = (other / "metrics.jsonl").read_text().splitlines()
+    cut = [json.loads(line) for line in lines]
+    cut = [{**row, "completions/clipped_ratio": 1.0} if "reward" in row else row for row in cut]
+    (other / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in cut))
     return folder
 
 
@@ -190,8 +194,17 @@ def test_settings_time_and_findings(page, address):
     text = page.locator("main").inner_text()
     assert "in 12 steps" in text
     assert "sampling completions" in text
+
+
+def test_findings_lead_to_their_examples(page, address):
+    page.goto(f"{address}#/run/{other_id(page, address)}/settings")
+    page.wait_for_selector("nav a .badge")  # their number is on the tab
     page.get_by_role("link", name="Findings").click()
-    page.wait_for_selector(".view-findings .box, .view-findings .finding")
+    page.wait_for_selector(".finding")
+    finding = page.locator(".finding[data-finding=truncated]")
+    assert "sampling.max_new_tokens = 1" in finding.inner_text()
+    finding.get_by_role("link").first.click()
+    assert re.search(r"/group\?step=\d+&prompt=\d+&sample=\d+", page.url)
 
 
 def test_a_wrong_address_says_so(page, address):

@@ -3,7 +3,7 @@
 A view is a file in views/ that calls
   gw.views.add({name: "curves", title: "Curves", order: 20, applies: run => true, render(element, run, params) {…}})
 `render` fills the element and returns (or promises) {update(run), navigate(params), dispose()}, each optional:
-`update` is called when a live run has changed, `navigate` when the hash has other parameters (without it the view is
+`badge(run)`, optional, promises an element for the view's tab. `update` is called when a live run has changed, `navigate` when the hash has other parameters (without it the view is
 rendered again), `dispose` before the element is emptied. Views of a run have the route #/run/ID/NAME?step=3; with
 `top: true` a view has the route #/NAME and gets null for the run. Data goes into elements as text, never as HTML. */
 "use strict";
@@ -405,7 +405,7 @@ window.gw = {};
       const names = gw.views.of(run).map(view => view.name);
       if (tabs.dataset.run === run.id && tabs.dataset.names === names.join() && tabs.childElementCount) {
         for (const link of tabs.children) mark(link, link.dataset.view === current.name);
-        return;
+        return showBadges(run, tabs);
       }
       tabs.dataset.run = run.id;
       tabs.dataset.names = names.join();
@@ -414,6 +414,17 @@ window.gw = {};
         mark(link, view === current);
         return link;
       }));
+      showBadges(run, tabs);
+    }
+
+    async function showBadges(run, tabs) {
+      for (const view of gw.views.of(run).filter(one => one.badge)) {
+        const badge = await view.badge(run).catch(() => null);
+        const link = tabs.querySelector(`[data-view="${view.name}"]`);
+        if (!link || tabs.dataset.run !== run.id) return;
+        for (const old of link.querySelectorAll(".badge")) old.remove();
+        if (badge) link.append(badge);
+      }
     }
 
     function mark(link, isCurrent) {

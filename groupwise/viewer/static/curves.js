@@ -147,8 +147,8 @@
     showControls();
 
     function legend() {
-      return gw.el("span", {class: "legend"}, runs.map((run, index) => gw.el("a", {class: "legend-entry", href: gw.link(run.id, "curves")},
-        gw.el("i", {class: `swatch series-${index % 8 + 1}`}), run.name)));
+      return gw.el("span", {class: "run-legend"}, runs.map((run, index) => gw.el("a", {class: "run-legend-entry", href: gw.link(run.id, "curves")},
+        gw.el("i", {class: `run-dot series-${index % 8 + 1}`}), run.name)));
     }
 
     // -- charts

@@ -47,7 +47,13 @@
 
   // A text whose middle is left out until the button is pressed. `load` fetches the full text if it was not sent.
   function fold(text, options = {}) {
-    const { head = 280, tail = 120, length = text.length, load = null, brief = false } = options;
+    const { length = text.length, load = null, brief = false, lines = 24 } = options;
+    let { head = 280, tail = 120 } = options;
+    const ends = [...text.matchAll(/\n/g)].map((match) => match.index);
+    if (ends.length > lines) { // short lines fill the page as well
+      head = Math.min(head, ends[Math.ceil(lines / 2)]);
+      tail = Math.min(tail, text.length - ends[ends.length - Math.floor(lines / 4)]);
+    }
     const box = el("div", { class: "sample-text", dir: "auto" });
     const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, "(empty)"));
     if (length <= head + tail + (brief ? 8 : 60) && length === text.length) {

@@ -15,7 +15,7 @@ import pytest
 from groupwise.control.descriptions import EVALUATION_METRICS, UPDATE_METRICS
 from groupwise.rundir import read_metrics
 from groupwise.training.monitor.checks import CHECKS, EVALUATION_CHECKS
-from groupwise.training.monitor.descriptions import SECTIONS, aliases, describe_metric, matches
+from groupwise.training.monitor.descriptions import SECTIONS, TERM_WEIGHTS, aliases, describe_metric, matches
 from groupwise.training.trainer import Trainer
 from groupwise.training.update.objective import TERMS
 from groupwise.usmle.health_checks import HEALTH_CHECKS
@@ -192,3 +192,7 @@ def test_every_metric_of_a_control_run_is_described(algorithm, tmp_path):
     assert UPDATE_METRICS.keys() - names == others
     header = (tmp_path / "progress.csv").read_text().splitlines()[0].split(",")
     assert set(header) == EVALUATION_METRICS.keys() | (names - {"step"})
+
+
+def test_the_terms_are_those_of_the_objective():
+    assert {name: term.weight for name, term in TERMS.items()} == TERM_WEIGHTS

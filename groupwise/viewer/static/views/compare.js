@@ -25,7 +25,7 @@ gw.views.add({
         return gw.el("section", {class: "card compared", dataset: {table: name}}, gw.el("h2", {}, title), gw.table([
           {title: "", value: row => gw.el("code", {}, row.name)},
           ...answer.runs.map((run, index) => ({
-            title: gw.el("span", {class: "run-head"}, gw.el("i", {class: `swatch series-${index % 8 + 1}`}), gw.el("a", {href: gw.link(run.id, "settings")}, run.name)),
+            title: gw.el("span", {class: "run-head"}, gw.el("i", {class: `run-dot series-${index % 8 + 1}`}), gw.el("a", {href: gw.link(run.id, "settings")}, run.name)),
             value: row => gw.el("code", {class: row.values[index] === null ? "quiet" : null}, gw.format.setting(row.values[index])),
           })),
         ], shown, {label: title, rowClass: row => row.differs && !only.checked ? "differs" : null}));

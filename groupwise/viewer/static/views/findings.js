@@ -21,6 +21,10 @@
 
   gw.views.add({
     name: "findings", title: "Findings", order: 30,
+    async badge(run) {
+      const {findings} = await gw.source.get(`run/${run.id}/findings`);
+      return findings.length ? gw.badge(String(findings.length), findings.some(one => one.severity === "error") ? "error" : "warning") : null;
+    },
     async render(element, run) {
       async function draw(shown) {
         const {findings} = await gw.source.get(`run/${shown.id}/findings`);

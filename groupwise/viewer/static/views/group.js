@@ -43,7 +43,7 @@
     const parts = [];
     if (parent && !node.ends) parts.push(el("b", { class: "token-choice" }, visible(choice)));
     if (parent && node.ends) parts.push(el("b", { class: "token-choice end", title: "the answer ends here" }, "ends"));
-    if (rest) parts.push(fold(rest, { head: 150, tail: 70 }));
+    if (rest) parts.push(fold(rest, { head: 150, tail: 70, lines: 8 }));
     if (!parent && !node.text) parts.push(el("span", { class: "quiet" }, "(empty)"));
     return parts;
   }

@@ -16,7 +16,9 @@
     name: "runs", title: "Runs", top: true,
     async render(element, _, params) {
       const chosen = new Set((params.chosen || "").split(",").filter(Boolean));
-      const counts = new Map(); // findings by run and version, asked for after the list is shown
+      const counts = new Map(); // findings by run and version, asked for one after the other once the list is shown
+      let queue = Promise.resolve();
+      let ended = false;
       let shown = null;
       let text = "";
 
@@ -51,7 +53,10 @@
       const findings = run => {
         const place = gw.el("a", {href: gw.link(run.id, "findings"), class: "quiet"}, "…");
         const key = `${run.id} ${run.version}`;
-        if (!counts.has(key)) counts.set(key, gw.source.get(`run/${run.id}/findings`).then(answer => answer.findings, () => null));
+        if (!counts.has(key)) {
+          queue = queue.then(() => ended ? null : gw.source.get(`run/${run.id}/findings`)).then(answer => answer && answer.findings, () => null);
+          counts.set(key, queue);
+        }
         counts.get(key).then(list => {
           if (list === null) place.textContent = "?";
           else if (!list.length) place.textContent = "none";
@@ -95,7 +100,10 @@
 
       await load();
       showCompare();
-      return {update: () => load().catch(() => document.body.classList.add("offline"))};
+      return {
+        update: () => load().then(() => document.body.classList.remove("offline"), () => document.body.classList.add("offline")),
+        dispose() { ended = true; },
+      };
     },
   });
 })(window.gw);

@@ -32,7 +32,7 @@
         gw.fill(totals,
           gw.el("div", {class: "facts-row"}, facts.map(([value, about]) => gw.el("div", {class: "fact"}, gw.el("b", {}, value), gw.el("span", {class: "quiet"}, about)))),
           gw.table([
-            {title: "stage", value: stage => [gw.el("i", {class: `swatch series-${answer.stages.indexOf(stage) % 8 + 1}`}), stage, gw.el("span", {class: "quiet"}, ` ${ABOUT[stage] || ""}`)]},
+            {title: "stage", value: stage => [gw.el("i", {class: `run-dot series-${answer.stages.indexOf(stage) % 8 + 1}`}), stage, gw.el("span", {class: "quiet"}, ` ${ABOUT[stage] || ""}`)]},
             {title: "in all", numeric: true, value: stage => gw.format.duration(answer.totals[stage])},
             {title: "a step", numeric: true, value: stage => gw.format.duration(answer.totals[stage] / answer.steps)},
             {title: "share", numeric: true, value: stage => gw.format.percent(answer.totals[stage] / answer.seconds)},

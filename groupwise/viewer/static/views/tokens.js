@@ -4,18 +4,19 @@
   const el = gw.el;
   const samples = gw.samples;
 
-  // `value` is what a token is coloured by; null where it was not recorded. A diverging scale has 0 in its middle.
+  // `value` is what a token is coloured by; null where it was not recorded. Colours are strongest at
+  // the largest value, or at `least`, so that rounding errors stay pale. A diverging scale has 0 in its middle.
   const MODES = [
     { name: "logp", title: "log-prob", hint: "log-probability under the policy before the update; a stronger colour is less likely",
-      value: (token) => token.logp, low: "likely", high: "unlikely", size: (value) => -value },
+      value: (token) => token.logp, low: "likely", high: "unlikely", least: 0.5 },
     { name: "ratio", title: "ratio to sampler", diverging: true,
       hint: "log of the policy's probability over the sampler's; 0 is equal, blue is more likely than when it was sampled",
-      value: (token) => difference(token.logp, token.sampler_logp), size: (value) => value },
+      value: (token) => difference(token.logp, token.sampler_logp), least: 0.05 },
     { name: "entropy", title: "entropy", hint: "entropy of the next-token distribution, in nats; a stronger colour is less certain",
-      value: (token) => token.entropy, low: "certain", high: "uncertain", size: (value) => value },
+      value: (token) => token.entropy, low: "certain", high: "uncertain", least: 0.1 },
     { name: "kl", title: "KL to reference",
       hint: "estimate of the KL to the reference at this token (k3): exp(d) − d − 1 with d = log-prob of the reference − of the policy",
-      value: (token) => kl(difference(token.ref_logp, token.logp)), low: "same", high: "far", size: (value) => value },
+      value: (token) => kl(difference(token.ref_logp, token.logp)), low: "same", high: "far", least: 0.001 },
   ];
 
   function difference(one, other) {
@@ -27,14 +28,14 @@
   }
 
   // The value at which colours are strongest: the 98th percentile, so that one extreme token does not pale the rest.
-  function range(values) {
+  function range(values, least) {
     const sizes = values.filter((value) => value !== null && Number.isFinite(value)).map(Math.abs).sort((a, b) => a - b);
-    return sizes.length ? Math.max(1e-6, sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))]) : 0;
+    return sizes.length ? Math.max(least, sizes[Math.min(sizes.length - 1, Math.floor(sizes.length * 0.98))]) : 0;
   }
 
   function colour(node, value, mode, largest) {
     node.classList.remove("tone-up", "tone-down", "tone-level");
-    const share = value === null || !largest ? 0 : Math.min(1, Math.abs(mode.size(value)) / largest);
+    const share = value === null || !largest ? 0 : Math.min(1, Math.abs(value) / largest);
     node.classList.add(mode.diverging ? (value > 0 ? "tone-up" : "tone-down") : "tone-level");
     node.style.setProperty("--tone", `${(75 * share).toFixed(1)}%`);
   }
@@ -54,7 +55,7 @@
 
       function details(tokens, index) {
         const token = tokens[index];
-        const rows = [["token", samples.visible(token.text)], ["id", String(token.id)],
+        const rows = [["token", token.text ? samples.visible(token.text) : "(no text)"], ["id", String(token.id)],
           ["position", `${index + 1} of ${tokens.length}`],
           ["log-prob", samples.number(token.logp, 4)], ["log-prob of the sampler", samples.number(token.sampler_logp, 4)],
           ["ratio to the sampler", ratio(token)], ["entropy", samples.number(token.entropy, 4)],
@@ -115,7 +116,7 @@
         const { answer, tokens, parts, key, place } = shown;
         const mode = MODES.find((one) => one.name === state.mode) || MODES[0];
         const values = tokens.map(mode.value);
-        const largest = range(values);
+        const largest = range(values, mode.least);
         parts.nodes.forEach((node, index) => colour(node, values[index], mode, largest));
         gw.fill(key, legend(mode, largest));
         for (const button of answer.querySelectorAll("[data-mode]")) {
