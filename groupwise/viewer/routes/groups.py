@@ -153,7 +153,7 @@ def group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]:
         "prompt_number": group.prompt_number,
         "row": group.row,
         "prompt": group.prompt[:sent],
-        "prompt_length": len(group.prompt),
+        "prompt_hidden": max(0, len(group.prompt) - sent) if sent else 0,
         "summary": summary,
         "samples": [sample_fields(row, group.samples, sent) for row in group.samples],
     }
@@ -162,7 +162,7 @@ def group_fields(group: PromptGroup, sent: int | None = None) -> dict[str, Any]:
 def _branch_fields(branch: Branch, choice: Callable[[Branch], str]) -> dict[str, Any]:
     return {
         "text": branch.text,
-        "choice": len(choice(branch)),
+        "choice": choice(branch),
         "ends": not branch.pieces,
         "samples": branch.samples,
         "advantage": branch.mean_advantage,

@@ -15,7 +15,10 @@ SHOWN = {*COLUMNS, "pair", "map_x", "map_y", "where", LABELS}  # columns that ha
 def sample_fields(
     row: Mapping[str, Any], siblings: Sequence[Mapping[str, Any]], sent: int | None = None
 ) -> dict[str, Any]:
-    """A row of a rollout file; ``sent`` is the number of characters of its text. ``siblings``: the prompt's rows."""
+    """A row of a rollout file; its text is cut after ``sent`` characters, and ``hidden`` are not sent.
+
+    ``siblings``: the prompt's rows.
+    """
     completion = row["completion"] or ""
     parts = {
         name: {column.removeprefix(name): value for column, value in row.items() if column.startswith(name)}
@@ -25,7 +28,7 @@ def sample_fields(
     return {
         "sample": row["sample"],
         "completion": completion[:sent],
-        "length": len(completion),
+        "hidden": max(0, len(completion) - sent) if sent else 0,
         "reward": row.get("reward"),
         "rewards": parts[REWARD],
         "grades": parts[GRADE],

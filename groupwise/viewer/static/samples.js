@@ -41,13 +41,14 @@
     return text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/^ | $/g, "␣") || "∅";
   }
 
-  function plural(count, word) {
-    return `${count.toLocaleString("en")} ${word}${count === 1 ? "" : "s"}`;
+  function plural(count, word, words = `${word}s`) {
+    return `${count.toLocaleString("en")} ${count === 1 ? word : words}`;
   }
 
-  // A text whose middle is left out until the button is pressed. `load` fetches the full text if it was not sent.
+  // A text whose middle is left out until the button is pressed. If `unsent` characters
+  // are missing, `load` fetches the full text.
   function fold(text, options = {}) {
-    const { length = text.length, load = null, brief = false, lines = 24 } = options;
+    const { unsent = 0, load = null, brief = false, lines = 24 } = options;
     let { head = 280, tail = 120 } = options;
     const ends = [...text.matchAll(/\n/g)].map((match) => match.index);
     if (ends.length > lines) { // short lines fill the page as well
@@ -56,12 +57,12 @@
     }
     const box = el("div", { class: "sample-text", dir: "auto" });
     const full = (content) => box.replaceChildren(content || el("span", { class: "quiet" }, "(empty)"));
-    if (length <= head + tail + (brief ? 8 : 60) && length === text.length) {
+    if (!unsent && text.length <= head + tail + (brief ? 8 : 60)) {
       full(text);
       return box;
     }
-    const cut = length > text.length ? [text, ""] : [text.slice(0, head), text.slice(text.length - tail)];
-    const hidden = length - cut[0].length - cut[1].length;
+    const cut = unsent ? [text, ""] : [text.slice(0, head), text.slice(text.length - tail)];
+    const hidden = unsent || text.length - head - tail;
     const words = plural(hidden, "more character");
     const more = el("button", { class: "fold", type: "button", title: `show ${words}` }, brief ? "…" : `… ${words} …`);
     more.addEventListener("click", async (event) => {

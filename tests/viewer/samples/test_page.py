@@ -22,8 +22,15 @@ def runs(answers_run, tmp_path_factory):
     shutil.copytree(answers_run, folder / "answers")
     hostile = shutil.copytree(answers_run, folder / "hostile")
     table = read_rollouts(hostile, [6]).to_pydict()
-    table["completion"] = [HOSTILE, *["word " * 300 + str(number) for number in range(1, len(table["completion"]))]]
+    others = len(table["completion"]) - 1
+    table["completion"] = [HOSTILE, "😀 yes", *["word " * 300 + str(number) for number in range(1, others)]]
     RolloutWriter(hostile / "rollouts").write(6, table)
+    many = shutil.copytree(answers_run, folder / "many")
+    row = read_rollouts(many, [1]).to_pylist()[0]
+    rows = [
+        {**row, "sample": number, "completion": f"So {number % 5} and {number} " + "on " * 200} for number in range(30)
+    ]
+    RolloutWriter(many / "rollouts").write(1, {name: [one[name] for one in rows] for name in row})
     return folder
 
 
@@ -123,9 +130,21 @@ def test_one_group_is_a_picture(go):
     assert page.locator(".verdict .why").count() == silent
     leaves.first.hover()
     assert page.locator(".tree > .dim").count() > 0
+    page = go("answers/group?step=1&prompt=0&sample=3", ".leaf.wanted")  # as a finding's example links to it
+    assert "3" in page.locator(".leaf.wanted").get_attribute("data-samples").split(",")
     page.get_by_label("next prompt").click()
     expect(page).to_have_url(re.compile("prompt=1"))
     page.wait_for_selector("body:not(:has(.waiting)) .tree .leaf")
+
+
+def test_many_answers_are_a_line_each_until_they_are_opened(go):
+    page = go("many/group?step=1&prompt=0", ".tree.compact .leaf")
+    leaf, text = page.locator(".leaf").first, page.locator(".leaf .node-text").first
+    low = text.bounding_box()["height"]
+    leaf.press("Enter")
+    assert leaf.get_attribute("aria-expanded") == "true"
+    assert text.bounding_box()["height"] > low
+    assert page.locator(".leaf").count() == 30
 
 
 def test_long_answers_are_folded(go):
@@ -137,7 +156,8 @@ def test_long_answers_are_folded(go):
     expect(folds).to_have_count(count - 1)
     assert len(page.inner_text(".tree")) > before + 500
     page = go("hostile/groups?step=6", "section.group")
-    card = page.locator("article.answer").nth(1)
+    assert page.locator("article.answer .sample-text").nth(1).inner_text() == "😀 yes"
+    card = page.locator("article.answer").nth(2)
     assert "more characters" in card.inner_text()
     card.locator(".fold").click()
     expect(card).to_contain_text("word 1")
@@ -149,7 +169,7 @@ def test_tokens_are_coloured_by_each_number(go):
     for mode in ("logp", "ratio", "entropy", "kl"):
         page.locator(f"button[data-mode={mode}]").click()
         seen[mode] = tuple(colours(page, ".tokens .token"))
-        assert page.locator(".legend .scale").is_visible()
+        assert page.locator(".scale-legend .scale").is_visible()
     assert len(set(seen.values())) == 4
     assert len(set(seen["logp"])) > 1  # by its number, not all the same
     page.wait_for_selector(".chart[data-drawn=true] canvas")

@@ -27,7 +27,7 @@
   // The text of a branch: the chosen token, then what its answers still share, with the middle folded.
   function branchText(node, parent, compact) {
     const text = node.text;
-    const choice = parent ? text.slice(0, node.choice) : "";
+    const choice = parent ? node.choice : "";
     const rest = text.slice(choice.length);
     const parts = [];
     if (parent) parts.push(el("b", { class: "token-choice", title: "where the answers part" }, visible(choice)));
@@ -38,7 +38,7 @@
   }
 
   function leafText(node, parent) {
-    const choice = parent ? node.text.slice(0, node.choice) : "";
+    const choice = parent ? node.choice : "";
     const rest = node.text.slice(choice.length);
     const parts = [];
     if (parent && !node.ends) parts.push(el("b", { class: "token-choice" }, visible(choice)));
@@ -128,17 +128,16 @@
     }
   }
 
-  // The choice that explains most of the advantages, as a sentence.
+  // The choices that explain most of the advantages.
   function lesson(group) {
     const largest = largestAdvantage(group.samples);
-    const forks = group.forks || [];
-    if (!forks.length) {
-      const equal = group.samples.every((sample) => !sample.advantage);
-      return el("p", { class: "lesson" }, equal
+    if (!group.forks.length) {
+      return el("p", { class: "lesson" }, group.samples.every((sample) => !sample.advantage)
         ? "No answer has an advantage: no choice was reinforced here."
-        : "All answers are identical.");
+        : group.tree.children.length ? "No single choice explains much of the spread of advantages."
+          : "All answers are identical.");
     }
-    return el("ol", { class: "lesson" }, ...forks.map((fork) =>
+    return el("ol", { class: "lesson" }, ...group.forks.map((fork) =>
       el("li", {},
         fork.before ? ["After ", el("q", {}, fork.before)] : "At the first token",
         `, ${Math.round(fork.share * 100)} % of the spread of advantages: `,
@@ -147,14 +146,14 @@
           tone(el("b", { class: "token-choice" }, branch.ends ? "ends" : visible(branch.choice)), branch.advantage, largest),
           ` ${signed(branch.advantage)} (${branch.count})`,
         ]),
-        fork.others ? ` · ${plural(fork.others, "more branch").replace("branchs", "branches")}` : "")));
+        fork.others ? ` · ${plural(fork.others, "more branch", "more branches")}` : "")));
   }
 
   function legend(largest) {
-    return el("div", { class: "legend" },
+    return el("div", { class: "scale-legend" },
       el("span", { class: "label" }, "mean advantage"),
       el("span", {}, signed(-largest)), el("span", { class: "scale scale-advantage" }), el("span", {}, signed(largest)),
-      el("span", { class: "swatch silent" }), el("span", {}, "does not contribute"));
+      el("span", { class: "scale-hatched silent" }), el("span", {}, "does not contribute"));
   }
 
   gw.views.add({
@@ -167,10 +166,10 @@
       const head = el("div", { class: "bar" });
       const body = el("div", { class: "group-view" });
       element.append(head, body);
-      let steps = run.rollout_steps;
       const state = { step: gw.samples.stepOf(run, params), prompt: Number(params.prompt) || 0 };
+      let wanted = params.sample; // an answer that a link points at
 
-      const picker = gw.samples.stepPicker(steps, state.step, (step) => load({ step }));
+      const picker = gw.samples.stepPicker(run.rollout_steps, state.step, (step) => load({ step }));
       const prompts = el("span", {});
       head.append(picker.element, prompts);
 
@@ -191,11 +190,10 @@
           ? el("a", { href: gw.link(run.id, "tokens", { step: state.step, prompt: state.prompt, sample: sample.sample }),
             title: `tokens of answer ${sample.sample}` }, `#${sample.sample}`)
           : el("span", {}, `#${sample.sample}`);
-        const summary = group.summary;
         gw.fill(body,
           el("div", { class: "group-head" },
             el("h2", {}, `Row ${group.row}`),
-            ...gw.samples.summaryBadges(summary),
+            ...gw.samples.summaryBadges(group.summary),
             el("a", { href: gw.link(run.id, "groups", { row: group.row }) }, "follow this prompt")),
           el("details", { class: "prompt", open: group.prompt.length < 400 ? "" : null },
             el("summary", {}, "Prompt"), fold(group.prompt, { head: 800, tail: 300 })),
@@ -207,22 +205,24 @@
           el("p", { class: "quiet" }, group.by_tokens
             ? "Answers part at the token where they first differ."
             : "The tokens of these answers were not recorded; they part at the word where they first differ."));
+        if (wanted === undefined) return;
+        for (const leaf of body.querySelectorAll(".leaf")) {
+          if (!leaf.dataset.samples.split(",").includes(wanted)) continue;
+          leaf.classList.add("wanted");
+          leaf.scrollIntoView({ block: "center" });
+        }
       }
 
       function load(changes = {}) {
+        if (changes.step !== undefined) state.prompt = 0;
+        if (Object.keys(changes).length) wanted = undefined;
         Object.assign(state, changes);
-        if (changes.step !== undefined) state.prompt = changes.prompt ?? 0;
-        gw.setParams({ step: state.step, prompt: state.prompt });
+        gw.setParams({ step: state.step, prompt: state.prompt, sample: wanted });
         return gw.samples.loading(body, asked, () =>
           gw.source.get(`run/${run.id}/group`, { step: state.step, prompt: state.prompt }), show);
       }
       load();
-      return {
-        update(later) {
-          if (later && later.rollout_steps) picker.extend(steps = later.rollout_steps);
-        },
-        dispose() {},
-      };
+      return { update: (later) => picker.extend(later.rollout_steps) };
     },
   });
 })();

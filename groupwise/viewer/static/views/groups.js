@@ -21,15 +21,15 @@
   }
 
   function answer(run, group, sample, largest, wanted) {
-    const text = wanted && sample.completion.length === sample.length
+    const text = wanted && !sample.hidden
       ? el("div", { class: "sample-text", dir: "auto" }, ...marked(sample.completion, wanted))
       : samples.fold(sample.completion, {
-        length: sample.length,
-        load: sample.completion.length < sample.length
-          ? async () => {
-            const full = await gw.source.get(`run/${run.id}/group`, { step: group.step, prompt: group.prompt_number });
-            return full.samples.find((one) => one.sample === sample.sample).completion;
-          } : null,
+        unsent: sample.hidden,
+        load: async () => {
+          if (!sample.hidden) return sample.completion;
+          const full = await gw.source.get(`run/${run.id}/group`, { step: group.step, prompt: group.prompt_number });
+          return full.samples.find((one) => one.sample === sample.sample).completion;
+        },
       });
     const card = el("article", { class: "answer" + (sample.why ? " silent" : ""), "data-sample": sample.sample },
       el("div", { class: "answer-number quiet" }, `#${sample.sample}`),
@@ -46,7 +46,7 @@
   function card(run, group, wanted) {
     const largest = samples.largestAdvantage(group.samples);
     const place = { step: group.step, prompt: group.prompt_number };
-    const short = group.samples.every((sample) => sample.length <= SHORT);
+    const short = group.samples.every((sample) => sample.completion.length <= SHORT);
     return el("section", { class: "group", "data-prompt": group.prompt_number, "data-step": group.step },
       el("div", { class: "group-head" },
         el("h3", {}, `Prompt ${group.prompt_number}`),
@@ -58,9 +58,8 @@
           group.row === null ? null
             : el("a", { href: gw.link(run.id, "groups", { row: group.row }) }, "follow this prompt"))),
       el("div", { class: "prompt" }, samples.fold(group.prompt, {
-        head: 500, tail: 200, length: group.prompt_length,
-        load: group.prompt.length < group.prompt_length
-          ? async () => (await gw.source.get(`run/${run.id}/group`, place)).prompt : null,
+        head: 500, tail: 200, unsent: group.prompt_hidden,
+        load: async () => group.prompt_hidden ? (await gw.source.get(`run/${run.id}/group`, place)).prompt : group.prompt,
       })),
       el("div", { class: "answers" + (short ? " narrow" : "") },
         ...group.samples.map((sample) => answer(run, group, sample, largest, wanted))));
@@ -200,8 +199,7 @@
               `step ${match.step}, prompt ${match.prompt_number}${match.sample === null ? "" : `, answer #${match.sample}`}`),
             el("span", { class: "sample-text" }, match.before, el("mark", {}, match.text), match.after))));
           const count = list.childElementCount;
-          body.firstChild.textContent = `${samples.plural(count, "match")} in steps ${part.first} and later`
-            .replace("matchs", "matches");
+          body.firstChild.textContent = `${samples.plural(count, "match", "matches")} in steps ${part.first} and later`;
           list.hidden = !count;
           gw.fill(more, part.older ? el("button", { type: "button", onclick: async (event) => {
             event.target.disabled = true;

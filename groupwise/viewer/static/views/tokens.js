@@ -107,7 +107,7 @@
           ? [`ratio ${samples.number(Math.exp(-largest), 3)}`, `ratio ${samples.number(Math.exp(largest), 3)}`]
           : mode.name === "logp" ? [`0 (${mode.low})`, `${samples.number(-largest, 3)} (${mode.high})`]
             : [`0 (${mode.low})`, `${samples.number(largest, 3)} (${mode.high})`];
-        return el("div", { class: "legend" }, el("span", { class: "label" }, mode.title), el("span", {}, ends[0]),
+        return el("div", { class: "scale-legend" }, el("span", { class: "label" }, mode.title), el("span", {}, ends[0]),
           el("span", { class: `scale ${mode.diverging ? "scale-advantage" : "scale-level"}` }), el("span", {}, ends[1]),
           el("span", { class: "quiet" }, mode.hint));
       }
