@@ -608,11 +608,9 @@ class Trainer:
         if self.state.step:
             self._observe_schedule({f"eval/{name}": value for name, value in metrics.items()})
         warnings = self.health_checks.observe_evaluation(step, metrics, step_recipe)
-        recorded = metrics | say_warnings(warnings, step, self.say)
+        row = metrics | say_warnings(warnings, step, self.say)
         answers = answers_table(step, evaluation, self.components) if self.recipe.run.save_rollouts else None
-        self.ranks.on_main(
-            "recording the evaluation", lambda: self._open_recorder().evaluation(step, recorded, answers)
-        )
+        self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, row, answers))
         self.display.evaluation(self.state.step, metrics)
         self._call("on_evaluation", evaluation)
         if is_best:

@@ -135,13 +135,22 @@ def test_a_healthy_run_has_no_findings(finished):
 
 @pytest.mark.slow
 def test_the_beginning_of_the_default_quiz_is_healthy(tmp_path):
-    """The packaged recipe with its own settings, until the checks have looked at a few windows."""
+    """The packaged recipe, with fewer prompts per step and held-out rows, until the checks have seen a few windows."""
     from groupwise.config import load_recipe
     from groupwise.packaged import find_recipe
     from groupwise.training.trainer import Trainer
     from tests.training.runs import RecordingDisplay
 
-    recipe = load_recipe(find_recipe(Path("quiz")), {"train.steps": 12, "run.tensorboard": False, "run.plot": False})
+    recipe = load_recipe(
+        find_recipe(Path("quiz")),
+        {
+            "train.steps": 12,
+            "train.batch_size": 16,
+            "data.held_out_rows": 64,
+            "run.tensorboard": False,
+            "run.plot": False,
+        },
+    )
     trainer = Trainer(recipe, folder=tmp_path / "run", display=RecordingDisplay())
     trainer.run()
     assert said_first(trainer) == {}
