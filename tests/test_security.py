@@ -29,6 +29,8 @@ CALLS = {
     "np.load", "torch.jit.load", "runpy.run_path", "runpy.run_module",
 }  # fmt: skip
 
+LISTENS = {"groupwise/viewer/server.py": ["listener.listen"]}  # `groupwise view`
+
 
 def dotted(node: ast.expr) -> str:
     """``a.b.c`` of an expression, or "" if it is none."""
@@ -59,7 +61,7 @@ def offences(source: str) -> list[str]:
 
 def test_the_package_calls_nothing_that_runs_data():
     used = {str(path.relative_to(ROOT)): offences(path.read_text(encoding="utf-8")) for path in SOURCES}
-    assert {path: found for path, found in used.items() if found} == {}
+    assert {path: found for path, found in used.items() if found} == LISTENS
     assert len(used) > 200
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 
 ROOT = Path(__file__).parents[1]
-WAIT = 20_000  # milliseconds for a view to appear
+WAIT = 120_000  # milliseconds for a view to appear
 SETTLE = 700  # milliseconds for its charts
 
 # Name, address, theme, and what has to be there before the picture is taken.

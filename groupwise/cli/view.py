@@ -71,9 +71,11 @@ def _view(arguments: argparse.Namespace) -> int:
 
 def _address(host: str, port: int, token: str | None) -> str:
     """The URL to open; a server on all addresses is reached on this machine by its name."""
+    from groupwise.viewer.server import PARAMETER
+
     name = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     name = f"[{name}]" if ":" in name else name
-    return f"http://{name}:{port}/" + (f"?token={token}" if token else "")
+    return f"http://{name}:{port}/" + (f"?{PARAMETER}={token}" if token else "")
 
 
 def _has_display() -> bool:

@@ -32,6 +32,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 PORT = 8765
 PORTS_TRIED = 100
 LAST_PORT = 65535
+PARAMETER = "t"  # of the address, with the token; a name that messages do not hide as a secret
 NEEDS = [("the page of a run", "starlette", "view"), ("the page of a run", "uvicorn", "view")]
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -157,7 +158,7 @@ def _guarded(app: App, *, host: str, cookie: str, token: str | None) -> App:
         elif headers.get("sec-fetch-site") == "cross-site" and scope["path"] != "/":
             refusal = PlainTextResponse("requests of other sites are refused", 403)
         elif token is not None:
-            given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get("token")
+            given = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get(PARAMETER)
             if given is not None and _same(given, token):
                 refusal = RedirectResponse("/", 303)  # so that the token does not stay in the address
                 refusal.set_cookie(cookie, token, httponly=True, samesite="strict")

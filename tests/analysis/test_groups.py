@@ -20,7 +20,7 @@ from groupwise.analysis.run_reader import RunReader
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import InputError
 from groupwise.rundir import RunDir
-from groupwise.training.monitor.health_checks import SAMPLE_MASKS
+from groupwise.training.monitor.checks.policy import SAMPLE_MASKS
 from groupwise.training.store.rollout_files import COLUMNS, ROLLOUTS, RolloutWriter
 
 # Four prompts of three samples: rewards, grades, and what else matters.

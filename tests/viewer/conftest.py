@@ -97,6 +97,7 @@ def page(browser: Any) -> Iterator[Any]:
     """A page of 1280 × 800. ``page.requested`` has the URLs of all requests, ``page.errors`` what went wrong in the
     scripts or was refused by the content security policy; a test fails if there is any."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(120_000)  # milliseconds: a busy machine is no failure
     page = context.new_page()
     page.requested, page.errors = [], []
     context.on("request", lambda request: page.requested.append(request.url))

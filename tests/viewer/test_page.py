@@ -109,6 +109,7 @@ def test_curves_appear_and_are_smoothed(page, address):
     recorded = page.request.get(f"{address}api/run/quiz/metrics?names=reward").json()["columns"]["reward"]["values"]
     slider = page.locator("#smoothing")
     slider.fill("0")
+    until(page, f"({OPTIONS})('reward').series.length === 1")
     (line,) = page.evaluate(OPTIONS, "reward")["series"]
     assert [point[1] for point in line["data"]] == pytest.approx(recorded)
     slider.fill("0.9")
@@ -276,11 +277,11 @@ def test_a_running_run_updates_by_itself(page, view, tmp_path):
         address = view(tmp_path / "runs")
         page.goto(f"{address}#/run/live/curves")
         page.wait_for_selector(".badge.running")
-        page.wait_for_selector(DRAWN, timeout=60_000)
+        page.wait_for_selector(DRAWN)
         before = page.evaluate(OPTIONS, "reward")["series"][-1]["data"][-1][0]
         until(page, f"({OPTIONS})('reward').series.at(-1).data.at(-1)[0] > {before + 1}")
         assert "of 100,000" in page.locator("header").inner_text()
     finally:
         training.terminate()
         training.wait(60)
-    page.wait_for_selector(".badge.stopped", timeout=60_000)
+    page.wait_for_selector(".badge.stopped")

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -163,12 +162,12 @@ def test_requests_of_other_sites_are_refused(start):
 
 def test_elsewhere_a_token_is_needed(start):
     ask = start(token="right-token")
-    for path in ("/", "/static/app.js", "/api/runs", "/?token=wrong", "/?token=", "/?token=right-token2"):
+    for path in ("/", "/static/app.js", "/api/runs", "/?t=wrong", "/?t=", "/?t=right-token2"):
         status, _, body = ask(path)
         assert status == 403, path
         assert b"token" in body
     assert ask("/", cookie="groupwise-1=right-token")[0] == 403  # of another server
-    status, headers, _ = ask("/?token=right-token")
+    status, headers, _ = ask("/?t=right-token")
     assert (status, headers["location"]) == (303, "/")
     cookie = headers["set-cookie"]
     assert "HttpOnly" in cookie
@@ -253,11 +252,9 @@ def test_a_signal_ends_it_cleanly(tmp_path, number, status):
     connection.request("GET", "/api/runs")
     assert connection.getresponse().status == 200
     os.kill(process.pid, number)
-    started = time.monotonic()
-    out, error = process.communicate(timeout=60)
+    out, error = process.communicate(timeout=120)
     assert process.returncode == status, error
     assert "Traceback" not in out + error
-    assert time.monotonic() - started < 60
     held.close()
     connection.close()
 
@@ -266,7 +263,7 @@ def test_a_signal_ends_it_cleanly(tmp_path, number, status):
 def test_on_other_addresses_it_warns_and_prints_a_token(tmp_path, view):
     make_run(tmp_path / "a", ROWS)
     address = urlsplit(view(tmp_path, "--host", "0.0.0.0"))
-    assert address.query.startswith("token=")
+    assert address.query.startswith("t=")
     assert len(address.query) > 30
     for query, status in ((f"?{address.query}", 303), ("", 403)):
         connection = http.client.HTTPConnection("127.0.0.1", address.port, timeout=20)

@@ -338,6 +338,7 @@ window.gw = {};
       const handle = await view.render(element, run, route.params);
       if (mine !== turn) return handle && handle.dispose && handle.dispose();
       shown.handle = handle || {};
+      showBadges(run);
     }
 
     async function poll(mine) {
@@ -366,6 +367,7 @@ window.gw = {};
       showHeader(run, shown.view);
       showTabs(run, shown.view);
       if (shown.handle && shown.handle.update) await shown.handle.update(run);
+      showBadges(run);
     }
 
     function showHeader(run, view) {
@@ -405,7 +407,7 @@ window.gw = {};
       const names = gw.views.of(run).map(view => view.name);
       if (tabs.dataset.run === run.id && tabs.dataset.names === names.join() && tabs.childElementCount) {
         for (const link of tabs.children) mark(link, link.dataset.view === current.name);
-        return showBadges(run, tabs);
+        return;
       }
       tabs.dataset.run = run.id;
       tabs.dataset.names = names.join();
@@ -414,10 +416,11 @@ window.gw = {};
         mark(link, view === current);
         return link;
       }));
-      showBadges(run, tabs);
     }
 
-    async function showBadges(run, tabs) {
+    /** After the view, which should not wait for them. */
+    async function showBadges(run) {
+      const tabs = part("tabs");
       for (const view of gw.views.of(run).filter(one => one.badge)) {
         const badge = await view.badge(run).catch(() => null);
         const link = tabs.querySelector(`[data-view="${view.name}"]`);
