@@ -55,12 +55,15 @@ class Questions:
         self.graded_by: str | None = None  # the grade, None for the reward
         self.problems: list[str] = []
         self._answers: dict[str, dict[int, tuple[Any, list[_Answer]]]] = {ROLLOUTS: {}, EVALUATIONS: {}}
+        self._histories: dict[str, list[QuestionHistory]] = {}  # what was made of them, by folder
         self.update()
 
     def update(self) -> bool:
         """Read the steps that are new or were written again; whether there were any."""
         self.problems = []
         changes = [self._update(folder) for folder in self._answers]
+        if any(changes):
+            self._histories.clear()  # of both, as they have one scale
         return any(changes)
 
     def _update(self, folder: str) -> bool:
@@ -131,6 +134,11 @@ class Questions:
         ]
 
     def _questions(self, folder: str) -> list[QuestionHistory]:
+        if folder not in self._histories:
+            self._histories[folder] = self._make_histories(folder)
+        return self._histories[folder]
+
+    def _make_histories(self, folder: str) -> list[QuestionHistory]:
         low, high = self.scale or (0.0, 1.0)
         rows: dict[int, list[tuple[int, int, float]]] = {}
         for step, (_, found) in sorted(self._answers[folder].items()):

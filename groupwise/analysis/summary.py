@@ -68,7 +68,7 @@ class HeldOutMetric:
 
 
 @dataclass(frozen=True)
-class ChangedAnswer:
+class HeldOutExample:
     """A held-out question with its answers at the first and the last evaluation."""
 
     row: int
@@ -90,8 +90,8 @@ class PairedChange:
     difference: Interval
     p_value: float
     test: str
-    gained_examples: list[ChangedAnswer]
-    lost_examples: list[ChangedAnswer]
+    gained_examples: list[HeldOutExample]
+    lost_examples: list[HeldOutExample]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def paired_change(reader: RunReader) -> PairedChange | None:
     paired = paired_test(after, before)
     is_binary = {*before, *after} <= {0.0, 1.0}
     examples = [
-        [ChangedAnswer(row, first[row][1], first[row][2], last[row][2]) for row in changed[:CHANGED]]
+        [HeldOutExample(row, first[row][1], first[row][2], last[row][2]) for row in changed[:CHANGED]]
         for changed in (gained, lost)
     ]
     return PairedChange(

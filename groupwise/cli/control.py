@@ -190,6 +190,35 @@ def _play(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def is_control_folder(folder: Path) -> bool:
+    """Whether a folder is of `groupwise control`; only if it may be, the modules that know it are loaded."""
+    names = {path.name for path in folder.glob("*")}
+    below = next(folder.glob("*/*/seed-*/config.json"), None)
+    if "recipe.json" in names or ("config.json" not in names and below is None):
+        return False
+    from groupwise.control.comparison.read import is_comparison, is_control_run
+
+    return is_control_run(folder) or is_comparison(folder)
+
+
+def control_report(folder: Path, _: int, markdown: Path | None) -> tuple[str, str, list[str]]:
+    """`groupwise report` of such a folder: the HTML, the Markdown for a file ``markdown``, and what is left out."""
+    from groupwise.control.comparison.page import blocks_as_markdown
+    from groupwise.control.comparison.read import read_comparison
+    from groupwise.control.comparison.report import report_blocks, report_curves, saved_plots
+    from groupwise.viewer.report import comparison_report
+
+    comparison = read_comparison(folder)
+    blocks, groups = report_blocks(comparison), comparison.groups
+    report = comparison_report(folder.absolute().name, blocks, report_curves(groups))
+    text = ""
+    if markdown is not None:
+        plots = saved_plots(folder, groups)
+        links = {name: Path(os.path.relpath(path, markdown.parent)).as_posix() for name, path in plots.items()}
+        text = blocks_as_markdown(blocks, links)
+    return report.html, text, report.left_out
+
+
 def _values(arguments: argparse.Namespace, *more: str) -> dict[str, Any]:
     """The common settings of a configuration and those of the options ``more``."""
     values = {name: getattr(arguments, name) for name in ("steps", "evaluate_every", "starts", "threshold", *more)}

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from groupwise.cli.common import Commands, add, say
+from groupwise.cli.control import control_report, is_control_folder
 from groupwise.errors import ConfigError, RunDirError
 from groupwise.paths import FOLDER, check_writable, kind_of, show_path, user_path
 from groupwise.rundir import write_bytes
@@ -47,7 +48,7 @@ def _report(arguments: argparse.Namespace) -> int:
             _check_target(path, force=arguments.force or path == folder / "report.html")
     if markdown is not None and os.path.abspath(markdown) == os.path.abspath(out):
         raise ConfigError(f"--out and --markdown name the same file, {show_path(out)}; give two names")
-    make = _comparison_report if _is_control(folder) else _run_report
+    make = control_report if is_control_folder(folder) else _run_report
     content, text, left_out = make(folder, round(arguments.max_size * MEGABYTE), markdown)
     data = content.encode("utf-8", "backslashreplace")  # a lone surrogate becomes a JSON escape
     write_bytes(out, data)
@@ -73,34 +74,6 @@ def _run_report(folder: Path, limit: int, markdown: Path | None) -> tuple[str, s
     reader = RunReader(folder)  # an error if it holds no run, where a folder with runs in it would have several
     report = run_report(folder, limit=limit)
     return report.html, run_markdown(summarize(reader)) if markdown else "", report.left_out
-
-
-def _comparison_report(folder: Path, limit: int, markdown: Path | None) -> tuple[str, str, list[str]]:
-    from groupwise.control.comparison.page import blocks_as_markdown
-    from groupwise.control.comparison.read import read_comparison
-    from groupwise.control.comparison.report import report_blocks, report_curves, saved_plots
-    from groupwise.viewer.report import comparison_report
-
-    comparison = read_comparison(folder)
-    blocks, groups = report_blocks(comparison), comparison.groups
-    report = comparison_report(folder.absolute().name, blocks, report_curves(groups))
-    text = ""
-    if markdown is not None:
-        plots = saved_plots(folder, groups)
-        links = {name: Path(os.path.relpath(path, markdown.parent)).as_posix() for name, path in plots.items()}
-        text = blocks_as_markdown(blocks, links)
-    return report.html, text, report.left_out
-
-
-def _is_control(folder: Path) -> bool:
-    """Whether the folder is of `groupwise control`; only then its modules, and torch, are loaded."""
-    names = {path.name for path in folder.glob("*")}
-    below = next(folder.glob("*/*/seed-*/config.json"), None)
-    if "recipe.json" in names or ("config.json" not in names and below is None):
-        return False
-    from groupwise.control.comparison.read import is_comparison, is_control_run
-
-    return is_control_run(folder) or is_comparison(folder)
 
 
 def _check_target(path: Path, *, force: bool) -> None:

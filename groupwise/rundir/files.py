@@ -67,12 +67,12 @@ def json_bytes(value: Any, **options: Any) -> bytes:
 def as_json(value: Any) -> Any:
     """The value with each number as JSON can hold it: NaN and infinities as the strings of `NOT_FINITE`, which
     ``float`` reads, and numbers of NumPy and tensors of one number as Python's."""
+    if isinstance(value, (str, bool)) or value is None or (type(value) is float and math.isfinite(value)):
+        return value  # most values, and the test for a mapping is slow
     if isinstance(value, Mapping):
         return {key: as_json(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(entry) for entry in value]
-    if isinstance(value, (str, bool)) or value is None:
-        return value
     if hasattr(value, "item") and getattr(value, "size", None) is not None:
         value = value.item()  # a ValueError or RuntimeError unless it is one number
     if isinstance(value, int) and abs(value) < 10**308:

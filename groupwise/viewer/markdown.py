@@ -8,8 +8,8 @@ from typing import Any
 
 from groupwise.analysis.findings import Finding
 from groupwise.analysis.summary import (
-    ChangedAnswer,
     CurveNumbers,
+    HeldOutExample,
     HeldOutMetric,
     Measurement,
     PairedChange,
@@ -169,7 +169,7 @@ def _paired(paired: PairedChange | None) -> list[str]:
     return parts
 
 
-def _changed(heading: str, example: ChangedAnswer) -> list[str]:
+def _changed(heading: str, example: HeldOutExample) -> list[str]:
     return [
         f"### {heading}: held-out row {example.row}",
         fenced(example.prompt, LONGEST["prompt"]),

@@ -12,6 +12,7 @@ import hashlib
 import html
 import json
 import re
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -71,14 +72,16 @@ class Answers:
         return True
 
     def _pack(self, value: Any) -> str:
-        if isinstance(value, Mapping):
-            text = f"{{{','.join(f'{encode(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
-        elif isinstance(value, (list, tuple)):
-            text = f"[{','.join(map(self._pack, value))}]"
-        elif isinstance(value, str):
+        if isinstance(value, str):
             return encode(value)
+        if isinstance(value, float):
+            return f"{value:.{SIGNIFICANT}g}"
+        if isinstance(value, list):
+            text = f"[{','.join(map(self._pack, value))}]"
+        elif isinstance(value, Mapping):
+            text = f"{{{','.join(f'{encode(str(key))}:{self._pack(entry)}' for key, entry in value.items())}}}"
         else:
-            return f"{value:.{SIGNIFICANT}g}" if isinstance(value, float) else json.dumps(value)
+            return json.dumps(value)
         if len(text) < SHARED_FROM:
             return text
         place = self._places.setdefault(text, len(self.shared))
@@ -215,7 +218,7 @@ class ReportContents:
 
 def comparison_report(title: str, blocks: Sequence[Mapping[str, Any]], curves: Mapping[str, Any]) -> Report:
     """The report of a comparison of control runs: blocks of text, tables and curves, in order."""
-    answers = Answers(LIMIT)
+    answers = Answers(sys.maxsize)  # a curve has 200 points at most
     answers.add("comparison", {"title": title, "blocks": list(blocks), "curves": dict(curves)})
     return Report(_page(_embedded("#/comparison", answers, []), title=title), [])
 

@@ -113,7 +113,7 @@ def test_notes_about_runs_that_learnt_little_or_lost_it(tmp_path):
             folder / "CartPole-v1" / "grpo" / f"seed-{seed}", "grpo", seed, returns, zero_spread_groups=0.75
         )
     first, second = notes_of(folder)
-    assert "grpo on CartPole-v1: in 75% of the groups all returns are equal" in first
+    assert "grpo on CartPole-v1: in 75 % of the groups all returns are equal" in first
     assert "1 of 2 runs ended far below the best return (seed 0)" in second
 
 

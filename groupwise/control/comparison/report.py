@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from groupwise.control.comparison.formatting import percent
 from groupwise.control.comparison.page import Block, comparison_blocks
 from groupwise.control.comparison.pairwise_tests import MIN_SEEDS
 from groupwise.control.comparison.plot import needs_log_scale
@@ -87,7 +88,7 @@ def _observations(groups: RunsByEnvironment) -> list[str]:
             if spreads and sum(spreads) / len(spreads) > MANY_ZERO_SPREAD:
                 share = sum(spreads) / len(spreads)
                 notes.append(
-                    f"{name}: in {share:.0%} of the groups all returns are equal, so they have no learning signal. "
+                    f"{name}: in {percent(share)} of the groups all returns are equal: no learning signal. "
                     "Use a larger group_size."
                 )
             fallen = [run for run in runs if _has_fallen(run)]
