@@ -34,7 +34,7 @@ gw.views.add({
 
     gw.fill(element,
       gw.el("div", {class: "bar"}, gw.el("label", {}, only, "Only differences"), gw.el("a", {href: gw.link(null, "", {chosen: params.runs})}, "Choose other runs")),
-      tables, curves);
+      curves, tables);
     draw();
     const mounted = await gw.curves.mount(curves, {runs: answer.runs, load: async () => answer, params});
     return {

@@ -4,7 +4,7 @@
 (function (gw) {
   const steps = ([first, last]) => first === last ? `step ${gw.format.number(first)}` : `steps ${gw.format.number(first)} to ${gw.format.number(last)}`;
 
-  function card(run, finding) {
+  gw.findingCard = function (run, finding) {
     const evidence = Object.entries(finding.evidence);
     return gw.el("article", {class: `card finding ${finding.severity}`, dataset: {finding: finding.name}},
       gw.el("h2", {}, gw.badge(finding.severity, finding.severity), ` ${finding.title} `, gw.el("span", {class: "quiet small"}, steps(finding.steps))),
@@ -17,7 +17,7 @@
       finding.examples.length ? gw.el("p", {class: "small"}, "Examples: ", finding.examples.map((example, index) => [index ? " · " : "",
         gw.el("a", {href: gw.link(run.id, "group", {step: example.step, prompt: example.prompt_number, sample: example.sample})},
           `step ${example.step}, prompt ${example.prompt_number}, sample ${example.sample}`)])) : null);
-  }
+  };
 
   gw.views.add({
     name: "findings", title: "Findings", order: 30,
@@ -28,7 +28,7 @@
     async render(element, run) {
       async function draw(shown) {
         const {findings} = await gw.source.get(`run/${shown.id}/findings`);
-        gw.fill(element, findings.length ? findings.map(finding => card(shown, finding))
+        gw.fill(element, findings.length ? findings.map(finding => gw.findingCard(shown, finding))
           : gw.noteBox(gw.el("b", {}, "No findings. "), "None of the checks of ", gw.el("code", {}, "groupwise doctor"), ` found anything wrong up to step ${shown.step}.`));
       }
       await draw(run);

@@ -52,16 +52,7 @@
 
   function findings(run, list) {
     if (!list.length) return null;
-    return section("Findings", list.map(finding => el("article", {class: `box ${finding.severity}`, dataset: {finding: finding.name}},
-      el("h3", {}, finding.title, " ", gw.badge(finding.severity, finding.severity),
-        el("span", {class: "quiet small"}, finding.steps[0] === finding.steps[1] ? ` step ${finding.steps[0]}` : ` steps ${finding.steps[0]} to ${finding.steps[1]}`)),
-      el("p", {}, finding.message),
-      Object.keys(finding.evidence).length ? el("p", {class: "quiet small"}, Object.entries(finding.evidence)
-        .map(([name, value]) => `${name}: ${typeof value === "number" ? gw.format.number(value) : value}`).join(" · ")) : null,
-      finding.remedy ? el("p", {}, el("b", {}, "What to change: "), finding.remedy) : null,
-      finding.examples.length ? el("p", {class: "small"}, "Examples: ", finding.examples.map((example, index) => [index ? ", " : "",
-        el("a", {href: gw.link(run.id, "group", {step: example.step, prompt: example.prompt_number})},
-          `step ${example.step}, prompt ${example.prompt_number}`)])) : null)));
+    return section("Findings", list.map(finding => gw.findingCard(run, finding)));
   }
 
   function heldOut(summary) {
