@@ -60,6 +60,10 @@
     return result;
   }
 
+  // One chart after the other, and the page is shown in between: a dozen at once would block it for seconds.
+  let queue = Promise.resolve();
+  const turnToDraw = () => queue = queue.then(() => new Promise(resolve => setTimeout(resolve)));
+
   const pending = new Map();
   const watcher = new IntersectionObserver(entries => {
     for (const entry of entries) {
@@ -86,6 +90,7 @@
     async function draw() {
       const mine = ++turn;
       const own = await options();
+      if (lazy) await turnToDraw();
       if (ended || mine !== turn || !own) return;
       if (!chart) {
         chart = echarts.init(element, null, {renderer: "canvas"});

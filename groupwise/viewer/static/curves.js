@@ -206,15 +206,17 @@
     }
 
     function selectToZoom(chart) {
-      chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true});
+      chart.dispatchAction({type: "takeGlobalCursor", key: "dataZoomSelect", dataZoomSelectActive: true, escapeConnect: true}); // of this chart alone
     }
 
     async function options(chart, last, place) {
       const {axis, range} = state;
       const wanted = runs.flatMap((run, index) => chart.lines.map((name, line) => ({run, index, name, line})));
-      const read = await Promise.all(wanted.map(async want => ({...want,
-        column: await columns.get(want.run.id, want.name),
-        band: await Promise.all((chart.bands[want.name] || []).map(end => columns.get(want.run.id, end)))})));
+      const read = await Promise.all(wanted.map(async want => {
+        const names = [want.name, ...(chart.bands[want.name] || [])]; // asked for together
+        const [column, ...band] = await Promise.all(names.map(name => columns.get(want.run.id, name)));
+        return {...want, column, band};
+      }));
       const series = [];
       const rows = new Map(); // index of a series → its row of the tooltip
       const inside = x => !range || (x !== undefined && x >= range[0] && x <= range[1]);
