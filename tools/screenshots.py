@@ -4,8 +4,8 @@ python tools/screenshots.py RUN OTHER_RUN                   # all pictures, into
 python tools/screenshots.py RUN OTHER_RUN --only time --out /tmp
 python tools/screenshots.py RUN OTHER_RUN --answers RUN --clusters RUN
 
-RUN should be a finished run of the quiz, OTHER_RUN one to compare it with. Pictures of samples are taken of a run with
-longer answers (--answers, with tokens of every step) and of one with similarity groups (--clusters), if they are given.
+RUN should be a finished run of the quiz, OTHER_RUN one to compare it with. Pictures of samples are taken of a run of
+examples/facts.py (--answers) and of one with similarity groups (--clusters), if they are given.
 A picture is a PNG of 1280 × 800.
 """
 
@@ -27,17 +27,15 @@ SETTLE = 700  # milliseconds for its charts
 
 # Name, address, theme, and what has to be there before the picture is taken.
 PICTURES = [
-    ("view-runs", "#/", "light", "tbody tr"),
     ("view-curves", "#/run/{run}/curves", "light", ".chart[data-drawn]"),
     ("view-curves-dark", "#/run/{run}/curves", "dark", ".chart[data-drawn]"),
     ("view-compare-dark", "#/compare?runs={run},{other}", "dark", ".chart[data-drawn]"),
     ("view-questions", "#/run/{run}/questions?part=held_out", "light", ".chart[data-drawn]"),
-    ("view-groups", "#/run/{answers}/groups?step=1", "light", "section.group"),
-    ("view-group", "#/run/{answers}/group?step=1&prompt=2", "light", ".tree .leaf"),
-    ("view-tokens-dark", "#/run/{answers}/tokens?step=1&prompt=2&sample=4&mode=entropy", "dark", ".chart[data-drawn]"),
+    ("view-groups", "#/run/{answers}/groups?step=22", "light", "section.group"),
+    ("view-group", "#/run/{answers}/group?step=22&prompt=0", "light", ".tree .leaf"),
+    ("view-tokens-dark", "#/run/{answers}/tokens?step=22&prompt=0&sample=0&mode=entropy", "dark", ".chart[data-drawn]"),
     ("view-clusters-dark", "#/run/{clusters}/clusters?step=1", "dark", ".map[data-drawn]"),
     ("view-time", "#/run/{run}/time", "light", ".chart[data-drawn]"),
-    ("view-settings-dark", "#/run/{run}/settings", "dark", "tbody tr"),
 ]
 
 

@@ -7,7 +7,8 @@
 
   const MANY = 20; // rows from which each answer is one line until it is opened
 
-  // The rows and columns of each node of the tree: a leaf takes one row, a branch those of its leaves.
+  // The rows and columns of each node of the tree: a leaf takes one row, a branch those of its leaves. A root without
+  // text, of answers that share nothing, has no place.
   function place(tree) {
     const cells = [];
     let rows = 0;
@@ -15,12 +16,12 @@
     const visit = (node, level, parent) => {
       const cell = { node, level, parent, first: rows };
       depth = Math.max(depth, level);
-      cells.push(cell);
+      if (level >= 0) cells.push(cell);
       for (const child of node.children) visit(child, level + 1, node);
       if (!node.children.length) rows += 1;
       cell.last = rows;
     };
-    visit(tree, 0, null);
+    visit(tree, tree.text || !tree.children.length ? 0 : -1, null);
     return { cells, rows, depth };
   }
 
@@ -33,7 +34,6 @@
     if (parent) parts.push(el("b", { class: "token-choice", title: "where the answers part" }, visible(choice)));
     const side = compact ? 22 : 50; // characters on each side of what is folded
     if (rest) parts.push(fold(rest, { head: side, tail: side, brief: true }));
-    else if (!parent) parts.push(el("span", { class: "quiet" }, "no shared beginning"));
     return parts;
   }
 
@@ -81,7 +81,7 @@
     const compact = rows > MANY;
     const grid = el("div", { class: `tree${compact ? " compact" : ""}`, role: "group",
       "aria-label": `${plural(group.samples.length, "answer")} as a tree` });
-    grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, max-content) minmax(280px, 1fr) max-content`;
+    grid.style.gridTemplateColumns = `repeat(${Math.max(1, depth)}, max-content) minmax(260px, 1fr) max-content`;
     const column = Math.max(1, depth) + 1; // of the last text cell
     for (const { node, level, parent, first, last } of cells) {
       const leaf = !node.children.length;
@@ -96,7 +96,7 @@
       if (leaf && compact) openOnClick(cell);
       if (!leaf) {
         cell.append(el("div", { class: "node-count" }, el("b", {}, `${node.samples.length}`),
-          level ? ` of ${parent.samples.length}` : " answers",
+          parent ? ` of ${parent.samples.length}` : " answers",
           el("span", { class: "node-mean", title: "mean advantage" }, `mean ${signed(node.advantage)}`)));
       }
       grid.append(cell);
