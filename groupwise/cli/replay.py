@@ -101,8 +101,8 @@ def _show(page: Any) -> None:
         if is_table:
             header = [name or " " for name in part.header]
             table = make_table(*header, left=[header[place] for place in part.left])
-            for column in table.columns:
-                column.no_wrap = True
+            for column in table.columns:  # in a narrow window headings are broken, and long names are cut
+                column.overflow = "ellipsis"
             for row in part.rows:
                 table.add_row(*row)
             print_table(console(), table)
