@@ -186,8 +186,9 @@ def check_close(one: Path, other: Path, step: int) -> None:
     for row, other_row in zip(metrics_of(one), metrics_of(other), strict=True):
         assert row.keys() == other_row.keys()
         for name, value in row.items():
+            limit = 0.05 if name == "weights_changed" else 1e-10  # it is of a sample of rank 0's weights
             if not (math.isnan(value) and math.isnan(other_row[name])):
-                assert value == pytest.approx(other_row[name], rel=1e-10, abs=1e-10), name
+                assert value == pytest.approx(other_row[name], rel=limit, abs=limit), name
     first, second = saved(one, step), saved(other, step)
     assert first.keys() == second.keys()
     for name, tensor in first.items():

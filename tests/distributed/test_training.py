@@ -132,7 +132,8 @@ def check_close(one: Path, other: Path, step: int) -> None:
         assert row.keys() == other_row.keys()
         for name, value in row.items():
             same = isinstance(value, float) and math.isnan(value) and math.isnan(other_row[name])
-            assert same or value == pytest.approx(other_row[name], rel=1e-10, abs=1e-10), name
+            limit = 0.05 if name == "weights_changed" else 1e-10  # it is of a sample of rank 0's weights
+            assert same or value == pytest.approx(other_row[name], rel=limit, abs=limit), name
     first, second = checkpoint_of(one, step), checkpoint_of(other, step)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
