@@ -24,6 +24,8 @@ SHOWN_METRICS = 8
 ORDER = ("row", "prompt", "completion", "completion_tokens", "stop_reason", "reward/", "reward", "group", "advantage")
 # First what is sampled, then what follows from it; a difference in an earlier one explains those after it.
 USUAL = ("reward", "loss", "grad_norm", "kl", "entropy", "learning_rate")
+# Metrics that repeat a setting: they are shown, but the first difference is where the setting has an effect.
+REPEATED_SETTINGS = ("learning_rate", "temperature", "samples_per_prompt", "kl_coef", "preference/weight")
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def find_difference(
         metrics = _metrics(rows[0][key], rows[1][key], tolerance)
         for name in sorted(_names(rows[0][key]) ^ _names(rows[1][key])):
             only[f"{name} ({(a if name in rows[0][key] else b).path.name})"] = None
-        if sample is not None or metrics:
+        if sample is not None or any(metric.name not in REPEATED_SETTINGS for metric in metrics):
             return RunDifference(
                 **facts,
                 step=step,

@@ -61,6 +61,15 @@ def test_a_setting_that_changes_on_the_way(runs):
     json.dumps(as_json(result), allow_nan=False)
 
 
+def test_a_setting_is_a_difference_where_it_has_an_effect(runs, tmp_path):
+    """In the first step policy and reference are the same, so that the weight of the KL has none."""
+    run_steps(small_trainer(tmp_path / "d", BASE, {"loss": {"kl_coef": 0.5}}), 3)
+    result = find_difference(runs / "a", tmp_path / "d")
+    assert [name for name, *_ in result.settings] == ["loss.kl_coef"]
+    assert result.step == 2
+    assert {"kl_coef", "loss/kl"} <= {metric.name for metric in result.metrics}
+
+
 def test_a_text_that_differs(runs, tmp_path):
     shutil.copytree(runs / "a", tmp_path / "d")
 
