@@ -213,7 +213,7 @@ class RolloutCollector:
         uids = [f"{draw.step + 1}.{draw.number}.{first + place}" for place in range(len(batch.prompts))]
         labels = similarity_group_labels(uids, similarity.labels)
         x, y = similarity.positions.flatten(0, 1).unbind(-1)
-        extra = {LABELS: labels, "map_x": x.tolist(), "map_y": y.tolist()}
+        extra = {"map_x": x.tolist(), "map_y": y.tolist(), LABELS: labels}  # sorted, as `join` has them
         return replace(batch, extra=extra, similarity=similarity)
 
     def _generate(self, prompts: list[Prompt], samples: int, sampling: Sampling) -> Rollout:
