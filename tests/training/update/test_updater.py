@@ -416,7 +416,7 @@ def test_the_order_of_the_filters_is_the_recipes(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        ({}, "the weights changed in between"),
+        ({}, "what changes the weights in between"),
         ({"model.lora": {"rank": 2, "dropout": 0.1}}, "model.lora.dropout = 0"),
         pytest.param({"model.dtype": "bfloat16", **SHORT}, "loss.importance_cap = 2.0", marks=pytest.mark.slow),
     ],
@@ -430,7 +430,7 @@ def test_a_mismatch_is_reported_once_with_its_likely_cause(tmp_path, settings, c
         for report in reports
     )
     (sentence,) = [text for text in trainer.display.said if "sampler and trainer differ" in text]
-    assert sentence.startswith("step 1: before the update")
+    assert sentence.startswith("step 1: warning log_prob_mismatch: before the update")
     assert "(train.max_logp_mismatch is 0.05)" in sentence
     assert cause in sentence
 
