@@ -33,7 +33,7 @@ def step_times(reader: RunReader, stretches: int = STRETCHES) -> dict[str, Any]:
     for index in range(number):
         part = slice(index * len(rows) // number, (index + 1) * len(rows) // number)
         parts.append(_stretch(rows[part], split[part], stages))
-    seconds = math.fsum(_finite(row["step_time"]) or 0.0 for row in rows)
+    seconds = sum(_finite(row["step_time"]) or 0.0 for row in rows)
     total = reader.total_steps
     recent = [_finite(row["step_time"]) or 0.0 for row in rows[-RECENT:]]
     left = None if total is None or reader.status != "running" else max(0, total - reader.step)

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from groupwise.config import Recipe
+from groupwise.stats import mean
 
 WINDOW = 10  # steps that means are taken over
 SOLVED = 0.95  # share of right answers in training from which little spread and entropy are what was asked for
@@ -45,24 +46,24 @@ class RecentSteps:
     last: Evaluated | None = None  # the newest one
 
     @cached_property
-    def _sums(self) -> dict[str, tuple[float, int]]:
+    def _means(self) -> dict[str, tuple[float, int]]:
+        """The mean of each metric over the steps that report it, and their number."""
         values: dict[str, list[float]] = {}
         for row in self.rows:
             for name, value in row.items():
                 values.setdefault(name, []).append(value)
-        return {name: (math.fsum(column), len(column)) for name, column in values.items()}
+        return {name: (_mean(column), len(column)) for name, column in values.items()}
 
     def mean(self, name: str) -> float | None:
         """The mean over the steps that report a metric; None if none does."""
-        total, count = self._sums.get(name, (0.0, 0))
-        return total / count if count else None
+        return self._means[name][0] if name in self._means else None
 
     def means(self, prefix: str, *, missing_as_zero: bool = False) -> dict[str, float]:
         """The means of all metrics with a prefix, by the rest of their names."""
         steps = len(self.rows)
         return {
-            name.removeprefix(prefix): total / (steps if missing_as_zero else count)
-            for name, (total, count) in self._sums.items()
+            name.removeprefix(prefix): average * (count / steps if missing_as_zero else 1)
+            for name, (average, count) in self._means.items()
             if name.startswith(prefix)
         }
 
@@ -71,6 +72,14 @@ class RecentSteps:
         """Whether nearly all answers are right, so that little is left to learn."""
         right = self.mean(self.metric) if self.metric else None
         return right is not None and right >= SOLVED
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Rounded once, so that the mean of equal numbers is that number; finite even if the sum is not."""
+    try:
+        return math.fsum(values) / len(values)
+    except OverflowError:
+        return mean(values)
 
 
 @dataclass(frozen=True)
