@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -40,6 +41,7 @@ def own_tasks(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN_TASKS)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.delitem(sys.modules, "mine", raising=False)  # of another test
     return tmp_path / "mine.py"
 
 
