@@ -118,15 +118,14 @@ def log_prob_mismatch(recent: RecentSteps) -> Problem | None:
         return None
     if recent.newest.get("async/staleness_max"):  # older weights have sampled, so that the log-probs have to differ
         return None
-    remedy = (
-        "check what changes the weights in between, or a model whose layers behave differently in training; with "
-        "bfloat16 weights (<model.dtype>) rounding is the likely cause: loss.importance_cap = 2.0 corrects for it, "
-        "model.dtype = 'float32' avoids it"
-    )
+    remedy = "check what changes the weights in between, or a model whose layers behave differently in training"
     if recent.recipe.model.has_dropout:
         remedy = "LoRA dropout is the likely cause: set model.lora.dropout = 0"
-    elif recent.recipe.model.dtype == "float32":
-        remedy = "check what changes the weights in between, or a model whose layers behave differently in training"
+    elif recent.recipe.model.dtype != "float32":
+        remedy += (
+            "; with bfloat16 weights (<model.dtype>) rounding is the likely cause: loss.importance_cap = 2.0 corrects "
+            "for it, model.dtype = 'float32' avoids it"
+        )
     return Problem(
         f"before the update, sampler and trainer differ by {mismatch:.3f} in a token's log-prob on average "
         f"(train.max_logp_mismatch is {limit:g})",
