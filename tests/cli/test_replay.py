@@ -10,8 +10,8 @@ import pytest
 from groupwise.cli import main
 
 QUIZ = (
-    *("train", "quiz", "--run.folder", "run", "--train.steps", "3", "--train.batch_size", "4", "--sft.steps", "2"),
-    *("--data.train_rows", "16", "--data.held_out_rows", "4", "--sampling.samples_per_prompt", "4"),
+    *("train", "quiz", "--run.folder", "run", "--train.steps", "3", "--train.batch_size", "8", "--sft.steps", "20"),
+    *("--data.train_rows", "16", "--data.held_out_rows", "4", "--sampling.samples_per_prompt", "8"),
     *("--evaluate.before_training", "false", "--run.checkpoint_every", "1", "--run.keep_checkpoints", "9"),
     *("--run.plot", "false", "--run.tensorboard", "false"),
 )
@@ -19,7 +19,7 @@ QUIZ = (
 
 @pytest.fixture(scope="module")
 def quiz(tmp_path_factory):
-    """The folder with a short run of the quiz, and a file with rewards."""
+    """The folder with a short run of the quiz, taught enough that every step has a signal; and a file with rewards."""
     folder = tmp_path_factory.mktemp("quiz")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -41,11 +41,11 @@ def at_quiz(quiz, monkeypatch):
 def test_rescoring(at_quiz, output_of, tmp_path):
     words = ("replay", "run", "--steps", "1-2", "--set", "advantages.scale=none", "--reward", "rewards.py:early=0.5")
     text = output_of(*words, "--reward", "correct", "--out", str(tmp_path / "page.md"))
-    assert "the recorded settings give the recorded advantages back, for 32 samples" in text
+    assert "the recorded settings give the recorded advantages back, for 128 samples" in text
     assert "changed: advantages.scale group → none" in text
     assert "correct × 1 → correct × 1, early × 0.5" in text
     page = (tmp_path / "page.md").read_text()
-    assert page.startswith("# run: 32 recorded samples of 2 steps")
+    assert page.startswith("# run: 128 recorded samples of 2 steps")
     assert "| step | samples |" in page
     result = json.loads(output_of(*words, "--json"))
     assert [step["step"] for step in result["steps"]] == [1, 2]
