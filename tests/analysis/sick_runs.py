@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from groupwise.tasks import Task
 from groupwise.training.trainer import Trainer
 from tests.training.runs import ROWS, TASK, even, small_trainer, vowels
+from tests.weights import wordllama
 
 # Completions of a fixed length, so that being cut off is no problem of these runs, and no evaluations.
 SHORT: dict[str, Any] = {
@@ -66,6 +68,12 @@ def answers_identical(folder: Path) -> Trainer:
 
 def kl_high(folder: Path) -> Trainer:
     return run(folder, {"loss": {"kl_coef": 0.001}, "optimizer": {"learning_rate": 0.05}})
+
+
+def kl_low(folder: Path) -> Trainer:
+    """The policy hardly moves, and the reference is computed at every step."""
+    changes = {"loss": {"kl_coef": 0.01}, "optimizer": {"learning_rate": 1e-6}, "train": {"steps": 52}}
+    return run(folder, changes)
 
 
 def entropy_collapsed(folder: Path) -> Trainer:
@@ -188,11 +196,69 @@ def overfitting(folder: Path) -> Trainer:
     return run(folder, changes, task=task, rewards=[vowels])
 
 
+def in_clusters(folder: Path, grouping: Mapping[str, Any] | None = None, **changes: Any) -> Trainer:
+    """A run with clusters of similar completions."""
+    wordllama()
+    settings = {"embedder": "wordllama", "workers": 0, **(grouping or {})}
+    return run(folder, {"algorithm": "similarity_group_grpo", "grouping": settings, **changes})
+
+
+def answers_alike(folder: Path) -> Trainer:
+    return in_clusters(folder, sampling={"temperature": 0.01})
+
+
+def answers_unrelated(folder: Path) -> Trainer:
+    """Only clusters that are far from each other would count."""
+    return in_clusters(folder, {"min_silhouette": 0.95})
+
+
+def answers_scattered(folder: Path) -> Trainer:
+    """Only nearly equal texts are similar."""
+    return in_clusters(folder, {"method": "threshold", "threshold": 0.95})
+
+
+def pairs_file(folder: Path, pairs: Sequence[tuple[str, str, str]]) -> dict[str, Any]:
+    """The settings of [preference] for these prompts with their chosen and rejected answers."""
+    file = folder.with_name("pairs.jsonl")
+    rows = (dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in pairs)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"train": str(file), "batch_size": 4, "cache_ref_logps": False}
+
+
+def no_pairs(folder: Path) -> Trainer:
+    """The rewards of a group differ by less than the margin that a pair must have."""
+    return run(folder, {"preference": {"weight": 0.1, "min_margin": 5.0}})
+
+
+def preference_opposed(folder: Path) -> Trainer:
+    """The model answers a or b; the reward is for a, and the pairs prefer b."""
+    task = replace(TASK, examples=[(row["prompt"], 4 * letter) for row in ROWS for letter in "ab"])
+    pairs = pairs_file(folder, [(row["prompt"], "bbbb", "aaaa") for row in ROWS])
+    changes = {
+        "algorithm": "pg_grpo",
+        "loss": {"kl_coef": 0.0},
+        "sft": {"steps": 30, "batch_size": 10, "learning_rate": 0.01},
+        "preference": {"pairs": "data", "weight": 0.5, **pairs},
+        "optimizer": {"learning_rate": 1e-5},
+        "train": {"log_term_gradients_every": 1},
+        "sampling": {"samples_per_prompt": 8},
+    }
+    return run(folder, changes, task=task, rewards=[vowels])
+
+
+def chosen_unlikely(folder: Path) -> Trainer:
+    """A huge learning rate makes the chosen answers of pairs unlikely too."""
+    pairs = pairs_file(folder, [(f"Say {number}: ", f"{number} a b c", f"{number} d") for number in range(4)])
+    changes = {"algorithm": "dpo", "preference": pairs, "optimizer": {"learning_rate": 0.3}}
+    return run(folder, changes, task=None)
+
+
 SICK: dict[str, Callable[[Path], Trainer]] = {
     make.__name__: make
     for make in (
-        truncated, no_answer, answers_longer, answers_identical, kl_high, entropy_collapsed, entropy_exploded,
+        truncated, no_answer, answers_longer, answers_identical, kl_high, kl_low, entropy_collapsed, entropy_exploded,
         log_prob_mismatch, weights_unchanged, no_learning_signal, zero_spread, reward_constant, reward_dominates,
-        rewards_failed, not_finite, masked, stale, memory, overfitting,
+        rewards_failed, not_finite, masked, stale, memory, overfitting, answers_alike, answers_unrelated,
+        answers_scattered, no_pairs, preference_opposed, chosen_unlikely,
     )
 }  # fmt: skip

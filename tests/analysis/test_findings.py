@@ -27,6 +27,8 @@ ALSO = {
     "entropy_collapsed": {"answers_identical", "zero_spread", "no_learning_signal"},
     "overfitting": {"entropy_collapsed", "answers_identical", "zero_spread", "no_learning_signal"},
     "masked": {"no_learning_signal"},
+    "answers_alike": {"answers_identical", "no_learning_signal", "reward_constant"},
+    "answers_scattered": {"no_learning_signal"},  # a completion that is alone has nothing to be compared with
 }
 EVIDENCE = {
     "truncated": lambda e: e["completions/clipped_ratio"] > 0.95,
@@ -50,9 +52,21 @@ EVIDENCE = {
     "overfitting": lambda e: (
         e["eval/right_high"] < e["eval/right_low at its best"] and e["reward"] > e["reward at its best"]
     ),
+    "kl_low": lambda e: 0 < e["kl"] < 1e-4 and e["step"] >= 50,
+    "answers_alike": lambda e: (e["prompts with one cluster"], e["diversity/mean_distance"]) == (1, 0),
+    "answers_unrelated": lambda e: (
+        e["prompts with one cluster"] == 1 and 0 < e["similarity_groups/avg_silhouette_score"] < 0.95
+    ),
+    "answers_scattered": lambda e: e["answers alone in their cluster"] > 0.9,
+    "no_pairs": lambda e: e["preference/pairs"] == 0 and e["preference/refused/margin"] > 2,
+    "preference_opposed": lambda e: e["grad_cosine/grpo_preference"] < -0.5,
+    "chosen_unlikely": lambda e: e["preference/chosen_reward"] < -1 and e["preference/margin"] > 0,
 }  # fmt: skip
 ERRORS = {"truncated", "weights_unchanged", "no_learning_signal", "not_finite", "overfitting"}
-WITHOUT_EXAMPLES = {"kl_high", "log_prob_mismatch", "weights_unchanged", "not_finite", "stale", "memory"}
+WITHOUT_EXAMPLES = {
+    "kl_high", "kl_low", "log_prob_mismatch", "weights_unchanged", "not_finite", "stale", "memory",
+    "answers_unrelated", "answers_scattered", "no_pairs", "preference_opposed", "chosen_unlikely",
+}  # fmt: skip
 SETTINGS = {
     "truncated": "sampling.max_new_tokens",
     "kl_high": "loss.kl_coef",
@@ -62,6 +76,9 @@ SETTINGS = {
     "reward_dominates": "advantages.combine",
     "memory": "train.token_budget",
     "stale": "train.max_staleness",
+    "answers_unrelated": "grouping.min_silhouette",
+    "answers_scattered": "grouping.threshold",
+    "no_pairs": "preference.min_margin",
 }
 
 
@@ -104,13 +121,8 @@ def test_a_sick_run_is_diagnosed(name, tmp_path):
 
 
 def test_every_named_finding_is_tried():
-    tried = EVIDENCE.keys() | {DAMAGED, MISSING}
-    # In tests/training/monitor/test_health_checks.py, as they need an embedder, pairs or 50 steps.
-    only_by_their_metrics = {
-        "kl_low", "answers_alike", "answers_unrelated", "answers_scattered", "no_pairs", "preference_opposed",
-        "chosen_unlikely",
-    }  # fmt: skip
-    assert tried | only_by_their_metrics == set(ALL_CHECKS) == {*CHECKS, *EVALUATION_CHECKS, DAMAGED, MISSING}
+    assert SICK.keys() == EVIDENCE.keys()
+    assert SICK.keys() | {DAMAGED, MISSING} == set(ALL_CHECKS) == {*CHECKS, *EVALUATION_CHECKS, DAMAGED, MISSING}
 
 
 @pytest.fixture(scope="module")

@@ -104,12 +104,18 @@ def answers_unrelated(recent: RecentSteps) -> Problem | None:
     if share <= MAX_UNSPLIT or distance < ALIKE:
         return None
     silhouette = recent.mean("similarity_groups/avg_silhouette_score") or 0.0
+    more = "raise <grouping.threshold>" if _has_threshold(recent) else "lower <grouping.min_silhouette>"
     return Problem(
-        f"the answers to {share:.0%} of the prompts form no clusters (silhouette {silhouette:.2f}) because no two are "
-        f"alike ({text}), so each prompt is one group",
-        "raise <sampling.samples_per_prompt>, or try another <grouping.embedder>",
+        f"the answers to {share:.0%} of the prompts form no clusters (silhouette {silhouette:.2f}) though they differ "
+        f"({text}), so each prompt is one group",
+        f"raise <sampling.samples_per_prompt>, {more}, or try another <grouping.embedder>",
         {"prompts with one cluster": share, "similarity_groups/avg_silhouette_score": silhouette},
     )
+
+
+def _has_threshold(recent: RecentSteps) -> bool:
+    """Whether the clusters depend on grouping.threshold; else on max_groups and min_silhouette."""
+    return recent.recipe.grouping.method in ("threshold", "dbscan")
 
 
 def answers_scattered(recent: RecentSteps) -> Problem | None:
@@ -117,8 +123,9 @@ def answers_scattered(recent: RecentSteps) -> Problem | None:
     share = (recent.mean(SINGLE) or 0.0) / max(1e-9, answers)
     if share <= MAX_SINGLE:
         return None
+    fewer = "<grouping.threshold>" if _has_threshold(recent) else "<grouping.max_groups>"
     return Problem(
         f"{share:.0%} of the answers are alone in their cluster and have no learning signal",
-        "lower <grouping.max_groups>, set <advantages.shrinkage>, or try another <grouping.embedder>",
+        f"lower {fewer}, set <advantages.shrinkage>, or try another <grouping.embedder>",
         {"answers alone in their cluster": share},
     )
