@@ -19,14 +19,21 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = "<script>window.hacked = 1<script>"
 DRAWN = "article.curve .chart[data-drawn]"
-# The options of the first chart of a metric, as ECharts has them.
+# The options of the first chart of a metric, as ECharts has them; null until it is drawn.
 OPTIONS = """metric => {
-  const chart = echarts.getInstanceByDom(document.querySelector(`article[data-metric="${metric}"] .chart`));
+  const element = document.querySelector(`article[data-metric="${metric}"] .chart[data-drawn]`);
+  if (!element) return null;
+  const chart = echarts.getInstanceByDom(element);
   const {series, xAxis} = chart.getOption();
   return {max: chart.getModel().getComponent("xAxis").axis.scale.getExtent()[1],
     series: series.map(one => ({data: one.data, opacity: one.lineStyle.opacity ?? 1,
       marks: ((one.markLine || {}).data || []).length, areas: ((one.markArea || {}).data || []).length}))};
 }"""
+
+
+def options(page: Any, metric: str) -> Any:
+    until(page, f"({OPTIONS})('{metric}')")
+    return page.evaluate(OPTIONS, metric)
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +96,7 @@ def test_the_list_shows_runs_and_compares_the_chosen_ones(page, address):
     page.get_by_label("Only differences").uncheck()
     assert settings.count() > 100
     assert page.locator("tr.differs").count() == 3
-    data = page.evaluate(OPTIONS, "reward")["series"]
+    data = options(page, "reward")["series"]
     assert len([one for one in data if one["opacity"] == 1]) == 2  # a line for each run
 
 
@@ -109,12 +116,12 @@ def test_curves_appear_and_are_smoothed(page, address):
     recorded = page.request.get(f"{address}api/run/quiz/metrics?names=reward").json()["columns"]["reward"]["values"]
     slider = page.locator("#smoothing")
     slider.fill("0")
-    until(page, f"({OPTIONS})('reward').series.length === 1")
-    (line,) = page.evaluate(OPTIONS, "reward")["series"]
+    until(page, f"({OPTIONS})('reward')?.series.length === 1")
+    (line,) = options(page, "reward")["series"]
     assert [point[1] for point in line["data"]] == pytest.approx(recorded)
     slider.fill("0.9")
-    until(page, f"({OPTIONS})('reward').series.length === 2")
-    raw, smooth = page.evaluate(OPTIONS, "reward")["series"]
+    until(page, f"({OPTIONS})('reward')?.series.length === 2")
+    raw, smooth = options(page, "reward")["series"]
     assert raw["opacity"] < 1
     assert [point[1] for point in raw["data"]] == pytest.approx(recorded)
     means, total, weight = [], 0.0, 0.0
@@ -132,12 +139,12 @@ def test_the_axis_is_steps_tokens_or_time(page, address):
     for button, name in (("tokens", "tokens"), ("time", "seconds"), ("step", "steps")):
         page.get_by_role("button", name=button, exact=True).click()
         wanted = column[name][-1]
-        until(page, f"({OPTIONS})('reward').series.at(-1).data.at(-1)[0] === {wanted}")
-        assert page.evaluate(OPTIONS, "reward")["max"] == wanted
+        until(page, f"({OPTIONS})('reward')?.series.at(-1).data.at(-1)[0] === {wanted}")
+        assert options(page, "reward")["max"] == wanted
     page.goto(f"{address}#/run/quiz/curves?x=tokens")  # a link has the state
     page.reload()
     page.wait_for_selector(DRAWN)
-    assert page.evaluate(OPTIONS, "reward")["max"] == column["tokens"][-1]
+    assert options(page, "reward")["max"] == column["tokens"][-1]
 
 
 def test_metrics_are_searched_and_described(page, address):
@@ -164,11 +171,11 @@ def test_charts_out_of_sight_are_not_drawn_or_read(page, address):
 def test_phases_and_evaluations_are_marked_and_a_zoom_is_for_all_charts(page, address):
     page.goto(f"{address}#/run/{other_id(page, address)}/curves")
     page.wait_for_selector(DRAWN)
-    series = page.evaluate(OPTIONS, "reward")["series"][-1]
+    series = options(page, "reward")["series"][-1]
     assert series["areas"] == 2
     assert series["marks"] == 4  # evaluations at 0, 4, 8 and 12
     page.get_by_label("Phases and evaluations").uncheck()
-    until(page, f"({OPTIONS})('reward').series.at(-1).areas === 0")
+    until(page, f"({OPTIONS})('reward')?.series.at(-1).areas === 0")
     box = page.locator("article[data-metric=reward] .chart").first.bounding_box()
     page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 80)
     page.mouse.down()
@@ -176,11 +183,11 @@ def test_phases_and_evaluations_are_marked_and_a_zoom_is_for_all_charts(page, ad
         page.mouse.move(box["x"] + share * box["width"], box["y"] + 80)
     page.mouse.up()
     page.wait_for_selector("text=Show all")
-    until(page, f"({OPTIONS})('reward').max < 12")
-    maximum = page.evaluate(OPTIONS, "reward")["max"]
-    assert page.evaluate(OPTIONS, "entropy")["max"] == maximum
+    until(page, f"({OPTIONS})('reward')?.max < 12")
+    maximum = options(page, "reward")["max"]
+    assert options(page, "entropy")["max"] == maximum
     page.get_by_role("button", name="Show all").click()
-    until(page, f"({OPTIONS})('entropy').max === 12")
+    until(page, f"({OPTIONS})('entropy')?.max === 12")
 
 
 def test_settings_time_and_findings(page, address):
@@ -259,6 +266,23 @@ def test_a_narrow_page_does_not_scroll_sideways(page, address):
         page.wait_for_selector(f".view-{view} *")
         page.wait_for_load_state("networkidle")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, view
+        tab = page.locator("#tabs [aria-current]").bounding_box()
+        assert 0 <= tab["x"] < tab["x"] + tab["width"] <= 400, view
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "shown"),
+    [
+        ("/home/me/recipes/modes.py:task", "owner/name", "modes.py:task · owner/name · dapo"),
+        ("./modes.py:task", "~/models/small/", "modes.py:task · small · dapo"),
+        ("package.module:task", "D:\\models\\small", "package.module:task · small · dapo"),
+        ("rows", None, "rows · dapo"),
+    ],
+)
+def test_of_paths_the_last_part_is_shown(page, address, task, model, shown):
+    page.goto(address)
+    page.wait_for_selector("tbody tr")
+    assert page.evaluate("run => gw.facts(run)", {"task": task, "model": model, "algorithm": "dapo"}) == shown
 
 
 def test_a_running_run_updates_by_itself(page, view, tmp_path):
@@ -277,9 +301,9 @@ def test_a_running_run_updates_by_itself(page, view, tmp_path):
         address = view(tmp_path / "runs")
         page.goto(f"{address}#/run/live/curves")
         page.wait_for_selector(".badge.running")
-        page.wait_for_selector(DRAWN)
-        before = page.evaluate(OPTIONS, "reward")["series"][-1]["data"][-1][0]
-        until(page, f"({OPTIONS})('reward').series.at(-1).data.at(-1)[0] > {before + 1}")
+        until(page, f"({OPTIONS})('reward')")
+        steps = len(metrics.read_text().splitlines())  # at least as many as the page has
+        until(page, f"({OPTIONS})('reward')?.series.at(-1).data.at(-1)[0] > {steps}")
         assert "of 100,000" in page.locator("header").inner_text()
     finally:
         training.terminate()

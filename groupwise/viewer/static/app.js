@@ -48,6 +48,9 @@ window.gw = {};
   gw.errorBox = message => gw.el("div", {class: "box error", role: "alert"}, message);
   gw.noteBox = (...children) => gw.el("div", {class: "box"}, ...children);
   gw.badge = (text, kind, title) => gw.el("span", {class: `badge ${kind || ""}`, title}, text);
+  /** Task, model and algorithm of a run; of a path, which may be long, its last part. */
+  gw.facts = run => [run.task, run.model, run.algorithm].filter(Boolean)
+    .map(text => /^(~|\.{0,2})[/\\]|^[a-z]:\\/i.test(text) ? text.split(/[/\\]/).filter(Boolean).pop() : text).join(" · ");
   gw.loading = () => gw.el("p", {class: "quiet loading", role: "status"}, "Loading…");
 
   /** A table. Columns: {title, value(row) → text or element, numeric, hint, sort(row) → number or text, class}. */
@@ -376,7 +379,7 @@ window.gw = {};
             gw.el("h1", {title: run.path}, run.name),
             gw.statusBadge(run.status),
             progress(run),
-            gw.el("span", {class: "quiet facts"}, [run.task, run.model, run.algorithm].filter(Boolean).join(" · ")))
+            gw.el("span", {class: "quiet facts"}, gw.facts(run)))
         : gw.el("div", {class: "run-title"}, view ? gw.el("h1", {}, view.title) : null);
       gw.fill(part("header"),
         gw.el("a", {class: "brand", href: gw.source.start || "#/", title: gw.source.live ? "All runs" : "groupwise"}, "groupwise"),
@@ -407,7 +410,7 @@ window.gw = {};
       const names = gw.views.of(run).map(view => view.name);
       if (tabs.dataset.run === run.id && tabs.dataset.names === names.join() && tabs.childElementCount) {
         for (const link of tabs.children) mark(link, link.dataset.view === current.name);
-        return;
+        return revealTab();
       }
       tabs.dataset.run = run.id;
       tabs.dataset.names = names.join();
@@ -416,6 +419,14 @@ window.gw = {};
         mark(link, view === current);
         return link;
       }));
+      revealTab();
+    }
+
+    /** On a narrow screen the tabs scroll sideways. */
+    function revealTab() {
+      const tabs = part("tabs");
+      const link = tabs.querySelector("[aria-current]");
+      if (link) tabs.scrollLeft = link.offsetLeft - (tabs.clientWidth - link.offsetWidth) / 2;
     }
 
     /** After the view, which should not wait for them. */

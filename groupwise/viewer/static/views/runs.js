@@ -69,7 +69,7 @@
       const columns = [
         {title: "", value: choose},
         {title: "run", sort: run => run.name, value: run => gw.el("div", {}, gw.el("a", {href: gw.link(run.id, "curves"), class: "run-name"}, run.name),
-          gw.el("div", {class: "quiet small"}, [run.task, run.model, run.algorithm].filter(Boolean).join(" · ")),
+          gw.el("div", {class: "quiet small"}, gw.facts(run)),
           run.problems.length ? gw.badge("cannot be read completely", "warning", run.problems.join("\n")) : null)},
         {title: "status", sort: run => run.status, value: run => gw.statusBadge(run.status)},
         {title: "step", numeric: true, sort: run => run.step, value: run => [gw.format.number(run.step),

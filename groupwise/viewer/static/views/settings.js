@@ -25,7 +25,7 @@ gw.views.add({
         {title: "setting", value: one => gw.el("code", {class: "nowrap"}, one.name)},
         {title: "value", value: one => code(one.value)},
         {title: `default of ${run.algorithm}`, value: one => identity.includes(one.name) ? "" : gw.el("span", {class: "quiet"}, code(one.default))},
-        {title: "meaning", value: one => gw.el("span", {class: "quiet"}, one.about)},
+        {title: "meaning", class: "meaning", value: one => gw.el("span", {class: "quiet"}, one.about)},
       ], shown, {label: "settings", rowClass: one => one.changed && (words || !only.checked) ? "differs" : null})
         : gw.el("p", {class: "quiet"}, answer.settings.length ? "No setting fits." : "The settings cannot be read."));
     }
