@@ -271,6 +271,11 @@ class GroupingSection(Section):
     ray_host: str = "127.0.0.1"
     """address that a new Ray cluster listens on; others than the default are reachable from other machines"""
 
+    @property
+    def limit(self) -> str:
+        """The setting to lower for fewer clusters."""
+        return "grouping.threshold" if self.method in ("threshold", "dbscan") else "grouping.max_groups"
+
 
 class LossSection(Section):
     """the policy loss: name, clipping, KL, entropy"""

@@ -104,7 +104,8 @@ def answers_unrelated(recent: RecentSteps) -> Problem | None:
     if share <= MAX_UNSPLIT or distance < ALIKE:
         return None
     silhouette = recent.mean("similarity_groups/avg_silhouette_score") or 0.0
-    more = "raise <grouping.threshold>" if _has_threshold(recent) else "lower <grouping.min_silhouette>"
+    by_threshold = recent.recipe.grouping.limit == "grouping.threshold"
+    more = "raise <grouping.threshold>" if by_threshold else "lower <grouping.min_silhouette>"
     return Problem(
         f"the answers to {share:.0%} of the prompts form no clusters (silhouette {silhouette:.2f}) though they differ "
         f"({text}), so each prompt is one group",
@@ -113,19 +114,13 @@ def answers_unrelated(recent: RecentSteps) -> Problem | None:
     )
 
 
-def _has_threshold(recent: RecentSteps) -> bool:
-    """Whether the clusters depend on grouping.threshold; else on max_groups and min_silhouette."""
-    return recent.recipe.grouping.method in ("threshold", "dbscan")
-
-
 def answers_scattered(recent: RecentSteps) -> Problem | None:
     answers = sum(recent.means(SPLIT).values()) * recent.recipe.sampling.samples_per_prompt
     share = (recent.mean(SINGLE) or 0.0) / max(1e-9, answers)
     if share <= MAX_SINGLE:
         return None
-    fewer = "<grouping.threshold>" if _has_threshold(recent) else "<grouping.max_groups>"
     return Problem(
         f"{share:.0%} of the answers are alone in their cluster and have no learning signal",
-        f"lower {fewer}, set <advantages.shrinkage>, or try another <grouping.embedder>",
+        f"lower <{recent.recipe.grouping.limit}>, set <advantages.shrinkage>, or try another <grouping.embedder>",
         {"answers alone in their cluster": share},
     )

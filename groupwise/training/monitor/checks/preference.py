@@ -37,7 +37,8 @@ def _refusal(reason: str, recent: RecentSteps) -> tuple[str, str]:
     if reason == "same_answer":
         cause = "in most groups the best and the worst are the same text with different rewards"
         return cause, "raise <sampling.temperature>, and check why the reward varies"
-    clusters = ", lower grouping.max_groups" if recent.recipe.advantages.grouping == "similarity" else ""
+    by_similarity = recent.recipe.advantages.grouping == "similarity"
+    clusters = f", lower {recent.recipe.grouping.limit}" if by_similarity else ""
     cause = "most groups have fewer than two answers left"
     return cause, f"check the masks (masks.*) and failed rewards{clusters}, or {more}"
 
