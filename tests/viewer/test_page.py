@@ -305,6 +305,11 @@ def test_a_running_run_updates_by_itself(page, view, tmp_path):
         steps = len(metrics.read_text().splitlines())  # at least as many as the page has
         until(page, f"({OPTIONS})('reward')?.series.at(-1).data.at(-1)[0] > {steps}")
         assert "of 100,000" in page.locator("header").inner_text()
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.evaluate("document.getElementById('tabs').scrollLeft = 40")  # by hand; an update leaves it there
+        steps = len(metrics.read_text().splitlines())
+        until(page, f"({OPTIONS})('reward')?.series.at(-1).data.at(-1)[0] > {steps}")
+        assert page.evaluate("document.getElementById('tabs').scrollLeft") == 40
     finally:
         training.terminate()
         training.wait(60)

@@ -335,6 +335,7 @@ window.gw = {};
       document.title = `${view.title} · ${run.name}`;
       showHeader(run, view);
       showTabs(run, view);
+      revealTab();
       const element = gw.el("div", {class: `view view-${view.name}`});
       gw.fill(content, element);
       if (gw.source.live) timer = setTimeout(() => poll(mine), run.status === "running" ? POLL : POLL_ENDED);
@@ -410,7 +411,7 @@ window.gw = {};
       const names = gw.views.of(run).map(view => view.name);
       if (tabs.dataset.run === run.id && tabs.dataset.names === names.join() && tabs.childElementCount) {
         for (const link of tabs.children) mark(link, link.dataset.view === current.name);
-        return revealTab();
+        return;
       }
       tabs.dataset.run = run.id;
       tabs.dataset.names = names.join();
@@ -419,10 +420,9 @@ window.gw = {};
         mark(link, view === current);
         return link;
       }));
-      revealTab();
     }
 
-    /** On a narrow screen the tabs scroll sideways. */
+    /** On a narrow screen the tabs scroll sideways. Not when a live run is updated: the reader may have scrolled them. */
     function revealTab() {
       const tabs = part("tabs");
       const link = tabs.querySelector("[aria-current]");
