@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 from collections.abc import Callable
@@ -36,7 +37,8 @@ json_values = st.one_of(
     st.sampled_from([*NUMBERS, *NOT_FINITE]),
     st.integers(-3, 300),
     st.none(),
-    st.sampled_from([[], {}, [[]], [{}], {"": 0}, [None], ["a", 1], {"role": "user"}, {"type": "text"}]),
+    # Copied, because `changed` may change what it has drawn, and the strategy must draw the same again.
+    st.sampled_from([[], {}, [[]], [{}], {"": 0}, [None], ["a", 1], {"role": "user"}, {"type": "text"}]).map(copy.deepcopy),
     st.builds(nest, st.sampled_from([3, 120, 500])),
 )
 python_values = json_values | st.sampled_from(
