@@ -1,15 +1,16 @@
-"""A complete GRPO step: groupwise's trainer against TRL's, with the same model, prompts, settings and token counts.
+"""A complete GRPO step: groupwise's trainer, its drop-in for TRL, and TRL, with the same model, prompts and settings.
 
 Usage::
 
     python benchmarks/step.py --against trl            # on the GPU if there is one, else on the CPU
-    python benchmarks/step.py                          # only groupwise
+    python benchmarks/step.py                          # groupwise, and the script for TRL with its import changed
     python benchmarks/step.py --against trl --micro 16 # TRL with micro-batches of 16 answers
 
 Every answer has its full length, the loss is DAPO's, without KL and gradient checkpointing. Each side runs in a
 separate process, one after the other, so that peak memory is measured separately; the first steps (compilation, graph
 capture) are not counted. Before that both compute loss and gradient of the same samples in float32, which must agree.
-Compare the ratios rather than the seconds.
+A step is the time from one step's end to the next, so that it holds callbacks and logs too. Compare the ratios rather
+than the seconds.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import warnings
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--against", choices=("trl",), help="the library to compare with")
     parser.add_argument("--micro", type=int, help="TRL's micro-batch in answers (default: 32 on a GPU, 8 on a CPU)")
     parser.add_argument("--top-k", type=int, default=40)
-    parser.add_argument("--side", choices=("groupwise", "trl", "agreement"), help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     fill(args)
@@ -58,9 +60,8 @@ def main() -> None:
         print(describe(args), flush=True)
         if args.against:
             report_agreement(in_new_process(args, "agreement"))
-        report(
-            args, {side: in_new_process(args, side) for side in ("groupwise", *([args.against] * bool(args.against)))}
-        )
+        sides = ("groupwise", "drop-in", *([args.against] * bool(args.against)))
+        report(args, {side: in_new_process(args, side) for side in sides})
 
 
 def save_model(args: argparse.Namespace) -> None:
@@ -111,7 +112,7 @@ def environment(side: str) -> dict[str, str]:
     return ENVIRONMENT if side != "groupwise" else {"MIMALLOC_PURGE_DELAY": "10000", **ENVIRONMENT}
 
 
-# --- the two sides ---------------------------------------------------------------------------------------------------
+# --- the sides -------------------------------------------------------------------------------------------------------
 
 
 def recipe_of(args: argparse.Namespace, steps: int) -> Any:
@@ -147,41 +148,61 @@ def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
     recipe = recipe_of(args, warm + args.repeat)
     task = Task("benchmark", rows(args))
     steps: list[dict[str, float]] = []
+    ends: list[float] = []
     with Trainer(recipe, task=task, rewards=[reward], folder=args.folder / "run") as trainer:
         start_counting(args)
         for result in trainer.steps():
             steps.append(result.metrics)
+            ends.append(now(args))
             if len(steps) == warm + args.repeat:
                 break
-    counted = steps[warm:]
-    tokens = args.prompts * args.samples * args.new_tokens
-    if any(step["completions/mean_length"] != args.new_tokens for step in counted):
+    return result_of(args, steps[warm:], between(ends, warm))
+
+
+def run_drop_in(args: argparse.Namespace) -> dict[str, Any]:
+    import groupwise.trl
+    from groupwise.rundir import read_metrics
+
+    warm, watch = 3 if args.device == "cuda" else 1, watch_of(args)
+    trainer = make_trl(args, warm + args.repeat, [watch], library=groupwise.trl)
+    start_counting(args)
+    trainer.train()
+    steps = [row for row in read_metrics(args.folder / "trl" / "metrics.jsonl") if "step_time" in row]
+    return result_of(args, steps[warm:], between(watch.ends, warm))
+
+
+def result_of(args: argparse.Namespace, steps: list[dict[str, float]], times: list[float]) -> dict[str, Any]:
+    if any(step["completions/mean_length"] != args.new_tokens for step in steps):
         raise SystemExit("groupwise stopped early; the comparison would not be fair")
     return {
-        "step": median([step["step_time"] for step in counted]),
-        "generation": median([step["time/generate"] for step in counted]),
-        "training": median([step["time/train"] for step in counted]),
+        "step": median(times),
+        "generation": median([step["time/generate"] for step in steps]),
+        "training": median([step["time/train"] for step in steps]),
         "peak": peak(args),
-        "tokens": tokens,
+        "tokens": args.prompts * args.samples * args.new_tokens,
     }
 
 
-def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+def watch_of(args: argparse.Namespace) -> Any:
+    """A callback of transformers that takes the time at each step's end."""
     from transformers import TrainerCallback
 
-    warm = 1
-    times: dict[str, list[float]] = {"step": [], "generation": []}
-
     class Watch(TrainerCallback):
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            synchronize(args.device)
-            self.start = time.perf_counter()
+        def __init__(self) -> None:
+            self.ends: list[float] = []
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            synchronize(args.device)
-            times["step"].append(time.perf_counter() - self.start)
+            self.ends.append(now(args))
 
-    trainer = make_trl(args, warm + args.repeat, [Watch()])
+    return Watch()
+
+
+def run_trl(args: argparse.Namespace) -> dict[str, Any]:
+    import trl
+
+    warm, watch = 1, watch_of(args)
+    times: list[float] = []
+    trainer = make_trl(args, warm + args.repeat, [watch], library=trl)
     generate = trainer._generate
 
     def timed(*args_: Any, **kwargs: Any) -> Any:
@@ -189,7 +210,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
         start = time.perf_counter()
         completions = generate(*args_, **kwargs)
         synchronize(args.device)
-        times["generation"].append(time.perf_counter() - start)
+        times.append(time.perf_counter() - start)
         return completions
 
     trainer._generate = timed
@@ -198,7 +219,7 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     lengths = [entry["completions/mean_length"] for entry in trainer.state.log_history if "reward" in entry]
     if any(length != args.new_tokens for length in lengths):
         raise SystemExit(f"TRL stopped early ({lengths}); the comparison would not be fair")
-    step, generation = median(times["step"][warm:]), median(times["generation"][warm:])
+    step, generation = median(between(watch.ends, warm)), median(times[warm:])
     return {
         "step": step,
         "generation": generation,
@@ -208,17 +229,19 @@ def run_trl(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_trl(args: argparse.Namespace, steps: int, callbacks: list[Any], dtype: torch.dtype | None = None) -> Any:
+def make_trl(
+    args: argparse.Namespace, steps: int, callbacks: list[Any], library: Any, dtype: torch.dtype | None = None
+) -> Any:
+    """The trainer of `trl`, or of `groupwise.trl`: everything else is the same."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import GRPOConfig, GRPOTrainer
 
     from groupwise.model.device import resolve_device, resolve_dtype
 
     answers = args.prompts * args.samples
     micro = min(args.micro, answers)
     dtype = dtype or resolve_dtype(args.dtype or "auto", resolve_device(args.device))
-    config = GRPOConfig(
+    config = library.GRPOConfig(
         output_dir=str(args.folder / "trl"),
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=answers // micro,
@@ -244,7 +267,7 @@ def make_trl(args: argparse.Namespace, steps: int, callbacks: list[Any], dtype: 
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return GRPOTrainer(
+        return library.GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype),
             reward_funcs=reward,
             args=config,
@@ -295,7 +318,9 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     ours = {name: master.grad.clone() for name, master in masters.named_parameters()}
     masters.close()
 
-    trainer = make_trl(args, 1, [], torch.float32)
+    import trl
+
+    trainer = make_trl(args, 1, [], trl, torch.float32)
     trl_model = trainer.model
     device = next(trl_model.parameters()).device
     width = max(map(len, prompts))
@@ -323,10 +348,20 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SIDES = {"groupwise": run_groupwise, "trl": run_trl, "agreement": run_agreement}
+SIDES = {"groupwise": run_groupwise, "drop-in": run_drop_in, "trl": run_trl, "agreement": run_agreement}
 
 
 # --- measuring and reporting -----------------------------------------------------------------------------------------
+
+
+def now(args: argparse.Namespace) -> float:
+    synchronize(args.device)
+    return time.perf_counter()
+
+
+def between(ends: list[float], warm: int) -> list[float]:
+    """Seconds of the steps after the first ``warm``, from the times at which all ended."""
+    return [after - before for before, after in pairwise(ends[warm - 1 :])]
 
 
 def start_counting(args: argparse.Namespace) -> None:
@@ -358,13 +393,14 @@ def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> No
             f"{side:12}{result['step']:8.2f}s{result['generation']:11.2f}s{result['training']:9.2f}s{result['peak']:10.1f}"
             f"{result['tokens'] / result['step']:10,.0f}"
         )
-    if args.against:
-        ours, theirs = results["groupwise"], results[args.against]
-        ratios = {name: theirs[name] / ours[name] for name in ("step", "generation", "training", "peak")}
+    ours = results.pop("groupwise")
+    for side, result in results.items():
+        ratios = {name: result[name] / ours[name] for name in ("step", "generation", "training", "peak")}
         print(
-            f"{'ratio':12}{ratios['step']:8.2f}×{ratios['generation']:11.2f}×{ratios['training']:9.2f}×"
+            f"{side + ' /':12}{ratios['step']:8.2f}×{ratios['generation']:11.2f}×{ratios['training']:9.2f}×"
             f"{ratios['peak']:9.2f}×"
         )
+    print("the ratios are to groupwise")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,12 @@ removes the penalty on them too.
 loss is the mean over all tokens, as in verl. Clusters are made by average linkage; its source uses Ward's linkage over
 the rows of the distance matrix, which is ``grouping.method = "ward_rows"`` (docs/creative.md says why).
 
+`maxrl`, `dppo` and `scalerl` are papers of 2025 and 2026. Of ScaleRL (arXiv 2510.13786) the preset has the loss, its
+mean over prompts, the scale of the advantages and the float32 head; rows by pass rate and asynchronous rollouts are
+settings beside it. Two deviations: "batch" divides by the standard deviation of the batch's rewards, where the paper
+takes that of its advantages, and prompts without a learning signal stay in the denominator. `dppo` takes the ratio to
+the sampler and caps it at 20, as verl does.
+
 `pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized. w₁ = 0.04 is that of
 DeepSeekMath. w₂ = 0.1 makes both gradients about equally large for completions of some 200 tokens (docs/preference.md).
 `dpo` is the preference term alone, on a dataset of pairs, without sampling.
@@ -109,6 +115,27 @@ ALGORITHMS = {
         {"loss.name": "cispo", "loss.clip_high": 5.0},
         summary="The ratio is capped and detached, so that clipped tokens keep a gradient (MiniMax-M1, "
         "arXiv 2506.13585).",
+    ),
+    "maxrl": Algorithm(
+        {"advantages.scale": "mean", "advantages.eps": 0.0},
+        summary="Advantages divided by the group's mean reward: an estimate of the gradient of the log-likelihood of "
+        "success, which gives hard prompts more weight (arXiv 2602.02710).",
+    ),
+    "dppo": Algorithm(
+        {"loss.name": "cispo", "loss.clip_high": 20.0, "masks.divergence": "tv"},
+        summary="A limit to the divergence from the sampler, token by token, in place of the clipped ratio "
+        "(arXiv 2602.04879).",
+    ),
+    "scalerl": Algorithm(
+        {
+            "loss.name": "cispo",
+            "loss.clip_high": 5.0,
+            "loss.aggregation": "prompt_mean",
+            "advantages.scale": "batch",
+            "model.float32_head": True,
+        },
+        summary="CISPO with the mean over each prompt's tokens, then over prompts, advantages scaled by the batch, and "
+        "logits in float32 (ScaleRL, arXiv 2510.13786).",
     ),
     "enhanced_grpo": Algorithm(
         _ENHANCED_GRPO,

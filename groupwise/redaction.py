@@ -21,6 +21,7 @@ from groupwise.errors import ConfigError
 HIDDEN = "***"
 MIN_LENGTH = 6  # characters of a value that is replaced in texts; a shorter one may be a part of any word
 MIN_VARIABLE_LENGTH = 12  # the same for environment variables that no recipe names
+FOLDERS = {"PWD", "OLDPWD"}  # variables of the shell that look like passwords by their names
 
 _known: set[str] = set()
 
@@ -118,7 +119,7 @@ def hide_secrets(text: str) -> str:
     """The text with ``***`` in place of known secrets, of secret environment variables, and of passwords in URLs."""
     secrets = [secret for secret in _known if secret in text]
     for name, value in os.environ.items():
-        if len(value) >= MIN_VARIABLE_LENGTH and is_secret_name(name):
+        if len(value) >= MIN_VARIABLE_LENGTH and name not in FOLDERS and is_secret_name(name):
             secrets += [spelling for spelling in _spellings(value) if spelling in text]
     for secret in sorted(secrets, key=len, reverse=True):  # one may contain another
         text = text.replace(secret, HIDDEN)

@@ -107,6 +107,18 @@ def test_the_defaults_of_the_sections_are_the_same():
         ("dr_grpo", {"loss.name": "dr_grpo", "advantages.scale": "none"}),
         ("gspo", {"loss.name": "gspo", "loss.ratio": "sequence", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
         ("cispo", {"loss.name": "cispo", "loss.clip_high": 5.0}),
+        ("maxrl", {"advantages.scale": "mean", "advantages.eps": 0.0}),
+        ("dppo", {"loss.name": "cispo", "loss.clip_high": 20.0, "masks.divergence": "tv"}),
+        (
+            "scalerl",
+            {
+                "loss.name": "cispo",
+                "loss.clip_high": 5.0,
+                "loss.aggregation": "prompt_mean",
+                "advantages.scale": "batch",
+                "model.float32_head": True,
+            },
+        ),
     ],
 )
 def test_differences_of_the_other_presets(name, expected):

@@ -38,10 +38,10 @@ from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
 from groupwise.core.filters import ORDERS
-from groupwise.core.importance import IMPORTANCE_MODES
+from groupwise.core.importance import IMPORTANCE_MODES, REJECTIONS
 from groupwise.core.kl import ESTIMATORS
-from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
-from groupwise.core.masks import OFF_POLICY_RULES
+from groupwise.core.losses import AGGREGATIONS, DENOMINATORS, LOSSES, RATIOS
+from groupwise.core.masks import DIVERGENCES, OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 from groupwise.errors import ConfigError, RecipeErrors
 from groupwise.training.from_rows import trainer_arguments
@@ -254,15 +254,13 @@ def test_rows_are_no_recipe(tmp_path, name, exists):
         ({"rewards": [{"function": "a:b"}, {"function": "c:d", "wieght": 1}]},
          "the recipe: unknown key 'wieght' in [[rewards]] number 2; did you mean 'weight'?"),
         ({"reference": {"zzz": 1}}, "the recipe: unknown key 'reference.zzz' (there are: refresh_every, mix)"),
-        ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: 'dapo', 'grpo', "
-                                "'dr_grpo', 'gspo', 'cispo', 'enhanced_grpo', 'enhanced_grpo_literal', "
-                                "'similarity_group_grpo', 'pg_grpo', 'dpo')"),
-        ({"algorithm": 5}, "the recipe: unknown algorithm 5 (allowed: 'dapo', 'grpo', 'dr_grpo', 'gspo', 'cispo', "
-                           "'enhanced_grpo', 'enhanced_grpo_literal', 'similarity_group_grpo', 'pg_grpo', 'dpo')"),
+        ({"algorithm": "grop"}, "the recipe: unknown algorithm 'grop'; did you mean 'grpo'? (allowed: "
+                                f"{', '.join(map(repr, ALGORITHMS))})"),
+        ({"algorithm": 5}, f"the recipe: unknown algorithm 5 (allowed: {', '.join(map(repr, ALGORITHMS))})"),
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
-                                            "(allowed: group, batch, none)"),
+                                            "(allowed: group, batch, mean, none)"),
         ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, reference_drift)"),
         ({"sampling": {"order": "mlx"}}, "the recipe: sampling.order cannot be 'mlx'; did you mean 'mlx_lm'? (allowed: "
                                          "transformers, vllm, mlx_lm)"),
@@ -486,24 +484,22 @@ def test_a_list_of_preference_losses_is_answered_with_its_equivalent():
 # Settings of TRL that have no equivalent here, and no setting of a similar name that would be suggested.
 NO_EQUIVALENT = """
     accelerator_config activation_offloading auto_find_batch_size average_tokens_across_devices batch_eval_metrics
-    bf16_full_eval cast_lm_head_to_fp32 dataset_num_proc debug deepspeed disable_dropout disable_tqdm do_predict
-    ds3_gather_for_generation enable_jit_checkpoint entropy_target eval_accumulation_steps eval_delay
+    bf16_full_eval dataset_num_proc debug deepspeed disable_dropout disable_tqdm do_predict
+    ds3_gather_for_generation enable_jit_checkpoint eval_accumulation_steps eval_delay
     eval_do_concat_batches eval_use_gather_object f_alpha_divergence_coef f_divergence_type fp16_full_eval fsdp
     fsdp_config full_determinism greater_is_better hub_always_push hub_private_repo hub_strategy hub_token
     ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names length_column_name
     liger_kernel_config local_rank log_completions_hub_repo log_level_replica log_multimodal log_on_each_node
     log_unique_prompts logging_first_step logging_nan_inf_filter max_tool_calling_iterations neftune_noise_alpha
-    optim_args optim_target_modules pad_to_multiple_of pad_token padding_free
+    optim_target_modules pad_to_multiple_of pad_token padding_free
     parallelism_config precompute_ref_batch_size prediction_loss_only remove_unused_columns
-    restore_callback_states_from_checkpoint router_aux_loss_coef sapo_temperature_neg sapo_temperature_pos
+    restore_callback_states_from_checkpoint router_aux_loss_coef
     save_on_each_node skip_memory_metrics tf32 torch_compile_backend torch_compile_mode torch_empty_cache_steps
-    train_sampling_strategy use_cache use_liger_kernel use_weighting vespo_k_neg vespo_k_pos vespo_lambda_neg
-    vespo_lambda_pos vllm_structured_outputs_regex use_dora lora_modules_to_save
+    train_sampling_strategy use_cache use_liger_kernel use_weighting
+    vllm_structured_outputs_regex use_dora lora_modules_to_save
     lora_target_parameters lora_task_type load_in_8bit load_in_4bit bnb_4bit_quant_type bnb_4bit_quant_storage
     use_bnb_nested_quant
 """
-# Their coefficient is changed by the entropy; ours is a setting.
-ADAPTIVE_ENTROPY = {"entropy_coef_min", "entropy_coef_max", "entropy_coef_delta"}
 
 
 def trl_settings():
@@ -522,7 +518,7 @@ def test_every_setting_of_trl_has_a_hint_or_none():
     names = trl_settings()
     assert {"num_generations", "max_completion_length", "loss_weights", "lora_r"} <= set(names)
     same = {key.rpartition(".")[2] for key in NAMES}
-    unknown = set(names) - {*OTHER_LIBRARIES, *same, *NO_EQUIVALENT.split(), *ADAPTIVE_ENTROPY, "_VALID_DICT_FIELDS"}
+    unknown = set(names) - {*OTHER_LIBRARIES, *same, *NO_EQUIVALENT.split(), "_VALID_DICT_FIELDS"}
     assert unknown == set()
 
 
@@ -715,7 +711,31 @@ def test_integers_are_accepted_as_floats():
         ({"train": {"epochs": None}}, "set train.steps or train.epochs"),
         ({"sampling": {"min_new_tokens": 300}}, "sampling.min_new_tokens 300 is more than sampling.max_new_tokens 256"),
         ({"sampling": {"samples_per_prompt": 1}}, "sampling.samples_per_prompt is 1, so every advantage is 0"),
+        (
+            {"masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 5, "repetition_penalty": 1.1}},
+            "masks.keep_sampling_mask renormalizes over the tokens that the filters left, but sampling.repetition",
+        ),
         ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalizes over the tokens"),
+        ({"loss": {"aggregation": "prompt_mean", "denominator": "policy_mask"}}, "loss.aggregation 'prompt_mean' "),
+        ({"masks": {"divergence_threshold": 0.1}}, "masks.divergence_threshold has no effect"),
+        ({"masks": {"divergence": "tv"}, "loss": {"name": "gspo"}}, "masks.divergence limits single tokens, but the "
+                                                                    "loss 'gspo'"),
+        ({"masks": {"divergence": "kl"}, "loss": {"ratio": "sequence"}}, "masks.divergence limits single tokens, but "
+                                                                         "loss.ratio 'sequence'"),
+        ({"masks": {"divergence": "tv"}, "loss": {"dual_clip": 3.0}}, "masks.divergence takes the place of the clip"),
+        ({"loss": {"importance_normalize": True}}, "loss.importance_normalize has no effect"),
+        ({"loss": {"rejection": "product"}}, "loss.rejection 'product' has no effect"),
+        ({"loss": {"rejection": "k3", "rejection_low": 0.1}}, "loss.rejection 'k3' is a distance"),
+        ({"advantages": {"pass_at_k": 9}}, "advantages.pass_at_k 9 is more than sampling.samples_per_prompt 8"),
+        ({"advantages": {"pass_at_k": 2, "scale": "mean"}}, "advantages.pass_at_k 2 has a scale of its own"),
+        ({"advantages": {"pass_at_k": 2, "baseline": "none"}}, "advantages.pass_at_k 2 has a baseline of its own"),
+        ({"advantages": {"pass_at_k": 2, "combine": "normalize_then_sum"}}, "advantages.pass_at_k 2 is of the sum"),
+        ({"advantages": {"pass_at_k": 2, "function": "a:b"}}, "advantages.pass_at_k 2 has no effect"),
+        ({"advantages": {"pass_at_k": 2, "shrinkage": 1.0, "grouping": "similarity"}}, "advantages.pass_at_k 2 counts"),
+        ({"advantages": {"pass_at_k": 2}, "scoring": {"length_penalty": 0.1}}, "advantages.pass_at_k 2 only asks"),
+        ({"advantages": {"scale": "mean"}, "scoring": {"overlong_buffer": 3}}, "advantages.scale 'mean' divides"),
+        ({"advantages": {"scale": "mean", "combine": "normalize_then_sum"}}, "advantages.scale 'mean' is of the sum"),
+        ({"masks": {"divergence": "tv"}, "sampling": {"generator": "vllm", "top_k": 5}}, "masks.divergence compares"),
     ],
 )  # fmt: skip
 def test_contradictory_settings(table, message):
@@ -750,6 +770,9 @@ CHOICES = {
     "loss.ratio": RATIOS,
     "loss.denominator": DENOMINATORS,
     "loss.importance_sampling": IMPORTANCE_MODES,
+    "loss.aggregation": AGGREGATIONS,
+    "loss.rejection": REJECTIONS,
+    "masks.divergence": DIVERGENCES,
     "masks.off_policy": OFF_POLICY_RULES,
     "sampling.order": ORDERS,
 }
@@ -760,18 +783,21 @@ def test_literals_match_the_choices_of_core(name):
     assert sorted(choices_of(NAMES[name])) == sorted(CHOICES[name])
     for choice in CHOICES[name]:
         if name != "loss.ratio":  # not every loss has both
-            needed = {"loss.importance_cap": 2.0} if name == "loss.importance_sampling" else {}
-            assert make_recipe(nested({name: choice, **needed})).get(name) == choice
+            needed = {"loss.importance_sampling": "loss.importance_cap", "loss.rejection": "loss.rejection_high"}
+            more = {needed[name]: 2.0} if name in needed else {}
+            assert make_recipe(nested({name: choice, **more})).get(name) == choice
 
 
 def test_other_literals_do_not_come_from_core():
     """A new Literal is either in CHOICES, or one that is not the core's."""
     others = {name for name, field in NAMES.items() if choices_of(field)} - set(CHOICES)
     assert others == {"model.dtype", "model.sharding", "data.on_too_long", "scoring.on_error", "optimizer.lr_schedule",
+                   "train.mini_batch_by",
+                   "data.sampling",
                    "loss.kl_aggregation",
                    "train.on_non_finite", "vllm.weights",
                    "run.export_dtype", "advantages.difficulty", "grouping.method", "grouping.dtype", "preference.pairs",
-                   "preference.on_too_long"}  # fmt: skip
+                   "preference.on_too_long", "distillation.kl", "distillation.dtype"}  # fmt: skip
 
 
 def test_other_literals_match_the_code_that_uses_them():
@@ -963,8 +989,8 @@ def test_scheduled_settings_are_numbers():
     assert scheduled["sampling.top_k"] is None
     assert all(not isinstance(value, (bool, str)) for value in scheduled.values())
     sections = {name.partition(".")[0] for name in scheduled}
-    assert sections == {"sampling", "advantages", "loss", "preference", "masks", "reference", "optimizer", "scoring",
-                        "train"}  # fmt: skip
+    assert sections == {"sampling", "advantages", "loss", "preference", "distillation", "masks", "reference",
+                        "optimizer", "scoring", "train"}  # fmt: skip
     assert "train.steps" not in scheduled
     assert "sampling.max_num_seqs" not in scheduled
 

@@ -68,7 +68,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 EVERYTHING = set(MAY_IMPORT)
 MAY_IMPORT["integrations"] = EVERYTHING - {"usmle", "control"}
-MAY_IMPORT["cli"] = EVERYTHING
+MAY_IMPORT["cli"] = EVERYTHING | {"integrations"}
+MAY_IMPORT["trl"] = {"errors", "integrations"}  # only re-exports
 MAY_IMPORT["__main__"] = {"cli"}
 MAY_IMPORT["__init__"] = {"config", "training"}  # for the names at the top, on first use
 APPLICATIONS = {"usmle", "control"}

@@ -132,6 +132,12 @@ def test_known_values_are_hidden_in_texts(monkeypatch):
     assert hide_secrets("(http://me:pw@h:1/?x=1&access_token=t#f)") == "(http://***@h:1/?x=1&access_token=***#f)"
 
 
+def test_the_current_folder_is_not_a_secret(monkeypatch):
+    for name in ("PWD", "OLDPWD"):
+        monkeypatch.setenv(name, "/home/me/a-long-folder")
+    assert hide_secrets("/home/me/a-long-folder/recipe.toml") == "/home/me/a-long-folder/recipe.toml"
+
+
 def test_a_recipe_records_no_secret_and_keeps_it_for_its_steps(monkeypatch):
     entry = {"function": "judge", "options": {"api_key": KEY, "model": "m", "url": "http://a:b-c-d-e@h"}}
     table = {"data": {"train": "x", "chat_template_kwargs": {"token": KEY}}, "rewards": [entry]}

@@ -1,12 +1,14 @@
-"""Write docs/settings.md and docs/metrics.md from the code. `make docs` runs it; a test fails if they are stale.
+"""Write docs/settings.md, docs/metrics.md and docs/trl-fields.md from the code. `make docs` runs it; a test fails if
+one is stale.
 
-python tools/docs_reference.py            # write both pages
+python tools/docs_reference.py            # write the pages
 python tools/docs_reference.py --check    # exit status 1 if one of them would change
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from groupwise.config import Recipe, RewardSection, scheduled_names, setting_nam
 from groupwise.config.fields import choices_of, expected_of
 from groupwise.control.descriptions import EVALUATION_METRICS, UPDATE_METRICS
 from groupwise.control.settings import PRESETS, Config, GRPOSettings, PPOSettings
+from groupwise.integrations.trl.fields import GROUPS, ConfigField, FieldExample
 from groupwise.tasks import TASKS, find_task
 from groupwise.training.monitor.descriptions import SECTIONS, aliases
 
@@ -39,6 +42,8 @@ ABOUT = {
     "See [Similarity groups](creative.md).",
     "loss": "The policy loss and its regularizers. See [Choosing an algorithm](algorithms.md).",
     "preference": "A loss on preference pairs, beside the policy loss or alone. See [Preferences](preference.md).",
+    "distillation": "A teacher scores the student's samples, beside the policy loss or alone. See "
+    "[Distillation](distillation.md).",
     "masks": "Completions and tokens that the policy loss leaves out.",
     "reference": "The reference model of the KL and of preference pairs. It exists only if something needs it.",
     "optimizer": "AdamW and the learning-rate schedule.",
@@ -206,6 +211,57 @@ def _metrics() -> Iterator[str]:
     yield from _table(("metric", "meaning"), [_cells(f"`{name}`", text) for name, text in EVALUATION_METRICS.items()])
 
 
+def trl_page() -> str:
+    return "\n".join([NOTE, *_trl()])
+
+
+def _trl() -> Iterator[str]:
+    kinds = Counter(field.kind for group in GROUPS.values() for field in group.values())
+    yield "# Fields of GRPOConfig\n"
+    yield (
+        "What each field of TRL 1.16's `GRPOConfig`, those of transformers' `TrainingArguments` included, does with "
+        "[`groupwise.trl`](trl.md). All have TRL's names, defaults and meaning: sizes count completions, and intervals "
+        f"count updates. {kinds['translated']} are translated to [settings](settings.md) of a recipe, "
+        f"{kinds['trainer']} are used by `GRPOTrainer` itself, {kinds['no effect']} have no effect here, for the "
+        f"reason in the table, and {kinds['refused']} are refused if they have another value than TRL's default, with "
+        "an error that says what to do. `groupwise from-trl SCRIPT` says the same about a script.\n"
+    )
+    yield (
+        "The column *tested* has the examples that the tests run: a value, and what it changes in the recipe of a run "
+        "with 64 training rows and TRL's defaults.\n"
+    )
+    for title, fields in GROUPS.items():
+        yield f"## {title}\n"
+        rows = [_cells(f"`{name}`", _trl_meaning(field), _trl_tested(field)) for name, field in fields.items()]
+        yield from _table(("field", "here", "tested"), rows)
+
+
+def _trl_meaning(field: ConfigField) -> str:
+    meaning = field.meaning.replace("{", "&#123;").replace("}", "&#125;")
+    if field.kind == "translated":
+        names = ", ".join(f"[`{name}`](settings.md#{name})" for name in field.settings)
+        return f"{names}{'; ' if meaning else ''}{meaning}"
+    if field.kind == "trainer":
+        return f"`GRPOTrainer`: {meaning}"
+    return f"**{field.kind}**: {meaning}" if field.kind == "refused" else f"{field.kind}: {meaning}"
+
+
+def _trl_tested(field: ConfigField) -> str:
+    if field.kind == "trainer":
+        return f"`{field.test.rpartition('/')[2]}`"
+    return "<br>".join(_trl_example(field, example) for example in field.examples)
+
+
+def _trl_example(field: ConfigField, example: FieldExample) -> str:
+    value = "an object" if type(example.value) is object else f"`{example.value!r}`"
+    given = ", ".join(f"`{name}={other!r}`" for name, other in example.given.items())
+    given = f" (with {given})" if given else ""
+    if field.kind == "refused":
+        return f"{value}{given}"
+    changes = ", ".join(f"`{name} = {_toml(setting)}`" for name, setting in example.settings.items())
+    return f"{value}{given}: {changes or 'no change'}"
+
+
 def _table(head: Iterable[str], rows: Iterable[str]) -> Iterator[str]:
     head = list(head)
     yield _cells(*head)
@@ -258,7 +314,7 @@ def _one_line(field: FieldInfo) -> str:
     return " ".join(str(field.description).split()).replace("{", "&#123;").replace("}", "&#125;")
 
 
-PAGES = {"settings.md": settings_page, "metrics.md": metrics_page}
+PAGES = {"settings.md": settings_page, "metrics.md": metrics_page, "trl-fields.md": trl_page}
 
 
 def stale_pages(folder: Path = DOCS) -> list[str]:

@@ -91,7 +91,7 @@ class Questions:
         return changed
 
     def _read(self, path: Path) -> list[_Answer]:
-        metric = self.reader.metric
+        metric = self.reader.grade
         columns = read_columns(path, ["prompt_number", "row", "reward", *([f"{GRADE}{metric}"] if metric else [])])
         if (graded := columns.get(f"{GRADE}{metric}")) is not None:
             self.graded_by = metric

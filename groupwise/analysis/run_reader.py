@@ -123,6 +123,13 @@ class RunReader:
         return next((name for name in names if f"{name}_low" in names), names[0] if names else None)
 
     @property
+    def grade(self) -> str | None:
+        """The grade of single answers that `metric` is of: its name without that of a held-out set."""
+        if self.metric is None or self.metric in self.metric_names:
+            return self.metric
+        return self.metric.partition("/")[2] or self.metric
+
+    @property
     def step(self) -> int:
         """The last step that was recorded."""
         return max((row["step"] for row in self.training_rows), default=0)

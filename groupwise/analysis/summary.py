@@ -233,9 +233,9 @@ def paired_change(reader: RunReader) -> PairedChange | None:
     is 0 or 1 the test is McNemar's, else a sign-flip test.
     """
     steps = reader.evaluation_steps
-    if len(steps) < 2 or reader.metric is None:
+    if len(steps) < 2 or (grade := reader.grade) is None:
         return None
-    first, last = (_by_row(reader.evaluation_answers(step), reader.metric) for step in (steps[0], steps[-1]))
+    first, last = (_by_row(reader.evaluation_answers(step), grade) for step in (steps[0], steps[-1]))
     rows = [row for row in first if row in last]
     if not rows:
         return None
@@ -249,7 +249,7 @@ def paired_change(reader: RunReader) -> PairedChange | None:
         for changed in (gained, lost)
     ]
     return PairedChange(
-        reader.metric,
+        grade,
         steps[0],
         steps[-1],
         questions=len(rows),

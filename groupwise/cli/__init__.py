@@ -29,6 +29,7 @@ from groupwise.cli.common import Command, Commands, format_examples, say_error
 from groupwise.cli.control import add_control
 from groupwise.cli.doctor import add_doctor
 from groupwise.cli.evaluate import add_eval
+from groupwise.cli.from_trl import add_from_trl
 from groupwise.cli.init import add_init
 from groupwise.cli.models import add_models
 from groupwise.cli.parser import Parser
@@ -64,6 +65,7 @@ COMMANDS: tuple[Callable[[Commands], None], ...] = (
     add_recipes,
     add_init,
     add_models,
+    add_from_trl,
     add_control,
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config.sections import LOSS_NAMES, PreferenceSection, Recipe
+from groupwise.config.sections import LOSS_NAMES, OPTIMIZERS, PreferenceSection, Recipe
 from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
 CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_low", "loss.rejection_high")
@@ -17,7 +17,8 @@ CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_l
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    for check in (_loss, _correction, _sampling, _vllm, _asynchronous, _optimizer, _shrinkage, _preference):
+    checks = (_loss, _aggregation, _divergence, _correction, _advantages, _sampling, _vllm, _asynchronous, _updates)
+    for check in (*checks, _optimizer, _shrinkage, _preference, _entropy, _data, _distillation):
         yield from check(recipe)
 
 
@@ -34,9 +35,37 @@ def _loss(recipe: Recipe) -> Iterator[str]:
         yield f"the loss {name!r} has no {ratio} ratio; leave loss.ratio out or use {LOSSES[name].ratios[0]!r}"
 
 
+def _aggregation(recipe: Recipe) -> Iterator[str]:
+    if recipe.loss.aggregation == "prompt_mean" and recipe.loss.denominator != "completion_mask":
+        yield (
+            "loss.aggregation 'prompt_mean' divides by all tokens of a prompt's completions, so it needs "
+            "loss.denominator 'completion_mask'"
+        )
+
+
+def _divergence(recipe: Recipe) -> Iterator[str]:
+    loss, masks = recipe.loss, recipe.masks
+    if masks.divergence is None:
+        if masks.divergence_threshold is not None:
+            yield "masks.divergence_threshold has no effect without masks.divergence; set that to 'tv' or 'kl'"
+        return
+    if loss.name in ("gspo", "luspo") or loss.ratio not in (None, "token"):
+        what = f"loss.ratio {loss.ratio!r}" if loss.ratio not in (None, "token") else f"the loss {loss.name!r}"
+        yield f"masks.divergence limits single tokens, but {what} has one ratio per completion; use one per token"
+    if loss.dual_clip is not None:
+        yield "masks.divergence takes the place of the clip, so loss.dual_clip has no effect; leave it out"
+
+
 def _correction(recipe: Recipe) -> Iterator[str]:
     loss = recipe.loss
-    if loss.importance_sampling != "token_truncate" and loss.importance_cap is None and loss.importance_floor is None:
+    weighted = loss.importance_cap is not None or loss.importance_floor is not None
+    if loss.importance_normalize and not weighted:
+        yield "loss.importance_normalize has no effect without weights; set loss.importance_cap, such as 5.0"
+    if loss.rejection != "geometric" and loss.rejection_low is None and loss.rejection_high is None:
+        yield f"loss.rejection {loss.rejection!r} has no effect without bounds; set loss.rejection_high"
+    if loss.rejection == "k3" and loss.rejection_low is not None:
+        yield "loss.rejection 'k3' is a distance that is 0 for equal log-probs; set loss.rejection_high, not _low"
+    if loss.importance_sampling != "token_truncate" and not weighted:
         yield (
             f"loss.importance_sampling {loss.importance_sampling!r} has no effect without bounds; set "
             "loss.importance_cap, such as 5.0, or loss.importance_floor, such as 0.5"
@@ -45,6 +74,51 @@ def _correction(recipe: Recipe) -> Iterator[str]:
         least, most = recipe.get(f"loss.{low}"), recipe.get(f"loss.{high}")
         if least is not None and most is not None and least > most:
             yield f"loss.{low} {least:g} is above loss.{high} {most:g}"
+
+
+def _advantages(recipe: Recipe) -> Iterator[str]:
+    advantages, k = recipe.advantages, recipe.advantages.pass_at_k
+    if k is None and advantages.scale != "mean":
+        return
+    setting = "advantages.scale 'mean'" if k is None else f"advantages.pass_at_k {k}"
+    for penalty in ("scoring.overlong_buffer", "scoring.length_penalty"):
+        if recipe.get(penalty) and k is None:
+            yield f"{setting} divides by the mean of rewards of at least 0, which {penalty} makes negative; set it to 0"
+        elif recipe.get(penalty):
+            yield f"{setting} only asks whether a completion succeeds, so {penalty} would have no effect; set it to 0"
+    if advantages.combine != "sum_then_normalize":
+        yield f"{setting} is of the sum of the rewards; set advantages.combine to 'sum_then_normalize'"
+    if advantages.function is not None:
+        yield f"{setting} has no effect, as advantages.function computes the advantages; leave one of them out"
+    if k is None:
+        return
+    if k > recipe.sampling.samples_per_prompt:
+        yield (
+            f"advantages.pass_at_k {k} is more than sampling.samples_per_prompt {recipe.sampling.samples_per_prompt}: "
+            "a group has fewer completions than that"
+        )
+    if advantages.scale not in ("group", "none"):
+        yield f"{setting} has a scale of its own; set advantages.scale to 'group' or 'none', not {advantages.scale!r}"
+    if advantages.baseline != "mean":
+        yield f"{setting} has a baseline of its own; set advantages.baseline to 'mean', not {advantages.baseline!r}"
+    if advantages.shrinkage:
+        yield f"{setting} counts successes, so there is no mean to shrink; set advantages.shrinkage to 0"
+
+
+def _entropy(recipe: Recipe) -> Iterator[str]:
+    loss = recipe.loss
+    if loss.entropy_target is not None and loss.entropy_coef_min > loss.entropy_coef_max:
+        least, most = loss.entropy_coef_min, loss.entropy_coef_max
+        yield f"loss.entropy_coef_min {least:g} is above loss.entropy_coef_max {most:g}"
+
+
+def _data(recipe: Recipe) -> Iterator[str]:
+    data = recipe.data
+    if data.sampling == "pass_rate" and data.unsolved_pass_rate >= data.solved_pass_rate:
+        yield (
+            f"data.unsolved_pass_rate {data.unsolved_pass_rate:g} is not below data.solved_pass_rate "
+            f"{data.solved_pass_rate:g}, so no row would be between the two; lower it"
+        )
 
 
 def _sampling(recipe: Recipe) -> Iterator[str]:
@@ -64,6 +138,11 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
     has_group_baseline = recipe.advantages.baseline != "none" and recipe.advantages.grouping in ("prompt", "similarity")
     if recipe.loss.policy_coef and sampling.samples_per_prompt == 1 and has_group_baseline:
         yield "sampling.samples_per_prompt is 1, so every advantage is 0 and nothing is learned; use at least 2"
+    if recipe.masks.keep_sampling_mask and sampling.repetition_penalty != 1:
+        yield (
+            "masks.keep_sampling_mask renormalizes over the tokens that the filters left, but "
+            "sampling.repetition_penalty changes their probabilities, too; set one of the two"
+        )
     if recipe.masks.keep_sampling_mask and not (sampling.top_k or sampling.top_p < 1 or sampling.min_p):
         yield "masks.keep_sampling_mask renormalizes over the tokens that top_k, top_p or min_p leave; set one of them"
 
@@ -72,8 +151,7 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
     if recipe.sampling.generator != "vllm":
         return
     for server in recipe.vllm.servers:
-        url = urlsplit(server)
-        if url.scheme not in ("http", "https") or not url.hostname or url.path.strip("/") or url.query or url.username:
+        if not _is_address(server):
             yield f"vllm.servers: {server!r} is not an address such as 'http://host:8000'"
     if recipe.vllm.weights == "nccl" and not recipe.vllm.servers:
         yield "vllm.weights 'nccl' sends weights to servers, but vllm.servers is empty; name them, or leave it out"
@@ -85,6 +163,7 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
     filters = [name for name in ("top_k", "min_p") if recipe.get(f"sampling.{name}")]
     filters += ["top_p"] * (recipe.sampling.top_p < 1)
     changed = [*filters, *["min_new_tokens"] * (recipe.sampling.min_new_tokens > 0)]
+    changed += ["repetition_penalty"] * (recipe.sampling.repetition_penalty != 1)
     if changed and (correction := next(_needs_sampler_logps(recipe), None)):
         yield (
             f"{correction} compares the trainer's log-probs with the sampler's, but with sampling.{changed[0]} vLLM "
@@ -96,6 +175,15 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
         yield f"vLLM applies the filters in its own order; set sampling.order to 'vllm', not {recipe.sampling.order!r}"
 
 
+def _is_address(server: str) -> bool:
+    url = urlsplit(server)
+    return (
+        url.scheme in ("http", "https")
+        and bool(url.hostname)
+        and not (url.path.strip("/") or url.query or url.username)
+    )
+
+
 def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
     """The settings that need the sampler's log-probs under the full distribution."""
     for name in CORRECTIONS:
@@ -103,6 +191,8 @@ def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
             yield name
     if recipe.masks.off_policy == "v3.2":
         yield "masks.off_policy"
+    if recipe.masks.divergence is not None:
+        yield "masks.divergence"
     if recipe.train.max_staleness:
         yield "train.max_staleness"
 
@@ -118,8 +208,42 @@ def _asynchronous(recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _updates(recipe: Recipe) -> Iterator[str]:
+    train = recipe.train
+    if train.update_per_step and train.max_staleness:
+        yield (
+            f"train.max_staleness {train.max_staleness} counts steps of one rollout each, but with "
+            "train.update_per_step a step is one update; set one of them to its default"
+        )
+    if train.mini_batch_by == "samples" and recipe.preference.weight and recipe.preference.pairs != "data":
+        yield (
+            "train.mini_batch_by 'samples' may put the completions of a preference pair into different mini-batches; "
+            "set it to 'prompts', or preference.pairs to 'data'"
+        )
+    if train.local_batch_size is not None and recipe.loss.denominator != "completion_mask":
+        yield (
+            f"train.local_batch_size means are over all completions, but loss.denominator is "
+            f"{recipe.loss.denominator!r}; set that to 'completion_mask', or leave train.local_batch_size out"
+        )
+
+
 def _optimizer(recipe: Recipe) -> Iterator[str]:
     optimizer = recipe.optimizer
+    if optimizer.name not in OPTIMIZERS and ":" not in optimizer.name:
+        near = did_you_mean(optimizer.name, OPTIMIZERS)
+        allowed = f"{', '.join(OPTIMIZERS)}, or module:Class"
+        yield f"unknown optimizer {optimizer.name!r}{near} (allowed: {allowed})"
+    if optimizer.lr_schedule in ("constant", "linear", "cosine"):
+        if optimizer.lr_schedule_options:
+            yield (
+                f"optimizer.lr_schedule_options are arguments of a schedule of transformers, but "
+                f"optimizer.lr_schedule {optimizer.lr_schedule!r} has none; use optimizer.final_lr_ratio"
+            )
+    elif optimizer.final_lr_ratio:
+        yield (
+            f"optimizer.final_lr_ratio has no effect on optimizer.lr_schedule {optimizer.lr_schedule!r}; use "
+            "optimizer.lr_schedule_options, such as {min_lr_rate = 0.1}"
+        )
     rate = max(optimizer.learning_rate, optimizer.embedding_learning_rate or 0.0)
     if rate * optimizer.weight_decay > 1:
         yield (
@@ -174,3 +298,34 @@ def _kinds(preference: PreferenceSection) -> Iterator[str]:
     if preference.label_smoothing and not SMOOTHED_KINDS.intersection(preference.kinds):
         kinds = ", ".join(preference.kinds)
         yield f"preference.label_smoothing has no effect on the kind {kinds}; for noisy labels use 'robust'"
+
+
+def _distillation(recipe: Recipe) -> Iterator[str]:
+    settings = recipe.distillation
+    if settings.server is not None and not _is_address(settings.server):
+        yield f"distillation.server: {settings.server!r} is not an address such as 'http://host:8000'"
+    if settings.teacher is not None and settings.server is not None:
+        yield "distillation.teacher and distillation.server are both set; leave one of them out"
+    if not settings.weight:
+        return
+    if settings.teacher is None and settings.server is None:
+        yield (
+            f"distillation.weight is {settings.weight:g}, but there is no teacher; set distillation.teacher (a model, "
+            "or 'policy' with distillation.show) or distillation.server"
+        )
+    if settings.teacher in ("policy", "reference") and settings.show is None:
+        other = "; for a KL to the reference, set loss.kl_coef" if settings.teacher == "reference" else ""
+        yield (
+            f"distillation.teacher {settings.teacher!r} sees what the student sees, so there is nothing to learn from "
+            f"it; set distillation.show to what only the teacher is shown, such as 'answer'{other}"
+        )
+    if settings.server is not None and recipe.sampling.temperature != 1:
+        yield (
+            f"sampling.temperature is {recipe.sampling.temperature:g}, but a server returns log-probs of its prompts "
+            "at temperature 1; set it to 1, or load the teacher with distillation.teacher"
+        )
+    if settings.server is not None and settings.kl == "sampled" and recipe.masks.keep_sampling_mask:
+        yield (
+            "masks.keep_sampling_mask renormalizes the policy over some tokens, which distillation.server cannot do "
+            "for the teacher; set distillation.kl to 'full', or masks.keep_sampling_mask to false"
+        )

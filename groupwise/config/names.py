@@ -72,6 +72,7 @@ SCHEDULED_SECTIONS = ("sampling", "advantages", "loss", "masks", "reference", "o
 SCHEDULED_OF = {
     "train": ("batch_size", "accumulation", "iterations", "mini_batches", "resample_rounds", "max_logp_mismatch"),
     "preference": ("weight", "beta", "label_smoothing", "discopop_tau", "pairs_per_group", "min_margin"),
+    "distillation": ("weight",),
 }
 NOT_SCHEDULED = {
     *("sampling.max_num_seqs", "scoring.timeout", "scoring.concurrency"),

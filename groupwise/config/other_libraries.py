@@ -73,7 +73,15 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "vllm_importance_sampling_mode": _hint("loss.importance_sampling", same_value=True),
     "rollout_is": _hint("loss.importance_sampling", note='verl\'s "token" is "token_truncate"'),
     "rollout_is_threshold": _hint("loss.importance_cap"),
-    "rollout_rs": _hint("loss.rejection_low", "loss.rejection_high", note="completions by their geometric mean"),
+    "rollout_is_batch_normalize": _hint("loss.importance_normalize", same_value=True),
+    "rollout_rs": _hint(
+        "loss.rejection",
+        note='verl\'s "seq_mean_k1" is "geometric", "seq_sum_k1" "product", "seq_mean_k3" "k3"; together with '
+        "loss.rejection_low and loss.rejection_high",
+    ),
+    "rollout_token_veto_threshold": _hint("loss.rejection_low", note='together with loss.rejection = "any_token"'),
+    "geo_mask_low": _hint("loss.rejection_low"),
+    "geo_mask_high": _hint("loss.rejection_high"),
     "rollout_rs_threshold": _hint("loss.rejection_high"),
     "rollout_rs_threshold_lower": _hint("loss.rejection_low"),
     "tis_imp_ratio_cap": _hint("loss.importance_cap"),
@@ -104,10 +112,14 @@ OTHER_LIBRARIES: dict[str, Hint] = {
         same_value=True,
         note='loss.name is the loss of GRPO, preference.kind that of DPO; several are a list: ["sigmoid", "sft"]',
     ),
-    "loss_agg_mode": _hint("loss.name"),
+    "loss_agg_mode": _hint("loss.aggregation", "loss.name", note='verl\'s "token-mean" is "token_mean"'),
     "importance_sampling_level": _hint("loss.ratio"),
     "entropy_coeff": _hint("loss.entropy_coef"),
-    "use_adaptive_entropy": _hint("loss.entropy_coef", note="constant, or changed by [[phases]] and [[rules]]"),
+    "use_adaptive_entropy": _hint(
+        "loss.entropy_target", note="the entropy per token to adapt to; TRL's default is 0.2"
+    ),
+    "entropy_coef_delta": _hint("loss.entropy_step"),
+    "cast_lm_head_to_fp32": _hint("model.float32_head"),
     "loss_weights": _hint(
         "preference.kind_weights",
         same_value=True,
@@ -116,12 +128,15 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     ),
     "num_items_in_batch": _hint(note="the tokens of a mini-batch are counted, so there is nothing to set"),
     # masks
-    "mask_truncated_completions": _hint("masks.truncated"),
+    "mask_truncated_completions": _hint("masks.drop_truncated"),
     "top_entropy_quantile": _hint("masks.high_entropy", note="the same share: 0.2 keeps a fifth of the tokens"),
     "off_policy_mask_threshold": _hint("masks.off_policy_threshold", note="together with --masks.off_policy v3.2"),
     "use_off_policy_masking": _hint(
         "masks.off_policy", value="v3.2", note="DeepSeek-V3.2's rule; reference_drift compares with the reference"
     ),
+    "divergence_type": _hint("masks.divergence", note='"tv" or "kl"'),
+    "dppo_mask_low": _hint("masks.divergence_threshold", note="one for both directions"),
+    "dppo_mask_high": _hint("masks.divergence_threshold", note="one for both directions"),
     "threshold": _hint("masks.off_policy_threshold", "grouping.threshold"),
     # advantages and rewards
     "scale_rewards": _hint("advantages.scale"),
@@ -143,6 +158,14 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     # preference
     "precompute_ref_log_probs": _hint("preference.cache_ref_logps"),
     "truncation_mode": _hint("preference.on_too_long"),
+    # losses
+    "sapo_temperature_pos": _hint("loss.sapo_temperatures", note="of positive and of negative advantages"),
+    "sapo_temperature_neg": _hint("loss.sapo_temperatures", note="of positive and of negative advantages"),
+    **{
+        f"vespo_{name}_{sign}": _hint(f"loss.vespo_{long}", note="k and λ")
+        for name in ("k", "lambda")
+        for sign, long in {"pos": "positive", "neg": "negative"}.items()
+    },
     # batches and steps
     "num_iterations": _hint("train.iterations"),
     "ppo_epochs": _hint("train.iterations"),
@@ -170,11 +193,12 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "adam_beta1": _hint("optimizer.beta1"),
     "adam_beta2": _hint("optimizer.beta2"),
     "adam_epsilon": _hint("optimizer.eps"),
-    "optim": _hint(note="the optimizer is AdamW; its settings are in [optimizer]"),
+    "optim": _hint("optimizer.name"),
+    "optim_args": _hint("optimizer.options", note="a table"),
     "grad_clip": _hint("optimizer.max_grad_norm"),
     "lr_scheduler_type": _hint("optimizer.lr_schedule"),
     "lr_scheduler": _hint("optimizer.lr_schedule"),
-    "lr_scheduler_kwargs": _hint("optimizer.final_lr_ratio"),
+    "lr_scheduler_kwargs": _hint("optimizer.lr_schedule_options"),
     "warmup_ratio": _hint("optimizer.warmup_steps", note="a number of steps"),
     "lr_warmup_steps": _hint("optimizer.warmup_steps"),
     # model
@@ -264,5 +288,5 @@ OTHER_LIBRARIES: dict[str, Hint] = {
     "run.dir": _hint("run.folder"),
     "run.output_dir": _hint("run.folder"),
     "gradient_checkpointing_kwargs": _hint("model.gradient_checkpointing"),
-    "repetition_penalty": _hint(note="groupwise has no such setting; the reward 'repetition' penalizes repetitions"),
+    "repetition_penalty": _hint("sampling.repetition_penalty"),
 }

@@ -22,6 +22,7 @@ PREFERENCE_KINDS = (
     *("sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired"),
     *("apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"),
 )
+OPTIMIZERS = ("adamw", "sgd", "adagrad", "rmsprop", "adafactor")
 OWN_LENGTHS = ("steps", "tokens", "epochs")  # of a phase that does not depend on the length of the run
 
 Positive = Annotated[float, Field(gt=0, le=MAX_FLOAT32, allow_inf_nan=False)]
@@ -33,6 +34,7 @@ Temperature = Annotated[float, Field(ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)]
 Rate = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+TwoNumbers = Annotated[list[Positive], Field(min_length=2, max_length=2)]
 Options = Annotated[dict[str, Any], AfterValidator(hold_secrets)]
 """Arguments of a user's or a plug-in's own: a secret among them is a `Secret`."""
 
@@ -67,6 +69,9 @@ class ModelSection(Section):
     """auto is the first CUDA device, else Apple's MPS, else the CPU"""
     threads: Count | None = None
     """number of CPU threads; default: all cores. Models below a million parameters are fastest with one"""
+    float32_head: bool = False
+    """compute the logits of a bfloat16 or float16 model in float32, in sampling and in training, without rounding them
+    (ScaleRL, arXiv 2510.13786); it has no effect on vLLM"""
     gradient_checkpointing: bool = True
     """recompute activations in the backward pass: less memory, about a third more time"""
     compile: bool | None = None
@@ -118,12 +123,26 @@ class DataSection(SourcesSection):
     """apply the chat template to text prompts, as a user message; default: if the tokenizer has one"""
     chat_template_kwargs: Options = Field(default_factory=dict)
     """extra arguments of the chat template, e.g. {enable_thinking = false}"""
+    assistant_last: bool = False
+    """conversations may end with a message of the assistant; the answer is then another one (as in TRL)"""
     max_prompt_length: Count | None = 512
     """maximum prompt length in tokens"""
     on_too_long: Literal["error", "drop", "truncate"] = "error"
     """a longer prompt: raise an error, drop the row, or keep only the last tokens"""
     shuffle: bool = True
     """shuffle the rows in every epoch, from the seed"""
+    sampling: Literal["uniform", "pass_rate"] = "uniform"
+    """every row once per epoch, or by running pass rate: solved rows are mostly skipped, unsolved rows drawn less"""
+    solved_pass_rate: Share = 0.9
+    """pass_rate: a row counts as solved from this pass rate on"""
+    solved_share: Share = 0.1
+    """pass_rate: share of epochs in which a solved row is drawn nevertheless, to notice if it was forgotten"""
+    unsolved_pass_rate: Share = 0.05
+    """pass_rate: a row counts as unsolved up to this pass rate"""
+    unsolved_share: Share = 0.5
+    """pass_rate: share of epochs in which an unsolved row is drawn"""
+    pass_rate_memory: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """pass_rate: weight of the earlier visits of a row in its pass rate; 0 is only the last visit"""
 
 
 class RewardSection(Section):
@@ -153,6 +172,12 @@ class ScoringSection(Section):
     """soft penalty on the last N tokens before max_new_tokens (DAPO, arXiv 2503.14476); 0 is off"""
     overlong_weight: NotNegative = 1.0
     """the penalty of a completion of full length"""
+    length_penalty: NotNegative = 0.0
+    """penalty on length that grows with the prompt's success rate (ALP, arXiv 2506.05256): that of a completion of
+    max_new_tokens where all completions succeed; 0 is off"""
+    success_threshold: Finite = 0.5
+    """a completion succeeds if the weighted sum of its rewards is at least this (length_penalty,
+    advantages.pass_at_k)"""
 
 
 class SamplingSection(Section):
@@ -172,6 +197,9 @@ class SamplingSection(Section):
     """sample from the smallest set of tokens with this total probability"""
     min_p: Share | None = None
     """sample from tokens with at least this share of the highest probability"""
+    repetition_penalty: Positive = 1.0
+    """divides the positive logits, and multiplies the negative ones, of tokens that are in the prompt or the completion
+    already; above 1 they become less likely. Only in sampling: the loss is that of the model itself"""
     order: Literal["transformers", "vllm", "mlx_lm"] = "transformers"
     """order of the filters: temperature, top_k, top_p, min_p (transformers); temperature, min_p, top_k, top_p (vllm);
     top_k, min_p, top_p on the probabilities at temperature 1, then temperature (mlx_lm)"""
@@ -213,12 +241,13 @@ class VllmSection(Section):
 class AdvantagesSection(Section):
     """baseline, scale and groups of the advantages"""
 
-    scale: Literal["group", "batch", "none"] = "group"
-    """divide by the standard deviation of the group, of the batch, or not at all"""
+    scale: Literal["group", "batch", "mean", "none"] = "group"
+    """divide by the standard deviation of the group, of the batch, by the group's mean (MaxRL, arXiv 2602.02710; for
+    rewards of at least 0), or not at all"""
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     """subtracted from the rewards: the group's mean, the mean of the others, or nothing"""
     eps: NotNegative = 1e-4
-    """added to the standard deviation"""
+    """added to the standard deviation or mean"""
     unbiased: bool = True
     """standard deviation with n − 1 in the denominator instead of n"""
     combine: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
@@ -231,6 +260,8 @@ class AdvantagesSection(Section):
     """shrink a cluster's mean towards its prompt's mean, which counts as this many samples; 0 is off"""
     difficulty: Literal["none", "hard", "uncertain"] = "none"
     """weight groups by difficulty: more for a low success rate (hard), or for one near 1/2 (uncertain)"""
+    pass_at_k: Count | None = None
+    """advantages of pass@k: learn that one of k completions succeeds (arXiv 2508.10751); 1 is GRPO on success"""
 
 
 class GroupingSection(Section):
@@ -283,7 +314,12 @@ class LossSection(Section):
     name: str = "dapo"
     """one of {names}, or module:function of your own (one number per token)"""
     policy_coef: NotNegative = 1.0
-    """weight of the policy loss; 0 leaves it out (with [preference] that is DPO)"""
+    """weight of the policy loss; 0 leaves it out (with [preference]: DPO, with [distillation]: a teacher alone)"""
+    aggregation: (
+        Literal["sequence_mean", "sequence_sum", "token_mean", "local_token_mean", "prompt_mean", "constant"] | None
+    ) = None
+    """how the tokens of a batch are averaged, in place of the loss's own way (docs/algorithms.md); prompt_mean is the
+    mean over a prompt's tokens, then over prompts (ScaleRL, arXiv 2510.13786)"""
     ratio: Literal["token", "sequence", "sequence_product"] | None = None
     """importance ratio per token, or per sequence: the geometric mean over its tokens (sequence) or their product
     (sequence_product); default: the loss's own"""
@@ -293,6 +329,12 @@ class LossSection(Section):
     """ε_high: the ratio is clipped above 1 + ε_high; default: clip_low (cispo: the upper bound itself, 5)"""
     dual_clip: Annotated[float, Field(gt=1, le=MAX_FLOAT32, allow_inf_nan=False)] | None = None
     """upper bound of the ratio for negative advantages (dual-clip PPO)"""
+    sapo_temperatures: TwoNumbers = [1.0, 1.05]
+    """sapo: temperatures for positive and for negative advantages"""
+    vespo_positive: TwoNumbers = [2.0, 3.0]
+    """vespo: k and λ for positive advantages"""
+    vespo_negative: TwoNumbers = [3.0, 2.0]
+    """vespo: k and λ for negative advantages"""
     denominator: Literal["completion_mask", "policy_mask"] = "completion_mask"
     """means are over all completion tokens, or only over those that [masks] leaves"""
     kl_coef: NotNegative = 0.0
@@ -303,7 +345,16 @@ class LossSection(Section):
     kl_aggregation: Literal["loss", "token_mean"] = "loss"
     """the KL of a batch: aggregated over tokens like the policy loss (as in TRL), or the mean over all tokens"""
     entropy_coef: Finite = 0.0
-    """weight of the entropy bonus"""
+    """weight of the entropy bonus; with entropy_target its first value"""
+    entropy_target: Positive | None = None
+    """adapt the weight of the entropy bonus to this entropy in nats per token (Skywork-OR1, arXiv 2505.22312): it grows
+    after an update whose entropy was at or below the target, else it shrinks and is not applied in the next update"""
+    entropy_step: Positive = 0.005
+    """entropy_target: how much the weight changes after each update"""
+    entropy_coef_min: Finite = 0.0
+    """entropy_target: the smallest weight"""
+    entropy_coef_max: Finite = 1.0
+    """entropy_target: the largest weight"""
     importance_cap: Positive | None = None
     """truncated importance sampling: weight tokens by trainer / sampler probability, at most this (TIS)"""
     importance_floor: Positive | None = None
@@ -313,11 +364,15 @@ class LossSection(Section):
     )
     """the weight of a token, or of its sequence; outside importance_floor and importance_cap it is truncated, or the
     token or sequence is masked (token_mask is IcePop)"""
+    importance_normalize: bool = False
+    """divide the weights by their mean over the batch (self-normalized importance sampling)"""
+    rejection: Literal["geometric", "product", "any_token", "k3"] = "geometric"
+    """what rejection_low and rejection_high limit, of trainer / sampler probability over a completion: the geometric
+    mean, the product, each token, or the mean of k3 (rejection_high only)"""
     rejection_low: Positive | None = None
-    """mask completions whose geometric mean of trainer / sampler probability is below this (verl's geometric
-    rejection)"""
+    """mask completions whose statistic (loss.rejection) is below this"""
     rejection_high: Positive | None = None
-    """mask completions whose geometric mean of trainer / sampler probability is above this"""
+    """mask completions whose statistic (loss.rejection) is above this"""
 
 
 class PreferenceSection(SourcesSection):
@@ -365,17 +420,61 @@ class PreferenceSection(SourcesSection):
         return [self.kind] if isinstance(self.kind, str) else self.kind
 
 
+class DistillationSection(Section):
+    """on-policy distillation: a teacher scores the student's samples"""
+
+    weight: NotNegative = 0.0
+    """weight of the reverse KL to the teacher (docs/distillation.md); 0 is off"""
+    teacher: str | None = None
+    """a model as in model.source, beside the policy; "policy": the policy itself, "reference": the reference
+    ([reference]), both with show"""
+    server: str | None = None
+    """the teacher's vLLM or OpenAI-like server, such as http://host:8000, in place of teacher"""
+    kl: Literal["full", "sampled"] = "full"
+    """the exact KL over the vocabulary, or log π_θ − log π_T of the sampled tokens as their advantages"""
+    top_k: Annotated[int, Field(ge=1, le=1000)] = 20
+    """server, kl full: ask for the log-probs of this many tokens; all others count as one"""
+    show: str | None = None
+    """what the teacher is shown and the student is not: a column of the rows, or its prompt as a template with columns
+    in braces"""
+    dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
+    """dtype of the teacher's weights; auto is as in model.dtype"""
+    revision: str | None = None
+    """the revision of a teacher on the hub"""
+    api_key_env: str | None = None
+    """server: the environment variable that holds its API key"""
+    timeout: Positive = 600.0
+    """server: maximum time of one request in seconds"""
+    wait: Positive = 300.0
+    """server: how long to ask again if it does not answer, in seconds; then the run ends"""
+    concurrency: Count = 32
+    """server: requests at once, of a completion each"""
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the teacher is a model of its own, to be loaded."""
+        return self.teacher is not None and self.teacher not in ("policy", "reference")
+
+
 class MasksSection(Section):
     """completions and tokens that are left out of the policy loss"""
 
     truncated: bool = False
     """mask completions that were truncated by max_new_tokens"""
+    drop_truncated: bool = False
+    """drop such completions: also from the KL and the entropy, and from the number of tokens that means divide by (as
+    TRL's mask_truncated_completions)"""
     off_policy: Literal["v3.2", "reference_drift"] | None = None
     """mask completions with a negative advantage that the policy has moved away from (v3.2: DeepSeek-V3.2), or those
     that became more likely than under the reference (reference_drift)"""
     off_policy_threshold: Positive = 0.5
     """v3.2: above this mean of log π_old − log π_θ over a completion's tokens; reference_drift: from this sum of
     log π_θ − log π_ref on"""
+    divergence: Literal["tv", "kl"] | None = None
+    """in place of the ratio's clip, mask tokens whose probability has moved further from the sampler's than
+    divergence_threshold and would move on: by total variation, or by KL (DPPO, arXiv 2602.04879)"""
+    divergence_threshold: Positive | None = None
+    """default: 0.15 for tv, 0.05 for kl"""
     validity: bool = False
     """mask completions that are too short, repetitive, or without an extractable answer"""
     min_length: CountOrZero = 10
@@ -398,10 +497,14 @@ class ReferenceSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW: learning rates, schedule, gradient clipping"""
+    """the optimizer: learning rates, schedule, gradient clipping"""
 
+    name: str = "adamw"
+    """one of {names}, or module:Class of another torch optimizer; on float32 master weights"""
+    options: Options = Field(default_factory=dict)
+    """further arguments of the optimizer, such as momentum"""
     learning_rate: Rate = 1e-6
-    """of AdamW, on float32 master weights"""
+    """learning rate, before warm-up and decay"""
     embedding_learning_rate: Rate | None = None
     """learning rate of the token embeddings, unless they are tied to the output head; default: learning_rate"""
     tied_embedding_rate: bool = False
@@ -418,8 +521,22 @@ class OptimizerSection(Section):
     """gradients are clipped to this norm"""
     warmup_steps: CountOrZero = 0
     """steps of linear learning-rate warm-up"""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """learning-rate decay after the warm-up"""
+    warmup_from_zero: bool = False
+    """the warm-up's first step has rate 0 (as in transformers) instead of learning_rate / warmup_steps"""
+    lr_schedule: Literal[
+        "constant",
+        "linear",
+        "cosine",
+        "cosine_with_restarts",
+        "polynomial",
+        "inverse_sqrt",
+        "cosine_with_min_lr",
+        "cosine_warmup_with_min_lr",
+        "warmup_stable_decay",
+    ] = "constant"
+    """learning-rate decay after the warm-up; all but constant, linear and cosine are those of transformers"""
+    lr_schedule_options: Options = Field(default_factory=dict)
+    """arguments of a schedule of transformers, such as num_cycles"""
     final_lr_ratio: Share = 0.0
     """final learning rate as a share of learning_rate"""
 
@@ -452,6 +569,13 @@ class TrainSection(Section):
     """number of passes over a batch (μ in the GRPO paper)"""
     mini_batches: Count = 1
     """number of updates in one pass over a batch; each is normalized by itself"""
+    update_per_step: bool = False
+    """a step is one update (as in TRL), and a batch is used in iterations × mini_batches steps"""
+    mini_batch_by: Literal["prompts", "samples"] = "prompts"
+    """what is shuffled into mini-batches: prompts with all of their completions, or completions (as in TRL)"""
+    local_batch_size: Count | None = None
+    """completions over which bnpo's mean, the entropy bonus and masks.high_entropy are computed, such as TRL's
+    per_device_train_batch_size; default: all of a mini-batch"""
     token_budget: Count | None = None
     """tokens per forward and backward pass; default: what fits into memory. It does not change the result"""
     resample_rounds: CountOrZero = 0
@@ -475,7 +599,13 @@ class TrainSection(Section):
 
     @property
     def prompts_per_step(self) -> int:
+        """The prompts of a rollout."""
         return self.batch_size * self.accumulation
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """The steps in which a rollout is used."""
+        return self.iterations * self.mini_batches if self.update_per_step else 1
 
 
 class EvaluateSection(Section):
@@ -493,6 +623,8 @@ class EvaluateSection(Section):
     """maximum completion length in tokens; default: as in training"""
     metric: str | None = None
     """the metric that selects the best checkpoint; default: the task's"""
+    rewards: bool = False
+    """also score the completions with the rewards, if the task has grades, and report each reward's mean and std"""
     patience: Count | None = None
     """early stopping: evaluations without improvement before the run stops"""
 
@@ -554,6 +686,7 @@ class Recipe(Section):
     grouping: GroupingSection = Field(default_factory=GroupingSection)
     loss: LossSection = Field(default_factory=LossSection)
     preference: PreferenceSection = Field(default_factory=PreferenceSection)
+    distillation: DistillationSection = Field(default_factory=DistillationSection)
     masks: MasksSection = Field(default_factory=MasksSection)
     reference: ReferenceSection = Field(default_factory=ReferenceSection)
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
@@ -573,6 +706,11 @@ class Recipe(Section):
         """Whether the run ends with its last phase: each has its own length, and train.steps is not set."""
         own = [any(phase.get(unit) is not None for unit in OWN_LENGTHS) for phase in self.phases]
         return self.train.steps is None and bool(own) and all(own)
+
+    @property
+    def taught(self) -> bool:
+        """Whether a step learns from a teacher alone: rewards, if there are any, are only reported."""
+        return bool(self.distillation.weight) and not (self.loss.policy_coef or self.preference.weight)
 
     def recorded(self) -> dict[str, Any]:
         """Every setting, for files and reports: ``***`` in place of secrets."""
@@ -595,5 +733,6 @@ def _fill(model: type[Section], key: str, names: Iterable[str]) -> None:
 
 
 _fill(LossSection, "name", LOSS_NAMES)
+_fill(OptimizerSection, "name", OPTIMIZERS)
 _fill(PreferenceSection, "kind", PREFERENCE_KINDS)
 _fill(Recipe, "algorithm", ALGORITHMS)

@@ -4,6 +4,10 @@
 formula: a NaN reward means "not scored" and is left out, a sample alone in its group gets 0, and a group of equal
 rewards gets exactly 0 rather than amplified round-off.
 
+With the scale ``"mean"`` the group's mean takes the place of the standard deviation, ``A_i = (r_i − mean) / (mean +
+eps)``: MaxRL (arXiv 2602.02710). For rewards of 0 and 1, n samples and K successes that is n times r_i/K − 1/n, an
+estimate of the gradient of log p where GRPO's scale none estimates that of the success rate p.
+
 Computed in float64 on the CPU, so that the result is the same on every device. Rewards whose squares float64 cannot
 hold are divided by a power of two first, which changes nothing else: rewards of 1e308 are compared like those of 1.
 
@@ -25,7 +29,7 @@ from torch import Tensor
 from groupwise.core._checks import check_at_least
 from groupwise.errors import InputError, check_choice
 
-SCALES = ("group", "batch", "none")
+SCALES = ("group", "batch", "mean", "none")
 BASELINES = ("mean", "leave_one_out", "none")
 LARGE = 2.0**500  # the squares of numbers up to this, and from its inverse on, are exact enough in float64
 COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -105,8 +109,9 @@ def group_advantages(
 
     rewards: ``(B,)``, or ``(B, K)`` for K reward functions. NaN means 'not scored'.
     groups: an int G for consecutive groups of G, or one label per sample in any order (groups of any size).
-    scale: divide by the standard deviation of the ``"group"`` or of the ``"batch"``, or by nothing (``"none"``).
-    eps: added to the standard deviation.
+    scale: divide by the standard deviation of the ``"group"`` or of the ``"batch"``, by the group's ``"mean"``, or by
+        nothing (``"none"``). ``"mean"`` is for rewards of at least 0, and with several of them for their sum.
+    eps: added to the standard deviation or mean.
     unbiased: divide the squared deviations by n − 1 (DeepSeekMath, TRL) rather than by n.
     baseline: what is subtracted: the group's ``"mean"``, the mean of the others (``"leave_one_out"``) or ``"none"``.
         With ``"none"``, a group without spread (equal rewards, or one sample) keeps its rewards undivided.
@@ -123,6 +128,8 @@ def group_advantages(
     check_choice("combine", combine, COMBINATIONS)
     check_at_least("eps", eps, 0.0)
     check_at_least("shrinkage", shrinkage, 0.0)
+    if scale == "mean" and combine != "sum_then_normalize":
+        raise InputError("the scale 'mean' needs combine 'sum_then_normalize': it is the mean of the summed rewards")
     if shrinkage and baseline != "mean":
         raise InputError(f"shrinkage moves a group's mean, so it needs the baseline 'mean', not {baseline!r}")
     table = _rewards(rewards, columns=True)  # (B, K)
@@ -148,6 +155,10 @@ def group_advantages(
         undivided = advantages * unit
         if scale == "group":
             advantages = torch.where(groups.equal, undivided, advantages / (groups.std + eps / unit))
+        elif scale == "mean":
+            _check_not_negative(values)
+            divisor = groups.mean + eps / unit
+            advantages = torch.where(divisor > 0, advantages / divisor, 0.0)
         elif scale == "batch":
             batch = _statistics(values, torch.zeros_like(groups.index), 1, unbiased, round_off)
             advantages = undivided if bool(batch.equal) else advantages / (batch.std + eps / unit)
@@ -224,6 +235,15 @@ def _units(values: Tensor, index: Tensor, number: int) -> Tensor:
     sizes = torch.zeros(number, dtype=torch.float64).scatter_reduce(0, index, values.abs().nan_to_num(), "amax")
     extreme = (sizes > LARGE) | ((sizes > 0) & (sizes < 1 / LARGE))
     return torch.where(extreme, (torch.frexp(sizes).exponent.double() - 1).clamp(min=-1022).exp2(), 1.0)
+
+
+def _check_not_negative(values: Tensor) -> None:
+    if bool((values < 0).any()):
+        where = int((values < 0).nonzero()[0])
+        raise InputError(
+            f"the reward of sample {where} is negative; the scale 'mean' (MaxRL) divides by the group's mean, so it "
+            "needs rewards of at least 0"
+        )
 
 
 def _check_finite(what: str, values: Tensor) -> None:

@@ -4,8 +4,8 @@ With k = π_trainer / π_sampler of a token, or of a sequence (the product over 
 each token of the policy loss by k. ``truncate`` limits k to [low, high]: truncated importance sampling (TIS; Yao et
 al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). ``mask`` sets k to 0 outside of it: for
 tokens that is IcePop (Ling team, "Small Leak Can Sink a Great Ship"), for sequences masked importance sampling.
-The names are those of TRL's vllm_importance_sampling_mode. `geometric_mask` rejects sequences by the geometric mean of
-k over their tokens, as verl's rollout correction does. One deviation: log k is clamped to ±20, as in `losses`.
+The names are those of TRL's vllm_importance_sampling_mode. `rejection_mask` rejects sequences, as verl's rollout
+correction does, by a statistic of k over their tokens. One deviation: log k is clamped to ±20, as in `losses`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from groupwise.core.losses import log_ratio
 from groupwise.errors import InputError, check_choice
 
 IMPORTANCE_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+REJECTIONS = ("geometric", "product", "any_token", "k3")
 
 
 @torch.no_grad()
@@ -31,8 +32,13 @@ def importance_weights(
     mode: str = "token_truncate",
     low: float | None = None,
     high: float | None = None,
+    normalize: bool = False,
 ) -> Tensor:
-    """The weight ``(B, T)`` of each token, without gradient; 1 where ``mask`` is false. Multiply the loss by it."""
+    """The weight ``(B, T)`` of each token, without gradient; 1 where ``mask`` is false. Multiply the loss by it.
+
+    normalize: divide by the mean weight, over all tokens or with a mode of sequences over all sequences, so that it is
+        1 (verl's rollout_is_batch_normalize).
+    """
     check_choice("mode", mode, IMPORTANCE_MODES)
     least, most = _bounds(low, high)
     by_sequence = mode.startswith("sequence")
@@ -41,17 +47,44 @@ def importance_weights(
         weights = ratio.clamp(least, most)
     else:
         weights = torch.where((ratio >= least) & (ratio <= most), ratio, 0.0)
+    if normalize:
+        counted = (mask != 0).any(-1, keepdim=True) if by_sequence else mask != 0
+        mean = torch.where(counted, weights, 0.0).sum() / counted.sum().clamp(min=1)
+        weights = weights / torch.where(mean > 0, mean, 1.0)
     return torch.where(mask != 0, weights, 1.0)
 
 
 @torch.no_grad()
-def geometric_mask(
-    logps: Tensor, sampler_logps: Tensor, mask: Tensor, *, low: float | None = None, high: float | None = None
+def rejection_mask(
+    logps: Tensor,
+    sampler_logps: Tensor,
+    mask: Tensor,
+    *,
+    statistic: str = "geometric",
+    low: float | None = None,
+    high: float | None = None,
 ) -> Tensor:
-    """The sequences ``(B,)`` that are kept: low ≤ (Π_t k_t)^(1/T) ≤ high."""
+    """The sequences ``(B,)`` that are kept: low ≤ statistic ≤ high.
+
+    ``"geometric"``: (Π_t k_t)^(1/T), which does not grow with the length (verl's seq_mean_k1).
+    ``"product"``: Π_t k_t, the ratio of the sequence (seq_sum_k1).
+    ``"any_token"``: each k_t must be within the bounds; one token outside rejects the sequence (a token veto).
+    ``"k3"``: the mean of k_t − log k_t − 1, an estimate of KL(sampler ‖ trainer), at most high (seq_mean_k3).
+    """
+    check_choice("statistic", statistic, REJECTIONS)
     least, most = _bounds(low, high)
-    mean = log_ratio(logps, sampler_logps, mask, "sequence").exp().squeeze(-1)
-    return (mean >= least) & (mean <= most)
+    if statistic == "any_token":
+        ratios = log_ratio(logps, sampler_logps, mask).exp()
+        return (((ratios >= least) & (ratios <= most)) | (mask == 0)).all(-1)
+    if statistic == "k3":
+        if low is not None:
+            raise InputError("the statistic 'k3' is a distance, which is 0 for equal log-probs: give high, not low")
+        differences = log_ratio(logps, sampler_logps, mask)
+        values = (differences.expm1() - differences).sum(-1) / (mask != 0).sum(-1).clamp(min=1)
+    else:
+        level = "sequence" if statistic == "geometric" else "sequence_product"
+        values = log_ratio(logps, sampler_logps, mask, level).exp().squeeze(-1)
+    return (values >= least) & (values <= most)
 
 
 def _bounds(low: float | None, high: float | None) -> tuple[float, float]:

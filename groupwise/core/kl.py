@@ -30,11 +30,13 @@ def kl_estimate(
     estimator: str = "k3",
     old_logps: Tensor | None = None,
     mask: Tensor | None = None,
+    ratio: str = "token",
 ) -> Tensor:
     """An estimate of KL(π_θ ‖ π_ref) at each sampled token ``(B, T)``; 0 outside ``mask``.
 
     With d = log π_ref − log π_θ: ``k1`` = −d, ``k2`` = d²/2, ``k3`` = e^d − d − 1. ``unbiased`` is DeepSeek-V3.2's
-    k3 · π_θ/π_old with a differentiable ratio, which corrects value and gradient for samples of an older policy.
+    k3 · π_θ/π_old with a differentiable ratio, which corrects value and gradient for samples of an older policy;
+    ``ratio`` is a level of `losses.log_ratio`: of the token, or of its sequence.
     Without ``old_logps`` the samples come from the current policy: the ratio is 1, and only its gradient matters.
     Differences are clamped to ±20, as in `losses`.
     """
@@ -50,7 +52,7 @@ def kl_estimate(
     k3 = torch.expm1(d) - d
     if estimator == "k3":
         return k3
-    return k3 * log_ratio(logps, logps.detach() if old_logps is None else old_logps, present).exp()
+    return k3 * log_ratio(logps, logps.detach() if old_logps is None else old_logps, present, ratio).exp()
 
 
 def full_kl(
@@ -88,8 +90,12 @@ def full_kl_from_hidden(
     mask: Tensor | None = None,
     factor: str = "none",
     chunk_size: int | None = None,
+    float32: bool = False,
 ) -> Tensor:
-    """`full_kl` of two models' heads, straight from hidden states ``(…, D)``, without a ``(…, V)`` tensor."""
+    """`full_kl` of two models' heads, straight from hidden states ``(…, D)``, without a ``(…, V)`` tensor.
+
+    float32: logits that are not rounded to half precision, as in `selective_logps`.
+    """
     check_temperature(temperature)
     check_tensors(hidden=hidden, weight=weight, ref_hidden=ref_hidden, ref_weight=ref_weight)
     if hidden.shape[:-1] != ref_hidden.shape[:-1] or weight.shape[0] != ref_weight.shape[0]:
@@ -100,8 +106,8 @@ def full_kl_from_hidden(
 
     def rows(policy: Tensor, reference: Tensor) -> Tensor:
         return _kl_of_rows(
-            head_logits(policy, weight, bias, scale, softcap, temperature),
-            head_logits(reference, ref_weight, ref_bias, scale, softcap, temperature),
+            head_logits(policy, weight, bias, scale, softcap, temperature, float32),
+            head_logits(reference, ref_weight, ref_bias, scale, softcap, temperature, float32),
             factor,
         )
 

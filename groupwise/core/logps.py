@@ -58,6 +58,7 @@ def selective_logps(
     kept: Tensor | KeptSets | None = None,
     with_entropy: bool = False,
     chunk_size: int | None = None,
+    float32: bool = False,
 ) -> Any:
     """Log-probs ``(…)`` of ``ids`` ``(…)`` under a head applied to ``hidden`` ``(…, D)``.
 
@@ -69,6 +70,8 @@ def selective_logps(
     kept: the tokens to normalise over, as `KeptSets` with one set per position or a mask ``(…, V)``. A chosen token
     outside its set has log-prob −inf and no gradient.
     chunk_size: rows per chunk; by default as many as fit into 32 MiB of logits (512 MiB on a GPU).
+    float32: do not round hidden · weightᵀ to hidden's dtype, see `float32_product`. The gradient of the logits is still
+    rounded to hidden's dtype before it is multiplied.
     """
     vocabulary, width = _check_head(hidden, weight, ids, bias)
     check_temperature(temperature)
@@ -85,7 +88,11 @@ def selective_logps(
             raise InputError(f"kept has shape {tuple(kept.shape)}; expected ids' {tuple(ids.shape)} and the vocabulary")
         kept = kept_mask(kept).reshape(rows, vocabulary)
     head = _Head(
-        (scale, softcap, temperature), kept, with_entropy, chunk_size or rows_per_chunk(vocabulary, hidden.device)
+        (scale, softcap, temperature),
+        kept,
+        with_entropy,
+        chunk_size or rows_per_chunk(vocabulary, hidden.device),
+        float32,
     )
     flat = hidden.reshape(rows, width)
     if torch.is_autocast_enabled(hidden.device.type):
@@ -98,10 +105,50 @@ def selective_logps(
 
 
 def head_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    float32: bool = False,
 ) -> Tensor:
-    """A head's logits ``(N, V)`` as the sampler sees them. Everything after the product is in float32."""
-    return finish_logits(hidden @ weight.to(hidden.dtype).T, bias, scale, softcap, temperature)
+    """A head's logits ``(N, V)`` as the sampler sees them. Everything after the product is in float32.
+
+    float32: the product as well, see `float32_product`.
+    """
+    raw = _Float32Product.apply(hidden, weight) if float32 else hidden @ weight.to(hidden.dtype).T  # type: ignore[no-untyped-call]
+    return finish_logits(raw, bias, scale, softcap, temperature)
+
+
+def float32_product(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden ``(n, D)`` · weightᵀ ``(D, V)`` in float32, not rounded to half precision; float64 stays float64.
+
+    A product of two bfloat16 or float16 numbers is exact in float32, and GPUs add such products up in float32 anyway:
+    there only the result has another dtype. Elsewhere both are cast.
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.is_cuda and hidden.dtype == weight.dtype != dtype:
+        return torch.mm(hidden, weight.T, out_dtype=dtype)
+    return hidden.to(dtype) @ weight.to(dtype).T
+
+
+class _Float32Product(torch.autograd.Function):
+    """`float32_product` with the gradient of the rounded product."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return float32_product(hidden, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        hidden, weight = ctx.saved_tensors
+        grad = grad.to(hidden.dtype)
+        grad_hidden = grad @ weight.to(hidden.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = (grad.T @ hidden).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_hidden, grad_weight
 
 
 def finish_logits(raw: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float) -> Tensor:
@@ -129,6 +176,17 @@ class _Head(NamedTuple):
     kept: Tensor | KeptSets | None
     with_entropy: bool
     chunk: int
+    float32: bool = False
+
+    def product(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """The raw logits ``(n, V)`` of some rows; ``weight`` has hidden's dtype, unless the product is in float32."""
+        return float32_product(hidden, weight) if self.float32 else hidden @ weight.T
+
+    def weight(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """What `product` is called with: cast once for all chunks, if that is needed."""
+        if not self.float32:
+            return weight.to(hidden.dtype)
+        return weight if hidden.is_cuda else weight.to(torch.promote_types(hidden.dtype, torch.float32))
 
     def kept_rows(self, start: int, stop: int, vocabulary: int) -> Tensor | None:
         if isinstance(self.kept, KeptSets):
@@ -141,17 +199,18 @@ class _SelectiveLogps(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor | None]:
-        used = weight.to(hidden.dtype).T
+        used = head.weight(hidden, weight)
         logps = hidden.new_empty(len(ids), dtype=working(hidden[:0]).dtype)
         entropy = torch.empty_like(logps) if head.with_entropy else None
         normaliser = torch.empty_like(logps)
         forward = _chunk_functions(hidden, weight)[0]
-        few = hidden.device.type == "cpu" and len(ids) * len(weight) * hidden.itemsize <= KEPT_BYTES
+        itemsize = logps.itemsize if head.float32 else hidden.itemsize
+        few = hidden.device.type == "cpu" and len(ids) * len(weight) * itemsize <= KEPT_BYTES
         ctx.products = [] if few and any(ctx.needs_input_grad[:3]) else None
         for start in range(0, len(ids), head.chunk):
             part = slice(start, start + head.chunk)
             kept = head.kept_rows(part.start, part.stop, len(weight))
-            product = hidden[part] @ used
+            product = head.product(hidden[part], used)
             if ctx.products is not None:
                 ctx.products.append(product)
             logps[part], normaliser[part], chunk_entropy = forward(
@@ -176,6 +235,7 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
     hidden, weight, bias, ids, logps, normaliser, entropy = ctx.saved_tensors
     head: _Head = ctx.head
     used = weight.to(hidden.dtype)
+    wide = head.weight(hidden, weight) if head.float32 and ctx.products is None else used
     grad_logps = torch.zeros_like(logps) if grad_logps is None else torch.where(logps > -math.inf, grad_logps, 0.0)
     entropy = None if entropy is None else entropy.detach()
     needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -185,10 +245,10 @@ def _backward(ctx: Any, grad_logps: Tensor | None, grad_entropy: Tensor | None) 
     backward = _chunk_functions(hidden, weight)[1]
     for number, start in enumerate(range(0, len(ids), head.chunk)):
         part = slice(start, start + head.chunk)
-        product = hidden[part] @ used.T if ctx.products is None else ctx.products[number]
+        product = head.product(hidden[part], wide) if ctx.products is None else ctx.products[number]
         kept = head.kept_rows(part.start, part.stop, len(weight))
         rows = [None if x is None else x[part, None] for x in (normaliser, grad_logps, grad_entropy, entropy)]
-        grad = backward(product, bias, kept, ids[part, None], head.numbers, *rows)
+        grad = backward(product, bias, kept, ids[part, None], head.numbers, *rows, hidden.dtype)
         if grad_bias is not None:
             grad_bias += grad.sum(0, dtype=grad_bias.dtype)
         grad = grad.to(hidden.dtype)
@@ -239,6 +299,7 @@ def _backward_in_steps(
     grad_logps: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     logits = finish_logits(raw, bias, *numbers)
     slope = _slope(logits, numbers)
@@ -289,7 +350,9 @@ def _backward_in_one_pass(
     grad_logps: Tensor,
     grad_entropy: Tensor | None,
     entropy: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
+    """``dtype``: what the result is rounded to in the same pass, unless it is needed for the gradient of the bias."""
     logits = finish_logits(raw, bias, *numbers)
     log_prob = logits - normaliser
     up = grad_logps
@@ -300,7 +363,7 @@ def _backward_in_one_pass(
         grad = torch.where(kept, grad, 0.0)
     chosen = torch.arange(raw.shape[1], device=raw.device) == ids
     grad = (grad + torch.where(chosen, grad_logps, 0.0)) * _slope(logits, numbers)
-    return grad.to(raw.dtype if bias is None else grad.dtype)
+    return grad.to(dtype if bias is None else grad.dtype)
 
 
 ChunkFunctions = tuple[Callable[..., Any], Callable[..., Any]]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +26,14 @@ from groupwise.core._checks import (
     not_none,
     working,
 )
+from groupwise.core.advantages import group_index
+from groupwise.core.masks import DivergenceLimit
 from groupwise.errors import InputError, check_choice
 
 MAX_LOG_RATIO = 20.0
 VESPO_LOG_FLOOR = math.log(1e-8)
 RATIOS = ("token", "sequence", "sequence_product")
-AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "local_token_mean", "constant")
+AGGREGATIONS = ("sequence_mean", "sequence_sum", "token_mean", "local_token_mean", "prompt_mean", "constant")
 DENOMINATORS = ("completion_mask", "policy_mask")
 
 
@@ -129,6 +131,22 @@ def _by_sign(positive: Tensor, if_positive: float, otherwise: float, like: Tenso
     return torch.where(positive, like.new_full((), if_positive), like.new_full((), otherwise))
 
 
+class PromptTotals(NamedTuple):
+    """The denominators of the aggregation ``"prompt_mean"``, those of the mini-batch."""
+
+    tokens: Tensor  # (B,) tokens of all completions of each row's prompt
+    prompts: int | Tensor
+
+
+def prompt_totals(mask: Tensor, groups: int | Tensor | Sequence[Any]) -> PromptTotals:
+    """The totals of a batch that is one mini-batch; ``groups`` names the prompt of each row, as in `group_index`."""
+    check_tensors(mask=mask)
+    lengths = check_mask("mask", mask, mask.shape).sum(-1)
+    index, number = group_index(groups, len(mask))
+    tokens = lengths.new_zeros(number).index_add(0, index.to(mask.device), lengths)
+    return PromptTotals(tokens[index.to(mask.device)], number)
+
+
 def aggregation_weights(
     mask: Tensor,
     aggregation: str,
@@ -136,7 +154,9 @@ def aggregation_weights(
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
     total_sequences: int | Tensor | None = None,
+    prompts: PromptTotals | None = None,
     sequences: int | Tensor | None = None,
+    local_lengths: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The weight ``(B, T)`` of each token, such that the loss is ``(weights * values).sum()``.
@@ -144,8 +164,11 @@ def aggregation_weights(
     ``"sequence_mean"``: mean over each sequence's tokens, then over sequences (GRPO).
     ``"sequence_sum"``: sum over each sequence's tokens, mean over sequences (LUSPO).
     ``"token_mean"``: mean over all tokens of the mini-batch (DAPO).
-    ``"local_token_mean"``: mean over the tokens of this micro-batch, times its share of ``total_sequences`` (BNPO);
-    the result depends on the split into micro-batches.
+    ``"local_token_mean"``: mean over the tokens of a local batch, times its share of ``total_sequences`` (BNPO).
+    ``local_lengths`` ``(B,)`` is the mean length of the sequences in each row's local batch; without it, ``mask`` is
+    one local batch.
+    ``"prompt_mean"``: mean over all tokens of each prompt's completions, then over prompts (ScaleRL, arXiv 2510.13786);
+    ``prompts`` has the tokens and the number of prompts.
     ``"constant"``: sum divided by sequences × ``max_length`` (Dr. GRPO).
 
     ``total_tokens`` and ``total_sequences`` are those of the mini-batch where ``mask`` is a micro-batch of it:
@@ -165,8 +188,17 @@ def aggregation_weights(
         return present / everywhere
     if aggregation == "token_mean":
         return present / _total("total_tokens", total_tokens, present.sum().clamp(min=1))
+    if aggregation == "local_token_mean" and local_lengths is not None:
+        return present / local_lengths.to(present)[:, None] / everywhere
     if aggregation == "local_token_mean":
         return present / present.sum().clamp(min=1) * (here / everywhere)
+    if aggregation == "prompt_mean":
+        if prompts is None:
+            raise InputError("the aggregation 'prompt_mean' needs prompts: see prompt_totals(mask, groups)")
+        if prompts.tokens.shape != (len(mask),):
+            shape = tuple(prompts.tokens.shape)
+            raise InputError(f"the tokens of prompts have shape {shape}; expected one number per row, ({len(mask)},)")
+        return present / prompts.tokens.clamp(min=1)[:, None].to(present) / _total("prompts", prompts.prompts, 1)
     if max_length is None:
         raise InputError("the aggregation 'constant' (loss 'dr_grpo') needs max_length: the longest completion allowed")
     check_at_least("max_length", max_length, 1)
@@ -181,6 +213,7 @@ def aggregate(
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
     total_sequences: int | Tensor | None = None,
+    prompts: PromptTotals | None = None,
 ) -> Tensor:
     """Per-token values ``(B, T)`` as one number, by `aggregation_weights`. Masked values may be NaN."""
     values = working(values)
@@ -190,6 +223,7 @@ def aggregate(
         max_length=max_length,
         total_tokens=total_tokens,
         total_sequences=total_sequences,
+        prompts=prompts,
         dtype=values.dtype,
     )
     check_same_shape(mask=mask, values=values)
@@ -240,6 +274,7 @@ def policy_loss(
     mask: Tensor,
     *,
     loss: str | Loss = "dapo",
+    aggregation: str | None = None,
     ratio: str | None = None,
     clip_low: float = 0.2,
     clip_high: float | None = None,
@@ -247,8 +282,11 @@ def policy_loss(
     max_length: int | None = None,
     total_tokens: int | Tensor | None = None,
     total_sequences: int | Tensor | None = None,
+    prompts: PromptTotals | None = None,
+    local_lengths: Tensor | None = None,
     policy_mask: Tensor | None = None,
     denominator: str = "completion_mask",
+    divergence: DivergenceLimit | None = None,
     sapo_temperatures: tuple[float, float] = (1.0, 1.05),
     vespo_positive: tuple[float, float] = (2.0, 3.0),
     vespo_negative: tuple[float, float] = (3.0, 2.0),
@@ -258,21 +296,27 @@ def policy_loss(
     logps, old_logps: ``(B, T)`` under the current policy and under the one that sampled. Without old_logps the batch is
         on-policy: the ratio is 1, and only its gradient matters.
     advantages: ``(B,)`` or ``(B, T)``. mask: ``(B, T)``, the completion mask, which defines every denominator.
-    loss: a name in `LOSSES`, or a custom `Loss`.
+    loss: a name in `LOSSES`, or a custom `Loss`. aggregation: one of `aggregation_weights` in place of the loss's own.
     ratio: a level of `log_ratio`; by default "sequence" for gspo and luspo, else "token".
     clip_low, clip_high: the ratio is clipped to [1 − low, 1 + high]; high defaults to low. For ``cispo``, clip_high is
         an absolute ceiling on the ratio, 5 by default.
     dual_clip: a ceiling (above 1) on the ratio where the advantage is negative, for the losses that clip.
     max_length: the constant that ``dr_grpo`` divides by.
-    total_tokens, total_sequences: of the mini-batch, where this is a micro-batch. See `aggregation_weights`.
+    total_tokens, total_sequences, local_lengths: of the mini-batch, where this is a micro-batch. See
+        `aggregation_weights`.
+    prompts: for the aggregation ``"prompt_mean"``.
     policy_mask: ``(B,)``, ``(B, 1)`` or ``(B, T)``: the product of off-policy, validity and entropy masks, or
         importance weights. It multiplies the loss per token. Denominators ignore it, unless denominator is
         ``"policy_mask"``, which divides by what it keeps.
+    divergence: a limit to the distance from the sampler (DPPO), which takes the place of the clip: tokens beyond it
+        that would move further away add nothing, and clip_low and clip_high have no effect, except as a ceiling. As
+        with the clip, denominators ignore it. For a ratio per token.
     sapo_temperatures: for positive and negative advantages. vespo_positive, vespo_negative: (k, λ) for each sign.
 
     The statistics are detached scalars: ``clip_fraction_low``, ``clip_fraction_high``, the mean ``ratio``, and
     ``approx_kl`` (the k3 estimate of KL(π_old ‖ π_θ)). Each is a mean over tokens, or over sequences with a sequence
-    ratio; with totals given, those of the micro-batches add up to the mini-batch's.
+    ratio; with totals given, those of the micro-batches add up to the mini-batch's. With ``divergence``, the clip
+    fractions count what it masks.
     """
     if not isinstance(loss, Loss):
         check_choice("loss", loss, LOSSES)
@@ -286,6 +330,14 @@ def policy_loss(
     settings = LossSettings(clip_low, clip_high, dual_clip, sapo_temperatures, vespo_positive, vespo_negative)
     _check_settings(settings, record)
     check_choice("denominator", denominator, DENOMINATORS)
+    aggregation = aggregation or record.aggregation
+    if aggregation == "prompt_mean" and denominator != "completion_mask":
+        raise InputError("the aggregation 'prompt_mean' divides by the tokens of completions: use 'completion_mask'")
+    if divergence is not None:
+        if level != "token":
+            raise InputError(f"a divergence limits tokens, so it needs the ratio 'token', not {level!r}")
+        if record.ceiling is None:
+            settings = replace(settings, clip_low=math.inf, clip_high=math.inf)
     check_tensors(logps=logps, advantages=advantages, **not_none(old_logps=old_logps, policy_mask=policy_mask))
     if logps.dim() != 2:
         raise InputError(f"logps has shape {tuple(logps.shape)}; expected (B, T)")
@@ -307,13 +359,18 @@ def policy_loss(
         token_log_ratio=token_log_ratio.detach(),
     )
     term = record.token_loss(tokens, settings)
+    if divergence is not None:
+        low, high = divergence.exceeded(tokens.logps, tokens.advantages, active)
+        term = TokenTerm(torch.where(low | high, 0.0, term.values), low, high)
     weights = aggregation_weights(
         mask if denominator == "completion_mask" else active,
-        record.aggregation,
+        aggregation,
         max_length=max_length,
         total_tokens=total_tokens,
         total_sequences=total_sequences,
+        prompts=prompts,
         sequences=None if denominator == "completion_mask" else active.any(-1).sum(),
+        local_lengths=local_lengths,
         dtype=term.values.dtype,
     )
     if policy_weights is not None:

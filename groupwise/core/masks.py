@@ -8,11 +8,13 @@ them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from groupwise.core._checks import (
+    check_above,
     check_at_least,
     check_mask,
     check_same_shape,
@@ -25,6 +27,7 @@ from groupwise.core._checks import (
 from groupwise.errors import InputError, check_choice, check_integer
 
 OFF_POLICY_RULES = ("v3.2", "reference_drift")
+DIVERGENCES = {"tv": 0.15, "kl": 0.05}  # with the limits of the paper's experiments
 
 
 def completion_mask(ids: Tensor, eos_ids: int | Sequence[int], *, lengths: Tensor | None = None) -> Tensor:
@@ -82,6 +85,37 @@ def off_policy_sequence_mask(
         rows, length = logps.shape
         raise InputError(f"advantages has shape {tuple(advantages.shape)}; expected ({rows},) or ({rows}, {length})")
     return (advantages >= 0) | close
+
+
+@dataclass(frozen=True)
+class DivergenceLimit:
+    """DPPO's limit to the divergence between sampler μ and policy π at each token (arXiv 2602.04879).
+
+    The divergence is that of two outcomes, the sampled token or any other, which needs no more than its probability:
+    ``"tv"`` is |μ − π|, ``"kl"`` is μ·log(μ/π) + (1 − μ)·log((1 − μ)/(1 − π)). A token beyond the limit is masked if
+    its update would move it further: A > 0 and π > μ, or A < 0 and π < μ. As in verl, 1e-8 is added to 1 − μ and 1 − π.
+    """
+
+    sampler_logps: Tensor  # (B, T); a token without one (NaN) is never masked
+    kind: str = "tv"
+    threshold: float | None = None  # default: 0.15 for tv, 0.05 for kl
+
+    @torch.no_grad()
+    def exceeded(self, logps: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens ``(B, T)`` of ``mask`` to mask: those with a negative advantage, and those with a positive one."""
+        check_choice("divergence", self.kind, DIVERGENCES)
+        threshold = DIVERGENCES[self.kind] if self.threshold is None else self.threshold
+        check_above("threshold", threshold, 0.0)
+        check_same_shape(logps=logps, sampler_logps=self.sampler_logps, advantages=advantages, mask=mask)
+        logps, sampler_logps = working(logps), working(self.sampler_logps)
+        policy, sampler = logps.exp(), sampler_logps.exp()
+        if self.kind == "tv":
+            divergence = (sampler - policy).abs()
+        else:
+            others, sampled_others = 1 - policy + 1e-8, 1 - sampler + 1e-8
+            divergence = sampler * (sampler_logps - logps) + (1 - sampler) * (sampled_others / others).log()
+        beyond = mask & (divergence > threshold)
+        return beyond & (advantages < 0) & (policy < sampler), beyond & (advantages > 0) & (policy > sampler)
 
 
 def validity_reasons(

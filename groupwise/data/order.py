@@ -46,6 +46,10 @@ class Order:
                 batch.append(row)
         return batch
 
+    def take_metrics(self) -> dict[str, float]:
+        """Metrics of the draws since the last call; this order has none."""
+        return {}
+
     def state(self) -> dict[str, Any]:
         """The position as JSON values, for `load_state`."""
         settings = {"rows": self.rows, "shuffle": self.shuffle, "seed": self.seed}

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from groupwise.data import Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
@@ -53,9 +55,11 @@ def evaluate(
     score_batch: int = CHUNK,
     trainer_state: Any = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    each_reward: bool = False,
 ) -> Evaluation:
     """Sample ``samples`` completions of every row; grade them, and score them if there is a ``scorer``.
 
+    ``each_reward``: also report the mean and the standard deviation of each reward function, and of their sum.
     Rewards are computed for ``score_batch`` completions at a time, so that their time limit is that of a batch.
     ``trainer_state`` is passed to the reward functions that take it.
     """
@@ -101,9 +105,16 @@ def evaluate(
             record[name] = result
     if scorer is not None:
         places = [name_completion(record["where"], record["sample"], samples) for record in answers]
-        rewards = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state, places)
+        columns = _rewards(scorer, row_of_each, texts, tokens, prompt_column, score_batch, trainer_state, places)
+        rewards = weighted_total(columns, [function.weight for function in scorer.functions]).tolist()
         _add_mean(metrics, REWARD, rewards, samples)
         metrics[f"{REWARD}_unscored"] = sum(map(math.isnan, rewards)) / len(rewards)
+        if each_reward:
+            metrics[f"{REWARD}_std"] = _std(rewards)
+            for function, column in zip(scorer.functions, columns.T.tolist(), strict=True):
+                scored = [value for value in column if not math.isnan(value)]
+                metrics[f"rewards/{function.name}/mean"] = sum(scored) / len(scored) if scored else 0.0
+                metrics[f"rewards/{function.name}/std"] = _std(scored)
         for record, reward in zip(answers, rewards, strict=True):
             record[REWARD] = None if math.isnan(reward) else reward
     metrics["mean_length"] = sum(lengths) / len(lengths)
@@ -120,10 +131,9 @@ def _rewards(
     score_batch: int,
     trainer_state: Any,
     places: Sequence[str],
-) -> list[float]:
-    """The weighted sum of the rewards of each completion; NaN if every function skipped it, or if one failed."""
-    weights = [function.weight for function in scorer.functions]
-    total: list[float] = []
+) -> Tensor:
+    """The rewards ``(B, K)`` of each completion; NaN where a function skipped it, and in the row of one that failed."""
+    parts: list[Tensor] = []
     failures: list[str] = []
     for start in range(0, len(rows), score_batch):
         batch = slice(start, start + score_batch)
@@ -133,14 +143,21 @@ def _rewards(
             trainer_state=trainer_state,
             places=places[batch],
         )
-        total += weighted_total(scores.rewards, weights).tolist()
+        parts.append(scores.rewards)
         failures += [failure.reason for failure in scores.failures]
-    if all(map(math.isnan, total)):
+    rewards = torch.cat(parts)
+    if bool(rewards.isnan().all()):
         reason = f" ({failures[0]})" if failures else ": they returned None for every one"
         raise RewardError(
-            f"the rewards scored none of the {plural(len(total), 'completion')} of the held-out rows{reason}"
+            f"the rewards scored none of the {plural(len(rewards), 'completion')} of the held-out rows{reason}"
         )
-    return total
+    return rewards
+
+
+def _std(values: Sequence[float]) -> float:
+    """With n − 1, ignoring NaN; 0 for fewer than two values."""
+    scored = np.asarray([value for value in values if not math.isnan(value)])
+    return float(scored.std(ddof=1)) if len(scored) > 1 else 0.0
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: Sequence[float], samples: int) -> None:

@@ -24,6 +24,7 @@ from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import Runner, StepBatch
+from groupwise.generate.sampling import OccurredTokens
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
 from groupwise.model.cache import SharedCache
@@ -124,6 +125,9 @@ class Engine(LocalGenerator):
                 admitted = active.admit(new_samples)
                 logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in admitted.samples])
                 random_stream.assign(admitted.samples.tolist(), admitted.slots.tolist())
+                if runner.occurred is not None:
+                    prompts = [request.prompts[request.prompt_of[sample]] for sample in admitted.samples]
+                    runner.occurred.start(admitted.slots.tolist(), prompts)
                 in_flight.append((admitted, runner.first(logits, admitted, random_stream.of(admitted))))
                 first_logits = {number: first_logits[number] for number in scheduler.partly_waiting()}
                 active.drop_full()
@@ -146,8 +150,10 @@ class Engine(LocalGenerator):
             self.release()
             self._cache = SharedCache(self.handle, *plan)
         self._cache.attach()
-        if not self.graphs:
-            return Runner(self.handle, head, self._cache, request.sampling, request.eos, self.isolated)
+        penalizes = request.sampling.repetition_penalty != 1
+        if not self.graphs or penalizes:  # a captured step does not know which tokens have occurred
+            occurred = OccurredTokens(self._cache.slots + 1, self.handle) if penalizes else None
+            return Runner(self.handle, head, self._cache, request.sampling, request.eos, self.isolated, occurred)
         from groupwise.generate.graphs import DecodeGraphs, GraphRunner
 
         if self._graphs is None:

@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from groupwise.generate.local import LocalGenerator
 from groupwise.generate.request import OutputBuffer, RandomStream, Request
 from groupwise.generate.runner import StepBatch, to_step_output
-from groupwise.generate.sampling import draw, eos_mask
+from groupwise.generate.sampling import OccurredTokens, draw, eos_mask
 from groupwise.generate.types import Rollout, Sampling, Stop
 from groupwise.model.handle import ModelHandle, prepare
 from groupwise.model.packing import Ids
@@ -72,6 +72,8 @@ class _Sampler(LogitsProcessor):
         self.request, self.output, self.members = request, output, members
         self.eos = eos_mask(request.eos, handle)
         self.index = 0
+        penalizes = request.sampling.repetition_penalty != 1
+        self.occurred = OccurredTokens(len(members), handle) if penalizes else None
         self.random_stream = RandomStream(request, len(members))
         self.random_stream.assign(members.tolist(), range(len(members)))
 
@@ -81,7 +83,15 @@ class _Sampler(LogitsProcessor):
         sampling = self.request.sampling
         banned = torch.full((len(index),), True, device=scores.device) if self.index < sampling.min_new_tokens else None
         uniform = torch.from_numpy(self.random_stream.of(batch)).to(scores.device)
-        drawn = draw(scores[:, : len(self.eos)], uniform, banned, self.eos, sampling)
+        if self.occurred is not None:
+            slots = torch.arange(len(index), device=scores.device)
+            if self.index == 0:
+                prompts = [self.request.prompts[self.request.prompt_of[member]] for member in self.members]
+                self.occurred.start(range(len(index)), prompts)
+            else:
+                self.occurred.add(slots, input_ids[:, -1])
+        occurred = None if self.occurred is None else self.occurred.mask
+        drawn = draw(scores[:, : len(self.eos)], uniform, banned, self.eos, sampling, occurred)
         self.output.append(batch, to_step_output(drawn, sampling.keep_sets))
         self.index += 1
         return torch.full_like(scores, -torch.inf).scatter_(1, drawn.ids[:, None], 0.0)

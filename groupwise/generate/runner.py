@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.filters import KeptSets
-from groupwise.generate.sampling import DrawnTokens, draw, eos_mask
+from groupwise.generate.sampling import DrawnTokens, OccurredTokens, draw, eos_mask
 from groupwise.generate.types import Sampling
 from groupwise.model.attention import to_device
 from groupwise.model.cache import DecodeLayout, PrefillLayout, SharedCache
@@ -53,6 +53,7 @@ class Runner:
     """
 
     lag = 0  # steps launched ahead of the one that is read
+    occurred: OccurredTokens | None = None
 
     def __init__(
         self,
@@ -62,11 +63,13 @@ class Runner:
         sampling: Sampling,
         eos: Sequence[int],
         isolated: bool = False,
+        occurred: OccurredTokens | None = None,
     ) -> None:
         self.handle, self.head, self.cache, self.sampling = handle, head, cache, sampling
         self.device, self.isolated = handle.device, isolated
         self.last = torch.zeros(cache.slots + 1, dtype=torch.long, device=self.device)
         self.eos = eos_mask(eos, handle)
+        self.occurred = occurred
 
     def prefill(self, prompts: Sequence[Tensor], starts: Sequence[int]) -> Tensor:
         """Write the prompts' keys and values to the pool; returns the logits ``(n, V)`` after each prompt."""
@@ -78,8 +81,9 @@ class Runner:
     def first(self, logits: Tensor, batch: StepBatch, uniform: np.ndarray) -> Any:
         """Sample the first tokens, from the prompts' logits ``(rows, V)``."""
         self.cache.clear(batch.slots.tolist())
-        drawn = self._draw(logits, batch.index, uniform)
-        self.last[torch.from_numpy(batch.slots).to(self.device)] = drawn.ids
+        slots = torch.from_numpy(batch.slots).to(self.device)
+        drawn = self._draw(logits, slots, batch.index, uniform)
+        self.last[slots] = drawn.ids
         return drawn
 
     def decode(self, batch: StepBatch, uniform: np.ndarray) -> Any:
@@ -103,7 +107,7 @@ class Runner:
             slot_tokens=self.sampling.max_new_tokens if self.isolated else None,
         )
         hidden = self.handle.hidden(self.last[layout.slots, None], layout.positions[:, None], layout)[:, 0]
-        drawn = self._draw(self.head.logits(hidden), index, uniform)
+        drawn = self._draw(self.head.logits(hidden), layout.slots, index, uniform)
         self.last[layout.slots] = drawn.ids
         return drawn
 
@@ -115,10 +119,15 @@ class Runner:
         """All kept sets in the order of the steps, if the step outputs do not contain them."""
         return None
 
-    def _draw(self, logits: Tensor, index: np.ndarray, uniform: np.ndarray) -> DrawnTokens:
+    def _draw(self, logits: Tensor, slots: Tensor, index: np.ndarray, uniform: np.ndarray) -> DrawnTokens:
         early = index < self.sampling.min_new_tokens
         banned = torch.from_numpy(early).to(self.device) if early.any() else None
-        return draw(logits, torch.from_numpy(uniform).to(self.device), banned, self.eos, self.sampling)
+        numbers = torch.from_numpy(uniform).to(self.device)
+        if self.occurred is None:
+            return draw(logits, numbers, banned, self.eos, self.sampling)
+        drawn = draw(logits, numbers, banned, self.eos, self.sampling, self.occurred.mask[slots])
+        self.occurred.add(slots, drawn.ids)
+        return drawn
 
 
 def to_step_output(drawn: DrawnTokens, keep_sets: bool) -> StepOutput:

@@ -44,11 +44,25 @@ def uniforms(seed: int, key: int, samples: Sequence[int], count: int) -> np.ndar
     return numbers
 
 
-def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sampling: Sampling) -> DrawnTokens:
-    """Sample a token per row of raw logits ``(rows, V)``; none of ``eos`` ``(V,)`` where ``banned`` ``(rows,)``."""
+def draw(
+    logits: Tensor,
+    uniform: Tensor,
+    banned: Tensor | None,
+    eos: Tensor,
+    sampling: Sampling,
+    occurred: Tensor | None = None,
+) -> DrawnTokens:
+    """Sample a token per row of raw logits ``(rows, V)``; none of ``eos`` ``(V,)`` where ``banned`` ``(rows,)``.
+
+    occurred: which tokens the repetition penalty applies to, ``(rows, V)``.
+    """
     temperature = 1.0 if sampling.greedy else sampling.temperature
     full = logits / temperature if temperature != 1.0 else logits
     filtered = full
+    if occurred is not None:
+        penalty = sampling.repetition_penalty
+        logits = torch.where(occurred, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        filtered = logits / temperature
     if banned is not None:
         logits = logits.masked_fill(banned[:, None] & eos, -torch.inf)
         filtered = logits / temperature
@@ -78,6 +92,23 @@ def draw(logits: Tensor, uniform: Tensor, banned: Tensor | None, eos: Tensor, sa
     ids = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp(max=logits.shape[-1] - 1)
     logps = _logps_at(full, ids, total)
     return DrawnTokens(ids, logps, logps if unfiltered else _logps_at(filtered, ids, filtered_total), filtered)
+
+
+class OccurredTokens:
+    """The tokens that each slot's prompt and completion have so far, for the repetition penalty."""
+
+    def __init__(self, slots: int, handle: ModelHandle) -> None:
+        self.mask = torch.zeros(slots, handle.vocabulary, dtype=torch.bool, device=handle.device)
+
+    def start(self, slots: Sequence[int], prompts: Sequence[Tensor]) -> None:
+        """Begin the completions of these prompts, one per slot."""
+        for slot, ids in zip(slots, prompts, strict=True):
+            self.mask[slot] = False
+            self.mask[slot, ids.to(self.mask.device)] = True
+
+    def add(self, slots: Tensor, ids: Tensor) -> None:
+        """Add each slot's next token."""
+        self.mask[slots, ids] = True
 
 
 def eos_mask(eos: Sequence[int], handle: ModelHandle) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,6 +30,8 @@ class Sampling:
     """Sampling parameters.
 
     temperature, top_k, top_p, min_p, order: as in `core.filter_logits`.
+    repetition_penalty: divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the
+    completion so far. It comes first, and only changes what is sampled, not the log-probs under the full distribution.
     greedy: always take the most likely token; temperature and filters are ignored.
     min_new_tokens: EOS is not sampled before. eos_ids: None for the model's.
     seed: a token's random number depends on this, the prompt's key, the sample's number in its group and the token's
@@ -42,6 +45,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float = 1.0
     min_p: float | None = None
+    repetition_penalty: float = 1.0
     order: str = "transformers"
     greedy: bool = False
     eos_ids: tuple[int, ...] | None = None
@@ -52,6 +56,8 @@ class Sampling:
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_k, self.top_p, self.min_p)
         check_choice("order", self.order, ORDERS)
+        if not 0 < self.repetition_penalty < math.inf:
+            raise InputError(f"repetition_penalty must be a number above 0, got {self.repetition_penalty!r}")
         for name, least in (("max_new_tokens", 1), ("min_new_tokens", 0), ("seed", 0), ("kept_bytes", 1)):
             check_integer(name, getattr(self, name), least)
         if self.min_new_tokens > self.max_new_tokens:

@@ -30,7 +30,8 @@ LARGEST_SETTINGS = 2**26  # bytes; those of real models have thousands
 LARGEST_TOKENIZER = 2**28  # bytes of tokenizer.json; that of Gemma 3 has 33 million
 LONGEST_REASON = 300  # characters of another package's error in a message
 PROBE = "What is 2 + 3?\n\tÄ 你好 <s> "  # a text that every tokenizer can encode
-LAYERS = re.compile(r"(^|_)(layers?|blocks)$")  # num_hidden_layers, n_layer, block_count, …
+# num_hidden_layers, n_layer, num_blocks, …; max_window_layers is the first layer with a sliding window, if there is one
+LAYERS = re.compile(r"(^|_)(?<!^max_window_)(layers?|blocks)$")
 EXPERTS = re.compile(r"(^|_)experts$")  # num_local_experts, n_routed_experts, …
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from groupwise.core.logps import finish_logits
+from groupwise.core.logps import finish_logits, float32_product
 from groupwise.distributed.fsdp import ShardedWeights
 from groupwise.errors import InputError
 from groupwise.model.attention import IMPLEMENTATION, LAYOUT, AttentionInputs, PackedLayout
@@ -36,6 +36,7 @@ class Head(NamedTuple):
     layer: nn.Linear
     softcap: float | None = None
     scale: float = 1.0
+    float32: bool = False  # the product is not rounded to half precision
 
     @property
     def weight(self) -> Tensor:  # (V, D); looked up each time, because a sharded model's changes
@@ -47,7 +48,11 @@ class Head(NamedTuple):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits ``(…, V)`` in float32, or in float64 for a float64 model."""
-        raw = small_batch_matmul(hidden, self.weight.to(hidden.dtype))
+        if self.float32 and hidden.is_cuda:
+            raw = float32_product(hidden, self.weight)
+        else:
+            dtype = torch.promote_types(hidden.dtype, torch.float32) if self.float32 else hidden.dtype
+            raw = small_batch_matmul(hidden.to(dtype), self.weight.to(dtype))
         return finish_logits(raw, self.bias, self.scale, self.softcap, 1.0)
 
 
@@ -175,13 +180,19 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(
-    model: Any, *, plain: bool = False, compile: bool | None = None, notice: Callable[[str], None] | None = None
+    model: Any,
+    *,
+    plain: bool = False,
+    compile: bool | None = None,
+    float32_head: bool = False,
+    notice: Callable[[str], None] | None = None,
 ) -> ModelHandle:
     """Inspect a causal language model of transformers, or a PEFT model around one.
 
     plain: use the plain path.
     compile: whether to torch.compile the layers; by default on a GPU in half precision. The first calls then take some
     seconds longer.
+    float32_head: compute logits in float32, without rounding them to the model's dtype; not on the plain path.
     notice: called with the reason why a model takes the plain path; by default that is a warning.
     """
     if isinstance(model, ModelHandle):
@@ -209,7 +220,9 @@ def prepare(
         return replace(handle, fallback_reason=inspected)
     if compile is None:
         compile = inner.device.type == "cuda" and inner.dtype in FLASH_DTYPES
-    layers = decoder_layers(inner)
+    layers, head = decoder_layers(inner), inspected.head
+    if float32_head and head is not None:
+        inspected = replace(inspected, head=head._replace(float32=True))
     return replace(inspected, compiled=CompiledLayers(layers) if compile and layers else None)
 
 

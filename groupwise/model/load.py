@@ -34,9 +34,11 @@ from groupwise.model.device import resolve_device, resolve_dtype
 from groupwise.model.lora import (
     AdaptedModel,
     LoraSettings,
+    adapter_settings,
     add_lora,
     is_lora,
     load_adapter,
+    set_adapter_dropout,
 )
 from groupwise.model.precision import set_precision
 from groupwise.model.source import Source, base_of, is_adapter, resolve_source
@@ -96,7 +98,7 @@ def adopt_model(
     """Prepare a model that is loaded already, as `load_model` would: on its device, in eval() mode, without dropout.
 
     The model itself is changed and trained, not a copy. With "auto" it keeps its dtype, and its device if that is not
-    the CPU.
+    the CPU. If it has an adapter with the settings ``lora``, the adapter keeps its dropout.
     """
     from transformers import PreTrainedModel
 
@@ -116,13 +118,13 @@ def adopt_model(
         )
     if len(devices) > 1:
         raise InputError(f"the model is spread over {len(devices)} devices; load it onto one, without device_map")
-    if lora is not None and inner is not model:
+    if lora is not None and inner is not model and lora != adapter_settings(model):
         raise InputError("this model has a LoRA adapter already; leave model.lora out")
     target = inner.device if device == "auto" and inner.device.type != "cpu" else resolve_device(device)
     chosen = resolve_dtype(inner.dtype if dtype == "auto" else dtype, target)
     _remove_dropout(model)
     if lora is not None:
-        model = add_lora(model, lora, seed=seed)
+        model = set_adapter_dropout(model, lora) if is_lora(model) else add_lora(model, lora, seed=seed)
     set_precision(model, chosen)
     return model.eval().to(target)
 

@@ -121,6 +121,7 @@ def _pack_logps(
             temperature=temperature,
             kept=pack.kept,
             with_entropy=with_entropy,
+            float32=head.float32,
         )
     logps, entropy = result if with_entropy else (result, None)
     lengths = torch.tensor([len(ids) for ids in flat])

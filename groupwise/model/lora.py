@@ -91,6 +91,27 @@ def add_lora(model: PreTrainedModel, settings: LoraSettings | None = None, *, se
     return adapted.train(training)
 
 
+def adapter_settings(model: AdaptedModel) -> LoraSettings:
+    """The settings of the active adapter of a model, as far as `LoraSettings` has them."""
+    config = model.peft_config[model.active_adapter]
+    targets = config.target_modules
+    return LoraSettings(
+        config.r,
+        config.lora_alpha,
+        config.lora_dropout,
+        targets if isinstance(targets, str) else tuple(sorted(targets)),
+        config.use_rslora,
+    )
+
+
+def set_adapter_dropout(model: AdaptedModel, settings: LoraSettings) -> AdaptedModel:
+    """Give the layers of an adapter its dropout again, after that of the base model was removed."""
+    for name, module in model.named_modules():
+        if ".lora_dropout." in name and isinstance(module, nn.Dropout):
+            module.p = settings.dropout
+    return model
+
+
 def load_adapter(model: PreTrainedModel, folder: str | Path) -> AdaptedModel:
     """Put the adapter saved in ``folder`` onto its base, trainable."""
     peft = _peft()

@@ -32,6 +32,7 @@ def optimizer_sharded(shape: ModelShape, work: StepWork, ranks: int) -> Bytes:
         "masters": FLOAT * trained / ranks,
         "AdamW": ADAM * trained / ranks,
         "reference": HALF * shape.parameters * work.reference,
+        "teacher": float(HALF * work.teacher),
     }
 
 
@@ -45,6 +46,7 @@ def weights_sharded(shape: ModelShape, work: StepWork, ranks: int) -> Bytes:
         "weights": (FLOAT * trained + HALF * frozen) / ranks,
         "AdamW": ADAM * trained / ranks,
         "reference": FLOAT * shape.parameters / ranks * work.reference,
+        "teacher": HALF * work.teacher / ranks,
     }
 
 

@@ -72,9 +72,23 @@ def make_plan(
         if number is not None and not 1 <= number <= MOST_TOKENS:
             raise ConfigError(f"{option} must be at least 1 and at most {MOST_TOKENS:,}, got {number:g}")
     shape = named_shape(model_shape) if model_shape is not None else shape_of_source(recipe.model.source)
-    work = work_of(recipe, prompt_tokens, answer_tokens)
+    work = _with_teacher(work_of(recipe, prompt_tokens, answer_tokens), recipe, shape)
     assumed = tuple(_assumptions(recipe, work, gpu, gpus, prompt_tokens is None, answer_tokens is None))
     return plan_step(shape, work, gpu, gpus, assumed)
+
+
+def _with_teacher(work: StepWork, recipe: Recipe, shape: ModelShape) -> StepWork:
+    """The work with that of a teacher: one more forward pass, and its weights, unless they are the policy's."""
+    settings = recipe.distillation
+    if not settings.weight or settings.teacher is None:
+        return work  # no teacher, or a server
+    if not settings.is_model or (recipe.model.lora is not None and settings.teacher == recipe.model.source):
+        return replace(work, forwards=work.forwards + 1)
+    try:
+        teacher = shape_of_source(settings.teacher).parameters
+    except ConfigError as error:
+        raise ConfigError(f"distillation.teacher: {error}; or plan without it (--distillation.weight 0)") from error
+    return replace(work, forwards=work.forwards + teacher / shape.parameters, teacher=teacher)
 
 
 def plan_step(
@@ -150,6 +164,8 @@ def _assumptions(
     else:
         lengths = f"exponentially distributed up to {work.max_tokens}"
         yield f"completions of {work.answer_tokens:g} tokens on average, {lengths}"
+    if recipe.distillation.weight and recipe.distillation.server is not None:
+        yield "the teacher's server answers at once"
     yield "rewards take no time, and every group has a learning signal"
     yield "checkpoints, evaluation and start-up are left out"
     if gpus > 1:

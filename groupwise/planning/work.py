@@ -23,7 +23,8 @@ class Packs(NamedTuple):
 class StepWork:
     """One step: ``prompts`` of ``prompt_tokens``, each with ``samples`` completions of ``answer_tokens`` on average.
 
-    max_tokens: of a completion. passes: forward and backward over the batch; forwards: forward alone.
+    max_tokens: of a completion. passes: forward and backward over the batch; forwards: forward alone, of a teacher by
+    its size. teacher: the weights of a teacher that is loaded beside the policy.
     """
 
     prompts: int
@@ -33,12 +34,13 @@ class StepWork:
     max_tokens: int
     max_num_seqs: int = 512
     passes: int = 1
-    forwards: int = 0
+    forwards: float = 0
     updates: int = 1
     checkpointing: bool = False
     reference: bool = False
     token_budget: int | None = None
     lora_rank: int | None = None
+    teacher: int = 0
 
     @property
     def mini_batches(self) -> int:
@@ -126,10 +128,12 @@ def work_of(recipe: Recipe, prompt_tokens: float | None = None, answer_tokens: f
     if recipe.train.steps == 0:
         raise ConfigError("train.steps is 0: a recipe of SFT alone samples nothing, so there is no step to plan")
     loss, preference, sampling = recipe.loss, recipe.preference, recipe.sampling
+    teacher = recipe.distillation.weight > 0
     samples = (
-        loss.policy_coef or loss.kl_coef or loss.entropy_coef or (preference.weight and preference.pairs != "data")
+        *(loss.policy_coef, loss.kl_coef, loss.entropy_coef, teacher),
+        preference.weight and preference.pairs != "data",
     )
-    if not samples:
+    if not any(samples):
         raise ConfigError(
             "this recipe learns from the pairs of a data set and samples nothing; a plan is about steps that sample "
             "(`groupwise check RECIPE` tells its memory and time)"
@@ -150,6 +154,7 @@ def work_of(recipe: Recipe, prompt_tokens: float | None = None, answer_tokens: f
         )
     updates = recipe.train.iterations * recipe.train.mini_batches
     reference = bool(loss.kl_coef or preference.weight or recipe.masks.off_policy == "reference_drift")
+    reference = reference or (teacher and recipe.distillation.teacher == "reference")
     return StepWork(
         prompts=recipe.train.prompts_per_step,
         prompt_tokens=prompt_tokens,

@@ -158,6 +158,11 @@ class Scores:
     metric_counts: dict[str, int]  # and their number
 
 
+def no_scores(samples: int) -> Scores:
+    """The scores of completions that no function scores."""
+    return Scores(torch.zeros(samples, 0, dtype=torch.float64), torch.zeros(samples, dtype=torch.bool), (), {}, {}, {})
+
+
 def weighted_total(rewards: Tensor, weights: Sequence[float]) -> Tensor:
     """One reward per sample ``(B,)`` from ``(B, K)``: the weighted sum of its rewards, NaN if it has none."""
     factors = rewards.new_tensor(list(weights))

@@ -64,7 +64,7 @@ def reward_model(
     check_integer("batch_size", batch_size, 1, ConfigError)
     check_integer("max_length", max_length, 1, ConfigError)
     source = _check_source(model)
-    tokenizer, classifier = _load(source, _check_device(device), dtype, trust_remote_code)
+    tokenizer, classifier = load_classifier(source, _check_device(device), dtype, trust_remote_code)
     encoder = _PairEncoder(tokenizer, classifier, chat, max_length, source)
     column = _output_column(classifier.config, label, source)
     _check_sample(classifier, encoder, source)
@@ -231,7 +231,7 @@ def _check_device(device: Any) -> torch.device:
         raise ConfigError(f"device {device!r} cannot be used: {reason}; leave it out, or use 'cpu'") from error
 
 
-def _load(source: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
+def load_classifier(source: str, device: torch.device, dtype: str, trust_remote_code: bool) -> tuple[Any, Any]:
     """The tokenizer and the classifier, in eval mode on its device."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
     from transformers.utils import logging

@@ -65,8 +65,9 @@ def new_run_path(root: str | Path, name: str) -> Path:
     return path
 
 
-def check_unused(path: Path) -> None:
-    """Raise an error if a run cannot be started in this folder because it holds a run or other files."""
+def check_unused(path: Path, *, beside_other_files: bool = False) -> None:
+    """Raise an error if a run cannot be started in this folder because it holds a run or, unless that is allowed, other
+    files."""
     try:
         names = {entry.name for entry in path.iterdir()} if kind_of(path, RunDirError) else set()
     except OSError as error:
@@ -76,7 +77,7 @@ def check_unused(path: Path) -> None:
             f"{path} already holds a run: continue it (--resume, in Python resume=True), replace it (--overwrite, "
             "overwrite=True), or choose another folder"
         )
-    if names - {LOCK, HOLDER}:
+    if names - {LOCK, HOLDER} and not beside_other_files:
         raise RunDirError(f"{path} is not empty and holds no run; choose a new folder")
 
 
@@ -131,8 +132,11 @@ class RunDir:
             self._lock_file = os.stat(self.path / LOCK)
 
     @classmethod
-    def create(cls, path: str | Path, *, overwrite: bool = False) -> RunDir:
-        """Start a run in a new or empty folder; with ``overwrite`` an existing run is deleted first."""
+    def create(cls, path: str | Path, *, overwrite: bool = False, beside_other_files: bool = False) -> RunDir:
+        """Start a run in a new or empty folder; with ``overwrite`` an existing run is deleted first.
+
+        beside_other_files: the folder may hold other files, but no run.
+        """
         path = Path(path)
         if overwrite and holds_run(path):
             cls.resume(path).close()  # an error while another process has the lock
@@ -143,7 +147,7 @@ class RunDir:
         except (OSError, ValueError) as error:
             reason = f"{show_path(path)} cannot be created: {path_reason(error)}"
             raise RunDirError(f"{reason}; choose another folder") from error
-        check_unused(path)
+        check_unused(path, beside_other_files=beside_other_files)
         return cls(path, new=True, new_parents=new_parents)
 
     @classmethod

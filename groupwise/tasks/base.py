@@ -26,6 +26,7 @@ Grade = Callable[[TaskRow, str], bool | None]
 class Task:
     """What to ask, how to reward a completion, and how to grade it.
 
+    ``held_out`` are rows, or several sets of rows by name, whose metrics are ``eval/NAME/…``.
     ``grades`` are for evaluation only; the one named ``metric`` selects the best checkpoint. Without grades, held-out
     rows are evaluated by the mean reward. ``examples`` are (prompt, completion) pairs for SFT. ``notes`` are shown when
     a run starts. ``health_checks`` adds to those of `training.monitor.checks`: each gets the recent steps and
@@ -34,7 +35,7 @@ class Task:
 
     name: str
     train: Sequence[TaskRow]
-    held_out: Sequence[TaskRow] = ()
+    held_out: Sequence[TaskRow] | Mapping[str, Sequence[TaskRow]] = ()
     rewards: tuple[RewardFunction, ...] = ()
     grades: Mapping[str, Grade] = field(default_factory=dict)
     metric: str | None = None
@@ -50,6 +51,19 @@ class Task:
             raise ConfigError(
                 f"the metric {self.metric!r} of the task {self.name!r} is none of its grades ({', '.join(self.grades)})"
             )
+        for name in self.held_out_sets:
+            if not isinstance(name, str) or "/" in name:
+                raise ConfigError(f"held_out of the task {self.name!r}: {name!r} cannot be the name of a set of rows")
+
+    @property
+    def held_out_sets(self) -> dict[str, Sequence[TaskRow]]:
+        """The held-out rows by the name of their set, which is empty if there is only one."""
+        return dict(self.held_out) if isinstance(self.held_out, Mapping) else {"": self.held_out}
+
+    @property
+    def held_out_rows(self) -> list[TaskRow]:
+        """The held-out rows of all sets."""
+        return [row for rows in self.held_out_sets.values() for row in rows]
 
 
 @dataclass(frozen=True)

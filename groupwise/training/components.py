@@ -5,8 +5,8 @@ Everything that can be wrong with a recipe is found here, before a single token 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -48,11 +48,20 @@ from groupwise.training.extras import groups_by_similarity
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.rollout.advantages import AdvantageFunction, GroupingFunction, find_advantage, find_grouping
+from groupwise.training.schedule.learning_rate import learning_rate_factor
 from groupwise.training.schedule.lengths import BATCH, RunLength, run_length
 from groupwise.training.schedule.parse import parse_phases, parse_ramps, parse_rules
 from groupwise.training.schedule.rules import Phase
 from groupwise.training.schedule.schedule import Schedule
-from groupwise.training.update.objective import active_terms, find_loss, needs_reference, samples_completions
+from groupwise.training.teacher import load_teacher, with_teacher_ids
+from groupwise.training.update.objective import (
+    active_terms,
+    find_loss,
+    needs_reference,
+    needs_rewards,
+    samples_completions,
+)
+from groupwise.training.update.teacher import Teacher
 
 FETCH_STAGES = {
     "wait": "waiting for another process that is fetching",
@@ -64,10 +73,11 @@ FETCH_STAGES = {
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Rows and their prompts, side by side."""
+    """Rows and their prompts, side by side. ``parts``: the places of each of several sets of rows, by name."""
 
     rows: list[TaskRow]
     prompts: list[Prompt]
+    parts: Mapping[str, range] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -104,6 +114,7 @@ class RunComponents(RunInputs):
     builder: PromptBuilder
     stop: Stop | None
     pairs: PairSplits
+    teacher: Teacher | None = None  # loaded for training only
 
     @property
     def supervised(self) -> bool:
@@ -131,14 +142,20 @@ class RunComponents(RunInputs):
         measured = self.measured_metrics
         if not measured:
             return None
-        chosen = self.recipe.evaluate.metric or (self.task.metric if len(self.held_out) else None) or measured[0]
+        own = f"{next(iter(self.task.held_out_sets))}/{self.task.metric}".lstrip("/") if self.task.metric else None
+        chosen = self.recipe.evaluate.metric or (own if self.grades_rows else None) or measured[0]
         _check_metric(chosen, measured)
         return chosen
 
     @property
     def measured_metrics(self) -> list[str]:
         """The metrics of an evaluation that can select a checkpoint: grades or the reward, and the pairs' accuracy."""
-        return _measured_metrics(self.task, rows=bool(len(self.held_out)), pairs=bool(self.pairs.held_out))
+        return _measured_metrics(self.task, self.recipe, rows=self.grades_rows, pairs=bool(self.pairs.held_out))
+
+    @property
+    def grades_rows(self) -> bool:
+        """Whether there are held-out rows, and grades or rewards to evaluate them by."""
+        return bool(len(self.held_out)) and bool(self.task.grades or self.scorer)
 
     @property
     def goal(self) -> float | None:
@@ -176,7 +193,7 @@ def load_inputs(
         task = load_task(recipe)
     for note in (*task.notes, *secret_notes(recipe)):
         say(note)
-    scorer = make_scorer(recipe, task, rewards, needed=samples, ranks=ranks)
+    scorer = make_scorer(recipe, task, rewards, needed=samples and needs_rewards(recipe, driven), ranks=ranks)
     if scorer is not None:
         scorer.on_call = lambda names: display.stage(f"scoring: {names}")
     loss = find_loss(recipe.loss.name)
@@ -184,10 +201,11 @@ def load_inputs(
     _check_batches(recipe, samples)
     _check_sft(recipe, task)
     pairs = recipe.preference.held_out is not None or recipe.preference.held_out_from_train > 0
-    if (metric := recipe.evaluate.metric) is not None and (task.held_out or pairs):
-        _check_metric(metric, _measured_metrics(task, rows=bool(task.held_out), pairs=pairs))
-    if scorer is not None and (task.train or task.held_out):
-        scorer.check_arguments(dict.fromkeys(key for row in task.train or task.held_out for key in row))
+    held_out = task.held_out_rows
+    if (metric := recipe.evaluate.metric) is not None and (held_out or pairs):
+        _check_metric(metric, _measured_metrics(task, recipe, rows=bool(held_out), pairs=pairs))
+    if scorer is not None and (task.train or held_out):
+        scorer.check_arguments(dict.fromkeys(key for row in task.train or held_out for key in row))
     return RunInputs(
         task=task,
         scorer=scorer,
@@ -201,6 +219,7 @@ def load_inputs(
 
 def check_training_inputs(recipe: Recipe, inputs: RunInputs) -> None:
     """Raise an error if a training run has no rows, phases that do not fit, or an embedder that does not exist."""
+    learning_rate_factor(recipe.optimizer, 0, recipe.train.steps or 1000)  # it refuses options of a schedule
     rows = len(inputs.task.train)
     if inputs.samples and not rows:
         raise ConfigError(f"the task {inputs.task.name!r} has no rows to train on; set data.train")
@@ -219,10 +238,12 @@ def load_components(
     tokenizer: Any = None,
     display: Display | None = None,
     ranks: Ranks | None = None,
+    training: bool = True,
 ) -> RunComponents:
     """Load the model and build the prompts of ``inputs``, by default the recipe's own.
 
-    ``model`` and ``tokenizer`` are loaded ones that replace the recipe's.
+    ``model`` and ``tokenizer`` are loaded ones that replace the recipe's. training: False to evaluate only,
+    without the teacher.
     If its weights are to be divided among the ranks (`shard_components`), the model is loaded on the CPU.
     """
     display = display or Display()
@@ -232,7 +253,7 @@ def load_components(
     display.stage(f"loading the model {recipe.model.source}" if model is None else "preparing the model")
     with report_fetches(_fetch_report(recipe.model.source, display)):
         model, tokenizer = _load_model(recipe, model, tokenizer, on_cpu=shards)
-    display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out), 'row')}")
+    display.stage(f"building prompts from {plural(len(task.train) + len(task.held_out_rows), 'row')}")
     builder = PromptBuilder(
         tokenizer,
         system_prompt=recipe.data.system_prompt if recipe.data.system_prompt is not None else task.system_prompt,
@@ -240,9 +261,10 @@ def load_components(
         chat_template_kwargs=resolve_secrets(recipe.data.chat_template_kwargs, "data.chat_template_kwargs"),
         max_prompt_length=recipe.data.max_prompt_length,
         on_too_long=recipe.data.on_too_long,
+        assistant_last=recipe.data.assistant_last,
     )
     train = _build_prompts(builder, task.train, recipe.data.prompt, "training", say)
-    held_out = _build_prompts(builder, task.held_out, recipe.data.prompt, "held-out", say)
+    held_out = _held_out_prompts(builder, task, recipe.data.prompt, say)
     if inputs.samples and task.train and not len(train):
         raise ConfigError(
             f"all {len(task.train):,} training rows are left out, because their prompts have more than "
@@ -252,8 +274,26 @@ def load_components(
     compile = recipe.model.compile
     if shards and compile is None:
         compile = resolve_device(recipe.model.device).type == "cuda" and model.dtype in FLASH_DTYPES
-    handle = prepare(model, compile=compile, notice=say)
+    handle = prepare(model, compile=compile, float32_head=recipe.model.float32_head, notice=say)
+    if recipe.model.float32_head and handle.head is None:
+        raise ConfigError(
+            f"model.float32_head needs groupwise's own head, but this model takes the plain path, where transformers "
+            f"computes the logits: {handle.fallback_reason}; leave it out, or use model.dtype = 'float32'"
+        )
     _check_window(recipe, handle, train, held_out)
+    teacher: Teacher | None = None
+    distillation = recipe.distillation
+    if training and recipe.train.steps != 0 and (distillation.weight or "distillation.weight" in inputs.driven):
+        display.stage(f"loading the teacher {distillation.teacher or distillation.server}")
+        if distillation.show is not None:
+            shown = with_teacher_ids(train.prompts, train.rows, builder, distillation.show, recipe.data.prompt)
+            train = PromptSet(train.rows, shown)
+        with report_fetches(_fetch_report(distillation.teacher or "", display)):
+            teacher = load_teacher(
+                recipe, model, tokenizer, handle, train.prompts, on_cpu=shards, compile=compile, say=say
+            )
+    elif training and (distillation.teacher or distillation.server):
+        say("there is a teacher, but distillation.weight is 0, so it is not asked")
     stop_strings = [*recipe.sampling.stop, *task.stop]
     learns_from_pairs = bool(recipe.preference.weight) or "preference.weight" in inputs.driven
     return RunComponents(
@@ -267,6 +307,7 @@ def load_components(
         builder=builder,
         stop=StopStrings(tokenizer, stop_strings) if stop_strings else None,
         pairs=load_pairs(recipe, builder, handle.context_length, learns=learns_from_pairs, say=say),
+        teacher=teacher,
     )
 
 
@@ -279,8 +320,11 @@ def shard_components(components: RunComponents, ranks: Ranks, say: Say) -> RunCo
             say("model.sharding = 'weights' has no effect: this run has one process, which holds all weights")
         return components
     with ranks.stage("dividing the weights", exchanges=True):
-        handle = shard_weights(components.handle, ranks, resolve_device(recipe.model.device))
-    return replace(components, handle=handle)
+        device, teacher = resolve_device(recipe.model.device), components.teacher
+        handle = shard_weights(components.handle, ranks, device)
+        if teacher is not None and teacher.handle is not None:
+            teacher = replace(teacher, handle=shard_weights(teacher.handle, ranks, device))
+    return replace(components, handle=handle, teacher=teacher)
 
 
 def _shards_weights(recipe: Recipe, ranks: Ranks | None) -> bool:
@@ -456,16 +500,23 @@ def _check_objective(recipe: Recipe, driven: Collection[str], scorer: Scorer | N
     """Raise an error if nothing would be learned, or if group pairs are ordered by a reward that does not exist."""
     if all(term.is_regularizer for term in active_terms(recipe, driven)) and recipe.train.steps != 0:
         raise ConfigError(
-            "loss.policy_coef and preference.weight are both 0, so nothing would be learned; set one of them"
+            "loss.policy_coef, preference.weight and distillation.weight are all 0, so nothing would be learned; set "
+            "one of them"
+        )
+    if recipe.loss.entropy_target is not None and "loss.entropy_coef" in driven:
+        raise ConfigError(
+            "loss.entropy_coef is changed by a phase, a ramp or a rule, but loss.entropy_target adapts it; schedule "
+            "loss.entropy_target instead, or leave that out"
         )
     names = [] if scorer is None else [function.name for function in scorer.functions]
     if recipe.preference.reward is not None:
         check_choice("preference.reward:", recipe.preference.reward, names, ConfigError)
 
 
-def _measured_metrics(task: Task, *, rows: bool, pairs: bool) -> list[str]:
+def _measured_metrics(task: Task, recipe: Recipe, *, rows: bool, pairs: bool) -> list[str]:
     """The metrics of an evaluation of held-out rows and pairs: grades or the reward, and the pairs' accuracy."""
-    names = (list(task.grades) or [REWARD]) if rows else []
+    names = [*task.grades, *([REWARD] if recipe.evaluate.rewards or not task.grades else [])]
+    names = [f"{part}/{name}" if part else name for part in task.held_out_sets for name in names] if rows else []
     return [*names, PREFERENCE_ACCURACY] if pairs else names
 
 
@@ -482,6 +533,9 @@ def _check_batches(recipe: Recipe, samples: bool) -> None:
     if samples:
         count, what = recipe.train.prompts_per_step, "prompt"
         settings = "train.batch_size × train.accumulation"
+        if recipe.train.mini_batch_by == "samples":
+            count, what = count * recipe.sampling.samples_per_prompt, "completion"
+            settings += " × sampling.samples_per_prompt"
     else:
         count, what, settings = recipe.preference.batch_size, "pair", "preference.batch_size"
     if recipe.train.mini_batches > count:
@@ -513,6 +567,21 @@ def _build_prompts(builder: PromptBuilder, rows: Sequence[TaskRow], column: str,
             f"{builder.max_prompt_length} tokens"
         )
     return PromptSet([rows[number] for number in builder.kept], prompts)
+
+
+def _held_out_prompts(builder: PromptBuilder, task: Task, column: str, say: Say) -> PromptSet:
+    """The held-out rows of all sets, one set after another; sets without a row that fits are left out."""
+    sets = {
+        name: _build_prompts(builder, rows, column, f"held-out {name}".rstrip(), say)
+        for name, rows in task.held_out_sets.items()
+    }
+    if list(sets) == [""]:
+        return sets[""]
+    joined, parts = PromptSet([], []), {}
+    for name, part in sets.items():
+        parts[name] = range(len(joined), len(joined) + len(part))
+        joined = PromptSet(joined.rows + part.rows, joined.prompts + part.prompts)
+    return replace(joined, parts={name: places for name, places in parts.items() if places})
 
 
 def _check_window(recipe: Recipe, handle: ModelHandle, train: PromptSet, held_out: PromptSet) -> None:

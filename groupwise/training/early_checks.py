@@ -7,7 +7,7 @@ from typing import Any
 
 from groupwise.config import Recipe
 from groupwise.data.read import check_source as check_data_source
-from groupwise.errors import ConfigError, check_choice
+from groupwise.errors import ConfigError, GroupwiseError, check_choice
 from groupwise.model.source import check_source as check_model_source
 from groupwise.plugins import BUILTIN_GENERATORS, GENERATORS, plugin_names
 from groupwise.redaction import literal_secrets, resolve_secrets
@@ -27,6 +27,11 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
         resolve_secrets(options, place)
     check_extras(recipe, training=training)
     check_model_source(recipe.model.source, revision=recipe.model.revision)
+    if training and recipe.distillation.is_model and recipe.distillation.teacher is not None:
+        try:
+            check_model_source(recipe.distillation.teacher, revision=recipe.distillation.revision)
+        except GroupwiseError as error:
+            raise ConfigError(f"distillation.teacher: {error}") from error
     for source in data_sources(recipe, rows=recipe.task in ROW_TASKS):
         check_data_source(source)
     if ":" not in recipe.task and (tasks := plugin_names("groupwise.tasks", {})):  # none if groupwise is not installed
@@ -38,6 +43,7 @@ def check_names(recipe: Recipe, *, training: bool = True) -> None:
     functions = [("task", recipe.task), *(("reward", entry.function) for entry in recipe.rewards)]
     if training:
         functions += [("loss", recipe.loss.name), ("advantage", recipe.advantages.function or "")]
+        functions += [("optimizer", recipe.optimizer.name)]
     for what, name in functions:
         if ":" in name or names_file(name):  # the user's own
             load_function(name, what=what)
@@ -76,5 +82,6 @@ def _options(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The tables of a recipe that may hold a secret, with their names."""
     yield "task_options", recipe.task_options
     yield "data.chat_template_kwargs", recipe.data.chat_template_kwargs
+    yield "optimizer.options", recipe.optimizer.options
     for number, entry in enumerate(recipe.rewards):
         yield f"rewards.{number}.options", entry.options

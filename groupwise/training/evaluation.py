@@ -18,7 +18,7 @@ from groupwise.generate.registry import make_generator
 from groupwise.model.packing import default_token_budget
 from groupwise.rewards import Scorer
 from groupwise.text import Say, plural
-from groupwise.training.components import RunComponents, load_components
+from groupwise.training.components import PromptSet, RunComponents, load_components
 from groupwise.training.display.base import Display
 from groupwise.training.extras import check_extras
 from groupwise.training.preference import LOGP_ACCURACY, PREFERENCE_ACCURACY
@@ -56,8 +56,22 @@ def evaluate_rows(
         tokens_now = tokens_before + tokens
         progress(rows_before + completions / samples, total, tokens_now)
 
+    held_out, evaluation = components.held_out, Evaluation({})
     with watched(generator, sampled), _scoring_held_out(components.scorer):
-        return _evaluate_rows(components, generator, chunk_finished, trainer_state)
+        if not held_out.parts:
+            return _evaluate_rows(components, held_out, generator, chunk_finished, trainer_state)
+        for name, places in held_out.parts.items():
+            part = PromptSet([held_out.rows[i] for i in places], [held_out.prompts[i] for i in places])
+            finished = _shifted(chunk_finished, places.start)
+            result = _evaluate_rows(components, part, generator, finished, trainer_state)
+            evaluation.metrics.update({f"{name}/{metric}": value for metric, value in result.metrics.items()})
+            evaluation.answers.extend({**answer, "row": answer["row"] + places.start} for answer in result.answers)
+    return evaluation
+
+
+def _shifted(finished: Callable[[int, int], None], start: int) -> Callable[[int, int], None]:
+    """``finished`` for rows that come after ``start`` others."""
+    return lambda rows, total: finished(start + rows, total)
 
 
 @contextmanager
@@ -84,16 +98,21 @@ def show_rows(display: Display) -> RowProgress:
 
 
 def _evaluate_rows(
-    components: RunComponents, generator: Generator, progress: Callable[[int, int], None], trainer_state: Any
+    components: RunComponents,
+    held_out: PromptSet,
+    generator: Generator,
+    progress: Callable[[int, int], None],
+    trainer_state: Any,
 ) -> Evaluation:
     settings, recipe = components.recipe.evaluate, components.recipe
     return evaluate(
         generator,
         components.tokenizer,
-        components.held_out.rows,
-        components.held_out.prompts,
+        held_out.rows,
+        held_out.prompts,
         grades=components.task.grades,
-        scorer=None if components.task.grades else components.scorer,
+        scorer=components.scorer if settings.rewards or not components.task.grades else None,
+        each_reward=settings.rewards,
         sampling=Sampling(
             max_new_tokens=settings.max_new_tokens or recipe.sampling.max_new_tokens,
             temperature=settings.temperature or 1.0,
@@ -122,7 +141,7 @@ def evaluate_policy(
 ) -> Evaluation:
     """Everything that a run holds out: its rows, and its preference pairs relative to the reference."""
     evaluation = Evaluation({})
-    if len(components.held_out):
+    if components.grades_rows:
         evaluation = evaluate_rows(components, generator, progress, trainer_state)
     if reference is not None:
         budget = default_token_budget(components.handle)  # the one that the reference's log-probs were computed with
@@ -150,7 +169,7 @@ def answers_table(step: int, evaluation: Evaluation, components: RunComponents) 
     }
     for name in components.task.grades:
         table[f"grade/{name}"] = [answer[name] for answer in answers]
-    if not components.task.grades:
+    if answers and REWARD in answers[0]:
         table["reward"] = [answer[REWARD] for answer in answers]
     return table if answers else {}
 
@@ -161,7 +180,7 @@ def evaluate_recipe(
     """Load a recipe's model and held-out rows, and evaluate; also the name of the main metric."""
     check_extras(recipe, training=False)
     display = display or Display()
-    components = load_components(recipe, say=say, display=display)
+    components = load_components(recipe, say=say, display=display, training=False)
     metric, evaluation = components.metric, Evaluation({})
     if metric is None:
         raise ConfigError(

@@ -106,6 +106,8 @@ def _training(recipe: Recipe) -> Iterator[Need]:
             yield Need(feature, "sentence-transformers", "embed")
         if grouping.workers:
             yield Need(f"grouping.workers = {grouping.workers}", "ray", "ray")
+    if recipe.distillation.is_model and recipe.distillation.teacher is not None:
+        yield from model_needs(recipe.distillation.teacher)
     if run.wandb is not None:
         yield Need("reporting to Weights & Biases (run.wandb)", "wandb", "wandb")
     if run.tensorboard:

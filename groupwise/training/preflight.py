@@ -18,6 +18,7 @@ from groupwise.generate import Rollout, Sampling
 from groupwise.generate.registry import make_generator
 from groupwise.model.cache import bytes_per_token
 from groupwise.model.device import free_memory
+from groupwise.model.handle import ModelHandle
 from groupwise.model.logprobs import completion_logps, iter_packs
 from groupwise.model.packing import activation_bytes, default_token_budget
 from groupwise.redaction import without_secrets
@@ -77,7 +78,8 @@ def describe_run(
         sizes.append(f"{plural(count, 'completion')} of up to {plural(recipe.sampling.max_new_tokens, 'token')}")
     if pairs:
         sizes.append(plural(recipe.preference.batch_size, "pair") + (" of the data set" if components.samples else ""))
-    yield f"steps: {least}{steps:,}, each with {' and '.join(sizes)}"
+    each = f"every {recipe.train.steps_per_rollout} of them" if recipe.train.steps_per_rollout > 1 else "each"
+    yield f"steps: {least}{steps:,}, {each} with {' and '.join(sizes)}"
     if length.phases:
         yield f"phases: {', '.join(_phases(length))}"
     if timed:
@@ -174,18 +176,35 @@ def training_memory(components: RunComponents) -> dict[str, int]:
     half = handle.dtype in (torch.bfloat16, torch.float16)
     budget = recipe.train.token_budget or default_token_budget(handle)
     if components.samples and not components.learns_from_pairs:  # a pack has no more tokens than a mini-batch
-        group = components.train.longest + recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
         prompts = -(-recipe.train.prompts_per_step // recipe.train.mini_batches)
-        budget = min(budget, prompts * group)
+        completions = prompts * recipe.sampling.samples_per_prompt * recipe.sampling.max_new_tokens
+        if recipe.train.mini_batch_by == "samples":
+            prompts = recipe.train.prompts_per_step  # a mini-batch may have completions of all
+        budget = min(budget, prompts * components.train.longest + completions)
     return {
         "weights": sum(weight.numel() * weight.element_size() for weight in components.model.parameters()),
         "float32 masters": 4 * trained if half else 0,
         "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "reference": trained * handle.dtype.itemsize if components.uses_reference else 0,
+        "float32 copy of the head": _head_copy(handle) if half else 0,
+        "teacher": _teacher_bytes(components),
         f"activations of {budget:,} tokens": budget
         * activation_bytes(handle, checkpointing=recipe.model.gradient_checkpointing),
     }
+
+
+def _head_copy(handle: ModelHandle) -> int:
+    """The bytes of the float32 weights that ``model.float32_head`` needs during a pass; none on a CUDA device."""
+    if handle.head is None or not handle.head.float32 or handle.device.type == "cuda":
+        return 0
+    return 4 * handle.head.weight.numel()
+
+
+def _teacher_bytes(components: RunComponents) -> int:
+    """The weights of a teacher that is a model of its own."""
+    own = None if components.teacher is None else components.teacher.handle
+    return 0 if own is None else sum(weight.numel() * weight.element_size() for weight in own.model.parameters())
 
 
 def estimate_memory(components: RunComponents, ranks: Ranks) -> int:
@@ -209,7 +228,7 @@ def _memory(components: RunComponents) -> Iterator[str]:
     for name, size in needs.items():
         if size:
             yield f"  {_size(size):>9}  {name}"
-    total, free = sum(needs.values()) - needs["weights"], free_memory(handle.device)
+    total, free = sum(needs.values()) - needs["weights"] - needs["teacher"], free_memory(handle.device)
     shorter = "sampling.max_new_tokens" if components.samples else "preference.max_length"
     verdict = "fits" if total < free else f"does not fit: lower train.token_budget or {shorter}"
     yield f"  {_size(total):>9}  beside the weights, of {_size(free)} that are free: {verdict}"
@@ -244,6 +263,7 @@ def _time(components: RunComponents, steps: int, pairs: Sequence[TokenPair]) -> 
         passes = components.recipe.train.iterations + (0 if components.has_fixed_reference else FORWARD)
         seconds += pair_seconds * passes * components.recipe.preference.batch_size
         probes.append(plural(count, "pair"))
+    seconds /= components.recipe.train.steps_per_rollout
     yield (
         f"time: about {seconds:.1f} s a step{condition}, {format_duration(seconds * steps)} in all, without evaluation "
         f"(from {' and '.join(probes)}; within a factor of two)"

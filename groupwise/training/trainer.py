@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,6 @@ import torch
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config import Recipe, with_settings
-from groupwise.data import Order
 from groupwise.errors import ConfigError, RewardError
 from groupwise.evaluate import Evaluation
 from groupwise.generate.registry import make_generator
@@ -32,6 +32,7 @@ from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task
 from groupwise.text import plural
 from groupwise.training.components import (
+    RunComponents,
     check_training_inputs,
     default_run_name,
     length_of,
@@ -61,10 +62,9 @@ from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.rollout.async_collector import AsyncCollector, RolloutsStopped
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, empty_batch
 from groupwise.training.rollout.collector import RolloutResult
-from groupwise.training.rollout.make_collector import make_collector
-from groupwise.training.seeds import derive_seed
+from groupwise.training.rollout.make_collector import make_collector, make_order
 from groupwise.training.sft import SupervisedFineTuning
-from groupwise.training.state import Stateful, TrainState
+from groupwise.training.state import Stateful, StatefulFiles, TrainState
 from groupwise.training.store.checkpoint import checkpoint_name
 from groupwise.training.store.checkpointer import Checkpointer
 from groupwise.training.store.export import export_policy, push_to_hub
@@ -72,14 +72,15 @@ from groupwise.training.store.inputs import describe_inputs
 from groupwise.training.store.recorder import Recorder, last_metrics
 from groupwise.training.store.records import start_records
 from groupwise.training.store.run_folder import check_inputs, mark_finished, open_shared_run, write_inputs
+from groupwise.training.store.saved_state import ROLLOUTS, UPDATES
 from groupwise.training.summary import run_facts, run_summary
-from groupwise.training.update.minibatch import MiniBatch, split_minibatches
 from groupwise.training.update.objective import samples_completions
 from groupwise.training.update.optimizer import make_optimizer, set_learning_rate
 from groupwise.training.update.policy_masks import masked_in_updates
 from groupwise.training.update.reference import Reference, make_reference
-from groupwise.training.update.result import UpdateResult
+from groupwise.training.update.rollout_updates import RolloutUpdates
 from groupwise.training.update.updater import Updater
+from groupwise.training.update.user_optimizer import user_optimizer
 
 
 class Callback:
@@ -101,7 +102,13 @@ class Trainer:
     folder, resume, overwrite: where the run is kept, and whether to resume a run there or to delete it first.
     recipe_file: the name of the recipe's file, by which a run is found again. allow_changed: resume even if the rows,
     the model, or the source of rewards, task, loss or grouping are others than the run was started with.
+    components: loaded ones, in place of task, rewards, model and tokenizer.
+    optimizer, lr_scheduler: of the parameters of ``model``, in place of [optimizer]. The scheduler is stepped once per
+    step; without one, the recipe's warm-up and decay apply.
     """
+
+    automatic = True  # save and evaluate as the recipe says; if False, whoever iterates over `steps` does
+    beside_other_files = False  # whether the run's folder may hold other files already
 
     def __init__(
         self,
@@ -118,26 +125,31 @@ class Trainer:
         overwrite: bool = False,
         recipe_file: str | None = None,
         allow_changed: bool = False,
+        components: RunComponents | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
     ) -> None:
         self.ranks = start_ranks(recipe)
         if (restarted := restarted_folder(self.ranks, folder or recipe.run.folder)) is not None:
             folder, resume = restarted, True
         self.recipe, self.callbacks, self.resuming = recipe, list(callbacks), resume
+        self.user_optimizer = user_optimizer(optimizer, lr_scheduler, model)
         self.display = (display or LineDisplay(sys.stdout)) if self.ranks.is_main else Display()
         self.say = self.display.say
         with self.ranks.stage("reading the rows"):
             check_extras(recipe, loads_model=model is None, reads_rows=task is None)
-            inputs = load_inputs(
+            inputs = components or load_inputs(
                 recipe, task=task, rewards=rewards, say=self.say, display=self.display, ranks=self.ranks
             )
             check_training_inputs(recipe, inputs)
         options: dict[str, Any] = {"recipe_file": recipe_file, "resume": resume, "overwrite": overwrite}
+        options["beside_other_files"] = self.beside_other_files
         self.run_dir: RunDir = open_shared_run(self.ranks, recipe, folder, name=default_run_name(recipe), **options)
         self.ranks.remember(FOLDER, str(self.run_dir.path.resolve()))
         try:
             with self.ranks.stage("loading the model"):
                 options = {"model": model, "tokenizer": tokenizer, "display": self.display, "ranks": self.ranks}
-                self.components = load_components(recipe, inputs, self.say, **options)
+                self.components = components or load_components(recipe, inputs, self.say, **options)
                 self._inputs = describe_inputs(self.components)
                 changed = (
                     check_inputs(self.run_dir, self._inputs, recipe, allow_changed=allow_changed) if resume else {}
@@ -169,7 +181,10 @@ class Trainer:
             handle.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         handle.model.train(recipe.model.gradient_checkpointing or components.has_dropout)
         self.masters = make_masters(handle, components.model, self.ranks)
-        self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
+        if self.user_optimizer is not None:
+            self.optimizer = self.user_optimizer.move_to(components.model, self.masters)
+        else:
+            self.optimizer = make_optimizer(recipe, components.model, self.masters, self.say)
         self.reference: Reference | None = None  # the policy after SFT, so not known yet
         self.generator = make_generator(recipe, handle, self.ranks)
         self.updater = Updater(
@@ -179,6 +194,7 @@ class Trainer:
             None,
             recipe.train.token_budget or default_token_budget(handle),
             components.loss,
+            teacher=components.teacher,
             ranks=self.ranks,
             dropout=components.has_dropout,
             release=self.generator.release,
@@ -187,11 +203,13 @@ class Trainer:
 
         self.state = TrainState()
         self.schedule = make_schedule(recipe, length)
-        self.order = Order(max(1, len(components.train)), shuffle=recipe.data.shuffle, seed=recipe.train.seed)
+        options: dict[str, Any] = {"driven": self.schedule.driven, "compiles": handle.compiled is not None}
+        self.updates = RolloutUpdates(self.updater, recipe, self.display, **options)
+        self.order, pass_rates = make_order(recipe, max(1, len(components.train)))
         self.pairs = PairSampler(components.pairs, recipe)
         self.health_checks = HealthChecks(task.metric, task.health_checks, held_out=self.metric)
         self.weight_sample = WeightSample(self.masters)
-        self.question_log = QuestionLog(components.train.rows, task.metric)
+        self.question_log = QuestionLog(components.train.rows, task.metric, pass_rates)
         self.token_details = TokenDetails(self.updater, components.tokenizer, self.say)
         self.collector = make_collector(
             components,
@@ -212,6 +230,11 @@ class Trainer:
             "health_checks": self.health_checks,
             "questions": self.question_log,
         }
+        if self.user_optimizer is not None:
+            parts["user_optimizer"] = self.user_optimizer
+        file_parts: dict[str, StatefulFiles] = {UPDATES: self.updates} if recipe.train.update_per_step else {}
+        if isinstance(self.collector, AsyncCollector):
+            file_parts[ROLLOUTS] = self.collector
         self.checkpointer = Checkpointer(
             self.run_dir,
             components,
@@ -223,13 +246,12 @@ class Trainer:
             self.say,
             changed,
             self.ranks,
-            self.collector if isinstance(self.collector, AsyncCollector) else None,
+            file_parts,
         )
         self.timer = StepTimer(handle.device, estimate_memory(components, self.ranks))
         self.recorder: Recorder | None = None
         self._started = False
         self.stopping = StopRequest()
-        self._compiles = handle.compiled is not None  # until the first step is done
 
     @classmethod
     def from_rows(
@@ -292,17 +314,23 @@ class Trainer:
 
     def run(self) -> RunResult:
         """Train to the end, or until Ctrl-C, SIGTERM, SIGHUP or a broken pipe; then the finished step is saved."""
+        with self.stopping_on_signals():
+            try:
+                for _ in self.steps():
+                    pass
+                return self.finish()
+            finally:
+                self.close()
+
+    @contextmanager
+    def stopping_on_signals(self) -> Iterator[None]:
+        """Within this block a signal ends the run after its step, and `stopping` is true."""
         with self.display, stop_on_signals(self.display.interrupted) as self.stopping:
             if self.ranks.size > 1:
                 self.stopping = AgreedStop(self.stopping, self.ranks)
             self.display.on_broken_pipe = self.stopping.broken_pipe
-            try:
-                with checkpoint_named(self.run_dir.path):
-                    for _ in self.steps():
-                        pass
-                    return self.finish()
-            finally:
-                self.close()
+            with checkpoint_named(self.run_dir.path):
+                yield
 
     def steps(self) -> Iterator[StepReport]:
         """One `StepReport` per step. Call `finish` after the loop for the model, and `close`."""
@@ -385,9 +413,10 @@ class Trainer:
     def _step(self) -> StepReport:
         state, step_recipe = self.state, self.step_recipe()
         self.display.begin_step(state.step + 1)
-        if samples_completions(step_recipe):
-            rollout = self.collector.collect(state.step, step_recipe, self.trainer_state(), self.timer)
-        else:
+        number, is_new = self.updates.rollout_number(state.step), not self.updates.left
+        if is_new and samples_completions(step_recipe):
+            rollout = self.collector.collect(number, step_recipe, self.trainer_state(), self.timer)
+        else:  # the last rollout is still in use, or the step learns from pairs of a data set
             rollout = RolloutResult(empty_batch(len(self.collector.names)))
         batch = rollout.batch
         group_advantages = self.compute_advantages(batch, step_recipe)
@@ -396,11 +425,18 @@ class Trainer:
         tokens = self.token_details.compute(state.step + 1, batch, group_advantages, step_recipe)
         weights = self.weight_sample.read()
         with self.timer("train"):
-            minibatches, updates = self._update(batch, group_advantages, step_recipe)
-        self._compiles = False
+            if is_new:
+                self.updates.begin(batch, group_advantages, self.pairs.take(step_recipe), step_recipe, number)
+            minibatches = self.updates.minibatches if is_new else [self.updates.next]
+            if self.user_optimizer is None or not self.user_optimizer.has_schedule:
+                set_learning_rate(self.optimizer, step_recipe, state.step, self.total_steps)
+            every = self.recipe.train.log_term_gradients_every
+            log_terms = bool(every) and state.step % every == 0
+            updates = self.updates.run(step_recipe, log_term_gradients=log_terms)
         state.step += 1
         state.tokens += rollout.tokens
-        self.generator.update_weights(state.step)
+        if not self.updates.left:
+            self.generator.update_weights(state.step)
         refresh = step_recipe.reference
         if self.reference is not None and refresh.refresh_every and state.step % refresh.refresh_every == 0:
             self.reference.refresh(refresh.mix)
@@ -412,6 +448,9 @@ class Trainer:
         )
         epoch = self.order.epoch if self.components.samples else self.pairs.epoch
         metrics |= settings_metrics(step_recipe, self.updater, tokens=state.tokens, epoch=epoch)
+        metrics |= self.order.take_metrics()
+        if self.user_optimizer is not None:
+            self.user_optimizer.step()
         timing = self.ranks.from_main({**self.weight_sample.changed_since(weights), **self.timer.take()})  # for rules
         metrics |= {"tokens_per_second": rollout.tokens / timing["step_time"], **timing}
         metrics = with_aliases(metrics, self.metric_aliases)
@@ -421,7 +460,7 @@ class Trainer:
 
     def step_recipe(self) -> Recipe:
         """The recipe of the next step: the run's, with the values of the schedule."""
-        values = self.schedule.values(self.state.step, self.state.tokens)
+        values = self.updates.settings(self.schedule.values(self.state.step, self.state.tokens))
         return with_settings(self.recipe, values) if values else self.recipe
 
     def compute_advantages(self, batch: Batch, step_recipe: Recipe) -> GroupAdvantages:
@@ -437,48 +476,6 @@ class Trainer:
             metric=self.components.task.metric,
             ranked_by=None if ranking is None else self.collector.names.index(ranking),
         )
-
-    def _update(
-        self, batch: Batch, group_advantages: GroupAdvantages, step_recipe: Recipe
-    ) -> tuple[list[MiniBatch], list[UpdateResult]]:
-        """μ passes over the batch, each in mini-batches of complete prompts, with a data set's pairs beside them."""
-        seed = derive_seed("mini-batches", self.recipe.train.seed, self.state.step)
-        minibatches = split_minibatches(batch, group_advantages, step_recipe, self.pairs.take(step_recipe), seed)
-        used_again = step_recipe.train.iterations * len(minibatches) > 1
-        compiling = " (the first step compiles the model)" if self._compiles else ""
-        self.display.stage(f"computing log-probs{compiling}")
-        self._seed_dropout(0, -1)  # these log-probs have dropout too, and a resumed run must draw the same
-        for minibatch in minibatches:
-            self.updater.precompute_logps(minibatch, step_recipe, old=used_again)
-        updates: list[UpdateResult] = []
-        set_learning_rate(self.optimizer, step_recipe, self.state.step, self.total_steps)
-        every = self.recipe.train.log_term_gradients_every
-        log_terms = bool(every) and self.state.step % every == 0
-        count = step_recipe.train.iterations * len(minibatches)
-        for iteration in range(step_recipe.train.iterations):
-            for number, minibatch in enumerate(minibatches, start=1 + iteration * len(minibatches)):
-                activity = (
-                    f"updating{compiling}" if count == 1 else f"updating, mini-batch {number} of {count}{compiling}"
-                )
-                self._show_update(activity)
-                if minibatch.empty:
-                    continue  # no learning signal in it: no update
-                self._seed_dropout(len(updates), iteration)
-                updates.append(
-                    self.updater.update(minibatch, step_recipe, check=not updates, log_term_gradients=log_terms)
-                )
-        return minibatches, updates
-
-    def _show_update(self, activity: str) -> None:
-        def progress(done: int, total: int) -> None:
-            self.display.progress(activity, done, total, "completions", estimated=False)
-
-        self.display.stage(activity)
-        self.updater.progress = progress
-
-    def _seed_dropout(self, update: int, iteration: int) -> None:
-        if self.components.has_dropout:
-            torch.manual_seed(derive_seed("dropout", self.recipe.train.seed, self.state.step, update, iteration))
 
     def _warn(self, metrics: dict[str, float], step_recipe: Recipe, rollout: RolloutResult) -> None:
         step = self.state.step
@@ -496,9 +493,9 @@ class Trainer:
         self.display.step(step, report.metrics)
         self._observe_schedule(report.metrics)
         self._call("on_step", report)
-        last = step >= self.total_steps
+        last, stop = step >= self.total_steps, self.stopping.agree()
         save_every = self.recipe.run.checkpoint_every
-        save = last or self.stopping.agree() or bool(save_every and step % save_every == 0)
+        save = self.automatic and (last or stop or bool(save_every and step % save_every == 0))
         if save:
             self.save()  # before the evaluation, whose failure must not lose the step
         if self._evaluation_is_due:
@@ -593,6 +590,8 @@ class Trainer:
         else:
             self.display.stage("evaluating pairs")
         step_recipe = self.step_recipe()
+        if self.generator.version != self.state.step:  # between two updates of a rollout
+            self.generator.update_weights(self.state.step)
         evaluation = evaluate_policy(
             self.components,
             self.generator,
@@ -613,14 +612,14 @@ class Trainer:
         self.ranks.on_main("recording the evaluation", lambda: self._open_recorder().evaluation(step, row, answers))
         self.display.evaluation(self.state.step, metrics)
         self._call("on_evaluation", evaluation)
-        if is_best:
+        if is_best and self.automatic:
             self.save()  # after the record, so that a run that resumes from here does not evaluate again
         return evaluation
 
     @property
     def _evaluation_is_due(self) -> bool:
         step, every = self.state.step, self.recipe.evaluate.every
-        return step >= self.total_steps or bool(every and step % every == 0)
+        return self.automatic and (step >= self.total_steps or bool(every and step % every == 0))
 
     @property
     def _patience_is_over(self) -> bool:

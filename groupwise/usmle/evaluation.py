@@ -59,7 +59,7 @@ def exam_of_recipe(
 ) -> tuple[ExamReport, list[ModelAnswer]]:
     """Load a recipe's model and held-out questions, and run the exam."""
     check_extras(recipe, training=False)
-    components = load_components(recipe, say=say)
+    components = load_components(recipe, say=say, training=False)
     with closing(make_generator(recipe, components.handle)) as generator:
         generator.update_weights(0)
         model = ModelUnderTest(components.handle, generator, components.tokenizer, components.builder, components.stop)

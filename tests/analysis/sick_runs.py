@@ -88,7 +88,7 @@ def entropy_exploded(folder: Path) -> Trainer:
         "sft": {"steps": 30, "batch_size": 4, "learning_rate": 0.01},
         "loss": {"entropy_coef": 1.0},
         "optimizer": {"learning_rate": 0.003},
-        "train": {"steps": 20},
+        "train": {"steps": 30},
     }
     return run(folder, changes, task=task)
 
@@ -167,6 +167,17 @@ def masked(folder: Path) -> Trainer:
 def stale(folder: Path) -> Trainer:
     changes = {"train": {"max_staleness": 2}, "optimizer": {"learning_rate": 0.05}}
     return run(folder, changes)
+
+
+def teacher_far(folder: Path) -> Trainer:
+    """A learning rate at which the student hardly moves towards a teacher with other weights."""
+    changes = {
+        "loss": {"policy_coef": 0.0},
+        "distillation": {"weight": 1.0, "teacher": "tiny:5"},
+        "optimizer": {"learning_rate": 1e-6},
+        "train": {"steps": 21},
+    }
+    return run(folder, changes, rewards=[])
 
 
 def memory(folder: Path) -> Trainer:
@@ -258,7 +269,7 @@ SICK: dict[str, Callable[[Path], Trainer]] = {
     for make in (
         truncated, no_answer, answers_longer, answers_identical, kl_high, kl_low, entropy_collapsed, entropy_exploded,
         log_prob_mismatch, weights_unchanged, no_learning_signal, zero_spread, reward_constant, reward_dominates,
-        rewards_failed, not_finite, masked, stale, memory, overfitting, answers_alike, answers_unrelated,
+        rewards_failed, not_finite, masked, stale, teacher_far, memory, overfitting, answers_alike, answers_unrelated,
         answers_scattered, no_pairs, preference_opposed, chosen_unlikely,
     )
 }  # fmt: skip

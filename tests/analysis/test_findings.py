@@ -48,6 +48,7 @@ EVIDENCE = {
     "not_finite": lambda e: (e["updates_not_finite"], e["updates"]) == (1, 0),
     "masked": lambda e: (e["mask_ratio"], e["masks/too_short"]) == (0, 1),
     "stale": lambda e: e["sampler/logp_difference_mean"] > 0.3,
+    "teacher_far": lambda e: e["distillation/kl"] > 0.95 * e["distillation/kl at the start"] > 0.01,
     "memory": lambda e: (e["token_budget"], e["token_budget_full"]) == (128, 512),
     "overfitting": lambda e: (
         e["eval/right_high"] < e["eval/right_low at its best"] and e["reward"] > e["reward at its best"]
@@ -64,7 +65,7 @@ EVIDENCE = {
 }  # fmt: skip
 ERRORS = {"truncated", "weights_unchanged", "no_learning_signal", "not_finite", "overfitting"}
 WITHOUT_EXAMPLES = {
-    "kl_high", "kl_low", "log_prob_mismatch", "weights_unchanged", "not_finite", "stale", "memory",
+    "kl_high", "kl_low", "log_prob_mismatch", "weights_unchanged", "not_finite", "stale", "memory", "teacher_far",
     "answers_unrelated", "answers_scattered", "no_pairs", "preference_opposed", "chosen_unlikely",
 }  # fmt: skip
 SETTINGS = {
@@ -75,6 +76,7 @@ SETTINGS = {
     "log_prob_mismatch": "model.lora.dropout",
     "reward_dominates": "advantages.combine",
     "memory": "train.token_budget",
+    "teacher_far": "optimizer.learning_rate",
     "stale": "train.max_staleness",
     "answers_unrelated": "grouping.min_silhouette",
     "answers_scattered": "grouping.threshold",
@@ -179,6 +181,7 @@ TRUE_OF = {  # what is true of runs of a model with random weights, whose answer
     "run_sft": set(),
     "run_ahead": {"truncated", "zero_spread"},
     "run_masked_weights": {"truncated"},
+    "run_distillation": {"truncated"},
 }
 
 

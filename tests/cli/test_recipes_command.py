@@ -20,7 +20,18 @@ from groupwise.packaged import find_recipe, packaged_recipes, recipes_folder
 from groupwise.rundir import read_metrics
 from groupwise.tasks import load_task
 
-NAMES = ["creative", "format", "gsm8k", "modes", "preference", "preference-data", "quiz", "usmle", "usmle-short"]
+NAMES = [
+    "creative",
+    "distill-quiz",
+    "format",
+    "gsm8k",
+    "modes",
+    "preference",
+    "preference-data",
+    "quiz",
+    "usmle",
+    "usmle-short",
+]
 SMALL = {
     "train.steps": 2,
     "train.batch_size": 2,
@@ -74,8 +85,14 @@ def test_a_file_wins(folder):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("quizz", ["there is no recipe quizz; did you mean 'quiz'?", "packaged recipes: creative, format"]),
-        ("nothing", ["there is no recipe nothing (recipes here: mine.toml; packaged recipes: creative, format"]),
+        (
+            "quizz",
+            ["there is no recipe quizz; did you mean 'quiz'?", "packaged recipes: creative, distill-quiz"],
+        ),
+        (
+            "nothing",
+            ["there is no recipe nothing (recipes here: mine.toml; packaged recipes: creative, distill-quiz"],
+        ),
         ("nope.toml", ["there is no recipe nope.toml (recipes here: mine.toml; packaged recipes: creative"]),
         ("starter/nope.toml", ["there is no recipe starter/nope.toml (recipes in starter: recipe.toml; packaged"]),
         ("empty/nope.toml", ["there is no recipe empty/nope.toml (packaged recipes: creative"]),

@@ -129,7 +129,9 @@ def test_a_word_that_is_not_utf8(capsys):
 
 @pytest.mark.slow
 def test_too_many_open_files():
-    done = shell("ulimit -n 20; groupwise check quiz --quick")
+    """How many files a check opens at once depends on the machine."""
+    runs = (shell(f"ulimit -n {limit}; exec {sys.executable} -m groupwise check quiz --quick") for limit in (20, 10, 5))
+    done = next(run for run in runs if run.returncode)
     assert done.returncode == 2
     assert "groupwise: " in done.stderr
     assert "Traceback" not in done.stderr

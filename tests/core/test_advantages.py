@@ -232,3 +232,42 @@ def test_what_is_beyond_a_float_is_refused():
         group_advantages(large, 2, weights=[2.0])
     with pytest.raises(InputError, match="the advantage of sample 0 is"):
         group_advantages(torch.tensor([3e38, -3e38, -3e38]), 3, scale="none")
+
+
+# --- MaxRL ------------------------------------------------------------------------------------------------------------
+
+
+def test_maxrl_by_hand():
+    """One success of four: the mean is 1/4, so (1 − 1/4) / (1/4) = 3, and −1 for each failure."""
+    close(group_advantages(tensor(1, 0, 0, 0), 4, scale="mean", eps=0), 3, -1, -1, -1)
+    close(group_advantages(tensor(1, 0, 0, 0), 4, scale="mean", eps=0.25), 1.5, -0.5, -0.5, -0.5)
+    close(group_advantages(tensor(1, 1, 0, 0, 2, 2), [0, 0, 1, 1, 2, 2], scale="mean", eps=0), *[0] * 6)
+    close(group_advantages(tensor(1, NAN, 0), 3, scale="mean", eps=0), 1, 0, -1)
+    # Without the baseline: 1/K for each of K successes, times the number of samples.
+    close(group_advantages(tensor(1, 1, 0, 0, 0, 0), 3, scale="mean", baseline="none", eps=0), 1.5, 1.5, 0, 0, 0, 0)
+
+
+@given(successes=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+def test_maxrl_is_the_papers_estimator(successes):
+    """n · (r/K − 1/n) for K successes of n samples, and nothing without one (arXiv 2602.02710)."""
+    n, k = len(successes), sum(successes)
+    expected = [n * (reward / k - 1 / n) if k else 0.0 for reward in successes]
+    close(
+        group_advantages(tensor(*successes), n, scale="mean", eps=0), *(0.0 if k == n else value for value in expected)
+    )
+
+
+@given(rewards=st.lists(st.floats(0, 10), min_size=6, max_size=6), factor=st.floats(1e-3, 1e3))
+def test_maxrl_does_not_depend_on_the_scale_of_the_rewards(rewards, factor):
+    ours = group_advantages(tensor(*rewards), 3, scale="mean", eps=0)
+    scaled = group_advantages(tensor(*rewards) * factor, 3, scale="mean", eps=0)
+    torch.testing.assert_close(scaled, ours, rtol=1e-9, atol=1e-9)
+    assert (ours >= -1).all()
+    assert (ours <= 2 + 1e-9).all()  # n − 1
+
+
+def test_maxrl_with_rewards_that_it_cannot_divide():
+    with pytest.raises(InputError, match="sample 1 is negative"):
+        group_advantages(tensor(1, -0.1), 2, scale="mean")
+    with pytest.raises(InputError, match="sum_then_normalize"):
+        group_advantages(torch.ones(2, 2), 2, scale="mean", combine="normalize_then_sum")

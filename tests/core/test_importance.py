@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from groupwise.core import IMPORTANCE_MODES, geometric_mask, importance_weights, policy_loss
+from groupwise.core import IMPORTANCE_MODES, importance_weights, policy_loss, rejection_mask
+from groupwise.core.importance import REJECTIONS
 from groupwise.errors import InputError
 
 TRAINER = torch.tensor([[-1.0, -2.0, -0.5], [-1.5, -3.0, -9.0]], dtype=torch.float64)
@@ -45,9 +48,9 @@ def test_hand_computed():
     expected = [[1.2, 1.2, 1.2], [math.exp(-1.4), math.exp(-1.4), 1]]
     torch.testing.assert_close(by_sequence, torch.tensor(expected, dtype=torch.float64))
     # the geometric means are e^0.2 = 1.221 and e^−0.7 = 0.497
-    assert geometric_mask(TRAINER, SAMPLER, MASK, low=0.5).tolist() == [True, False]
-    assert geometric_mask(TRAINER, SAMPLER, MASK, high=1.2).tolist() == [False, True]
-    assert geometric_mask(TRAINER, SAMPLER, MASK, low=0.4, high=1.3).tolist() == [True, True]
+    assert rejection_mask(TRAINER, SAMPLER, MASK, low=0.5).tolist() == [True, False]
+    assert rejection_mask(TRAINER, SAMPLER, MASK, high=1.2).tolist() == [False, True]
+    assert rejection_mask(TRAINER, SAMPLER, MASK, low=0.4, high=1.3).tolist() == [True, True]
 
 
 @pytest.mark.parametrize("mode", IMPORTANCE_MODES)
@@ -73,7 +76,7 @@ def test_forward_and_gradient_equal_the_literal_version(mode, low, high):
 
 def test_a_sequence_without_tokens_is_kept():
     nothing = torch.zeros(1, 3, dtype=torch.bool)
-    assert geometric_mask(TRAINER[:1], SAMPLER[:1], nothing, low=0.9, high=1.1).tolist() == [True]
+    assert rejection_mask(TRAINER[:1], SAMPLER[:1], nothing, low=0.9, high=1.1).tolist() == [True]
     assert importance_weights(TRAINER[:1], SAMPLER[:1], nothing, mode="sequence_mask", high=1.1).tolist() == [[1, 1, 1]]
 
 
@@ -89,4 +92,67 @@ def test_bad_bounds_and_modes():
     with pytest.raises(InputError, match=r"low 2.0 is above high 1.0"):
         importance_weights(TRAINER, SAMPLER, MASK, low=2.0, high=1.0)
     with pytest.raises(InputError, match="high"):
-        geometric_mask(TRAINER, SAMPLER, MASK, high=0.0)
+        rejection_mask(TRAINER, SAMPLER, MASK, high=0.0)
+
+
+# --- rejection and normalisation --------------------------------------------------------------------------------------
+
+
+def literal_rejection(trainer, sampler, mask, statistic, low, high):
+    kept = []
+    for row in range(len(trainer)):
+        places = [place for place in range(trainer.shape[1]) if mask[row, place]]
+        ratios = [math.exp(float(trainer[row, place] - sampler[row, place])) for place in places]
+        if statistic == "any_token":
+            values = ratios
+        elif statistic == "k3":
+            values = [sum(k - math.log(k) - 1 for k in ratios) / len(ratios)] if ratios else []
+        else:
+            product = math.prod(ratios)
+            values = [product ** (1 / len(ratios)) if statistic == "geometric" and ratios else product]
+        kept.append(all((low or 0.0) <= value <= (high or math.inf) for value in values))
+    return kept
+
+
+@pytest.mark.parametrize("statistic", REJECTIONS)
+@given(seed=st.integers(0, 10_000), high=st.sampled_from([None, 0.05, 1.0, 1.2, 2.0]), low=st.sampled_from([None, 0.6]))
+def test_rejection_equals_the_literal_version(statistic, seed, low, high):
+    draw = torch.Generator().manual_seed(seed)
+    sampler = -torch.rand(6, 5, generator=draw, dtype=torch.float64) * 3
+    trainer = sampler + 0.3 * torch.randn(6, 5, generator=draw, dtype=torch.float64)
+    mask = torch.arange(5) < torch.randint(0, 6, (6, 1), generator=draw)
+    low = None if statistic == "k3" or (high is not None and high < 0.6) else low
+    kept = rejection_mask(trainer, sampler, mask, statistic=statistic, low=low, high=high)
+    expected = literal_rejection(trainer, sampler, mask, statistic, low, high)
+    empty = (~mask).all(1)  # a sequence without tokens has the ratio 1 and the distance 0
+    assert kept[~empty].tolist() == [keep for keep, none in zip(expected, empty.tolist(), strict=True) if not none]
+
+
+def test_rejection_by_hand():
+    """k = 1, 2.0138, 0.9048 in the first sequence and 0.7408, 0.3329 in the second."""
+    assert rejection_mask(TRAINER, SAMPLER, MASK, statistic="product", high=1.8).tolist() == [False, True]
+    assert rejection_mask(TRAINER, SAMPLER, MASK, statistic="any_token", low=0.5).tolist() == [True, False]
+    assert rejection_mask(TRAINER, SAMPLER, MASK, statistic="any_token", high=2.0).tolist() == [False, True]
+    # k − log k − 1: 0, 0.3138, 0.0048 (mean 0.106); 0.0408, 0.4329 (mean 0.237)
+    assert rejection_mask(TRAINER, SAMPLER, MASK, statistic="k3", high=0.15).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("mode", IMPORTANCE_MODES)
+def test_normalised_weights_have_the_mean_1(mode):
+    weights = importance_weights(TRAINER, SAMPLER, MASK, mode=mode, low=0.5, high=1.9, normalize=True)
+    plain = importance_weights(TRAINER, SAMPLER, MASK, mode=mode, low=0.5, high=1.9)
+    counted = plain[:, 0] if mode.startswith("sequence") else plain[MASK]
+    torch.testing.assert_close(weights[MASK], plain[MASK] / counted.mean())
+    assert (weights[~MASK] == 1).all()
+
+
+def test_weights_that_are_all_0_stay_0():
+    weights = importance_weights(TRAINER, SAMPLER, MASK, mode="token_mask", low=50.0, normalize=True)
+    assert weights[MASK].tolist() == [0.0] * 5
+
+
+def test_bad_rejections():
+    with pytest.raises(InputError, match="'geometric'"):
+        rejection_mask(TRAINER, SAMPLER, MASK, statistic="geometrik", high=2.0)
+    with pytest.raises(InputError, match=r"k3.*high"):
+        rejection_mask(TRAINER, SAMPLER, MASK, statistic="k3", low=0.1)

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from groupwise.core import (
     LOSSES,
     Loss,
+    PromptTotals,
     TokenTerm,
     aggregate,
     aggregation_weights,
     kl_estimate,
     log_ratio,
     policy_loss,
+    prompt_totals,
 )
 from groupwise.core.losses import RATIOS
 from groupwise.errors import InputError
@@ -412,3 +414,77 @@ def test_aggregate_invalid_arguments():
         aggregate(torch.ones(2, 2), ONES, "token_mean")
     with pytest.raises(InputError, match=r"expected \(B, T\)"):
         aggregate(torch.ones(2), torch.ones(2), "token_mean")
+
+
+# --- means over prompts -----------------------------------------------------------------------------------------------
+
+
+def literal_prompt_mean(values, mask, labels):
+    """The mean over the tokens of each prompt's sequences, then over prompts; one without tokens counts as 0."""
+    means = []
+    for label in dict.fromkeys(labels):
+        rows = [row for row, own in enumerate(labels) if own == label]
+        tokens = [float(values[row, place]) for row in rows for place in range(mask.shape[1]) if mask[row, place]]
+        means.append(sum(tokens) / max(1, len(tokens)))
+    return sum(means) / len(means)
+
+
+@given(seed=st.integers(0, 10_000), prompts=st.integers(1, 4))
+def test_prompt_mean_against_a_literal_version(seed, prompts):
+    """The value, and the gradient: each token of a prompt has the weight 1 / (its tokens × prompts)."""
+    batch = random_batch(seed)
+    labels = torch.randint(0, prompts, (len(batch.mask),), generator=torch.Generator().manual_seed(seed)).tolist()
+    totals = prompt_totals(batch.mask, labels)
+    values = torch.where(batch.mask, batch.logps, math.nan)
+    value = aggregate(values, batch.mask, "prompt_mean", prompts=totals)
+    assert value.item() == pytest.approx(literal_prompt_mean(batch.logps.detach(), batch.mask, labels))
+    loss, _ = policy_loss(batch.logps, None, batch.advantages, batch.mask, aggregation="prompt_mean", prompts=totals)
+    advantages = batch.advantages[:, None].expand(batch.mask.shape)
+    assert loss.item() == pytest.approx(-literal_prompt_mean(advantages, batch.mask, labels))
+    tokens = torch.tensor([sum(int(batch.mask[i].sum()) for i, own in enumerate(labels) if own == label)
+                           for label in labels])  # fmt: skip
+    expected = torch.where(batch.mask, -advantages / tokens[:, None] / len(set(labels)), 0.0)
+    torch.testing.assert_close(torch.autograd.grad(loss, batch.logps)[0], expected)
+
+
+@given(seed=st.integers(0, 10_000), cut=st.integers(0, 6))
+def test_prompt_mean_in_micro_batches_and_in_its_limits(seed, cut):
+    """Micro-batches add up, also where a prompt is split; one prompt is DAPO's mean, prompts of one sequence GRPO's."""
+    batch = random_batch(seed)
+    rows = len(batch.mask)
+    arguments = (batch.logps, batch.old_logps, batch.advantages, batch.mask)
+    totals = prompt_totals(batch.mask, [row // 2 for row in range(rows)])
+    all_at_once, _ = policy_loss(*arguments, aggregation="prompt_mean", prompts=totals)
+    parts = [slice(0, min(cut, rows)), slice(min(cut, rows), rows)]
+    shares = [
+        policy_loss(
+            *(values[part] for values in arguments),
+            aggregation="prompt_mean",
+            prompts=PromptTotals(totals.tokens[part], totals.prompts),
+        )[0]
+        for part in parts
+    ]
+    torch.testing.assert_close(torch.stack(shares).sum(), all_at_once)
+    one, _ = policy_loss(*arguments, aggregation="prompt_mean", prompts=prompt_totals(batch.mask, rows))
+    torch.testing.assert_close(one, policy_loss(*arguments, loss="dapo")[0])
+    each, _ = policy_loss(*arguments, aggregation="prompt_mean", prompts=prompt_totals(batch.mask, 1))
+    torch.testing.assert_close(each, policy_loss(*arguments, loss="grpo")[0])
+
+
+def test_any_aggregation_can_replace_that_of_a_loss():
+    for name, loss in LOSSES.items():
+        if loss.token_loss is LOSSES["grpo"].token_loss and loss.ratios == RATIOS:
+            replaced, _ = policy_loss(NEW, OLD, ADVANTAGES, MASK, loss=name, aggregation="sequence_mean")
+            assert torch.equal(replaced, policy_loss(NEW, OLD, ADVANTAGES, MASK, loss="grpo")[0])
+
+
+def test_prompt_mean_errors():
+    with pytest.raises(InputError, match="prompt_totals"):
+        aggregation_weights(MASK, "prompt_mean")
+    with pytest.raises(InputError, match=r"expected one number per row, \(2,\)"):
+        aggregation_weights(MASK, "prompt_mean", prompts=PromptTotals(torch.ones(3), 1))
+    totals = prompt_totals(MASK, 1)
+    with pytest.raises(InputError, match="completion_mask"):
+        policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregation="prompt_mean", prompts=totals, denominator="policy_mask")
+    with pytest.raises(InputError, match="'prompt_mean'"):
+        policy_loss(NEW, OLD, ADVANTAGES, MASK, aggregation="promptmean")

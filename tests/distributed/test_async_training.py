@@ -54,6 +54,8 @@ def train(folder: Path, function: Any, *changes: dict[str, Any], **options: Any)
 def run_cases(root: str) -> Any:
     folder, broken, similar = Path(root) / "run", Path(root) / "failing", Path(root) / "similar"
     groups = {"algorithm": "similarity_group_grpo", "grouping": {"embedder": "wordllama", "workers": 0}}
+    shares = {"solved_pass_rate": 0.5, "solved_share": 0.0, "unsolved_pass_rate": 0.49, "unsolved_share": 0.0}
+    groups |= {"data": {"sampling": "pass_rate", **shares}, "train": {"max_staleness": 1, "batch_size": 5}}
     first = values(fork_ranks(2, lambda: train(folder, reward, {"train": {"steps": 2}})))
     more = values(fork_ranks(3, lambda: train(folder, reward, resume=True)))
     failed = [[ended.status, ended.error] for ended in fork_ranks(2, lambda: train(broken, failing))]
@@ -75,6 +77,8 @@ def test_all_ranks_have_the_same_state(cases, name):
     results = cases[1][name]
     assert all(result == results[0] for result in results)
     assert results[0][0] == (2 if name == "first" else STEPS)
+    if name == "clustered":
+        assert sum(row.get("pass_rate/skipped", 0.0) for row in metrics_of(cases[0] / "similar")) > 0
 
 
 def test_every_group_is_learned_once_even_if_the_run_goes_on_with_more_processes(cases):

@@ -98,6 +98,7 @@ def test_a_rollout_is_joined_from_any_shares(counts, size, seed):
 SETTINGS = {
     "all terms": {"loss.kl_coef": 0.1, "loss.entropy_coef": 0.01, "masks.high_entropy": 0.5},
     "exact kl": {"loss.kl_coef": 0.1, "loss.kl": "full"},
+    "prompt mean": {"loss.aggregation": "prompt_mean", "masks.divergence": "kl", "loss.kl_coef": 0.1},
     "sequences": {"loss.ratio": "sequence", "loss.denominator": "policy_mask", "masks.truncated": True},
 }
 

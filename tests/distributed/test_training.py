@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,12 @@ PAIRS = {"preference": {"pairs": "both", "weight": 0.5, "batch_size": 5, "held_o
 CASES: dict[str, dict[str, Any]] = {
     # With 3 processes, some have nothing to do.
     "refill": {"train": {"resample_rounds": 2, "log_term_gradients_every": 1}},
-    "kl": {"loss": {"kl_coef": 0.1}, "reference": {"refresh_every": 1, "mix": 0.5}, "train": {"accumulation": 2}},
+    "kl": {
+        "loss": {"kl_coef": 0.1, "aggregation": "prompt_mean"},
+        "reference": {"refresh_every": 1, "mix": 0.5},
+        "train": {"accumulation": 2},
+        "scoring": {"length_penalty": 0.2},
+    },
     "exact_kl": {"loss": {"kl_coef": 0.1, "kl": "full"}, "train": {"log_term_gradients_every": 1}},
     "pairs": {"algorithm": "pg_grpo", **PAIRS},
     "coupled_pairs": {"algorithm": "pg_grpo", "preference": {**PAIRS["preference"], "kind": "aot"}},
@@ -43,7 +47,23 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": {"importance_cap": 2.0},
         "train": {"iterations": 2, "mini_batches": 2, "batch_size": 4},
     },
+    "updates": {
+        "train": {
+            "update_per_step": True,
+            "mini_batches": 2,
+            "mini_batch_by": "samples",
+            "local_batch_size": 5,
+            "batch_size": 4,
+        },
+        "loss": {"name": "bnpo", "entropy_coef": 0.01},
+        "masks": {"high_entropy": 0.5},
+    },
     "lora": {"model": {"lora": {"rank": 4}}, "sft": {"steps": 3, "batch_size": 4}, "optimizer": {"weight_decay": 0.1}},
+    "adaptive": {
+        "data": {"sampling": "pass_rate", "solved_pass_rate": 0.5, "solved_share": 0.2, "unsolved_pass_rate": 0.4},
+        "loss": {"entropy_target": 10.0, "entropy_step": 0.1},
+        "train": {"batch_size": 10, "iterations": 2},
+    },
     "similarity": {"algorithm": "similarity_group_grpo", "grouping": {"embedder": "wordllama", "workers": 0}},
 }
 
@@ -120,6 +140,16 @@ def check_records(one: Path, other: Path) -> None:
                     assert value == (pytest.approx(other_row[name], abs=1e-6) if close else other_row[name]), name
 
 
+def check_metrics(one: Path, other: Path) -> None:
+    for row, other_row in zip(metrics_of(one), metrics_of(other), strict=True):
+        assert row.keys() == other_row.keys()
+        # Where the policy is the reference, rounding decides which answer is preferred.
+        rounding = ("preference/accuracy", "rewards/accuracies") if abs(row.get("preference/margin", 1)) < 1e-10 else ()
+        for name in row.keys() - {*rounding}:
+            limit = 0.05 if name == "weights_changed" else 1e-10  # it is of a sample of rank 0's weights
+            assert row[name] == pytest.approx(other_row[name], rel=limit, abs=limit, nan_ok=True), name
+
+
 def check_close(one: Path, other: Path, step: int) -> None:
     """The same samples and rewards; metrics, weights and optimizer state within 1e-10."""
     rollouts, others = (read_rollouts(folder).to_pydict() for folder in (one, other))
@@ -128,12 +158,7 @@ def check_close(one: Path, other: Path, step: int) -> None:
         rounded = name in ("advantage", "map_x", "map_y")
         assert column == (pytest.approx(others[name], abs=1e-6) if rounded else others[name]), name
     check_records(one, other)
-    for row, other_row in zip(metrics_of(one), metrics_of(other), strict=True):
-        assert row.keys() == other_row.keys()
-        for name, value in row.items():
-            same = isinstance(value, float) and math.isnan(value) and math.isnan(other_row[name])
-            limit = 0.05 if name == "weights_changed" else 1e-10  # it is of a sample of rank 0's weights
-            assert same or value == pytest.approx(other_row[name], rel=limit, abs=limit), name
+    check_metrics(one, other)
     first, second = checkpoint_of(one, step), checkpoint_of(other, step)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
@@ -156,6 +181,8 @@ def test_the_cases_are_what_they_say(runs):
     assert metric("kl", "reference_refreshes") > 0
     assert metric("pairs", "preference/pairs_group") * metric("pairs", "preference/pairs_data") > 0
     assert metric("kept", "masks/keep_sampling_mask") > 0
+    assert metric("adaptive", "pass_rate/skipped") > 0
+    assert metric("adaptive", "entropy_coef") == pytest.approx(0.2 + 0.4)
     assert metric("similarity", "similarity_groups/avg_groups_per_prompt") > STEPS
     rows = read_rollouts(runs / "refill-2" / "run").to_pydict()
     assert rows["table"][0] == str({"text": rows["completion"][0]})

@@ -30,6 +30,7 @@ SETTINGS = {
     "min_p": {"min_p": 0.1, "min_new_tokens": 6, "keep_sets": True, "eos_ids": (1, 2, 3, 4, 5, 6, 7, 8)},
     "mlx_lm": {"temperature": 1.5, "top_k": 20, "top_p": 0.8, "order": "mlx_lm", "keep_sets": True},
     "endless": {"eos_ids": ()},
+    "repetition_penalty": {"repetition_penalty": 1.5, "top_k": 20, "keep_sets": True},
 }
 
 
@@ -47,12 +48,15 @@ def assert_same(got: Rollout, wanted: Rollout) -> None:
 
 
 @pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama"))
-def test_greedy_is_transformers_token_for_token(name):
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_is_transformers_token_for_token(name, penalty):
     model = tiny(name)
-    rollout = Engine(model, max_num_seqs=4).generate(PROMPTS, 1, Sampling(max_new_tokens=15, greedy=True))
+    sampling = Sampling(max_new_tokens=15, greedy=True, repetition_penalty=penalty)
+    rollout = Engine(model, max_num_seqs=4).generate(PROMPTS, 1, sampling)
+    greedy = {"do_sample": False, "max_new_tokens": 15, "pad_token_id": 0, "repetition_penalty": penalty}
     for prompt, row, length in zip(PROMPTS, rollout.ids, rollout.lengths.tolist(), strict=True):
         mask = torch.ones(1, len(prompt), dtype=torch.long)
-        wanted = model.generate(prompt[None], attention_mask=mask, do_sample=False, max_new_tokens=15, pad_token_id=0)
+        wanted = model.generate(prompt[None], attention_mask=mask, **greedy)
         assert row[:length].tolist() == wanted[0, len(prompt) :].tolist()
 
 
@@ -233,6 +237,18 @@ def test_kept_sets_are_bounded():
 def test_bad_input(prompts, samples, options, message):
     with pytest.raises(InputError, match=message):
         Engine(HANDLES["llama"]).generate(prompts, samples, Sampling(max_new_tokens=4), **options)
+
+
+def test_the_repetition_penalty_changes_what_is_sampled_but_no_log_prob_of_the_model():
+    handle = HANDLES["llama"]
+    sampling = Sampling(max_new_tokens=12, repetition_penalty=2.0, eos_ids=())
+    rollout = Engine(handle, max_num_seqs=7, isolated=True).generate(PROMPTS, COUNTS, sampling)
+    plain = Engine(handle, max_num_seqs=7).generate(PROMPTS, COUNTS, Sampling(max_new_tokens=12, eos_ids=()))
+    assert not torch.equal(rollout.ids, plain.ids)
+    replayed = completion_logps(handle, PROMPTS, rollout.completions())
+    torch.testing.assert_close(rollout.logps, replayed.logps.float(), rtol=0, atol=2e-6)
+    with pytest.raises(InputError, match="repetition_penalty must be a number above 0"):
+        Sampling(repetition_penalty=0.0)
 
 
 def test_an_eos_outside_the_vocabulary():

@@ -130,6 +130,31 @@ def test_selective_logps(dtype, kept, softcap, compiled, monkeypatch):
         assert (mine.double() - other).norm() < relative * other.norm()
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_head(dtype, compiled, monkeypatch):
+    """Log-probs and the exact KL of half-precision states without rounded logits, and their gradients."""
+    monkeypatch.setattr(logps_module, "COMPILE_FROM", 0 if compiled else math.inf)
+    hidden, weight = (torch.randn(n, 64, device=CUDA).to(dtype).requires_grad_() for n in (300, 1000))
+    reference = [(x + 0.05 * torch.randn_like(x)).detach() for x in (hidden, weight)]
+    ids = torch.randint(1000, (300,), device=CUDA)
+    logps, entropy = core.selective_logps(hidden, weight, ids, with_entropy=True, chunk_size=70, float32=True)
+    kl = core.full_kl_from_hidden(hidden, weight, *reference, chunk_size=70, float32=True)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected, expected_entropy = core.selective_logps(*exact, ids, with_entropy=True)
+    expected_kl = core.full_kl_from_hidden(*exact, *(x.double() for x in reference))
+    pairs = ((logps, expected), (entropy, expected_entropy), (kl, expected_kl))
+    for mine, other in pairs:
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), other, rtol=1e-4, atol=2e-4)
+    up = torch.linspace(-1, 1, 300, device=CUDA)
+    for mine, other in pairs:
+        ours = torch.autograd.grad((mine * up).sum(), (hidden, weight), retain_graph=True)
+        theirs = torch.autograd.grad((other * up).sum(), exact, retain_graph=True)
+        for one, two in zip(ours, theirs, strict=True):
+            assert (one.double() - two).norm() < 0.02 * two.norm()
+
+
 def test_selective_logps_under_autocast():
     hidden, weight = (torch.randn(50, 32, device=CUDA).requires_grad_() for _ in range(2))
     ids = torch.randint(50, (50,), device=CUDA)

@@ -263,9 +263,10 @@ def test_isolated_samples_are_identical_bit_for_bit_in_bfloat16():
         assert torch.equal(rollout.logps[rows, :width], alone.logps)
 
 
-def test_the_sampler_agrees_with_training():
+@pytest.mark.parametrize("float32_head", [False, True])
+def test_the_sampler_agrees_with_training(float32_head):
     """The ratio before the first update is 1, up to bfloat16."""
-    handle = prepare(rough(), compile=True)
+    handle = prepare(rough(), compile=True, float32_head=float32_head)
     sampling = Sampling(max_new_tokens=30, temperature=0.9, top_k=20, keep_sets=True)
     rollout = Engine(handle).generate(PROMPTS, 6, sampling)
     with torch.no_grad():
@@ -273,6 +274,20 @@ def test_the_sampler_agrees_with_training():
         kept = completion_logps(handle, PROMPTS, rollout.completions(), temperature=0.9, kept=rollout.kept).logps.cpu()
     assert (full - rollout.logps).abs().mean() < 0.03
     assert (kept - rollout.filtered_logps).abs().mean() < 0.03
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_float32_head_samples_from_logits_that_are_not_rounded(graphs):
+    """The first token's log-prob is that of the float32 product of the prompt's last state."""
+    handle = prepare(rough(), compile=False, float32_head=True)
+    rollout = Engine(handle, graphs=graphs).generate(PROMPTS, 8, Sampling(max_new_tokens=2, eos_ids=()))
+    with torch.no_grad():
+        exact = completion_logps(handle, PROMPTS, rollout.completions()).logps[:, 0].cpu()
+        rounded = (
+            completion_logps(prepare(handle.model, compile=False), PROMPTS, rollout.completions()).logps[:, 0].cpu()
+        )
+    near, far = ((logps - rollout.logps[:, 0]).square().mean() for logps in (exact, rounded))
+    assert near < far
 
 
 def test_graphs_see_new_weights():

@@ -67,6 +67,12 @@ def test_a_config_that_its_weights_do_not_fit(folder, settings, problem):
         load_model(folder)
 
 
+def test_a_window_may_start_after_the_last_layer(folder):
+    """Qwen's max_window_layers is 28 by default, also for a model of two layers."""
+    rewrite(folder / "config.json", max_window_layers=10**9)
+    load_model(folder)
+
+
 @pytest.mark.parametrize("name", checks.SETTINGS)
 @pytest.mark.parametrize("content", [f'{{"a": {DEEP}}}', "[1]", "5", '{"a":', "\udcff\udcfe"])
 def test_a_settings_file_that_holds_no_settings_is_named(folder, name, content):

@@ -106,10 +106,10 @@ def test_sharding_divides_what_it_says():
     shape, work = SHAPES["qwen2.5-7b"], StepWork(8, 100, 8, 100, 100)
     count = shape.parameters
     assert memory.optimizer_sharded(shape, work, 8) == {
-        "weights": 2 * count, "masters": 4 * count / 8, "AdamW": 8 * count / 8, "reference": 0,
+        "weights": 2 * count, "masters": 4 * count / 8, "AdamW": 8 * count / 8, "reference": 0, "teacher": 0,
     }  # fmt: skip
     assert memory.weights_sharded(shape, work, 8) == {
-        "weights": 4 * count / 8, "AdamW": 8 * count / 8, "reference": 0,
+        "weights": 4 * count / 8, "AdamW": 8 * count / 8, "reference": 0, "teacher": 0,
     }  # fmt: skip
     assert memory.gradient_bytes(shape, work, 8, "optimizer") == 4 * count
     assert memory.gradient_bytes(shape, work, 8, "weights") == 4 * count / 8

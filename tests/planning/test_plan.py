@@ -241,3 +241,22 @@ def test_a_plan_needs_no_torch():
     code += "print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False False"
+
+
+def test_a_teacher_takes_memory_and_a_forward_pass():
+    def plan(distillation):
+        table = {"model": {"source": "Qwen/Qwen2.5-0.5B"}, "distillation": distillation}
+        return make_plan(make_recipe(table), GPUS["h200"], 2)
+
+    plain = plan({})
+    other = plan({"weight": 1.0, "teacher": "Qwen/Qwen2.5-7B"})
+    teacher, parts = SHAPES["qwen2.5-7b"].parameters, 2 if other.best.training.sharding == "weights" else 1
+    assert other.best.training.memory["teacher"] == 2 * teacher / parts
+    assert not plain.best.training.memory["teacher"]
+    assert other.work.forwards - plain.work.forwards == pytest.approx(teacher / plain.shape.parameters)
+    itself = plan({"weight": 1.0, "teacher": "policy", "show": "answer"})
+    assert (itself.work.forwards - plain.work.forwards, itself.work.teacher) == (1, 0)
+    with pytest.raises(ConfigError, match=r"distillation\.teacher: the shape"):
+        plan({"weight": 1.0, "teacher": "a/b"})
+    alone = make_recipe({"loss": {"policy_coef": 0.0}, "distillation": {"weight": 1.0, "server": "http://h:1"}})
+    assert any("server answers" in line for line in make_plan(alone, GPUS["h200"], 2, model_shape="qwen2.5-7b").assumed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config import Recipe, make_recipe, with_settings
-from groupwise.core import kl_estimate, policy_loss
+from groupwise.core import DivergenceLimit, kl_estimate, policy_loss, prompt_totals
 from groupwise.core.filters import KeptSets
 from groupwise.core.losses import Loss, aggregate
 from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
@@ -220,27 +220,37 @@ def naive_terms(
     if recipe.masks.high_entropy is not None:
         policy_mask = policy_mask & (advantages != 0)[:, None]
         policy_mask = high_entropy_mask(rows["entropy"], policy_mask, top_fraction=recipe.masks.high_entropy)
-    settings = recipe.loss
+    settings, divergence, threshold = recipe.loss, recipe.masks.divergence, recipe.masks.divergence_threshold
     value, _ = policy_loss(
         rows["logps"],
         old,
         advantages,
         mask,
         loss=loss or settings.name,
+        aggregation=settings.aggregation,
         ratio=settings.ratio,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
         max_length=recipe.sampling.max_new_tokens,
+        prompts=prompt_totals(mask, batch.samples),
         policy_mask=policy_mask if weights is None else policy_mask * weights,
         denominator=settings.denominator,
+        divergence=None if divergence is None else DivergenceLimit(rows["sampler"], divergence, threshold),
     )
     terms = {"policy": value}
     if settings.kl_coef:
         assert ref is not None
-        kl = kl_estimate(rows["logps"], ref, estimator=settings.kl, old_logps=old, mask=mask)
-        aggregation = "token_mean" if settings.kl_aggregation == "token_mean" else find_loss(settings.name).aggregation
-        terms["kl"] = settings.kl_coef * aggregate(kl, mask, aggregation, max_length=recipe.sampling.max_new_tokens)
+        ratio = settings.ratio or find_loss(settings.name).ratios[0]
+        kl = kl_estimate(rows["logps"], ref, estimator=settings.kl, old_logps=old, mask=mask, ratio=ratio)
+        aggregation = settings.aggregation or find_loss(settings.name).aggregation
+        terms["kl"] = settings.kl_coef * aggregate(
+            kl,
+            mask,
+            "token_mean" if settings.kl_aggregation == "token_mean" else aggregation,
+            max_length=recipe.sampling.max_new_tokens,
+            prompts=prompt_totals(mask, batch.samples),
+        )
     if settings.entropy_coef:
         terms["entropy"] = -settings.entropy_coef * rows["entropy"][mask].mean()
     return terms
@@ -278,6 +288,8 @@ def moved_minibatch(
         if naive:
             before = naive_logps(updater.handle, batch, PROMPTS, recipe)
             inputs["old"] = before["logps"] if old else None
+            if recipe.masks.divergence is not None and recipe.loss.importance_cap is None:
+                inputs["old"] = before["sampler"]
             if corrects_sampler(recipe):
                 inputs["weights"] = naive_weights(before["logps"], before["sampler"], before["mask"].sum(1), recipe)
     updater.precompute_logps(minibatch, recipe, old=old)
@@ -291,17 +303,23 @@ def naive_weights(logps: Tensor, sampler: Tensor, lengths: Tensor, recipe: Recip
     low, high = loss.importance_floor or 0.0, loss.importance_cap or math.inf
     for row, length in enumerate(lengths.tolist()):
         differences = [float(logps[row, place]) - float(sampler[row, place]) for place in range(length)]
-        mean = math.exp(sum(differences) / length)
+        statistic = {
+            "geometric": [math.exp(sum(differences) / length)],
+            "product": [math.exp(sum(differences))],
+            "any_token": [math.exp(difference) for difference in differences],
+            "k3": [sum(math.exp(difference) - difference - 1 for difference in differences) / length],
+        }[loss.rejection]
         for place, difference in enumerate(differences):
             ratio = math.exp(sum(differences) if "sequence" in loss.importance_sampling else difference)
             weight = min(max(ratio, low), high) if "truncate" in loss.importance_sampling else ratio
-            if not low <= weight <= high or not (loss.rejection_low or 0.0) <= mean <= (
-                loss.rejection_high or math.inf
-            ):
+            within = [(loss.rejection_low or 0.0) <= value <= (loss.rejection_high or math.inf) for value in statistic]
+            if not low <= weight <= high or not all(within):
                 weight = 0.0
             if loss.importance_cap is None and loss.importance_floor is None:
                 weight = float(weight != 0)
             weights[row, place] = weight
+    if loss.importance_normalize:
+        weights /= weights[torch.arange(logps.shape[1]) < lengths[:, None]].mean()
     return weights
 
 

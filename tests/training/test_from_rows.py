@@ -174,7 +174,9 @@ def test_a_step_without_a_learning_signal_reports_every_usual_metric(tmp_path, a
 
 
 def test_the_statistics_that_the_terms_declare_are_those_that_they_report(tmp_path):
-    with trainer_of(tmp_path / "run", algorithm="pg_grpo", loss={"kl_coef": 0.1}) as trainer:
+    teacher = {"weight": 0.5, "teacher": "reference", "show": "{prompt}!"}
+    options = {"loss": {"kl_coef": 0.1}, "distillation": teacher}
+    with trainer_of(tmp_path / "run", algorithm="pg_grpo", **options) as trainer:
         (report,) = trainer.steps()
     renamed = {"clip_fraction_low": "clip_ratio/low_mean", "clip_fraction_high": "clip_ratio/high_mean"}
     declared = {renamed.get(name, name) for term in TERMS.values() for name in term.statistics}

@@ -124,6 +124,27 @@ SETTINGS = {
         "loss": {"importance_cap": 2.0},
         "train": {"iterations": 2},
     },
+    "rows by pass rate": {
+        "data": {"sampling": "pass_rate", "solved_pass_rate": 0.5, "solved_share": 0.3, "unsolved_pass_rate": 0.4},
+        "train": {"steps": 5},
+    },
+    "adaptive entropy": {"loss": {"entropy_target": 1.0, "entropy_step": 0.1, "entropy_coef": 0.45}},
+    "pass@k that falls": {
+        "advantages": {"pass_at_k": 3},
+        "scoring": {"success_threshold": 0.45},
+        "phases": [{"name": "several", "steps": 1, "pass_at_k": 3}, {"name": "each", "pass_at_k": 1}],
+    },
+    "dppo with lora": {
+        **LORA,
+        "algorithm": "dppo",
+        "masks": {"divergence_threshold": 1e-4},
+        "train": {"iterations": 2, "mini_batches": 2},
+    },
+    "scalerl and a length penalty": {
+        "algorithm": "scalerl",
+        "scoring": {"length_penalty": 0.3, "success_threshold": 0.4},
+        "train": {"mini_batches": 3},
+    },
     "resample_rounds": {
         "train": {"resample_rounds": 2},
         "sampling": {"samples_per_prompt": 2, "max_new_tokens": 4},
@@ -144,9 +165,11 @@ QUICK_SETTINGS = ("reference that is refreshed", "lora", "iterations and mini-ba
 def test_settings(tmp_path, name):
     changes = SETTINGS[name]
     rewards = [vowels if name == "resample_rounds" else even]  # few answers have a vowel: many groups are equal
-    rows, state = break_and_resume(tmp_path, merged(SHORT, changes), (2,), steps=3, rewards=rewards)
+    changes = merged(SHORT, changes)
+    last = changes["train"]["steps"]
+    rows, state = break_and_resume(tmp_path, changes, (last - 1,), steps=last, rewards=rewards)
     steps = count_steps(rows)
-    tensors = checkpoint_of(tmp_path / "b", 3)
+    tensors = checkpoint_of(tmp_path / "b", last)
     assert sum(row["updates"] for row in steps) >= 2
     if "reference" in name:
         every = changes.get("reference", {}).get("refresh_every", 0)
@@ -159,6 +182,14 @@ def test_settings(tmp_path, name):
         assert max(row["updates"] for row in steps) == 4
     if name == "resample_rounds":
         assert sum(row.get("resample/replaced", 0) for row in steps) > 0
+    if name == "rows by pass rate":
+        assert steps[-1]["pass_rate/skipped"] > 0
+        assert steps[-1]["pass_rate/mean"] != steps[-2]["pass_rate/mean"]
+    if name == "adaptive entropy":  # it is above the target, so the weight falls and is not applied
+        assert [row["entropy_coef"] for row in steps] == pytest.approx([0.35, 0.25, 0.15])
+        assert state["entropy"]["coefficient"] == steps[-1]["entropy_coef"]
+    if name == "dppo with lora":
+        assert sum(row["clip_ratio/region_mean"] for row in steps) > 0
     if name == "masks":
         assert sum(row.get("masks/off_policy", 0) for row in steps) > 0
 

@@ -26,8 +26,9 @@ RESCORED = (
     *("rewards", "advantages", "grouping"),
     *("masks.truncated", "masks.validity", "masks.min_length", "masks.max_repetition"),
     *("preference.weight", "preference.pairs", "preference.pairs_per_group", "preference.min_margin"),
-    *("preference.reward", "loss.name", "loss.denominator", "loss.policy_coef"),
-    *("scoring.overlong_buffer", "scoring.overlong_weight", "scoring.timeout", "scoring.on_error"),
+    *("preference.reward", "loss.name", "loss.aggregation", "loss.denominator", "loss.policy_coef"),
+    *("scoring.overlong_buffer", "scoring.overlong_weight", "scoring.length_penalty", "scoring.success_threshold"),
+    *("scoring.timeout", "scoring.on_error"),
 )
 SAMPLES = "it decides what is sampled, and the recorded completions would be others"
 UPDATE = "it acts in the update, on log-probs and gradients that are not recorded"

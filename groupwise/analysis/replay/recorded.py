@@ -24,8 +24,8 @@ from groupwise.grouping.labels import LABELS
 from groupwise.redaction import resolve_secrets
 from groupwise.tasks import Task, load_task
 from groupwise.tasks.base import TaskRow
-from groupwise.training.rollout.advantages import OVERLONG
 from groupwise.training.rollout.batch import Batch
+from groupwise.training.rollout.penalties import PENALTIES
 from groupwise.training.store.inputs import hash_rows
 from groupwise.training.store.rollout_files import COLUMNS, ROLLOUTS
 from groupwise.training.store.run_folder import TRAINING_ROWS
@@ -41,7 +41,7 @@ class RecordedStep:
 
     step: int
     batch: Batch  # its rows are empty; `RunSource.rows` has them
-    names: list[str]  # of the rewards, the overlong penalty included
+    names: list[str]  # of the rewards, penalties on length included
     rewards: Tensor  # (B,) float64: the weighted sums
     advantages: Tensor  # (B,)
     contributes: Tensor  # (B,) bool
@@ -187,7 +187,7 @@ def infer_weights(reader: RunReader, names: Sequence[str]) -> list[float]:
     """The weights of the rewards by their recorded sums, for a run whose rewards are not known by name.
 
     Least squares over as many steps as it takes; the sum is linear in them, so they are exact but for a reward that is
-    always 0, or always proportional to another. The overlong penalty has the weight 1.
+    always 0, or always proportional to another. Penalties on length have the weight 1.
     """
     columns = [f"{REWARD}{name}" for name in names]
     values, sums = torch.zeros(0, len(names), dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
@@ -203,7 +203,7 @@ def infer_weights(reader: RunReader, names: Sequence[str]) -> list[float]:
     if not len(values):
         return [1.0] * len(names)
     weights = torch.linalg.lstsq(values, sums[:, None], driver="gelsd").solution.flatten()
-    return [1.0 if name == OVERLONG else float(f"{weight:.9g}") for name, weight in zip(names, weights, strict=True)]
+    return [1.0 if name in PENALTIES else float(f"{weight:.9g}") for name, weight in zip(names, weights, strict=True)]
 
 
 def recorded_grades(recorded: RecordedStep, task_grades: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,24 +28,25 @@ from groupwise.analysis.replay.rescored import RescoredStep, Rescoring, Rescorin
 from groupwise.analysis.run_reader import RunReader
 from groupwise.analysis.step_settings import run_recipe, step_recipes
 from groupwise.config import Recipe, with_settings
-from groupwise.core.losses import aggregation_weights
+from groupwise.core.losses import aggregation_weights, prompt_totals
 from groupwise.data import reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError, RunDirError, check_choice
 from groupwise.grouping.grouper import LocalGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
-from groupwise.rewards import RewardFunction, Scorer, make_reward, named
+from groupwise.rewards import RewardFunction, Scorer, make_reward, named, weighted_total
 from groupwise.tasks import Task
 from groupwise.text import plural
 from groupwise.training.components import make_schedule
-from groupwise.training.rollout.advantages import (
-    OVERLONG,
-    add_overlong_penalty,
-    compute_group_advantages,
-    find_advantage,
-    find_grouping,
-)
+from groupwise.training.rollout.advantages import compute_group_advantages, find_advantage, find_grouping
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
+from groupwise.training.rollout.penalties import (
+    LENGTH_PENALTY,
+    PENALTIES,
+    PENALTY_SETTINGS,
+    penalty_columns,
+    penalty_names,
+)
 from groupwise.training.update.objective import find_loss
 
 MOST_CHANGED = 10
@@ -124,8 +125,9 @@ def _notes(recipe: Recipe, changed: Recipe) -> list[str]:
         notes.append(f"of the loss {after!r} only the weights of the samples are shown, not its loss per token")
     if recipe.train.resample_rounds:
         notes.append("prompts without a learning signal that were replaced (train.resample_rounds) are not recorded")
-    if recipe.masks.off_policy or recipe.masks.high_entropy:
-        notes.append("masks that depend on the policy (masks.off_policy, masks.high_entropy) act later, in the update")
+    if recipe.masks.off_policy or recipe.masks.high_entropy or recipe.masks.divergence:
+        names = "masks.off_policy, masks.high_entropy, masks.divergence"
+        notes.append(f"masks that depend on the policy ({names}) act later, in the update")
     return notes
 
 
@@ -176,7 +178,7 @@ class Rescorer:
         metric = None
         if uses_grades:
             known = self.source.problem is None
-            metric = self.source.task.metric if known else self.source.reader.metric
+            metric = self.source.task.metric if known else self.source.reader.grade
             task_grades = self.source.task.grades if known else {}
             grades = recorded_grades(recorded, {name: task_grades[name] for name in task_grades if name == metric})
         if (grades.keys() - recorded.graded.keys()) or recipe.advantages.grouping not in ("prompt", "similarity"):
@@ -198,7 +200,7 @@ class Rescorer:
 
     def _own_weights(self, recorded: RecordedStep, own: Recipe) -> list[float]:
         """The weights of the recorded rewards: the task's, the recipe's, and the penalty's, which is 1."""
-        penalty = [1.0] if OVERLONG in recorded.names else []
+        penalty = [1.0 for name in recorded.names if name in PENALTIES]
         if self.source.problem is None:
             weights = [reward.weight for reward in self.source.task.rewards] + [entry.weight for entry in own.rewards]
             if len(weights + penalty) == len(recorded.names):
@@ -216,7 +218,7 @@ class Rescorer:
         if id(own) not in self._columns:
             self._columns[id(own)] = [
                 *(self._given_columns(recorded, own) if self.given else self._recipe_columns(recorded, own, changed)),
-                *([RewardColumn(OVERLONG, 1.0)] if changed.scoring.overlong_buffer else []),
+                *(RewardColumn(name, 1.0) for name in penalty_names(changed)),
             ]
         return self._columns[id(own)]
 
@@ -246,7 +248,7 @@ class Rescorer:
 
     def _recipe_columns(self, recorded: RecordedStep, own: Recipe, changed: Recipe) -> list[RewardColumn]:
         """The run's rewards; those whose function or options were changed are called again."""
-        names = [name for name in recorded.names if name != OVERLONG]
+        names = [name for name in recorded.names if name not in PENALTIES]
         weights = self._own_weights(recorded, own)
         first = len(self.source.task.rewards) if self.source.problem is None else 0
         columns = [RewardColumn(name, weight) for name, weight in zip(names, weights, strict=False)]
@@ -289,22 +291,28 @@ class Rescorer:
         if called:
             scores, failed = self._call(called, batch, recorded.step, changed)
             values |= {function.name: scores[:, place] for place, function in enumerate(called)}
-            recorded_ones = any(column.function is None and column.name != OVERLONG for column in columns)
+            recorded_ones = any(column.function is None and column.name not in PENALTIES for column in columns)
             dropped = failed | (dropped if recorded_ones else torch.zeros_like(dropped))
-        penalty = ("scoring.overlong_buffer", "scoring.overlong_weight", "sampling.max_new_tokens")
-        if any(column.name == OVERLONG for column in columns) and (
-            OVERLONG not in values or any(own.get(name) != changed.get(name) for name in penalty)
-        ):
-            empty = torch.zeros(len(batch), 0, dtype=torch.float64)
-            values[OVERLONG] = add_overlong_penalty(empty, batch.lengths.tolist(), changed)[:, 0]
-        renamed = [name for name in recorded.names if name != OVERLONG]
+        renamed = [name for name in recorded.names if name not in PENALTIES]
+        scored = [column for column in columns if column.name not in PENALTIES]
         rewards = torch.stack(
             [
                 values[column.name] if column.name in values else values[renamed[place]]
-                for place, column in enumerate(columns)
+                for place, column in enumerate(scored)
             ],
             dim=1,
         )
+        weights = [column.weight for column in scored]
+        total = torch.where(dropped, math.nan, weighted_total(rewards, weights))
+        known = recorded.names[: len(renamed)] == [column.name for column in scored] and not called
+        known = known and weights == self._own_weights(recorded, own)[: len(weights)]
+        for name in (column.name for column in columns if column.name in PENALTIES):
+            settings = any(own.get(setting) != changed.get(setting) for setting in PENALTY_SETTINGS[name])
+            if name not in values or settings or (name == LENGTH_PENALTY and not known):
+                values[name] = penalty_columns(
+                    [name], total, batch.lengths.tolist(), batch.prompt_of.tolist(), changed
+                )[:, 0]
+            rewards = torch.cat([rewards, values[name][:, None]], dim=1)
         grouped = changed.advantages.grouping == "similarity"
         if grouped and changed.grouping.skip_single_members:
             rewards = rewards.clone()
@@ -357,9 +365,10 @@ def sample_weights(batch: Batch, allowed: Tensor, recipe: Recipe) -> Tensor:
     counted = allowed if recipe.loss.denominator == "policy_mask" else torch.ones_like(allowed)
     weights = aggregation_weights(
         present,
-        find_loss(recipe.loss.name).aggregation,
+        recipe.loss.aggregation or find_loss(recipe.loss.name).aggregation,
         max_length=recipe.sampling.max_new_tokens,
         total_tokens=int(lengths[counted].sum()),
         total_sequences=int(counted.sum()),
+        prompts=prompt_totals(present, batch.prompt_of),
     )
     return weights.sum(1) * allowed * recipe.loss.policy_coef

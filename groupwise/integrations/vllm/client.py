@@ -20,10 +20,12 @@ class ServerClient:
     """The address of a server, and how to talk to it. It keeps no connection open, so threads may share it.
 
     Requests go to the server's own address only: proxies of the environment and redirects are not followed.
+    section: of the settings that name the server.
     """
 
-    def __init__(self, url: str, key: str | None, timeout: float) -> None:
+    def __init__(self, url: str, key: str | None, timeout: float, *, section: str = "vllm") -> None:
         parts = urlsplit(url)
+        self.section = section
         self.url, self.timeout = url.rstrip("/"), timeout
         self._host, self._port, self._secure = parts.hostname or "", parts.port, parts.scheme == "https"
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -77,9 +79,9 @@ class ServerClient:
         sentence = f"{self.url}{path} answered {status}: {excerpt(reason, 300)}"
         if status == 401:
             raise ServerSetupError(
-                f"{sentence}. Put the server's API key into the variable that vllm.api_key_env names"
+                f"{sentence}. Put the server's API key into the variable that {self.section}.api_key_env names"
             )
-        if status == 404:
+        if status == 404 and self.section == "vllm":
             raise ServerSetupError(
                 f"{sentence}. Weights are updated through routes that vLLM only has if it was started with the "
                 "environment variable VLLM_SERVER_DEV_MODE=1"

@@ -75,7 +75,7 @@ class SampleTable:
             logps[row, : len(sample.ids)] = torch.tensor(sample.logps)
             versions[row, : len(sample.ids)] = torch.tensor(sample.versions, dtype=torch.int32)
         sampling, full = self.request.sampling, logps.clone()
-        if sampling.filters and not sampling.greedy:
+        if (sampling.filters and not sampling.greedy) or sampling.repetition_penalty != 1:
             full[:] = math.nan
         elif self.eos:
             full[:, : sampling.min_new_tokens] = math.nan
@@ -111,7 +111,7 @@ def sampling_fields(sampling: Sampling, eos: Sequence[int], done: int, limit: in
         "top_k": 0 if sampling.greedy else sampling.top_k or 0,
         "top_p": 1.0 if sampling.greedy else sampling.top_p,
         "min_p": 0.0 if sampling.greedy else sampling.min_p or 0.0,
-        "repetition_penalty": 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
         "seed": seed,

@@ -33,6 +33,7 @@ COLUMNS: dict[str, Callable[[float], str]] = {
     "diversity/mean_distance": lambda value: f"distance {value:.2f}",
     "completions/mean_length": lambda value: f"length {value:6.1f}",
     "preference/pairs": lambda value: f"pairs {value:3,.0f}",
+    "distillation/kl": lambda value: f"KL to the teacher {fixed(value, '6.3f')}",
     MARGIN: lambda value: f"margin {fixed(value, '6.3f')}",
     "preference/accuracy": lambda value: f"preferred {100 * value:3.0f} %",
     "tokens_per_second": lambda value: f"{value:7,.0f} tokens/s",

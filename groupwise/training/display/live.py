@@ -332,6 +332,7 @@ def _cut(text: str, style: str = "") -> Text:
 TILES: dict[str, tuple[str, Callable[[float], str]]] = {
     "entropy": ("entropy", lambda value: _format_number(value)),
     "kl": ("KL", lambda value: _format_number(value)),
+    "distillation/kl": ("teacher KL", lambda value: _format_number(value)),
     "clip_ratio/region_mean": ("clipped", lambda value: f"{100 * value:.1f} %"),
     "preference/pairs": ("pairs", lambda value: f"{value:,.0f}"),
     MARGIN: ("margin", lambda value: _format_number(value)),

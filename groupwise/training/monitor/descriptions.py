@@ -19,6 +19,7 @@ TERM_WEIGHTS = {
     "kl": "loss.kl_coef",
     "entropy": "loss.entropy_coef",
     "preference": "preference.weight",
+    "distillation": "distillation.weight",
 }
 
 _REWARDS = {
@@ -47,6 +48,11 @@ _SIGNAL = {
     "signal/contributing": "share of completions that the policy loss learns from: unmasked, in a group with spread",
     "signal/tokens_not_computed": "share of prompt and completion tokens that were left out of the update",
     "difficulty/weight_max": "largest weight of a group; with `advantages.difficulty`",
+    "pass_rate/mean": 'mean running pass rate of the training rows visited so far; with `data.sampling = "pass_rate"`',
+    "pass_rate/solved": "share of these rows that count as solved (`data.solved_pass_rate`)",
+    "pass_rate/unsolved": "share of these rows that count as unsolved (`data.unsolved_pass_rate`)",
+    "pass_rate/visited": "share of all training rows that were visited so far",
+    "pass_rate/skipped": "share of the rows whose turn it was in this step that were skipped for their pass rate",
     "resample/rounds": "extra rollout rounds; with `train.resample_rounds`",
     "resample/replaced": "prompts without a learning signal that were replaced",
     "resample/extra_tokens": "sampled tokens that are not part of the batch",
@@ -69,11 +75,16 @@ _LOSS = {
     "updates_not_finite": "updates that were skipped because of NaN or inf (`train.on_non_finite`)",
     "kl": "KL to the reference per token, without its weight; with `loss.kl_coef`",
     "kl_ratio_weighted": 'the same, times the mean of π_θ/π_ref; with `loss.kl = "full_ratio_weighted"`',
+    "distillation/kl": "reverse KL to the teacher per token, KL(π_θ ‖ π_T), without its weight: exact, or estimated "
+    "from the sampled tokens; with `distillation.weight`",
+    "distillation/agreement": "share of tokens for which student and teacher have the same most likely token; with "
+    '`distillation.kl = "full"`',
     "entropy": "entropy of the policy per token",
     "ratio": "mean importance ratio π_θ/π_old, per token or sequence",
     "approx_kl": "k3 estimate of KL(π_old ‖ π_θ): how far the updates of this step moved the policy",
-    "clip_ratio/low_mean": "share of tokens (or sequences) whose ratio was clipped at the lower bound",
-    "clip_ratio/high_mean": "share that was clipped at the upper bound",
+    "clip_ratio/low_mean": "share of tokens (or sequences) whose ratio was clipped at the lower bound; with "
+    "`masks.divergence` share of tokens that it masks, those with a negative advantage",
+    "clip_ratio/high_mean": "share that was clipped at the upper bound, or masked with a positive advantage",
     "clip_ratio/region_mean": "the sum of both",
     "sampler/logp_difference_mean": "mean difference of a token's log-prob between sampler and trainer; with "
     "`train.max_staleness` the weights differ, too",
@@ -84,7 +95,8 @@ _LOSS = {
     "sampler/importance_mean": "mean weight of a token; with `loss.importance_cap` and its relatives",
     "sampler/importance_truncated": "share of tokens whose weight was truncated",
     "sampler/importance_masked": 'share of tokens with weight 0; with `loss.importance_sampling = "token_mask"`',
-    "sampler/rejected": "share of completions that `loss.rejection_low` and `loss.rejection_high` mask",
+    "sampler/rejected": "share of completions that `loss.rejection_low` and `loss.rejection_high` mask, by "
+    "`loss.rejection`",
 }
 _GRADIENTS = {
     **{f"grad_norm/{name}": f"norm of the gradient of the {name} term" for name in TERM_WEIGHTS},
@@ -142,6 +154,7 @@ _PROGRESS = {
     "temperature": "sampling temperature of this step",
     "samples_per_prompt": "completions per prompt in this step",
     "kl_coef": "weight of the KL in this step",
+    "entropy_coef": "weight of the entropy bonus after this step; with `loss.entropy_target`",
     "token_budget": "tokens per forward and backward pass; halved if memory runs out",
     "token_budget_full": "its value before it was halved, once memory has run out",
     "reference_refreshes": "times that the reference was updated; if there is a reference",
@@ -165,10 +178,14 @@ _EVALUATION = {
     "eval/{grade}_low": "lower end of its 95 % confidence interval",
     "eval/{grade}_high": "upper end of its 95 % confidence interval",
     "eval/{grade}_no_answer": "share of held-out completions without an answer",
-    "eval/reward": "mean reward of the held-out rows; for tasks without a grade",
+    "eval/reward": "mean reward of the held-out rows; for tasks without a grade, or with `evaluate.rewards`",
     "eval/reward_low": "lower end of its 95 % confidence interval",
     "eval/reward_high": "upper end of its 95 % confidence interval",
     "eval/reward_unscored": "share of held-out completions without a reward",
+    "eval/reward_std": "standard deviation of the held-out completions' rewards; with `evaluate.rewards`",
+    "eval/rewards/{reward}/mean": "mean of that reward function on the held-out rows; with `evaluate.rewards`",
+    "eval/rewards/{reward}/std": "its standard deviation",
+    "eval/{set}/{metric}": "that metric of one of several sets of held-out rows",
     "eval/mean_length": "mean length of a held-out completion in tokens",
     "eval/truncated": "share of held-out completions that were cut off",
     "eval/preference_accuracy": "share of held-out pairs in which the chosen completion has the higher DPO reward",
@@ -192,6 +209,7 @@ _WARNINGS = {
     "warnings/not_finite": "updates were skipped because of NaN or inf",
     "warnings/memory": "memory ran out and the token budget was halved, or the peak is at 95 % of what there is",
     "warnings/stale": "with asynchronous rollouts, the policy is far from the one that sampled",
+    "warnings/teacher_far": "a student that learns from a teacher alone does not approach it",
     "warnings/masked": "the masks leave fewer than 70 % of the completions",
     "warnings/truncated": "more than half of the completions are cut off",
     "warnings/no_answer": "more than 10 % of the completions contain no answer",
@@ -250,6 +268,7 @@ SECTIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 """The description of each metric, by section."""
 
 _PARTS = {"reward": r"[^/]+", "number": r"\d+", "letter": "[A-Z]", "stage": "generate|group|reward|wait|train"}
+_PARTS |= {"set": r"(?!warnings/|rewards/)[^/]+", "metric": ".+"}
 
 
 def aliases() -> dict[str, dict[str, str]]:

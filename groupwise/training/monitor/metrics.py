@@ -62,6 +62,8 @@ def settings_metrics(step_recipe: Recipe, updater: Updater, *, tokens: int, epoc
         "epoch": epoch,
         "token_budget": updater.token_budget,
     }
+    if step_recipe.loss.entropy_target is not None:
+        metrics["entropy_coef"] = updater.entropy.coefficient(step_recipe)
     if updater.token_budget < updater.full_budget:
         metrics["token_budget_full"] = updater.full_budget
     return metrics if updater.reference is None else {**metrics, "reference_refreshes": updater.reference.refreshes}
@@ -73,13 +75,15 @@ def with_aliases(metrics: Mapping[str, float], aliases: Mapping[str, str]) -> di
 
 
 def _reward_metrics(batch: Batch, group_advantages: GroupAdvantages, names: Iterable[str]) -> dict[str, float]:
-    groups = group_statistics(group_advantages.rewards, group_advantages.groups)
-    metrics = {
-        "reward": _mean(group_advantages.rewards[~group_advantages.rewards.isnan()]),
-        "reward_std": _mean(groups.std[groups.count > 1]),
-        "frac_reward_zero_std": _mean(groups.equal.double()),
-        "advantage/largest": float(group_advantages.advantages.abs().max()),
-    }
+    metrics: dict[str, float] = {}
+    if batch.rewards.shape[1]:  # else the run learns from a teacher alone
+        groups = group_statistics(group_advantages.rewards, group_advantages.groups)
+        metrics = {
+            "reward": _mean(group_advantages.rewards[~group_advantages.rewards.isnan()]),
+            "reward_std": _mean(groups.std[groups.count > 1]),
+            "frac_reward_zero_std": _mean(groups.equal.double()),
+            "advantage/largest": float(group_advantages.advantages.abs().max()),
+        }
     for name, results in group_advantages.graded.items():
         metrics[name] = sum(map(bool, results)) / len(results)
         metrics[f"{name}_no_answer"] = sum(result is None for result in results) / len(results)
@@ -205,7 +209,8 @@ def _mask_metrics(
     if batch.filtered_probability is not None:
         metrics["masks/keep_sampling_mask"] = float(batch.filtered_probability.sum()) / max(1, int(batch.lengths.sum()))
     masks = step_recipe.masks
-    if not (masks.truncated or masks.validity or masks.off_policy or masks.high_entropy or masks.keep_sampling_mask):
+    selects = masks.truncated or masks.drop_truncated or masks.validity or masks.off_policy or masks.high_entropy
+    if not (selects or masks.keep_sampling_mask):
         return metrics
     metrics["mask_ratio"] = _mean(left)
     if bool(left.any()):

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from groupwise.data import PassRates
 from groupwise.data.rows import Row
+from groupwise.errors import CheckpointError
 from groupwise.rundir import as_json, write_bytes
 from groupwise.stats import mean
 
@@ -61,10 +63,13 @@ def _visits(history: list[float]) -> dict[str, Any]:
 
 
 class QuestionLog:
-    """The history of each training row. ``metric`` is the task's grade; without one the mean reward is used."""
+    """The history of each training row. ``metric`` is the task's grade; without one the mean reward is used.
 
-    def __init__(self, rows: Sequence[TaskRow], metric: str | None = None) -> None:
-        self.rows, self.metric = rows, metric
+    rates: running pass rates, which take in each visit. They follow from the log, so a checkpoint does not have them.
+    """
+
+    def __init__(self, rows: Sequence[TaskRow], metric: str | None = None, rates: PassRates | None = None) -> None:
+        self.rows, self.metric, self.rates = rows, metric, rates
         # One entry per visit: 16 bytes, where a list per row would take a hundred and more.
         self._visited, self._values = array("q"), array("d")
 
@@ -77,21 +82,28 @@ class QuestionLog:
             members = range(prompt * batch.samples, (prompt + 1) * batch.samples)
             scored = [values[sample] for sample in members if not dropped[sample]]
             if scored:
-                self._visited.append(row)
-                self._values.append(mean(scored))
+                self._add(row, mean(scored))
+
+    def _add(self, row: int, value: float) -> None:
+        self._visited.append(row)
+        self._values.append(value)
+        if self.rates is not None:
+            self.rates.add(row, value)
 
     def table(self) -> list[dict[str, Any]]:
         """One record per training row."""
         histories = self._histories()
-        return [{**self._row(number), **_visits(histories.get(number, []))} for number in range(len(self.rows))]
+        return [
+            {**self._row(number), **self._result(number, histories.get(number))} for number in range(len(self.rows))
+        ]
 
     def write(self, folder: Path) -> None:
         """Write the table into the run folder, atomically."""
         histories, encode = self._histories(), json.JSONEncoder(ensure_ascii=False, default=str).encode
-        unseen = encode(_visits([]))[1:]  # most rows of a large data set, and the same for all
+        unseen = encode(self._result(0, None))[1:]  # most rows of a large data set, and the same for all
         lines = [
             f"{encode(self._row(number))[:-1]}, "
-            f"{encode(as_json(_visits(histories[number])))[1:] if number in histories else unseen}\n"
+            f"{encode(as_json(self._result(number, histories[number])))[1:] if number in histories else unseen}\n"
             for number in range(len(self.rows))
         ]
         write_bytes(folder / QUESTIONS, "".join(lines).encode("utf-8", "backslashreplace"))
@@ -102,15 +114,24 @@ class QuestionLog:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`; later visits are dropped."""
         self._visited, self._values = array("q"), array("d")
+        if any(int(row) >= len(self.rows) for row in state):
+            raise CheckpointError(f"the saved questions are of more rows than the {len(self.rows)} that there are")
+        if self.rates is not None:
+            self.rates.clear()
         for row, history in state.items():
-            self._visited.extend([int(row)] * len(history))
-            self._values.extend(map(float, history))
+            for value in history:
+                self._add(int(row), float(value))
 
     def _row(self, number: int) -> dict[str, Any]:
         """What identifies a row: its number, its file and line, its id and category."""
         row = self.rows[number]
         where = {"where": row.where} if isinstance(row, Row) else {}
         return {"row": number, **where, **{name: row[name] for name in ROW_COLUMNS if name in row}}
+
+    def _result(self, number: int, history: list[float] | None) -> dict[str, Any]:
+        """The visits of a row, and its pass rate if the order of the rows depends on it."""
+        rates = {} if self.rates is None else {"pass_rate": self.rates.of(number) if history else None}
+        return {**_visits(history or []), **rates}
 
     def _histories(self) -> dict[int, list[float]]:
         """The values of each visited row, in order of its first visit."""

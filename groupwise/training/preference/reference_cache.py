@@ -246,6 +246,7 @@ def _computed_by(handle: ModelHandle) -> dict[str, Any]:
         "float32": backend.matmul.fp32_precision,
         "compiled": handle.compiled is not None,
         "plain": handle.model.config._attn_implementation if handle.fallback_reason else None,
+        **({"float32_head": True} if handle.head is not None and handle.head.float32 else {}),
     }
 
 

@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.core import group_advantages, group_index, group_statistics
+from groupwise.core import group_advantages, group_index, group_statistics, pass_at_k_advantages
 from groupwise.core.advantages import lies_within
 from groupwise.core.masks import validity_reasons
 from groupwise.errors import ConfigError, RewardError, check_choice
 from groupwise.grouping.labels import LABELS, parent_labels
-from groupwise.rewards import overlong_penalty, weighted_total
+from groupwise.rewards import weighted_total
 from groupwise.tasks.base import Grade
 from groupwise.training.preference.group_pairs import build_group_pairs
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.difficulty import correctness, difficulty_weights
 from groupwise.user_code import failures_named, load_function
-
-OVERLONG = "overlong"  # the name of the overlong penalty among the rewards
 
 AdvantageFunction = Callable[[Tensor, Tensor, Tensor], Any]
 """Rewards ``(B, K)``, group of each sample ``(B,)``, weights ``(K,)`` to advantages ``(B,)``."""
@@ -69,14 +67,6 @@ def _find(
     return load_function(name, what=what)
 
 
-def add_overlong_penalty(rewards: Tensor, lengths: Sequence[int], step_recipe: Recipe) -> Tensor:
-    """The rewards with one more column: the soft penalty for completions close to the length limit (DAPO)."""
-    limit = step_recipe.sampling.max_new_tokens
-    buffer, weight = min(step_recipe.scoring.overlong_buffer, limit), step_recipe.scoring.overlong_weight
-    column = [weight * overlong_penalty(length, limit, buffer) for length in lengths]
-    return torch.cat([rewards, torch.tensor(column, dtype=torch.float64)[:, None]], dim=1)
-
-
 def compute_group_advantages(
     batch: Batch,
     step_recipe: Recipe,
@@ -113,7 +103,14 @@ def compute_group_advantages(
         with failures_named(f"the advantage function {settings.function}"):
             values = advantage(rewards, groups, factors)
         advantages = _check_advantages(values, len(batch))
+    elif not rewards.shape[1]:
+        advantages = torch.zeros(len(batch))  # a run without rewards
+    elif settings.pass_at_k is not None:
+        threshold, k = step_recipe.scoring.success_threshold, settings.pass_at_k
+        advantages = pass_at_k_advantages(total, groups, k, threshold=threshold, scale=settings.scale, eps=settings.eps)
     else:
+        if settings.scale == "mean":
+            _check_not_negative(total, batch)
         advantages = group_advantages(
             rewards,
             groups,
@@ -144,6 +141,7 @@ def compute_group_advantages(
         equal=statistics.equal[statistics.index],
         graded=graded,
         uses_advantages=bool(step_recipe.loss.policy_coef),
+        taught=step_recipe.taught,
     )
     if settings.difficulty != "none":
         correct = correctness(answers, total)
@@ -217,13 +215,25 @@ def _check_advantages(advantages: Any, number: int) -> Tensor:
     return values
 
 
+def _check_not_negative(rewards: Tensor, batch: Batch) -> None:
+    """Raise an error for the first reward below 0, which MaxRL's scale does not allow."""
+    if bool((rewards < 0).any()):
+        where = int((rewards < 0).nonzero()[0])
+        raise RewardError(
+            f"the reward of completion {where % batch.samples + 1} of {batch.samples} of row "
+            f"{batch.row_numbers[where // batch.samples]} is {float(rewards[where]):g}; advantages.scale 'mean' "
+            "divides by the group's mean, so the weighted sum of the rewards must be at least 0: add a constant, or "
+            "use another advantages.scale"
+        )
+
+
 def _masks(batch: Batch, step_recipe: Recipe, graded: list[bool | None] | None) -> dict[str, Tensor]:
     """The samples that are excluded from the policy loss, ``(B,)`` bool for each reason."""
     masks = step_recipe.masks
     reasons: dict[str, Tensor] = {}
     if bool(batch.dropped.any()):
         reasons["dropped"] = batch.dropped
-    if masks.truncated:
+    if masks.truncated or masks.drop_truncated:
         reasons["truncated"] = torch.tensor([reason == "length" for reason in batch.stop_reasons])
     if masks.validity:
         answered = None if graded is None else torch.tensor([result is not None for result in graded])

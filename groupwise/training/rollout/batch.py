@@ -122,6 +122,7 @@ class GroupAdvantages:
     difficulty: Tensor | None = None  # (B,) the factors of the advantages, if they are weighted by difficulty
     pairs: GroupPairs | None = None  # preference pairs, if the step learns from them
     uses_advantages: bool = True  # whether the policy loss has a weight
+    taught: bool = False  # every sample has a learning signal: a teacher's, and no other
 
     @property
     def allowed(self) -> Tensor:
@@ -134,6 +135,8 @@ class GroupAdvantages:
     @property
     def contributes(self) -> Tensor:
         """Which samples have a learning signal, ``(B,)``: an advantage that is not masked, or a place in a pair."""
+        if self.taught:
+            return torch.ones(len(self.rewards), dtype=torch.bool)
         contributes = self.allowed & (self.advantages != 0) & self.uses_advantages
         return contributes if self.pairs is None else contributes | self.pairs.members(len(contributes))
 

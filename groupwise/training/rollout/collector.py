@@ -17,18 +17,18 @@ from torch import Tensor
 from groupwise.config import Recipe
 from groupwise.data import Order, Prompt, decode_completions, reward_inputs, where_of
 from groupwise.data.rows import name_completion
-from groupwise.errors import ConfigError
 from groupwise.generate.engine import watched
 from groupwise.generate.types import Generator, Rollout, Sampling, Stop
 from groupwise.grouping.grouper import SimilarityGrouper
 from groupwise.grouping.labels import LABELS, compute_single_member_mask, similarity_group_labels
-from groupwise.rewards import RewardFunction, Scorer
+from groupwise.rewards import RewardFunction, Scorer, weighted_total
+from groupwise.rewards.contract import no_scores
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import Display
 from groupwise.training.errors import retry_with_less_memory
-from groupwise.training.rollout.advantages import OVERLONG, add_overlong_penalty
 from groupwise.training.rollout.batch import Batch, GroupAdvantages, join
+from groupwise.training.rollout.penalties import penalty_columns
 from groupwise.training.seeds import derive_seed
 
 Timer = Callable[[str], AbstractContextManager[None]]
@@ -86,24 +86,24 @@ class RolloutCollector:
         prompt_column: str,
         seed: int,
         stop: Stop | None = None,
-        overlong: bool = False,
+        penalties: Sequence[str] = (),
         grouper: SimilarityGrouper | None = None,
         say: Say = lambda text: None,
         display: Display | None = None,
     ) -> None:
         self.generator, self.tokenizer, self.scorer, self.order = generator, tokenizer, scorer, order
         self.rows, self.prompts, self.compute_advantages = rows, prompts, compute_advantages
-        self.prompt_column, self.seed, self.stop, self.overlong, self.say = prompt_column, seed, stop, overlong, say
+        self.prompt_column, self.seed, self.stop, self.penalties, self.say = prompt_column, seed, stop, penalties, say
         self.grouper, self.display = grouper, display or Display()
 
     @property
     def names(self) -> list[str]:
-        """The names of the rewards, the overlong penalty included."""
-        return [function.name for function in self._functions] + ([OVERLONG] if self.overlong else [])
+        """The names of the rewards, penalties on length included."""
+        return [*(function.name for function in self._functions), *self.penalties]
 
     @property
     def weights(self) -> list[float]:
-        return [function.weight for function in self._functions] + ([1.0] if self.overlong else [])
+        return [*(function.weight for function in self._functions), *(1.0 for _ in self.penalties)]
 
     @property
     def reward_weights(self) -> dict[str, float]:
@@ -180,6 +180,7 @@ class RolloutCollector:
             top_k=settings.top_k or None,
             top_p=settings.top_p,
             min_p=settings.min_p or None,
+            repetition_penalty=settings.repetition_penalty,
             order=settings.order,
             seed=derive_seed("sampling", self.seed, draw.step, draw.number),
             keep_sets=draw.recipe.masks.keep_sampling_mask,
@@ -237,8 +238,6 @@ class RolloutCollector:
     def _score(self, batch: Batch, draw: Draw, scorer: Scorer | None = None) -> RolloutResult:
         """The batch with rewards; completions that are alone in their cluster get none if the recipe says so."""
         scorer = scorer or self.scorer
-        if scorer is None:
-            raise ConfigError("completions were sampled, but there is no reward to score them with; add [[rewards]]")
         samples, grouping = batch.samples, draw.recipe.advantages.grouping
         skipped = [False] * len(batch)
         if self.grouper is not None and draw.recipe.grouping.skip_single_members and grouping == "similarity":
@@ -246,18 +245,27 @@ class RolloutCollector:
         scored = [place for place, skip in enumerate(skipped) if not skip]
         data = [batch.rows[place // samples] for place in scored]
         numbers = [batch.row_numbers[place // samples] for place in scored]
-        scores = scorer.score(
-            *reward_inputs(data, [batch.texts[place] for place in scored], self.prompt_column),
-            completion_ids=[batch.ids[place].tolist() for place in scored],
-            trainer_state=draw.trainer_state,
-            places=[
-                name_completion(where_of(row, number), place % samples, samples)
-                for row, number, place in zip(data, numbers, scored, strict=True)
-            ],
+        # Without a scorer the run learns from a teacher alone.
+        scores = (
+            no_scores(len(scored))
+            if scorer is None
+            else scorer.score(
+                *reward_inputs(data, [batch.texts[place] for place in scored], self.prompt_column),
+                completion_ids=[batch.ids[place].tolist() for place in scored],
+                trainer_state=draw.trainer_state,
+                places=[
+                    name_completion(where_of(row, number), place % samples, samples)
+                    for row, number, place in zip(data, numbers, scored, strict=True)
+                ],
+            )
         )
-        if self.overlong:
-            lengths = [len(batch.ids[place]) for place in scored]
-            scores = replace(scores, rewards=add_overlong_penalty(scores.rewards, lengths, draw.recipe))
+        if self.penalties:
+            weights = [] if scorer is None else [function.weight for function in scorer.functions]
+            total = weighted_total(scores.rewards, weights)
+            total = torch.where(scores.dropped, torch.nan, total)
+            lengths, prompts = [len(batch.ids[place]) for place in scored], [place // samples for place in scored]
+            columns = penalty_columns(self.penalties, total, lengths, prompts, draw.recipe)
+            scores = replace(scores, rewards=torch.cat([scores.rewards, columns], dim=1))
         rewards = torch.full((len(skipped), scores.rewards.shape[1]), torch.nan, dtype=torch.float64)
         rewards[scored] = scores.rewards
         dropped = torch.zeros(len(skipped), dtype=torch.bool)

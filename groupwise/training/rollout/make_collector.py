@@ -1,4 +1,4 @@
-"""The collector of a run, from its parts."""
+"""The collector of a run, and the order of its rows, from their parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config import Recipe
-from groupwise.data import Order
+from groupwise.data import DrawShares, Order, PassRateOrder, PassRates
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
 from groupwise.generate.sharded import ShardedGenerator
@@ -21,7 +21,18 @@ from groupwise.training.display.base import Display
 from groupwise.training.rollout.async_collector import AsyncCollector
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.collector import RolloutCollector
+from groupwise.training.rollout.penalties import PENALTIES, penalty_names
 from groupwise.training.rollout.shared_collector import SharedCollector
+
+
+def make_order(recipe: Recipe, rows: int) -> tuple[Order, PassRates | None]:
+    """The order of a run's training rows, and the pass rates that it depends on, if it does."""
+    data, seed = recipe.data, recipe.train.seed
+    if data.sampling == "uniform":
+        return Order(rows, shuffle=data.shuffle, seed=seed), None
+    rates = PassRates(rows, data.pass_rate_memory)
+    shares = DrawShares(data.solved_pass_rate, data.solved_share, data.unsolved_pass_rate, data.unsolved_share)
+    return PassRateOrder(rates, shares, rows, shuffle=data.shuffle, seed=seed), rates
 
 
 def make_collector(
@@ -39,6 +50,13 @@ def make_collector(
 ) -> RolloutCollector:
     """The collector of a run: asynchronous if ``train.max_staleness`` is above 0."""
     recipe, scorer = components.recipe, components.scorer
+    penalties = penalty_names(recipe, components.driven)
+    for function in () if scorer is None else scorer.functions:
+        if function.name in penalties:
+            raise ConfigError(
+                f"the reward {function.name!r} has the name of the penalty that {PENALTIES[function.name]} adds; give "
+                "it another one (name in [[rewards]])"
+            )
     if recipe.train.max_staleness and isinstance(generator, ShardedGenerator):  # rank 0 uses them alone
         if not generator.remote:
             raise ConfigError(
@@ -54,7 +72,7 @@ def make_collector(
         "prompt_column": recipe.data.prompt,
         "seed": recipe.train.seed,
         "stop": components.stop,
-        "overlong": recipe.scoring.overlong_buffer > 0,
+        "penalties": penalties,
         "grouper": grouper,
         "say": say,
         "display": display,

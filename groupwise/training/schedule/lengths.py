@@ -1,6 +1,7 @@
 """How long a run and its phases are, in steps: epochs and shares of the run are resolved before the first step.
 
-An epoch of a phase has rows / batch steps, by the batch of that phase; prompts that are resampled do not count. Ends of
+An epoch of a phase has rows / batch steps, by the batch of that phase, or as many times its updates if a step is one
+update (``train.update_per_step``); prompts that are resampled do not count. Ends of
 phases are rounded together, not one by one: phases of 0.5 and 1.5 epochs take as many steps as one of 2.
 """
 
@@ -15,6 +16,7 @@ from groupwise.text import plural
 from groupwise.training.schedule.rules import Phase
 
 BATCH = ("train.batch_size", "train.accumulation")  # their product is the number of prompts in a step
+UPDATES = ("train.iterations", "train.mini_batches")  # their product is the number of updates of a batch
 
 EpochsInSteps = Callable[[float, Mapping[str, float]], float]
 """A number of epochs in steps, not rounded, with the settings that a phase changes."""
@@ -60,7 +62,10 @@ def run_length(recipe: Recipe, phases: Sequence[Phase], rows: int, *, samples: b
         batch: float = recipe.preference.batch_size
         if samples:
             batch = changes.get(BATCH[0], train.batch_size) * changes.get(BATCH[1], train.accumulation)
-        return rows * epochs / batch
+        if not train.update_per_step:
+            return rows * epochs / batch
+        updates = changes.get(UPDATES[0], train.iterations) * changes.get(UPDATES[1], train.mini_batches)
+        return rows * epochs / batch * updates
 
     if recipe.ends_with_phases:
         resolved = _in_steps(phases, epochs_in_steps, 0)
@@ -68,7 +73,8 @@ def run_length(recipe: Recipe, phases: Sequence[Phase], rows: int, *, samples: b
         return RunLength(total, resolved)
     steps = train.steps
     if steps is None:
-        steps = max(1, round(epochs_in_steps(train.epochs or 1.0, {})))
+        each = train.steps_per_rollout
+        steps = max(1, round(epochs_in_steps(train.epochs or 1.0, {}) / each)) * each
     resolved = _in_steps(phases, epochs_in_steps, steps)
     if train.steps is None:
         _check_room(resolved, steps, f"train.epochs {train.epochs:g}")

@@ -2,7 +2,8 @@
 
 ``checkpoint-40/`` holds ``policy/`` (the model as transformers loads it), ``masters.safetensors`` (the float32 weights
 that the optimizer updates), ``optimizer.safetensors``, ``reference.safetensors`` if there is a reference,
-``rollouts.safetensors`` and ``.json`` with the groups that an asynchronous run has not learned yet, and ``state.json``:
+``rollouts.safetensors`` and ``.json`` with the groups that an asynchronous run has not learned yet,
+``updates.safetensors`` with the mini-batches of a rollout that is still in use, and ``state.json``:
 everything else that the next step depends on (`saved_state`). If the weights are sharded, ``shards/`` holds each rank's
 slices of masters, optimizer and reference instead. The manifest, with a hash of every file, is written last; a folder
 without one is never used, nor is one whose files do not fit each other. A step is saved before it is evaluated, so that
@@ -84,8 +85,6 @@ def save_checkpoint(
         with run.folder(checkpoint_name(step)) as unfinished:
             for name, tensors in files.items() if resumable else ():
                 write_safetensors(unfinished / name, tensors)
-            if resumable:
-                write_files(unfinished)
             write_json(unfinished / STATE, full_state)
             export_model(
                 model,
@@ -95,6 +94,7 @@ def save_checkpoint(
                 dtype=dtype or str(model.dtype).removeprefix("torch."),
                 merge=not is_lora(model),
             )
+            write_files(unfinished)
 
     ranks.on_main("saving a checkpoint", write)
     return True
@@ -120,10 +120,9 @@ def _save_sharded(
         options["weights"] = collect_weights(model, getattr(torch, chosen), ranks)
 
     def write(unfinished: Path) -> None:
-        if resumable:
-            write_files(unfinished)
         write_json(unfinished / STATE, state)
         export_model(model, unfinished / POLICY, **options)
+        write_files(unfinished)
 
     with ExitStack() as finish:  # an error on any rank removes the folder
         place = ranks.on_main("saving a checkpoint", lambda: str(finish.enter_context(run.folder(name))))
@@ -224,14 +223,21 @@ def verify_checkpoint(folder: Path) -> None:
     for full_name, shape in optimizer.items():
         key, _, name = full_name.partition("/")
         keys.setdefault(name, set()).add(key)
-        if name not in masters or shape not in ((), masters[name]):
+        if name not in masters or shape not in fitting_shapes(masters[name]):
             problems.append(f"{full_name} in {OPTIMIZER} does not fit the weights")
-    complete = set().union(*keys.values())
-    problems += [f"{OPTIMIZER} has only a part of the state of {name}" for name in keys if keys[name] != complete]
+    for dimensions in {len(masters[name]) for name in keys.keys() & masters.keys()}:
+        alike = {name: keys[name] for name in keys.keys() & masters.keys() if len(masters[name]) == dimensions}
+        complete = set().union(*alike.values())
+        problems += [f"{OPTIMIZER} has only a part of the state of {name}" for name in alike if alike[name] != complete]
     if reference is not None and reference != masters:
         problems.append(f"{REFERENCE} does not fit {MASTERS}")
     if problems:
         raise CheckpointError(f"{folder} is damaged: {'; '.join(problems[:3])}; {EARLIER}")
+
+
+def fitting_shapes(weight: tuple[int, ...]) -> set[tuple[int, ...]]:
+    """The shapes that a tensor of an optimizer's state may have: a number's, the weight's, or (Adafactor) a mean's."""
+    return {(), weight, weight[:-1], (*weight[:-2], *weight[-1:])}
 
 
 def newest(
@@ -274,11 +280,13 @@ def prune(run: RunDir, keep: int, best: str | None) -> None:
 
 
 def _optimizer_tensors(optimizer: torch.optim.Optimizer, masters: MasterWeights) -> dict[str, Tensor]:
-    """AdamW's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
+    """The optimizer's state under the names of the weights: ``exp_avg/lm_head.weight`` and so on."""
     collected: dict[str, Tensor] = {}
     for name, master in masters.named_parameters():
         for key, value in optimizer.state.get(master, {}).items():
-            tensor = torch.as_tensor(value)
+            if value is None:
+                continue
+            tensor = torch.tensor(value, dtype=torch.float64) if isinstance(value, float) else torch.as_tensor(value)
             # A number, such as the step count, is the same for all parts of a weight.
             complete = {name: tensor} if not tensor.dim() else masters.collect({name: tensor})
             collected |= {f"{key}/{name}": part for part in complete.values()}
@@ -295,4 +303,5 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, masters: MasterWeights, te
             raise CheckpointError(f"{OPTIMIZER} has the state of {name}, which is not trained here")
         device = torch.device("cpu") if key == "step" and not fused else parameters[name].device
         own = masters.own_part(name, value) if value.dim() else value
-        optimizer.state[parameters[name]][key] = own.to(device, copy=True)
+        counts = not own.dim() and own.dtype == torch.int64  # a step count that is no tensor, such as Adafactor's
+        optimizer.state[parameters[name]][key] = int(own) if counts else own.to(device, copy=True)

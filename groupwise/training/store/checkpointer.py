@@ -20,7 +20,7 @@ from groupwise.training.state import Stateful, StatefulFiles, TrainState
 from groupwise.training.store import checkpoint
 from groupwise.training.store.recorder import rewind
 from groupwise.training.store.run_folder import TRAINING_PAIRS, TRAINING_ROWS
-from groupwise.training.store.saved_state import ROLLOUTS, check_state
+from groupwise.training.store.saved_state import ROLLOUTS, UPDATES, check_state
 from groupwise.training.update.updater import Updater
 
 
@@ -28,7 +28,7 @@ class Checkpointer:
     """Writes checkpoints into the run folder, prunes old ones, and restores one. ``parts`` are saved by name.
 
     changed: inputs that differ from those that the run was started with; what is saved about their rows is not used.
-    rollouts: the groups of an asynchronous run.
+    file_parts: those with files, by name: the groups of an asynchronous run, or the updates of a rollout in use.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class Checkpointer:
         say: Say,
         changed: Collection[str] = (),
         ranks: Ranks | None = None,
-        rollouts: StatefulFiles | None = None,
+        file_parts: Mapping[str, StatefulFiles] | None = None,
     ) -> None:
         self.run_dir, self.components, self.state, self.parts = run_dir, components, state, parts
         self.question_log, self.updater, self.generator, self.say = question_log, updater, generator, say
-        self.changed, self.ranks, self.rollouts = changed, ranks or Ranks(), rollouts
+        self.changed, self.ranks, self.file_parts = changed, ranks or Ranks(), file_parts or {}
         self._saved: str | None = None  # a hash of the state of the last checkpoint
         self._loaded: dict[str, Any] = {}  # the state that the run was resumed with
 
@@ -88,7 +88,7 @@ class Checkpointer:
             tokenizer=self.components.tokenizer,
             dtype=settings.export_dtype,
             resumable=settings.resumable,
-            write_files=(lambda folder: None) if self.rollouts is None else self.rollouts.write_files,
+            write_files=self._write_files,
         )
 
         def finish() -> None:
@@ -98,6 +98,10 @@ class Checkpointer:
         self.ranks.on_main("saving a checkpoint", finish)
         self._saved = digest
         return is_new
+
+    def _write_files(self, folder: Path) -> None:
+        for part in self.file_parts.values():
+            part.write_files(folder)
 
     def _load_state(self, folder: Path) -> None:
         """Restore everything but the weights from a checkpoint; a CheckpointError if that is damaged."""
@@ -115,14 +119,18 @@ class Checkpointer:
         if TRAINING_PAIRS in self.changed and saved["pairs"] is not None:
             saved = {**saved, "pairs": self._next_epoch(saved["pairs"], len(self.components.pairs.train))}
         for name, part in self.parts.items():
-            part.load_state(saved[name])
-        if self.rollouts is not None:
-            self.rollouts.load_state(saved.get(ROLLOUTS))
-            self.rollouts.read_files(folder)
-        elif saved.get(ROLLOUTS):
+            part.load_state(saved.get(name))
+        for name, part in self.file_parts.items():
+            part.load_state(saved.get(name))
+            part.read_files(folder)
+        if saved.get(ROLLOUTS) and ROLLOUTS not in self.file_parts:
             raise ConfigError(
                 "this run has asynchronous rollouts, and its checkpoint holds groups that were not learned yet; resume "
                 "it with train.max_staleness 1 or more"
+            )
+        if (saved.get(UPDATES) or {}).get("totals") and UPDATES not in self.file_parts:
+            raise ConfigError(
+                "the checkpoint is between two updates of one rollout; resume the run with train.update_per_step = true"
             )
         self._loaded = saved
 
@@ -140,6 +148,7 @@ class Checkpointer:
             )
         checkpoint.load_checkpoint(folder, self.updater)
         self.updater.token_budget = recipe.train.token_budget or saved["token_budget"]
+        self.updater.entropy.load_state(saved.get("entropy"))
         self.generator.max_num_seqs = recipe.sampling.max_num_seqs or saved["max_num_seqs"]
         threads = saved["threads"]
         if torch.get_num_threads() != threads:
@@ -165,6 +174,7 @@ class Checkpointer:
 
     def _state(self) -> dict[str, Any]:
         """Everything that the next step depends on, besides weights, as JSON."""
+        entropy = self.updater.entropy.state()
         return {
             "train": asdict(self.state),
             **{name: part.state() for name, part in self.parts.items()},
@@ -172,7 +182,8 @@ class Checkpointer:
             "max_num_seqs": self.generator.max_num_seqs,
             "threads": torch.get_num_threads(),
             "supervised": self.components.supervised,
-            **({} if self.rollouts is None else {ROLLOUTS: self.rollouts.state()}),
+            **({} if entropy is None else {"entropy": entropy}),
+            **{name: part.state() for name, part in self.file_parts.items()},
         }
 
     def _write_best(self) -> str | None:

@@ -42,6 +42,7 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
         "tokenizer": _hash_tokenizer(components.tokenizer),
         FROZEN: _hash_frozen(components.model),
         "reward models": _hash_folders(reward_models),
+        "teacher": _hash_folders([recipe.distillation.teacher] if recipe.distillation.is_model else []),
         "embedder": _hash_folders(embedder),
         SOURCES: _sources(components),
     }

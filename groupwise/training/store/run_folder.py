@@ -44,8 +44,11 @@ def open_run(
     recipe_file: str | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    beside_other_files: bool = False,
 ) -> RunDir:
     """The run's folder, locked: a new one, the one to resume, or one that may be overwritten.
+
+    beside_other_files: a new one may hold other files, but no run.
 
     To resume without a folder, the newest run of the recipe's file is taken, or for a recipe without a file the newest
     run of that name.
@@ -56,7 +59,7 @@ def open_run(
     path = Path(chosen) if chosen else new_run_path(RUNS, recipe.run.name or name)
     if overwrite and holds_run(path):
         return RunDir.resume(path)  # the caller clears it once the new run can start
-    return RunDir.create(path)
+    return RunDir.create(path, beside_other_files=beside_other_files)
 
 
 def open_shared_run(ranks: Ranks, recipe: Recipe, folder: str | Path | None, **options: Any) -> RunDir:

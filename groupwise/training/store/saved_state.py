@@ -17,7 +17,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 Positive = Annotated[int, Field(ge=1, lt=2**53)]
 Step = Annotated[int, Field(ge=-1, lt=2**53)]  # -1: not yet
 Metrics = dict[str, float | str | None]
-ROLLOUTS = "rollouts"
+ROLLOUTS, UPDATES = "rollouts", "updates"
 
 
 class _Part(BaseModel):
@@ -49,6 +49,8 @@ class _Order(_Part):
     epoch: Count
     position: Count
     deferred: list[Count]
+    looked: Count = 0  # of an order by pass rates
+    skipped: Count = 0
 
     @model_validator(mode="after")
     def _check_rows(self) -> _Order:
@@ -82,6 +84,30 @@ class _Rollouts(_Part):
         return self
 
 
+class _Updates(_Part):
+    rollouts: Count | None
+    iterations: Positive
+    made: Count
+    values: dict[str, float | int]
+    totals: list[dict[str, int | float]]  # `read_minibatches` checks them
+
+    @model_validator(mode="after")
+    def _check_made(self) -> _Updates:
+        if self.made >= max(1, self.iterations * len(self.totals)):
+            raise ValueError(f"it has made {self.made} of {self.iterations * len(self.totals)} updates")
+        return self
+
+
+class _Entropy(_Part):
+    coefficient: float
+    entropy: float
+
+
+class _UserOptimizer(_Part):
+    groups: list[dict[str, Any]]
+    scheduler: dict[str, Any] | None
+
+
 class _State(_Part):
     step: Count
     refreshes: Count
@@ -96,6 +122,9 @@ class _State(_Part):
     threads: Annotated[int, Field(ge=1, le=4096)]
     supervised: bool
     rollouts: _Rollouts | None = None  # of an asynchronous run
+    updates: _Updates | None = None  # of a run with train.update_per_step
+    entropy: _Entropy | None = None  # of a run with loss.entropy_target
+    user_optimizer: _UserOptimizer | None = None
 
     @model_validator(mode="after")
     def _check_steps(self) -> _State:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.core.importance import geometric_mask, importance_weights
+from groupwise.core.importance import importance_weights, rejection_mask
 from groupwise.core.losses import log_ratio
 
 
@@ -54,13 +54,17 @@ def correct_sampler(
     weights, truncated, masked = torch.ones_like(logps), 0, 0
     if weights_by_sampler(step_recipe):
         mode, low, high = loss.importance_sampling, loss.importance_floor, loss.importance_cap
-        weights = importance_weights(logps, sampler_logps, mask, mode=mode, low=low, high=high)
+        weights = importance_weights(
+            logps, sampler_logps, mask, mode=mode, low=low, high=high, normalize=loss.importance_normalize
+        )
         ratio = log_ratio(logps, sampler_logps, mask, "sequence_product" if "sequence" in mode else "token").exp()
         outside = int((mask & ((ratio < (low or 0.0)) | (ratio > (high or math.inf)))).sum())
         truncated, masked = (outside, 0) if "truncate" in mode else (0, outside)
     kept = torch.ones(len(mask), dtype=torch.bool)
     if loss.rejection_low is not None or loss.rejection_high is not None:
-        kept = geometric_mask(logps, sampler_logps, mask, low=loss.rejection_low, high=loss.rejection_high)
+        kept = rejection_mask(
+            logps, sampler_logps, mask, statistic=loss.rejection, low=loss.rejection_low, high=loss.rejection_high
+        )
         weights = torch.where(kept[:, None], weights, 0.0)
     total = float(torch.where(mask, weights, 0.0).double().sum())
     counts = CorrectionCounts(int(mask.sum()), total, truncated, masked, len(mask), int((~kept).sum()))

@@ -70,4 +70,5 @@ class ExactKL:
             scale=head.scale,
             temperature=self.temperature,
             factor=factor,
+            float32=head.float32,
         )

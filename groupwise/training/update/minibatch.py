@@ -16,6 +16,7 @@ from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.update.correction import CorrectionCounts, masks_by_sampler
 from groupwise.training.update.objective import Totals, active_terms
+from groupwise.training.update.teacher import TeacherLogps
 
 
 class CompletionBatch(NamedTuple):
@@ -59,14 +60,19 @@ class MiniBatch:
     completions: list[list[Tensor]]  # by prompt
     kept: KeptSets | None
     advantages: Tensor  # (n,)
+    prompt_tokens: Tensor  # (n,) of all completions of a row's prompt in the mini-batch, computed or not
     allowed: Tensor  # (n,) bool
     sampler_logps: Tensor  # (n, T)
     mask: Tensor  # (n, T)
     totals: Totals
     pairs: MiniBatchPairs
+    teacher_prompts: list[tuple[int, ...]]  # `prompts` as a teacher sees them
     old_logps: Tensor | None = None  # (n, T)
     ref_logps: Tensor | None = None  # (n, T)
+    teacher: TeacherLogps | None = None  # what was computed before the first update
     weights: Tensor | None = None  # (n, T) importance weights of the tokens
+    local_batch: Tensor | None = None  # (n,) the local batch of each sample, with train.local_batch_size
+    local_lengths: Tensor | None = None  # (n,) float64: the mean length of all completions of that batch
     correction: CorrectionCounts | None = None  # what these weights change
 
     def __len__(self) -> int:
@@ -91,14 +97,20 @@ class MiniBatch:
 def split_minibatches(
     batch: Batch, group_advantages: GroupAdvantages, step_recipe: Recipe, dataset_pairs: DatasetPairs, seed: int
 ) -> list[MiniBatch]:
-    """The batch in ``train.mini_batches`` parts of complete prompts, shuffled by ``seed`` if there are several."""
-    prompts, count = len(batch.prompts), step_recipe.train.mini_batches
-    order = list(range(prompts))
-    if count > 1:
-        order = torch.randperm(prompts, generator=torch.Generator().manual_seed(seed)).tolist()
-    cuts = [order[prompts * part // count : prompts * (part + 1) // count] for part in range(count)]
+    """The batch in ``train.mini_batches`` parts of complete prompts, or of completions (``train.mini_batch_by``).
+
+    They are shuffled by ``seed`` if there are several parts, completions also if there are local batches.
+    """
+    train = step_recipe.train
+    count, by_samples = train.mini_batches, train.mini_batch_by == "samples"
+    size = len(batch) if by_samples else len(batch.prompts)
+    order = list(range(size))
+    if count > 1 or (by_samples and train.local_batch_size is not None):
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist()
+    cuts = [order[size * part // count : size * (part + 1) // count] for part in range(count)]
+    build = build_from_samples if by_samples else build_minibatch
     return [
-        build_minibatch(batch, group_advantages, cut, step_recipe, dataset_pairs.split(part, count))
+        build(batch, group_advantages, cut, step_recipe, dataset_pairs.split(part, count))
         for part, cut in enumerate(cuts)
     ]
 
@@ -112,25 +124,43 @@ def build_minibatch(
 ) -> MiniBatch:
     """The mini-batch of these prompts, with the samples that contribute, or all samples if a term needs them."""
     members = [prompt * batch.samples + sample for prompt in prompts for sample in range(batch.samples)]
+    return build_from_samples(batch, group_advantages, members, step_recipe, dataset_pairs)
+
+
+def build_from_samples(
+    batch: Batch,
+    group_advantages: GroupAdvantages,
+    members: Sequence[int],
+    step_recipe: Recipe,
+    dataset_pairs: DatasetPairs | None = None,
+) -> MiniBatch:
+    """The mini-batch of these samples; consecutive ones form the local batches."""
     contributes, allowed = group_advantages.contributes.tolist(), group_advantages.allowed.tolist()
-    compute_all = _needs_all_samples(step_recipe)
-    computed = [i for i in members if compute_all or contributes[i]]
+    compute_all, lengths = _needs_all_samples(step_recipe), batch.lengths
+    cut = [step_recipe.masks.drop_truncated and reason == "length" for reason in batch.stop_reasons]
+    if any(cut):
+        lengths = torch.where(torch.tensor(cut), 0, lengths)
+    computed = [i for i in members if (compute_all or contributes[i]) and not cut[i]]
     by_prompt: dict[int, list[int]] = {}
     for sample in computed:
         by_prompt.setdefault(sample // batch.samples, []).append(sample)
+    computed = [sample for samples in by_prompt.values() for sample in samples]
     divided_by = members
     if step_recipe.loss.denominator == "policy_mask":
         divided_by = [i for i in members if allowed[i]]
-    lengths = batch.lengths
+    prompt_tokens = torch.zeros(len(batch.prompts), dtype=torch.long)
+    prompt_tokens.index_add_(0, torch.tensor(members, dtype=torch.long) // batch.samples, lengths[members].long())
     sampler_logps = [batch.sampler_logps[i] for i in computed]
     mask = torch.arange(int(lengths[computed].max()) if computed else 0) < lengths[computed][:, None]
     pairs = _pairs(group_advantages, computed, dataset_pairs or DatasetPairs())
+    local_batch, local_lengths = _local_batches(members, computed, lengths, step_recipe.train.local_batch_size)
     return MiniBatch(
         samples=computed,
         prompts=[batch.prompts[prompt].ids for prompt in by_prompt],
         completions=[[batch.ids[i] for i in samples] for samples in by_prompt.values()],
         kept=None if batch.kept is None else batch.kept.select(batch.token_indices(computed)),
         advantages=group_advantages.advantages[computed],
+        prompt_tokens=prompt_tokens[torch.tensor(computed, dtype=torch.long) // batch.samples],
         allowed=group_advantages.allowed[computed],
         sampler_logps=pad_sequence(sampler_logps, batch_first=True) if computed else torch.zeros(mask.shape),
         mask=mask,
@@ -142,9 +172,33 @@ def build_minibatch(
             computed_tokens=int(mask.sum()),
             computed_sequences=len(computed),
             pairs=len(pairs),
+            prompts=int((prompt_tokens > 0).sum()),
+            token_scale=_token_scale(lengths, members) if step_recipe.train.mini_batch_by == "samples" else 1.0,
         ),
         pairs=pairs,
+        local_batch=local_batch,
+        local_lengths=local_lengths,
+        teacher_prompts=[batch.prompts[prompt].teacher_ids or batch.prompts[prompt].ids for prompt in by_prompt],
     )
+
+
+def _token_scale(lengths: Tensor, members: Sequence[int]) -> float:
+    """The mini-batch's tokens per completion, relative to the batch's."""
+    everywhere = float(lengths.double().mean()) if len(lengths) else 0.0
+    return float(lengths[members].double().mean()) / everywhere if everywhere and members else 1.0
+
+
+def _local_batches(
+    members: Sequence[int], computed: Sequence[int], lengths: Tensor, size: int | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The local batch of each computed sample, and the mean length of all completions of that batch."""
+    if size is None:
+        return None, None
+    batches = [members[start : start + size] for start in range(0, len(members), size)]
+    batch_of = {sample: number for number, batch in enumerate(batches) for sample in batch}
+    means = torch.tensor([float(lengths[batch].double().mean()) for batch in batches], dtype=torch.float64)
+    numbers = torch.tensor([batch_of[sample] for sample in computed], dtype=torch.long)
+    return numbers, means[numbers]
 
 
 def longest_sequence(batch: MiniBatch | CompletionBatch) -> int:
@@ -159,7 +213,11 @@ def _needs_all_samples(step_recipe: Recipe) -> bool:
     denominator, off_policy = step_recipe.loss.denominator, step_recipe.masks.off_policy
     return (
         not step_recipe.train.skip_equal_rewards
+        or step_recipe.loss.importance_normalize  # its mean is over all samples
+        # The tokens of a local batch are ranked together, those without an advantage too.
+        or (step_recipe.masks.high_entropy is not None and step_recipe.train.local_batch_size is not None)
         or any(term.needs_all_samples for term in active_terms(step_recipe))
+        or step_recipe.loss.entropy_target is not None  # its weight may be 0 now, but the entropy is measured
         # These may mask any sample, which changes this denominator.
         or (denominator == "policy_mask" and (off_policy == "reference_drift" or masks_by_sampler(step_recipe)))
     )

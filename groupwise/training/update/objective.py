@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from groupwise.config import Recipe
-from groupwise.core import kl_estimate, policy_loss, preference_loss
+from groupwise.core import DivergenceLimit, PromptTotals, kl_estimate, policy_loss, preference_loss, sampled_reverse_kl
 from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
 from groupwise.errors import ConfigError, is_out_of_memory
 from groupwise.model.device import float64_device
@@ -34,6 +34,8 @@ class Totals:
     computed_tokens: int  # of the completions that are computed: only these have a ratio and an entropy
     computed_sequences: int
     pairs: int = 0  # preference pairs
+    prompts: int = 0  # with a completion in the mini-batch, computed or not
+    token_scale: float = 1.0  # of means over tokens, if all mini-batches of a batch divide by the same number of tokens
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,17 @@ class MicroBatch:
     logps: Tensor  # of the policy, with gradient
     mask: Tensor
     advantages: Tensor | None = None  # (b,)
+    prompt_tokens: Tensor | None = None  # (b,) of all completions of each row's prompt in the mini-batch
     policy_mask: Tensor | None = None  # bool, or importance weights
     sampler_logps: Tensor | None = None
     old_logps: Tensor | None = None  # None: the batch is used once
     ref_logps: Tensor | None = None
     entropy: Tensor | None = None
+    local_lengths: Tensor | None = None  # (b,) mean length of the completions of each row's local batch
     exact_kl: tuple[Tensor, Tensor] | None = None  # penalty and KL over the full vocabulary, if loss.kl asks for it
     pairs: PackedPairs | PairGradients | None = None
+    teacher_logps: Tensor | None = None
+    teacher_kl: tuple[Tensor, Tensor] | None = None  # over the vocabulary, and whether both prefer the same token
 
 
 @dataclass(frozen=True)
@@ -91,16 +97,40 @@ class Objective:
                 statistics |= term_statistics
         return values, statistics
 
+    @property
+    def aggregation(self) -> str:
+        """How the policy loss averages tokens: the recipe's choice, or the loss's own way."""
+        return self.recipe.loss.aggregation or self.loss.aggregation
+
+    def prompt_totals(self, micro_batch: MicroBatch) -> PromptTotals | None:
+        """The denominators of a mean over prompts."""
+        tokens = micro_batch.prompt_tokens
+        return None if tokens is None else PromptTotals(tokens, self.totals.prompts)
+
     def token_weights(self, micro_batch: MicroBatch, aggregation: str | None = None) -> Tensor:
         """The weight of each token ``(b, T)`` in a mean over the mini-batch, by default the policy loss's mean."""
-        return aggregation_weights(
+        weights = aggregation_weights(
             micro_batch.mask,
-            aggregation or self.loss.aggregation,
+            aggregation or self.aggregation,
             max_length=self.recipe.sampling.max_new_tokens,
             total_tokens=self.totals.tokens,
             total_sequences=self.totals.sequences,
+            prompts=self.prompt_totals(micro_batch),
+            local_lengths=self.local_lengths(micro_batch, self.totals.tokens, self.totals.sequences),
             dtype=micro_batch.logps.dtype,
         )
+        return weights if aggregation is not None else weights * self.token_scale
+
+    @property
+    def token_scale(self) -> float:
+        """The factor of the policy loss's mean, if that is one over tokens."""
+        return self.totals.token_scale if self.aggregation == "token_mean" else 1.0
+
+    def local_lengths(self, micro_batch: MicroBatch, tokens: int, sequences: int) -> Tensor:
+        """The mean completion length ``(b,)`` of each row's local batch; without any, that of the mini-batch."""
+        if micro_batch.local_lengths is not None:
+            return micro_batch.local_lengths
+        return micro_batch.logps.new_full(micro_batch.mask.shape[:1], tokens / max(1, sequences))
 
 
 Statistics = dict[str, Tensor]
@@ -151,7 +181,8 @@ def samples_completions(recipe: Recipe, driven: Collection[str] = ()) -> bool:
 def needs_reference(recipe: Recipe, driven: Collection[str] = ()) -> bool:
     """Whether a step (or run) needs a reference policy for its update."""
     terms = active_terms(recipe, driven)
-    return any(term.needs_reference for term in terms) or recipe.masks.off_policy == "reference_drift"
+    teaches = TERMS["distillation"] in terms and recipe.distillation.teacher == "reference"
+    return teaches or any(term.needs_reference for term in terms) or recipe.masks.off_policy == "reference_drift"
 
 
 def needs_ref_logps(recipe: Recipe) -> bool:
@@ -159,6 +190,18 @@ def needs_ref_logps(recipe: Recipe) -> bool:
     unused = {"kl"} if recipe.loss.kl in EXACT_KL_FACTORS else set()
     names = {term.name for term in active_terms(recipe) if term.needs_reference and not term.from_pairs}
     return bool(names - unused) or recipe.masks.off_policy == "reference_drift"
+
+
+def needs_old_logps(recipe: Recipe) -> bool:
+    """Whether a step needs the log-probs of the policy before its first update, if it has several."""
+    unused = {"distillation"} if recipe.distillation.kl == "full" else set()
+    return any(term.needs_old_logps and term.name not in unused for term in active_terms(recipe))
+
+
+def needs_rewards(recipe: Recipe, driven: Collection[str] = ()) -> bool:
+    """Whether a run learns from rewards: by advantages, or by pairs that they rank."""
+    names = {term.name for term in active_terms(recipe, driven)}
+    return "policy" in names or ("preference" in names and recipe.preference.pairs != "data")
 
 
 def policy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
@@ -172,17 +215,31 @@ def policy_term(objective: Objective, micro_batch: MicroBatch, weight: float) ->
         micro_batch.advantages,
         micro_batch.mask,
         loss=objective.loss,
+        aggregation=objective.aggregation,
         ratio=settings.ratio,
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
         dual_clip=settings.dual_clip,
+        sapo_temperatures=(settings.sapo_temperatures[0], settings.sapo_temperatures[1]),
+        vespo_positive=(settings.vespo_positive[0], settings.vespo_positive[1]),
+        vespo_negative=(settings.vespo_negative[0], settings.vespo_negative[1]),
         max_length=objective.recipe.sampling.max_new_tokens,
         total_tokens=totals.policy_tokens,
         total_sequences=totals.policy_sequences,
+        prompts=objective.prompt_totals(micro_batch),
+        local_lengths=objective.local_lengths(micro_batch, totals.policy_tokens, totals.policy_sequences),
         policy_mask=micro_batch.policy_mask,
         denominator=settings.denominator,
+        divergence=_divergence_limit(objective.recipe, micro_batch),
     )
-    return weight * value, _rescale(objective, micro_batch, statistics)
+    return weight * objective.token_scale * value, _rescale(objective, micro_batch, statistics)
+
+
+def _divergence_limit(recipe: Recipe, micro_batch: MicroBatch) -> DivergenceLimit | None:
+    masks = recipe.masks
+    if masks.divergence is None or micro_batch.sampler_logps is None:
+        return None
+    return DivergenceLimit(micro_batch.sampler_logps, masks.divergence, masks.divergence_threshold)
 
 
 def _rescale(objective: Objective, micro_batch: MicroBatch, statistics: Statistics) -> Statistics:
@@ -220,6 +277,7 @@ def kl_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> Ter
             estimator=settings.kl,
             old_logps=micro_batch.old_logps,
             mask=micro_batch.mask,
+            ratio=settings.ratio or objective.loss.ratios[0],
         )
         kl = per_token.detach()
     else:
@@ -230,12 +288,35 @@ def kl_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> Ter
 
 
 def entropy_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
-    """−weight · the policy's mean entropy over tokens. The entropy is reported even if the weight is 0."""
+    """−weight · the policy's mean entropy over tokens, of each local batch. It is reported even if the weight is 0."""
     if micro_batch.entropy is None:
         return None
-    total = torch.where(micro_batch.mask, micro_batch.entropy, 0.0).sum()
-    value = -weight * total / objective.totals.tokens if weight else total.detach() * 0.0
+    entropy = torch.where(micro_batch.mask, micro_batch.entropy, 0.0)
+    total = entropy.sum()
+    if micro_batch.local_lengths is None:
+        value = -weight * total / objective.totals.tokens if weight else total.detach() * 0.0
+    else:
+        value = -weight * (entropy * objective.token_weights(micro_batch, "local_token_mean")).sum()
     return value, {"entropy": total.detach() / objective.totals.computed_tokens}
+
+
+def distillation_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
+    """weight · KL(π_θ ‖ π_T), aggregated over tokens like the policy loss. Policy masks do not apply to it."""
+    if not weight:
+        return None
+    mean_weights = objective.token_weights(micro_batch, "token_mean")
+    statistics: Statistics = {}
+    if micro_batch.teacher_kl is not None:
+        per_token, same = micro_batch.teacher_kl
+        statistics["distillation/agreement"] = (same * mean_weights).sum()
+    elif micro_batch.teacher_logps is not None:
+        per_token = sampled_reverse_kl(
+            micro_batch.logps, micro_batch.teacher_logps, old_logps=micro_batch.old_logps, mask=micro_batch.mask
+        )
+    else:
+        return None
+    statistics["distillation/kl"] = (per_token.detach() * mean_weights).sum()
+    return weight * (per_token * objective.token_weights(micro_batch)).sum(), statistics
 
 
 def preference_term(objective: Objective, micro_batch: MicroBatch, weight: float) -> TermShare:
@@ -325,6 +406,15 @@ TERMS: dict[str, ObjectiveTerm] = {
             from_pairs=True,
             statistics={f"preference/{name}": NOT_MEASURED for name in _PAIR_STATISTICS},
             tag="dpo",
+        ),
+        ObjectiveTerm(
+            "distillation",
+            distillation_term,
+            "distillation.weight",
+            needs_old_logps=True,
+            needs_all_samples=True,
+            statistics={"distillation/kl": NOT_MEASURED},
+            tag="on-policy-distillation",
         ),
     )
 }

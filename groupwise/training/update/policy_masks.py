@@ -40,9 +40,15 @@ def build_policy_mask(
         policy_mask = policy_mask & kept[:, None]
         tokens, sequences = tokens - int(minibatch.mask[gone].sum()), sequences - int(gone.sum())
     if masks.high_entropy is not None:
-        # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
-        candidates = policy_mask & (minibatch.advantages != 0)[:, None]
-        policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
+        if minibatch.local_batch is None:
+            # Only tokens with an advantage are ranked, so that skipping the others changes nothing.
+            candidates = policy_mask & (minibatch.advantages != 0)[:, None]
+            policy_mask = high_entropy_mask(entropy, candidates, top_fraction=masks.high_entropy)
+        else:
+            for number in set(minibatch.local_batch.tolist()):
+                rows = minibatch.local_batch == number
+                high = high_entropy_mask(entropy[rows], minibatch.mask[rows], top_fraction=masks.high_entropy)
+                policy_mask[rows] &= high
         tokens, sequences = int(policy_mask.sum()), int(policy_mask.any(1).sum())
     if minibatch.weights is not None:
         dropped = policy_mask & (minibatch.weights == 0)
@@ -82,7 +88,9 @@ def _current_logps(minibatch: MiniBatch, step_recipe: Recipe, compute_logps: Com
     chosen = minibatch.allowed & (
         minibatch.advantages < 0 if masks.off_policy == "v3.2" else masks.off_policy is not None
     )
-    if masks.high_entropy is not None:
+    if masks.high_entropy is not None and minibatch.local_batch is not None:
+        chosen = torch.ones_like(chosen)
+    elif masks.high_entropy is not None:
         chosen = chosen | (minibatch.allowed & (minibatch.advantages != 0))
     logps, entropy = minibatch.sampler_logps.clone(), torch.zeros(minibatch.mask.shape)
     if bool(chosen.any()):

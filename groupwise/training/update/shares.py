@@ -35,7 +35,8 @@ def share_of(minibatch: MiniBatch, ranks: Ranks) -> Share:
     if ranks.size == 1:
         numbers = list(range(count)), list(range(len(pairs.dataset.pairs)))
         return Share(minibatch, torch.arange(len(minibatch)), *numbers)
-    part, rows = _take_prompts(minibatch, split_by_cost(_costs(minibatch), ranks.size)[ranks.rank])
+    prompts = split_by_cost(_costs(minibatch), ranks.size)[ranks.rank]
+    part, rows = _take_prompts(minibatch, prompts)
     lengths = [pair.longest for pair in pairs.dataset.pairs]
     from_data = split_by_cost(lengths, ranks.size)[ranks.size - 1 - ranks.rank]  # the first share is the largest
     place = {row: at for at, row in enumerate(rows.tolist())}
@@ -57,12 +58,17 @@ def share_of(minibatch: MiniBatch, ranks: Ranks) -> Share:
             completions=part.completions,
             kept=part.kept,
             advantages=minibatch.advantages[rows],
+            prompt_tokens=minibatch.prompt_tokens[rows],
             allowed=minibatch.allowed[rows],
             sampler_logps=minibatch.sampler_logps[rows],
             mask=minibatch.mask[rows],
             old_logps=taken(minibatch.old_logps),
             ref_logps=taken(minibatch.ref_logps),
+            teacher_prompts=[minibatch.teacher_prompts[prompt] for prompt in prompts],
+            teacher=None if minibatch.teacher is None else minibatch.teacher.take(rows),
             weights=taken(minibatch.weights),
+            local_batch=taken(minibatch.local_batch),
+            local_lengths=taken(minibatch.local_lengths),
             pairs=MiniBatchPairs(
                 torch.tensor([[place[row] for row in pairs.rows[n].tolist()] for n in sampled]).view(-1, 2),
                 dataset,

@@ -28,13 +28,22 @@ from groupwise.training.errors import SMALLEST_BUDGET, OutOfMemoryError, halve_b
 from groupwise.training.preference.packing import PairIndex, PairLayout, plan_pair_layout
 from groupwise.training.preference.reference_cache import pair_completions, pair_logps
 from groupwise.training.update.correction import correct_sampler, corrects_sampler, weights_by_sampler
+from groupwise.training.update.entropy import EntropyController
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
 from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, longest_sequence
-from groupwise.training.update.objective import MicroBatch, Objective, ObjectiveTerm, active_terms, needs_ref_logps
+from groupwise.training.update.objective import (
+    MicroBatch,
+    Objective,
+    ObjectiveTerm,
+    active_terms,
+    needs_old_logps,
+    needs_ref_logps,
+)
 from groupwise.training.update.policy_masks import build_policy_mask
 from groupwise.training.update.reference import Reference
 from groupwise.training.update.result import LogProbMismatch, UpdateResult, gradient_statistics
 from groupwise.training.update.shares import divide_logps, share_of
+from groupwise.training.update.teacher import Teacher, TeacherKL, TeacherLogps, ask_server
 
 _Result = TypeVar("_Result")
 
@@ -53,6 +62,7 @@ class Updater:
         token_budget: int,
         loss: Loss,
         *,
+        teacher: Teacher | None = None,
         ranks: Ranks | None = None,
         dropout: bool = False,
         release: Callable[[], None] = lambda: None,
@@ -60,21 +70,24 @@ class Updater:
     ) -> None:
         self.ranks = ranks or Ranks()
         self.handle, self.masters, self.optimizer, self.reference = handle, masters, optimizer, reference
-        self.token_budget, self.loss, self.dropout = token_budget, loss, dropout
+        self.token_budget, self.loss, self.teacher, self.dropout = token_budget, loss, teacher, dropout
         self.full_budget = token_budget  # before memory ran out
         self.release, self.say = release, say
+        self.entropy = EntropyController()
         self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
         """Add the log-probs that must be known before the first update of a batch: ``old`` ones if the batch is used
-        more than once, the reference's, and importance weights.
+        more than once, the reference's, a teacher's, and importance weights.
 
         With asynchronous rollouts, older weights have sampled: the ratio is π_θ / π_sampler, as in TRL and prime-rl, or
-        with importance weights between the sampler and the current policy, π_θ / π_old (decoupled PPO, AReaL)."""
-        needs_old = any(term.needs_old_logps for term in active_terms(step_recipe))
+        with importance weights between the sampler and the current policy, π_θ / π_old (decoupled PPO, AReaL). The
+        ratio of DPPO (masks.divergence) is also that to the sampler."""
+        needs_old = needs_old_logps(step_recipe)
         corrected, pairs = corrects_sampler(step_recipe), minibatch.pairs
         old = old and needs_old
-        if needs_old and step_recipe.train.max_staleness and not weights_by_sampler(step_recipe):
+        to_sampler = step_recipe.train.max_staleness or step_recipe.masks.divergence is not None
+        if needs_old and to_sampler and not weights_by_sampler(step_recipe):
             old, minibatch.old_logps = False, minibatch.sampler_logps
         if len(minibatch) and (old or corrected):
             logps = self._logps(minibatch, step_recipe).logps.cpu()
@@ -83,6 +96,8 @@ class Updater:
                 minibatch.weights, minibatch.correction = correct_sampler(
                     logps, minibatch.sampler_logps, minibatch.mask, step_recipe
                 )
+        if len(minibatch) and self.teacher is not None and step_recipe.distillation.weight:
+            minibatch.teacher = self._teacher_logps(self.teacher, minibatch, step_recipe)
         if self.reference is None:
             return
         with self.reference.in_place(), eval_mode(self.handle.model) if self.dropout else nullcontext():
@@ -97,6 +112,18 @@ class Updater:
                 if dataset is None:
                     dataset = self._dataset_pair_logps(minibatch)
                 pairs.reference = torch.cat([sampled, dataset])
+
+    def _teacher_logps(self, teacher: Teacher, minibatch: MiniBatch, step_recipe: Recipe) -> TeacherLogps | None:
+        """What is asked of the teacher once; its distributions over the vocabulary are computed with each pack."""
+        settings, prompts, completions = step_recipe.distillation, minibatch.teacher_prompts, minibatch.completions
+        if teacher.server is not None:
+            top_k = settings.top_k if settings.kl == "full" else 0
+            return ask_server(teacher.server, prompts, completions, top_k, self.ranks)
+        if settings.kl == "full":
+            return None
+        with teacher.in_place(self.handle.model, self.reference, self.dropout):
+            batch = CompletionBatch(prompts, completions, minibatch.kept)
+            return TeacherLogps(self._logps(batch, step_recipe, handle=teacher.handle).logps.cpu())
 
     def _all_pair_logps(self, minibatch: MiniBatch, step_recipe: Recipe) -> Tensor:
         """Summed log-probs ``(n, 2)`` of all pairs under the model in place, without gradient."""
@@ -116,10 +143,20 @@ class Updater:
         return pair_logps(self.handle, pairs, token_budget=self.token_budget, ranks=self.ranks)
 
     @torch.no_grad()
-    def _logps(self, batch: MiniBatch | CompletionBatch, step_recipe: Recipe, with_entropy: bool = False) -> TokenLogps:
+    def _logps(
+        self,
+        batch: MiniBatch | CompletionBatch,
+        step_recipe: Recipe,
+        with_entropy: bool = False,
+        *,
+        handle: ModelHandle | None = None,
+    ) -> TokenLogps:
+        """Log-probs under the model in place, or under that of another ``handle``."""
+        model = handle or self.handle
+
         def compute(part: MiniBatch | CompletionBatch) -> TokenLogps:
             return completion_logps(
-                self.handle,
+                model,
                 part.prompts,
                 part.completions,
                 temperature=step_recipe.sampling.temperature,
@@ -128,7 +165,7 @@ class Updater:
                 token_budget=self._budget(batch),
             )
 
-        sharded = self.handle.sharded is not None
+        sharded = model.sharded is not None
         return self._retry_with_smaller_packs(lambda: divide_logps(self.ranks, batch, compute, sharded=sharded), batch)
 
     def update(
@@ -139,9 +176,13 @@ class Updater:
         check: measure the mismatch with the sampler's log-probs.
         log_term_gradients: compute each term's gradient separately, to report norms and cosines.
         """
-        result = self._retry_with_smaller_packs(
-            lambda: self._gradient(minibatch, step_recipe, check, log_term_gradients), minibatch
-        )
+        if minibatch.empty:
+            result = self._zero_gradient()
+        else:
+            applied = self.entropy.apply(step_recipe)
+            result = self._retry_with_smaller_packs(
+                lambda: self._gradient(minibatch, applied, check, log_term_gradients), minibatch
+            )
         norm = self.masters.clip_gradient(step_recipe.optimizer.max_grad_norm)
         limit = math.inf if step_recipe.optimizer.max_grad_norm is None else step_recipe.optimizer.max_grad_norm
         values = [norm, *result.values.values()]
@@ -158,7 +199,13 @@ class Updater:
         self.masters.check_finite("the update", f"Lower optimizer.learning_rate (now {rates})")
         self.masters.sync_to_model()
         self.masters.zero_grad()
+        self.entropy.observe(float(result.statistics.get("entropy", math.nan)), step_recipe)
         return result
+
+    def _zero_gradient(self) -> UpdateResult:
+        for master in self.masters.parameters():
+            master.grad = torch.zeros_like(master)
+        return UpdateResult()
 
     def _gradient(
         self, minibatch: MiniBatch, step_recipe: Recipe, check: bool, log_term_gradients: bool
@@ -258,7 +305,8 @@ class Updater:
     def _sample_micro_batches(
         self, minibatch: MiniBatch, step_recipe: Recipe, policy_mask: Tensor | None, pairs: PairIndex
     ) -> Iterator[MicroBatch]:
-        exact_kl = self._exact_kl(minibatch, step_recipe)
+        exact_kl, teacher_kl = self._exact_kl(minibatch, step_recipe), self._teacher_kl(minibatch, step_recipe)
+        teacher_logps = None if minibatch.teacher is None or teacher_kl is not None else minibatch.teacher.logps
         packs = iter_packs(
             self.handle,
             minibatch.prompts,
@@ -266,7 +314,7 @@ class Updater:
             temperature=step_recipe.sampling.temperature,
             kept=minibatch.kept,
             with_entropy=True,
-            with_states=exact_kl is not None,
+            with_states=exact_kl is not None or teacher_kl is not None,
             token_budget=self._budget(minibatch),
         )
         for rows, pack in packs:
@@ -274,13 +322,19 @@ class Updater:
                 logps=pack.logps,
                 mask=pack.mask,
                 advantages=minibatch.advantages[rows].to(pack.logps),
+                prompt_tokens=minibatch.prompt_tokens[rows].to(pack.logps.device),
                 policy_mask=_rows(policy_mask, rows, pack.logps),
                 sampler_logps=_rows(minibatch.sampler_logps, rows, pack.logps),
                 old_logps=_rows(minibatch.old_logps, rows, pack.logps),
                 ref_logps=_rows(minibatch.ref_logps, rows, pack.logps),
                 entropy=pack.entropy,
+                local_lengths=None if minibatch.local_lengths is None else minibatch.local_lengths[rows].to(pack.logps),
                 exact_kl=None if exact_kl is None or pack.states is None else exact_kl.next(pack.states, pack.mask),
                 pairs=pairs.for_pack(rows, float64_device(pack.logps.device)),
+                teacher_logps=_rows(teacher_logps, rows, pack.logps),
+                teacher_kl=None
+                if teacher_kl is None or pack.states is None
+                else teacher_kl.of(rows, pack.states, pack.mask),
             )
 
     def _any(self, share: Sequence[Any]) -> bool:
@@ -296,6 +350,22 @@ class Updater:
         )
         temperature = step_recipe.sampling.temperature
         return ExactKL(self.handle, self.reference, ref_states, loss.kl, temperature, self.dropout)
+
+    def _teacher_kl(self, minibatch: MiniBatch, step_recipe: Recipe) -> TeacherKL | None:
+        if self.teacher is None or not step_recipe.distillation.weight or step_recipe.distillation.kl != "full":
+            return None
+        batch = CompletionBatch(minibatch.teacher_prompts, minibatch.completions, None)
+        return TeacherKL(
+            self.teacher,
+            self.handle,
+            self.reference,
+            batch.prompts,
+            batch.completions,
+            minibatch.teacher,
+            step_recipe.sampling.temperature,
+            self._budget(batch),
+            self.dropout,
+        )
 
     def _reason_not_finite(self, minibatch: MiniBatch, step_recipe: Recipe, result: UpdateResult, norm: float) -> str:
         terms = ", ".join(f"{name} {value:g}" for name, value in result.values.items())
@@ -323,8 +393,10 @@ class Updater:
 
     def _optimizer_step(self) -> None:
         """Step each parameter group on its own: a group that was stepped must not be stepped again if a later one runs
-        out of memory."""
+        out of memory. Other optimizers than AdamW may need all groups at once."""
         groups = self.optimizer.param_groups
+        if not isinstance(self.optimizer, torch.optim.AdamW):
+            return self._step_group()
         try:
             for group in groups:
                 self.optimizer.param_groups = [group]
@@ -334,12 +406,12 @@ class Updater:
 
     def _step_group(self) -> None:
         """The first step allocates two numbers per weight: if they do not fit, generation's memory is released."""
+        before = set(self.optimizer.state)
         try:
             self.optimizer.step()
         except torch.OutOfMemoryError:
-            for weight, state in list(self.optimizer.state.items()):
-                if "exp_avg_sq" not in state:
-                    del self.optimizer.state[weight]  # half initialised
+            for weight in self.optimizer.state.keys() - before:
+                del self.optimizer.state[weight]  # perhaps half initialised
             self._release_memory()
             try:
                 self.optimizer.step()

@@ -19,7 +19,7 @@ PAIRS_PER_PAGE = 12
 def clusters(run: ServedRun, query: Query) -> dict[str, Any]:
     """The clusters of a prompt's answers, with positions if the run has recorded them."""
     step, number = step_of(run, query), query.integer("prompt", 0)
-    found = {group.prompt_number: group for group in groups_of(run.reader.rollouts(step), run.reader.metric)}
+    found = {group.prompt_number: group for group in groups_of(run.reader.rollouts(step), run.reader.grade)}
     if number not in found:
         raise NotServedError(f"step {step} has no prompt {number}; it has {plural(len(found), 'prompt')}, from 0")
     chosen = found[number]

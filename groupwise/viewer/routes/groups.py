@@ -132,7 +132,7 @@ def step_of(run: ServedRun, query: Query) -> int:
 
 
 def _groups_at(run: ServedRun, step: int) -> list[PromptGroup]:
-    return groups_of(run.reader.rollouts(step), run.reader.metric)
+    return groups_of(run.reader.rollouts(step), run.reader.grade)
 
 
 def _tokens_at(run: ServedRun, step: int) -> list[TokenRow]:

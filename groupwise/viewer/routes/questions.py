@@ -183,7 +183,7 @@ def _training_ends(run: ServedRun, questions: Questions, row: int, at: int) -> l
     """The groups of a training row at its first visit and at step ``at``."""
     visits = questions.visits(row)
     ends = [*visits[:1], *(visit for visit in visits[1:] if visit.step == at)]
-    return list(follow(run.reader, ends, run.reader.metric))
+    return list(follow(run.reader, ends, run.reader.grade))
 
 
 def _held_out_ends(run: ServedRun, question: QuestionHistory, at: int) -> list[PromptGroup]:
@@ -192,7 +192,7 @@ def _held_out_ends(run: ServedRun, question: QuestionHistory, at: int) -> list[P
     for step in dict.fromkeys((*question.steps[:1], at)):
         rows = [row for row in run.reader.evaluation_answers(step) if row["row"] == question.row]
         if rows:
-            grade = main_grade(rows, run.reader.metric)
+            grade = main_grade(rows, run.reader.grade)
             samples = [{"step": step, "prompt_number": question.row, **row} for row in rows]
             summary = summary_of(samples, grade)
             ends.append(PromptGroup(step, question.row, question.row, rows[0]["prompt"], samples, grade, summary))

@@ -80,6 +80,9 @@ CHANGES = {
     "validity": {"masks.validity": True, "masks.min_length": 3},
     "difficulty": {"advantages.difficulty": "hard"},
     "overlong": {"scoring.overlong_buffer": 4, "scoring.overlong_weight": 0.5},
+    "length": {"scoring.length_penalty": 0.5, "scoring.success_threshold": 0.6},
+    "maxrl": {"advantages.scale": "mean"},
+    "pass@k": {"advantages.pass_at_k": 2, "scoring.success_threshold": 0.6},
     "combine": {"advantages.combine": "normalize_then_sum"},
     "pairs": {"preference.weight": 0.2, "preference.pairs_per_group": 2},
     "only pairs": {"preference.weight": 0.2, "loss.policy_coef": 0.0},
@@ -139,6 +142,8 @@ RUNS = {
     "pairs": {"algorithm": "pg_grpo"},
     "refreshed reference": {"loss": {"kl_coef": 0.1}, "reference": {"refresh_every": 1}},
     "overlong, dropped": {"scoring": {"overlong_buffer": 3, "on_error": "drop"}},
+    "length penalty": {"scoring": {"length_penalty": 0.5, "success_threshold": 1.0}},
+    "pass@k": {"advantages": {"pass_at_k": 2}, "scoring": {"success_threshold": 1.5}},
     "similarity": {**SIMILAR, "grouping": {**SIMILAR["grouping"], "skip_single_members": True, "levels": 3}},
     "phases": {
         "phases": [{"name": "first", "steps": 1, "advantages.eps": 1.0}, {"name": "second", "advantages.eps": 0.1}]
@@ -306,3 +311,29 @@ def test_weights_of_samples_in_the_loss():
         recipe = short_recipe({"loss.name": loss, "loss.denominator": denominator})
         for allowed, weights in zip((everything, some), expected, strict=True):
             torch.testing.assert_close(sample_weights(batch, allowed, recipe), torch.tensor(weights))
+    batch = make_batch([[1.0, 0.0], [0.5, 0.0]], [[2, 6], [1, 1]])
+    recipe = short_recipe({"loss.aggregation": "prompt_mean"})
+    weights = sample_weights(batch, torch.tensor([True, True, False, True]), recipe)
+    torch.testing.assert_close(weights, torch.tensor([2 / 16, 6 / 16, 0.0, 1 / 4]))
+
+
+@pytest.mark.slow
+def test_the_length_penalty_follows_other_rewards(tmp_path):
+    """Where no completion succeeds any more, each is penalized as if one did."""
+    from groupwise.rewards import named
+
+    task = Task("try", ROWS, ROWS[:2], rewards=[named(always)])
+    small_trainer(tmp_path / "run", SHORT, {"scoring": {"length_penalty": 0.5}}, task=task).run()
+    rows = [row for step in (1, 2) for row in RunReader(tmp_path / "run").rollouts(step)]
+    result = rescore(tmp_path / "run", rewards=[("always", 0.1)], task=task)
+    assert result.self_check.passed
+    before, after = (
+        statistics.fmean(-0.5 * row["completion_tokens"] / 6 * rate for row in rows) for rate in (1.0, 1 / 4)
+    )
+    assert statistics.fmean(row["reward/adaptive_length_penalty"] for row in rows) == pytest.approx(before)
+    penalty = next(reward for reward in result.rewards if reward.name == "adaptive_length_penalty")
+    assert penalty.mean == pytest.approx(after)
+
+
+def always(completions, **_):
+    return [1.0] * len(completions)

@@ -19,7 +19,7 @@ from groupwise.training.monitor.descriptions import SECTIONS, TERM_WEIGHTS, alia
 from groupwise.training.trainer import Trainer
 from groupwise.training.update.objective import TERMS
 from groupwise.usmle.health_checks import HEALTH_CHECKS
-from tests.training.runs import TASK, RecordingDisplay, even, small_recipe, small_trainer
+from tests.training.runs import ROWS, TASK, RecordingDisplay, even, small_recipe, small_trainer
 from tests.weights import wordllama
 
 FAST: dict[str, Any] = {
@@ -45,8 +45,9 @@ def run_dapo(folder: Path) -> Trainer:
 def run_many_options(folder: Path) -> Trainer:
     """A graded task with most of what adds metrics: masks, KL, entropy, resampling, difficulty, failed rewards."""
     changes = {
-        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01, "entropy_target": 10.0},
         "train": {"resample_rounds": 1, "log_term_gradients_every": 1},
+        "data": {"sampling": "pass_rate"},
         "advantages": {"difficulty": "hard"},
         "masks": {"truncated": True, "validity": True, "min_length": 1, "off_policy": "v3.2"},
         "scoring": {"on_error": "drop", "overlong_buffer": 2},
@@ -55,7 +56,7 @@ def run_many_options(folder: Path) -> Trainer:
 
 
 def run_enhanced_grpo(folder: Path) -> Trainer:
-    return small_trainer(folder, {"algorithm": "enhanced_grpo"}, FAST)
+    return small_trainer(folder, {"algorithm": "enhanced_grpo", "evaluate": {"rewards": True}}, FAST)
 
 
 def run_similarity_groups(folder: Path) -> Trainer:
@@ -111,8 +112,20 @@ def run_masked_weights(folder: Path) -> Trainer:
     return small_trainer(folder, FAST, changes)
 
 
+def run_distillation(folder: Path) -> Trainer:
+    """A teacher beside all other terms, and two held-out sets."""
+    changes = {
+        "algorithm": "pg_grpo",
+        "loss": {"kl_coef": 0.1, "entropy_coef": 0.01},
+        "distillation": {"weight": 0.5, "teacher": "reference", "show": "{prompt}aeiou"},
+        "train": {"log_term_gradients_every": 1},
+    }
+    task = replace(GRADED, held_out={"first": ROWS[:2], "second": ROWS[2:4]})
+    return small_trainer(folder, FAST, changes, task=task)
+
+
 RUNS = [run_dapo, run_many_options, run_enhanced_grpo, run_similarity_groups, run_pg_grpo, run_usmle, run_sft]
-RUNS += [run_ahead, run_masked_weights]
+RUNS += [run_ahead, run_masked_weights, run_distillation]
 
 
 def logged(make: Callable[[Path], Trainer], folder: Path) -> set[str]:

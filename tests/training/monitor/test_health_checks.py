@@ -250,7 +250,7 @@ def test_a_resumed_run_gives_the_same_warnings(at):
         ("log_prob_mismatch", {"sampler/logp_difference_mean": 0.2}, {},
          ["differ by 0.200", "train.max_logp_mismatch is 0.05", "check what changes the weights"]),
         ("log_prob_mismatch", {"sampler/logp_difference_mean": 0.2}, {"model.dtype": "bfloat16"},
-         ["with bfloat16 weights (model.dtype, now 'bfloat16')", "importance_cap = 2.0"]),
+         ["with bfloat16 weights (model.dtype, now 'bfloat16')", "model.float32_head = true", "importance_cap = 2.0"]),
         ("log_prob_mismatch", {"sampler/logp_difference_mean": 0.2}, {"model.lora": {"rank": 2, "dropout": 0.1}},
          ["set model.lora.dropout = 0"]),
         ("not_finite", {"updates_not_finite": 1.0, "updates": 3.0}, {}, ["25% of the updates"]),

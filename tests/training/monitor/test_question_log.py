@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from groupwise.data import PassRates
+from groupwise.errors import CheckpointError
 from groupwise.tasks import Task
 from groupwise.training.monitor.question_log import QUESTIONS, QuestionLog, status_of, summarise
 from groupwise.training.rollout.advantages import compute_group_advantages
@@ -134,3 +136,23 @@ def test_resampled_prompts_count_as_visits(tmp_path):
     records = read_questions(tmp_path / "run")
     assert sum(record["visits"] for record in records) == 2 + 2 + 2
     assert {record["status"] for record in records} == {"always"}
+
+
+def test_pass_rates_follow_from_the_log(tmp_path):
+    """After a resume they are those of the visits in the checkpoint, and later visits are forgotten."""
+    rates = PassRates(len(ROWS), 0.5)
+    log = QuestionLog(ROWS, "accuracy", rates)
+    visit(log, [1, 4, 0], [0, 1, 2])
+    visit(log, [3, 1], [0, 1])
+    assert [rates.of(row) for row in range(3)] == [0.5 * 0.25 + 0.5 * 0.75, 0.5 * 1.0 + 0.5 * 0.25, 0.0]
+    state = json.loads(json.dumps(log.state()))
+    log.write(tmp_path)
+    assert [record["pass_rate"] for record in read_questions(tmp_path)][:3] == [0.5, 0.625, 0.0]
+    assert read_questions(tmp_path)[3]["pass_rate"] is None
+    assert [record["pass_rate"] for record in log.table()] == [r["pass_rate"] for r in read_questions(tmp_path)]
+    before = rates.visited().tolist()
+    visit(log, [4], [2])
+    log.load_state(state)
+    assert rates.visited().tolist() == before
+    with pytest.raises(CheckpointError, match="more rows than"):
+        log.load_state({str(len(ROWS)): [0.5]})

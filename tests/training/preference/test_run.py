@@ -596,7 +596,7 @@ REFUSED = {
     "missing smoothing": ({"preference": {"kind": "exo_pair"}}, r"'exo_pair' needs label_smoothing above 0"),
     "no objective": (
         {"loss": {"policy_coef": 0.0}, "preference": {"weight": 0.0}},
-        r"loss\.policy_coef and preference\.weight are both 0",
+        r"loss\.policy_coef, preference\.weight and distillation\.weight are all 0",
     ),
     "one sample per prompt": ({"sampling": {"samples_per_prompt": 1}}, r"samples_per_prompt is 1, so"),
     "one sample per prompt, without a baseline": (

@@ -13,7 +13,6 @@ from groupwise.errors import ConfigError, RewardError
 from groupwise.training.rollout.advantages import (
     ADVANTAGES,
     GROUPINGS,
-    add_overlong_penalty,
     compute_group_advantages,
     find_advantage,
     find_grouping,
@@ -124,29 +123,6 @@ def test_none_and_failures_of_a_reward_function_in_a_run(tmp_path):
     assert report.metrics["masks/dropped"] == 1 / 8
     assert report.metrics["reward"] == pytest.approx((1 + 2 + 0 + 1 + 2) / 5)
     assert any("failed; the first: reward: " in text for text in trainer.display.said)
-
-
-def test_the_overlong_penalty_is_one_more_column():
-    """No penalty up to 6 of 8 tokens, then −1/2 and −1, times the weight."""
-    recipe = short_recipe({"scoring.overlong_buffer": 2, "scoring.overlong_weight": 0.5})
-    rewards = torch.tensor([[1.0], [2.0], [NAN], [4.0]], dtype=torch.float64)
-    result = add_overlong_penalty(rewards, [1, 6, 7, 8], recipe)
-    assert result[:, 1].tolist() == [0.0, 0.0, -0.25, -0.5]
-    assert result[:2, 0].tolist() == [1.0, 2.0]
-    wide = short_recipe({"scoring.overlong_buffer": 100})
-    assert add_overlong_penalty(rewards, [0, 4, 8, 2], wide)[:, 1].tolist() == [0.0, -0.5, -1.0, -0.25]
-
-
-def test_the_overlong_penalty_in_a_run(tmp_path):
-    settings = {"train.steps": 1, "scoring.overlong_buffer": 4, "scoring.overlong_weight": 2.0}
-    with make_trainer(tmp_path, settings, reward=lambda prompts, completions, **_: [1.0] * len(completions)) as trainer:
-        (report,) = trainer.steps()
-    assert trainer.collector.names[-1] == "overlong"
-    assert trainer.collector.weights == [1.0, 1.0]
-    full = [reason == "length" for reason in report.batch.stop_reasons]
-    assert sum(full) > 4
-    assert [total == -1.0 for total in report.group_advantages.rewards.tolist()] == full
-    assert report.metrics["rewards/overlong/mean"] < -1
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------

@@ -118,6 +118,7 @@ KINDS = {
     "resampling": {"train": {"resample_rounds": 2}, "sampling": {"samples_per_prompt": 2, "max_new_tokens": 2}},
     "pairs": {"preference": {"weight": 0.5}, "loss": {"kl_coef": 0.1}, "reference": {"refresh_every": 2}},
     "LoRA": {"model": {"lora": {"rank": 2}}},
+    "length penalty": {"scoring": {"length_penalty": 0.5}, "loss": {"aggregation": "prompt_mean"}},
     "kept sets": {"sampling": {"top_k": 5}, "masks": {"keep_sampling_mask": True}, "train": {"mini_batches": 3}},
     "similarity": {"advantages": {"grouping": "similarity"}, "grouping": {"embedder": "wordllama", "workers": 0}},
 }
@@ -194,6 +195,10 @@ def test_groups_of_another_size_are_dropped_when_the_schedule_changes_it(tmp_pat
         {},
         pytest.param(
             {"train": {"resample_rounds": 1}, "loss": {"importance_cap": 2.0}, "sampling": {"samples_per_prompt": 2}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"data": {"sampling": "pass_rate", "solved_pass_rate": 0.5, "unsolved_pass_rate": 0.45}},
             marks=pytest.mark.slow,
         ),
     ],

@@ -375,7 +375,7 @@ def ref_distance(objective, micro_batch, weight):
 
 
 def test_the_built_in_terms():
-    assert list(TERMS) == ["policy", "kl", "entropy", "preference"]
+    assert list(TERMS) == ["policy", "kl", "entropy", "preference", "distillation"]
     assert all(name == term.name for name, term in TERMS.items())
     recipe = short_recipe({"loss.kl_coef": 0.1})
     assert [term.name for term in active_terms(recipe)] == ["policy", "kl"]

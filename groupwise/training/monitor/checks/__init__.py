@@ -25,6 +25,7 @@ from groupwise.training.monitor.checks.policy import (
     memory,
     not_finite,
     stale,
+    teacher_far,
     weights_unchanged,
 )
 from groupwise.training.monitor.checks.preference import chosen_unlikely, no_pairs, preference_opposed
@@ -50,6 +51,7 @@ CHECKS: Mapping[str, Check] = MappingProxyType(
         "not_finite": Check(not_finite, "updates are NaN or inf", at_once=True),
         "memory": Check(memory, "memory is short", at_once=True),
         "stale": Check(stale, "the rollouts are too old"),
+        "teacher_far": Check(teacher_far, "the student does not approach its teacher"),
         "masked": Check(masked, "the masks remove too much"),
         "truncated": Check(truncated, "completions are cut off"),
         "no_answer": Check(no_answer, "no answer can be read"),

@@ -64,7 +64,7 @@ def answers_longer(recent: RecentSteps) -> Problem | None:
 
 def answers_identical(recent: RecentSteps) -> Problem | None:
     share = recent.mean("completions/identical")
-    if share is None or share <= MAX_IDENTICAL or recent.solved:
+    if share is None or share <= MAX_IDENTICAL or recent.solved or recent.recipe.taught:
         return None
     return Problem(
         f"for {share:.0%} of the prompts all completions are the same text",

@@ -17,6 +17,8 @@ EXPLODED, EXPLODED_BY = 2.0, 0.5
 WRONG_LOGPS = 0.5  # nats between sampler and trainer that no rounding explains: ratios are off by e^0.5 on average
 # AdamW moves a weight by about the learning rate. Healthy rates change nearly all float32 weights in each step.
 MIN_CHANGED, NONE_CHANGED = 0.5, 0.01
+# A student that learns halves its KL to the teacher within the first steps; below 0.01 per token there is little left.
+TEACHER_KL, TEACHER_STEPS, NOT_NEARER, NEAR_TEACHER = "distillation/kl", 20, 0.95, 0.01
 NEARLY_FULL = 0.95  # of the device's memory; the next longer completion may not fit
 
 SAMPLE_MASKS = ("off_policy", "too_short", "no_answer", "repetitive", "truncated", "dropped")
@@ -48,14 +50,17 @@ def kl_low(recent: RecentSteps) -> Problem | None:
 
 def entropy_collapsed(recent: RecentSteps) -> Problem | None:
     entropy, start = recent.mean("entropy"), recent.start.get("entropy")
-    if entropy is None or start is None or recent.solved:
+    if entropy is None or start is None or recent.solved or recent.recipe.taught:  # a teacher may be certain
         return None
     if entropy >= min(COLLAPSED * start, COLLAPSED_BELOW):
         return None
+    bonus = "set loss.entropy_target, such as half of that at the start, or raise <loss.entropy_coef>"
+    if recent.recipe.loss.entropy_target is not None:
+        bonus = "raise <loss.entropy_target>, <loss.entropy_step>"
     return Problem(
         f"the entropy of the policy fell from {start:.3g} to {entropy:.3g} per token, so the samples of a prompt "
         "hardly differ",
-        "raise <loss.entropy_coef>, <loss.kl_coef>, or <sampling.temperature>, or lower <optimizer.learning_rate>",
+        f"{bonus}, <loss.kl_coef>, or <sampling.temperature>, or lower <optimizer.learning_rate>",
         {"entropy": entropy, "entropy at the start": start},
     )
 
@@ -65,10 +70,27 @@ def entropy_exploded(recent: RecentSteps) -> Problem | None:
     if entropy is None or start is None or entropy <= max(EXPLODED * start, start + EXPLODED_BY):
         return None
     bonus = "lower <loss.entropy_coef>, or " if recent.recipe.loss.entropy_coef > 0 else "lower "
+    if recent.recipe.loss.entropy_target is not None:
+        bonus = "lower <loss.entropy_target>, or "
     return Problem(
         f"the entropy of the policy rose from {start:.3g} to {entropy:.3g} per token: it forgets what it knew",
         f"{bonus}<optimizer.learning_rate>, or raise <loss.kl_coef>",
         {"entropy": entropy, "entropy at the start": start},
+    )
+
+
+def teacher_far(recent: RecentSteps) -> Problem | None:
+    """A student that learns from a teacher alone does not approach it."""
+    kl, start = recent.mean(TEACHER_KL), recent.start.get(TEACHER_KL)
+    if kl is None or start is None or not recent.recipe.taught or recent.step < TEACHER_STEPS:
+        return None
+    if start < NEAR_TEACHER or kl < NOT_NEARER * start:
+        return None
+    return Problem(
+        f"the KL to the teacher is {kl:.3g}, as at the start ({start:.3g}): the student does not approach it",
+        "raise <optimizer.learning_rate>, and check that the teacher's prompts are in a form that it knows "
+        "(<distillation.show>)",
+        {TEACHER_KL: kl, f"{TEACHER_KL} at the start": start},
     )
 
 
@@ -122,9 +144,10 @@ def log_prob_mismatch(recent: RecentSteps) -> Problem | None:
     if recent.recipe.model.has_dropout:
         remedy = "LoRA dropout is the likely cause: set model.lora.dropout = 0"
     elif recent.recipe.model.dtype != "float32":
+        head = "" if recent.recipe.model.float32_head else "model.float32_head = true makes it smaller, "
         remedy += (
-            "; with bfloat16 weights (<model.dtype>) rounding is the likely cause: loss.importance_cap = 2.0 corrects "
-            "for it, model.dtype = 'float32' avoids it"
+            f"; with bfloat16 weights (<model.dtype>) rounding is the likely cause: {head}loss.importance_cap = 2.0 "
+            "corrects for it, model.dtype = 'float32' avoids it"
         )
     return Problem(
         f"before the update, sampler and trainer differ by {mismatch:.3f} in a token's log-prob on average "

@@ -11,7 +11,7 @@ STILL_VARIES = 0.5  # of its spread at the start; a function that varies less th
 MAX_FAILED, MOST_FAILED = 0.05, 0.5  # share of completions; a few odd ones are what scoring.on_error = "drop" is for
 
 ZERO_SPREAD = "frac_reward_zero_std"
-OVERLONG = "overlong"  # as in training.rollout.advantages, which needs torch
+PENALTIES = ("overlong", "adaptive_length_penalty")  # as in training.rollout.penalties, which needs torch
 
 
 def no_learning_signal(recent: RecentSteps) -> Problem | None:
@@ -19,6 +19,8 @@ def no_learning_signal(recent: RecentSteps) -> Problem | None:
         return None
     unmasked = recent.mean("mask_ratio")
     masked = ", or the answers that differ are masked" if unmasked is not None and unmasked < 1 else ""
+    if (k := recent.recipe.advantages.pass_at_k) is not None:
+        masked += f", or any {k} answers of a group have a success (advantages.pass_at_k)"
     pairs = recent.mean("preference/pairs")
     source = " from the sampled answers, only from the data set's pairs" if pairs else ""
     return Problem(
@@ -31,7 +33,7 @@ def no_learning_signal(recent: RecentSteps) -> Problem | None:
 
 def zero_spread(recent: RecentSteps) -> Problem | None:
     share = _share_without_spread(recent)
-    if share <= MAX_ZERO_SPREAD or recent.solved or not recent.mean("signal/contributing"):
+    if share <= MAX_ZERO_SPREAD or recent.solved or recent.recipe.taught or not recent.mean("signal/contributing"):
         return None  # without any signal it is `no_learning_signal`
     reward = recent.mean("reward") or 0.0
     return Problem(
@@ -52,9 +54,9 @@ def _share_without_spread(recent: RecentSteps) -> float:
 
 def reward_constant(recent: RecentSteps) -> Problem | None:
     stds = {name.removesuffix("/std"): std for name, std in recent.means("rewards/").items() if name.endswith("/std")}
-    stds.pop(OVERLONG, None)  # a penalty that is not needed is 0
+    stds = {name: std for name, std in stds.items() if name not in PENALTIES}  # a penalty that is not needed is 0
     constant = [name for name in stds if name not in recent.varied]
-    if not constant:
+    if not constant or recent.recipe.taught:
         return None
     names, value = " and ".join(constant), recent.mean(f"rewards/{constant[0]}/mean") or 0.0
     subject = f"the reward {names} has" if len(constant) == 1 else f"the rewards {names} have"
@@ -76,7 +78,7 @@ def reward_dominates(recent: RecentSteps) -> Problem | None:
 
     def varies(name: str) -> bool:
         std = f"rewards/{name}/std"
-        if name == OVERLONG:
+        if name in PENALTIES:
             return False
         return (recent.mean(std) or 0.0) > STILL_VARIES * recent.start.get(std, 0.0) and name in recent.varied
 

@@ -1,0 +1,172 @@
+"""transformers' callbacks in a run: their handler, the events of the optimizer, and their state in checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, integrations
+from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
+
+from groupwise.errors import ConfigError
+from groupwise.integrations.trl.logs import MetricAverages
+from groupwise.rundir import from_json, write_json
+from groupwise.text import excerpt
+from groupwise.training.store.checkpoint import POLICY
+
+TRAINER_STATE = "trainer_state.json"
+SAVED_AS = "trl"  # the name of this part in a checkpoint's state
+
+
+def make_handler(args: Any, callbacks: Any, model: Any, processing_class: Any) -> Any:
+    """transformers' own callbacks, those of ``args.report_to``, and the user's, in the order of its Trainer."""
+    given = list(callbacks or ())
+    for callback in given:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise ConfigError(
+                f"callbacks has {excerpt(callback)}; a callback is a transformers.TrainerCallback (those of "
+                "groupwise.Trainer have other methods)"
+            )
+    reporting: Any = integrations  # it has no types, nor has the handler
+    make: Any = CallbackHandler
+    everything = [*DEFAULT_CALLBACKS, *reporting.get_reporting_integration_callbacks(args.report_to), *given]
+    handler = make(everything, model, processing_class, None, None)
+    handler.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
+    return handler
+
+
+def new_state(handler: Any, control: TrainerControl, is_main: bool) -> TrainerState:
+    """The state before training."""
+    parts: list[Any] = [part for part in (*handler.callbacks, control) if isinstance(part, ExportableState)]
+    return TrainerState(is_local_process_zero=is_main, is_world_process_zero=is_main, stateful_callbacks=parts)
+
+
+class LearningRates:
+    """The learning rate as callbacks ask for it, ``lr_scheduler.get_last_lr()``. A recipe's schedule is a function of
+    the step and has no object of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def get_last_lr(self) -> list[float]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+@dataclass(frozen=True)
+class RowBatches:
+    """Rows as callbacks ask for them: ``train_dataloader.dataset``, and the micro-batches of an epoch as its length.
+
+    The rows are in memory, and no batches are read from it.
+    """
+
+    dataset: Any
+    batch_size: int  # completions
+    batches: int
+
+    def __len__(self) -> int:
+        return self.batches
+
+
+class OptimizerEvent:
+    """Calls ``fire`` before the first parameter group of an update is stepped: an update steps one after another."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, fire: Callable[[], None]) -> None:
+        self.fired, self._fire = False, fire
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(self, *_: Any) -> None:
+        if not self.fired:
+            self.fired = True
+            self._fire()
+
+    def take(self) -> bool:
+        """Whether the optimizer was stepped since the last call."""
+        fired, self.fired = self.fired, False
+        return fired
+
+    def close(self) -> None:
+        self._hook.remove()
+
+
+class SavedCallbacks:
+    """The `TrainerState` and the state of callbacks as a part of a run's checkpoints.
+
+    The checkpoint's folder also gets what transformers' own has at its top: ``trainer_state.json``, and the model or
+    adapter with its tokenizer, as links to the files in ``policy/``.
+    """
+
+    def __init__(
+        self, handler: Any, control: TrainerControl, averages: MetricAverages, *, restore_callbacks: bool
+    ) -> None:
+        self.handler, self.control, self.averages = handler, control, averages
+        self.restore_callbacks = restore_callbacks
+        self.trainer_state = new_state(handler, control, is_main=True)
+
+    def state(self) -> dict[str, Any]:
+        return {"trainer_state": self._trainer_state(), "averages": self.averages.state()}
+
+    def _trainer_state(self) -> dict[str, Any]:
+        state: Any = self.trainer_state
+        state.stateful_callbacks = self._callback_states()
+        return asdict(state)
+
+    def load_state(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            raise ConfigError(
+                "this checkpoint was not written by GRPOTrainer; continue its run with `groupwise train --resume`"
+            )
+        loaded: Any = TrainerState(**from_json(state["trainer_state"]))
+        loaded.log_history = [from_json(entry) for entry in loaded.log_history]
+        self.averages.load_state(state["averages"])
+        for name in ("is_local_process_zero", "is_world_process_zero"):  # of this process, not of the one that saved
+            setattr(loaded, name, getattr(self.trainer_state, name))
+        if loaded.best_model_checkpoint is not None and not os.path.isdir(loaded.best_model_checkpoint):
+            loaded = replace(loaded, best_model_checkpoint=None)
+        vars(self.trainer_state).update(vars(loaded))
+        if self.restore_callbacks:
+            self._restore(loaded.stateful_callbacks or {})
+
+    def write_files(self, folder: Path) -> None:
+        write_json(folder / TRAINER_STATE, self._trainer_state())
+        for path in sorted((folder / POLICY).iterdir()):
+            if path.is_file() and not path.name.startswith("manifest"):
+                with suppress(FileExistsError):
+                    _link(path, folder / path.name)
+
+    def read_files(self, folder: Path) -> None:
+        """Everything is in the state."""
+
+    def _callback_states(self) -> dict[str, Any]:
+        states: dict[str, Any] = {}
+        for part in (*self.handler.callbacks, self.control):
+            if isinstance(part, ExportableState):
+                name, value = type(part).__name__, json.loads(json.dumps(part.state()))
+                before = states.get(name)
+                states[name] = value if before is None else [*(before if isinstance(before, list) else [before]), value]
+        return states
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        """Give each callback the attributes that it had, as ``restore_callback_states_from_checkpoint`` asks for."""
+        for name, saved in states.items():
+            entries: Sequence[Any] = saved if isinstance(saved, list) else [saved]
+            parts = [part for part in (*self.handler.callbacks, self.control) if type(part).__name__ == name]
+            for part, entry in zip(parts, entries, strict=False):
+                for attribute, value in {**entry.get("args", {}), **entry.get("attributes", {})}.items():
+                    setattr(part, attribute, value)
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        if not target.exists():
+            shutil.copy2(source, target)

@@ -1,0 +1,74 @@
+"""The run of a `GRPOTrainer`: groupwise's own trainer, and the events of transformers' callbacks around its steps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.integrations.trl.datasets import is_stream
+from groupwise.integrations.trl.translate import Translation
+from groupwise.training.display.lines import LineDisplay
+from groupwise.training.trainer import Trainer
+
+
+class TrlRun(Trainer):
+    """A run that is saved, evaluated and ended by transformers' callbacks, in a folder that may hold other files."""
+
+    automatic = False
+    beside_other_files = True
+    state_for_rewards: Any = None
+
+    def trainer_state(self) -> Any:
+        """transformers' `TrainerState`, which reward functions may ask for."""
+        return self.state_for_rewards
+
+
+class Notices(LineDisplay):
+    """Shows only notices: progress and metrics are shown by transformers' callbacks."""
+
+    def start(self, *arguments: Any, **options: Any) -> None:
+        super(LineDisplay, self).start(*arguments, **options)
+
+    def step(self, *arguments: Any) -> None:
+        super(LineDisplay, self).step(*arguments)
+
+    def evaluation(self, *arguments: Any) -> None:
+        super(LineDisplay, self).evaluation(*arguments)
+
+    def stage(self, text: str) -> None:
+        self._begin(text)
+
+    def progress(self, *arguments: Any, **options: Any) -> None:
+        """Not shown."""
+
+
+@dataclass(frozen=True)
+class RunEpochs:
+    """How many updates a run and its epochs have, as transformers counts them."""
+
+    updates: int
+    per_epoch: int
+    micro_batches: int  # of an epoch
+    accumulation: int
+
+    @classmethod
+    def of(cls, args: Any, translation: Translation, dataset: Any, rows: int) -> RunEpochs:
+        updates, accumulation = int(translation.updates or 0), args.gradient_accumulation_steps
+        if is_stream(dataset):
+            return cls(updates, updates, updates * accumulation, accumulation)
+        prompts = args.generation_batch_size // args.num_generations
+        micro_batches = max(rows // prompts, 1) * args.num_iterations * args.steps_per_generation
+        return cls(updates, math.ceil(micro_batches / accumulation), micro_batches, accumulation)
+
+    @property
+    def number(self) -> int:
+        return math.ceil(self.updates / self.per_epoch)
+
+    def at(self, update: int) -> float:
+        """The epoch after ``update`` updates, such as 1.25."""
+        epoch, rest = divmod(update, self.per_epoch)
+        return epoch + min(rest * self.accumulation, self.micro_batches) / self.micro_batches
+
+    def ends_at(self, update: int) -> bool:
+        return update % self.per_epoch == 0

@@ -1,0 +1,26 @@
+"""A streaming data set needs max_steps."""
+
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+def letters(completions, **kwargs):
+    return [len(set(completion)) for completion in completions]
+
+
+trainer = GRPOTrainer(
+    model="Qwen/Qwen3-0.6B",
+    reward_funcs=letters,
+    args=GRPOConfig(
+        output_dir="stream",
+        shuffle_dataset=False,
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=2,
+        logging_steps=1,
+        bf16=False,
+    ),
+    train_dataset=load_dataset("trl-lib/tldr", split="train", streaming=True),
+)
+trainer.train()

@@ -1,0 +1,366 @@
+"""Runs that learn from a teacher: alone and beside GRPO, resumed, refused, in several processes, and from a server."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import make_recipe
+from groupwise.data import PromptBuilder
+from groupwise.errors import ConfigError, DataError
+from groupwise.integrations.vllm.errors import TeacherServerError
+from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
+from groupwise.tasks import Task
+from groupwise.training import teacher as loading
+from groupwise.training.early_checks import check_names
+from groupwise.training.preflight import describe_run
+from tests.distributed.forks import fork_ranks, values
+from tests.training.runs import (
+    ROWS,
+    TASK,
+    RecordingDisplay,
+    check_same,
+    even,
+    metrics_of,
+    run_steps,
+    small_recipe,
+    small_trainer,
+)
+from tests.training.teacher_server import TeacherProcess
+
+ALONE = {"loss": {"policy_coef": 0.0}, "evaluate": {"before_training": False, "every": 0}}
+TWO = {"train": {"steps": 2}}
+ANSWERS = [{**row, "answer": number, "note": "abc"[number % 3]} for number, row in enumerate(ROWS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The tiny model with other weights."""
+    place = tmp_path_factory.mktemp("teacher")
+    tiny_model(7).save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    return place
+
+
+def taught(place: Path, teacher: object, *changes, **options):
+    """A run with a teacher and without rewards."""
+    distillation = {"distillation": {"weight": 1.0, "teacher": None if teacher is None else str(teacher)}}
+    return small_trainer(place, ALONE, distillation, *changes, **{"rewards": [], **options})
+
+
+def kl_of(place: Path) -> list[float]:
+    return [row["distillation/kl"] for row in metrics_of(place) if "distillation/kl" in row]
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_alone_needs_no_rewards(tmp_path, folder):
+    changes = {"optimizer": {"learning_rate": 3e-3}, "train": {"steps": 6}}
+    trainer = taught(tmp_path / "run", folder, changes)
+    result = trainer.run()
+    kl = kl_of(tmp_path / "run")
+    assert len(kl) == 6
+    assert kl[-1] < kl[0] / 2
+    rows = [row for row in metrics_of(tmp_path / "run") if row["step"]]
+    assert all(row["loss"] == row["loss/distillation"] == row["distillation/kl"] for row in rows)
+    assert all(row["signal/contributing"] == 1.0 and row["signal/tokens_not_computed"] < 1e-12 for row in rows)
+    assert not any(name.startswith(("reward_", "rewards/", "warnings", "eval")) for row in rows for name in row)
+    assert not any("reward" in row for row in rows)
+    card = (result.model / "README.md").read_text()
+    assert "- on-policy-distillation" in card
+    assert "- grpo" not in card
+
+
+@pytest.mark.slow
+def test_rewards_of_a_run_with_a_teacher_alone_are_only_reported(tmp_path, folder):
+    taught(tmp_path / "one", folder, TWO).run()
+    taught(tmp_path / "other", folder, TWO, rewards=[even]).run()
+    assert kl_of(tmp_path / "one") == kl_of(tmp_path / "other")
+    assert all("reward" in row for row in metrics_of(tmp_path / "other") if "loss" in row)
+
+
+@pytest.mark.slow
+def test_a_weight_of_zero_changes_nothing(tmp_path, folder):
+    small_trainer(tmp_path / "plain", TWO).run()
+    trainer = small_trainer(tmp_path / "zero", TWO, {"distillation": {"teacher": str(folder)}})
+    assert trainer.components.teacher is None
+    assert trainer.display.heard("distillation.weight is 0")
+    trainer.run()
+    check_same(tmp_path / "plain", tmp_path / "zero", 2)
+
+
+RESUMED = {
+    "full": {},
+    "sampled": {"distillation": {"kl": "sampled"}, "train": {"iterations": 2}},
+    "reference": {
+        "distillation": {"teacher": "reference", "show": "{prompt} {note}"},
+        "reference": {"refresh_every": 1, "mix": 0.5},
+    },
+    "policy": {"distillation": {"teacher": "policy", "show": "answer"}, "loss": {"policy_coef": 1.0}},
+    "adapter": {"distillation": {"teacher": "tiny"}, "model": {"lora": {"rank": 2}}, "loss": {"policy_coef": 1.0}},
+    "asynchronous": {"distillation": {"kl": "sampled"}, "train": {"max_staleness": 1}},
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) for n in RESUMED])
+def test_a_resumed_run_is_the_run_that_never_stopped(name, tmp_path, folder):
+    task = Task("answers", ANSWERS)
+
+    def trainer(place, **options):
+        rewards = [even] if name in ("policy", "adapter") else []
+        return taught(tmp_path / place, folder, RESUMED[name], task=task, rewards=rewards, **options)
+
+    if name == "asynchronous":
+        run_steps(trainer("short"), 2)
+        resumed = trainer("short", resume=True)
+        resumed.run()
+        assert all(map(math.isfinite, kl_of(tmp_path / "short")))
+        assert len(kl_of(tmp_path / "short")) == 4
+        return
+    trainer("long").run()
+    run_steps(trainer("short"), 2)
+    trainer("short", resume=True).run()
+    check_same(tmp_path / "long", tmp_path / "short", 4)
+
+
+@pytest.mark.slow
+def test_a_teacher_that_changed_is_noticed(tmp_path):
+    place = tmp_path / "teacher"
+    tiny_tokenizer().save_pretrained(place)
+    tiny_model(7).save_pretrained(place)
+    run_steps(taught(tmp_path / "run", place), 1)
+    tiny_model(8).save_pretrained(place)
+    with pytest.raises(ConfigError, match=r"other inputs: teacher \("):
+        taught(tmp_path / "run", place, resume=True)
+
+
+@pytest.mark.slow
+def test_the_weight_can_be_scheduled(tmp_path, folder):
+    ramp = {"ramps": {"distillation.weight": {"from": 0.0, "to": 2.0, "steps": 2}}}
+    trainer = small_trainer(tmp_path / "run", ramp, {"distillation": {"teacher": str(folder)}, "train": {"steps": 3}})
+    trainer.run()
+    rows = [row for row in metrics_of(tmp_path / "run") if "loss" in row]
+    assert ["distillation/kl" in row for row in rows] == [False, True, True]
+    assert rows[2]["loss/distillation"] == pytest.approx(2 * rows[2]["distillation/kl"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", ["full", "sampled"])
+@pytest.mark.parametrize("sharding", ["optimizer", "weights"])
+def test_two_processes_learn_what_one_does(kl, sharding, tmp_path, folder):
+    def go(place, **changes):
+        shown = {"distillation": {"kl": kl, "show": "{prompt} {note}"}, "train": {"steps": 2, "batch_size": 3}}
+        trainer = taught(tmp_path / place, folder, shown, changes, task=Task("answers", ANSWERS))
+        trainer.run()
+
+    values(fork_ranks(1, lambda: go("one")))
+    values(fork_ranks(2, lambda: go("two", model={"sharding": sharding})))
+    for one, two in zip(metrics_of(tmp_path / "one"), metrics_of(tmp_path / "two"), strict=True):
+        for name in ("distillation/kl", "loss", "grad_norm"):
+            assert one[name] == pytest.approx(two[name], rel=2e-4, abs=1e-7), (name, one["step"])
+
+
+# --- what the teacher is shown ----------------------------------------------------------------------------------------
+
+
+def shown_texts(show, rows, chat=False):
+    tokenizer = tiny_tokenizer()
+    if chat:
+        tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    builder = PromptBuilder(tokenizer, chat=chat, max_prompt_length=60)
+    prompts = builder.build(rows, "prompt")
+    return [
+        tokenizer.decode(prompt.teacher_ids)
+        for prompt in loading.with_teacher_ids(prompts, rows, builder, show, "prompt")
+    ]
+
+
+def test_a_column_is_shown_in_a_standard_template_and_a_template_as_it_is():
+    rows = [{"prompt": "1 + 1?", "answer": 2, "why": "x" * 100}]
+    (text,) = shown_texts("answer", rows)
+    assert text.startswith("1 + 1?\n\n")
+    assert "reference:\n2\n\n" in text
+    assert shown_texts("{prompt} It is {answer}. \\boxed{{answer}}", rows) == ["1 + 1? It is 2. \\boxed{answer}"]
+    assert shown_texts("{why}", rows) == ["x" * 100]  # data.max_prompt_length is the student's
+
+
+def test_of_messages_the_last_one_of_the_user_is_changed():
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    rows = [{"prompt": [*chat, {"role": "user", "content": "v"}], "answer": "w"}]
+    assert shown_texts("{prompt}={answer}", rows, chat=True) == ["<system>s<user>u<assistant>a<user>v=w"]
+    with pytest.raises(DataError, match="no message of the user"):
+        shown_texts("{prompt}={answer}", [{"prompt": chat[:1], "answer": 1}], chat=True)
+
+
+def test_columns_that_cannot_be_shown():
+    with pytest.raises(ConfigError, match="'anwser', which the rows do not have; did you mean 'answer'"):
+        shown_texts("{prompt} {anwser}", [{"prompt": "p", "answer": 1}])
+    with pytest.raises(ConfigError, match="column 'solution'"):
+        shown_texts("solution", [{"prompt": "p"}])
+    with pytest.raises(DataError, match=r"row 2: .*'answer', not None"):
+        shown_texts("answer", [{"prompt": "p", "answer": "a"}, {"prompt": "p", "answer": None}])
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"weight": 1}, "there is no teacher; set distillation.teacher"),
+        ({"weight": 1, "teacher": "policy"}, "set distillation.show"),
+        ({"weight": 1, "teacher": "reference"}, "set loss.kl_coef"),
+        ({"weight": 1, "teacher": "x", "server": "http://h:1"}, "leave one of them out"),
+        ({"weight": 1, "server": "host:8000"}, "not an address"),
+    ],
+)
+def test_contradictions(table, words):
+    with pytest.raises(ConfigError, match=words):
+        make_recipe({"distillation": table})
+
+
+def test_a_server_at_another_temperature_or_with_kept_sets():
+    server = {"distillation": {"weight": 1, "server": "http://h:1", "kl": "sampled"}}
+    with pytest.raises(ConfigError, match=r"sampling.temperature is 0.7, but a server"):
+        make_recipe({**server, "sampling": {"temperature": 0.7}})
+    with pytest.raises(ConfigError, match=r"masks.keep_sampling_mask"):
+        make_recipe({**server, "masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 3}})
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_name(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {chr(97 + number): number for number in range(26)} | {"?": 26}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tiny_model(7).save_pretrained(tmp_path / "other-teacher")
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="z").save_pretrained(
+        tmp_path / "other-teacher"
+    )
+    with pytest.raises(ConfigError, match=r"other-teacher has another tokenizer than the model tiny.*in the teacher"):
+        taught(tmp_path / "run", tmp_path / "other-teacher")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_that_does_not_exist_is_found_in_a_second():
+    with pytest.raises(ConfigError, match=r"distillation.teacher: there is no folder"):
+        check_names(small_recipe({"distillation": {"weight": 1, "teacher": "./nowhere"}}))
+
+
+def test_a_prompt_that_does_not_fit_the_teachers_window(tmp_path, folder):
+    long = Task("long", [{"prompt": "p", "answer": "x" * 5000}])
+    with pytest.raises(ConfigError, match=r"the teacher's longest prompt .*\(distillation.show\)"):
+        taught(tmp_path / "run", folder, {"distillation": {"show": "answer"}, "train": {"batch_size": 1}}, task=long)
+
+
+def test_nothing_to_learn_names_distillation(tmp_path):
+    with pytest.raises(ConfigError, match=r"distillation\.weight are all 0"):
+        small_trainer(tmp_path / "run", {"loss": {"policy_coef": 0.0, "kl_coef": 0.1}})
+
+
+# --- before a run -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_memory_of_the_teacher_is_estimated(tmp_path, folder):
+    import json
+
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ANSWERS))
+    settings = {"data": {"train": str(data)}, "distillation": {"weight": 1.0, "teacher": str(folder)}}
+    lines = list(describe_run(small_recipe(ALONE, settings), timed=True, display=RecordingDisplay()))
+    assert any(line.endswith("  teacher") for line in lines)
+    shared = {"distillation": {"teacher": "tiny"}, "model": {"lora": {"rank": 2}}}
+    lines = list(describe_run(small_recipe(ALONE, settings, shared), timed=False, display=RecordingDisplay()))
+    assert not any(line.endswith("  teacher") for line in lines)
+    assert any("takes no memory of its own" in line for line in lines)
+
+
+# --- a server ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    with TeacherProcess(folder) as process:
+        yield process
+
+
+def served(place: Path, url: str, *changes, **options):
+    return taught(place, None, {"distillation": {"server": url, "wait": 20.0}}, TWO, *changes, **options)
+
+
+SAMPLED = {"distillation": {"kl": "sampled"}}
+
+
+@pytest.mark.slow
+def test_a_server_gives_what_its_model_gives(tmp_path, folder, servers):
+    before = servers.requests("vllm")
+    served(tmp_path / "sampled", servers.urls["vllm"], SAMPLED).run()
+    assert servers.requests("vllm") - before >= 2 * 12
+    all_but_one = {"distillation": {"top_k": tiny_config().vocab_size - 1}}
+    served(tmp_path / "full", servers.urls["vllm"], all_but_one).run()
+    for kl in ("sampled", "full"):
+        taught(tmp_path / f"{kl}-local", folder, {"distillation": {"kl": kl}}, TWO).run()
+        assert kl_of(tmp_path / kl) == pytest.approx(kl_of(tmp_path / f"{kl}-local"), rel=5e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_server_that_fails_now_and_then_or_has_only_echo(tmp_path, servers):
+    for kind in ("flaky", "echo"):
+        served(tmp_path / kind, servers.urls[kind], SAMPLED).run()
+    assert kl_of(tmp_path / "echo") == pytest.approx(kl_of(tmp_path / "flaky"), rel=1e-5)
+    with pytest.raises(ConfigError, match=r"only OpenAI's echo.*set distillation.kl to 'sampled'"):
+        served(tmp_path / "no", servers.urls["echo"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    {
+        "plain": r"'teacher' at http://127.* returns no log-probs of its prompts",
+        "short": r"room for 8 tokens, .*--max-model-len",
+        "odd": r"'teacher' at http://127.* has another tokenizer than the model tiny",
+        "locked": r"401.*variable that distillation.api_key_env names",
+    }.items(),
+)
+def test_servers_that_cannot_be_used(kind, words, tmp_path, servers):
+    with pytest.raises(ConfigError, match=words):
+        served(tmp_path / "run", servers.urls[kind], SAMPLED)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_key_of_a_server(tmp_path, servers, monkeypatch):
+    key = {"distillation": {"kl": "sampled", "api_key_env": "TEACHER_KEY"}}
+    with pytest.raises(ConfigError, match="variable TEACHER_KEY is not set"):
+        served(tmp_path / "run", servers.urls["locked"], key)
+    monkeypatch.setenv("TEACHER_KEY", "secret")
+    assert served(tmp_path / "run", servers.urls["locked"], key).run().steps == 2
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_ends_the_run_which_can_be_resumed(tmp_path, folder, servers):
+    three = {"train": {"steps": 3}}
+    with TeacherProcess(folder, ["vllm"]) as process:
+        trainer = served(tmp_path / "run", process.urls["vllm"], SAMPLED, three, {"distillation": {"wait": 0.5}})
+        with trainer:
+            steps = trainer.steps()
+            assert next(steps).step == 1
+            process.close()
+            with pytest.raises(TeacherServerError, match=r"has failed for 0.5 seconds .*resume"):
+                next(steps)
+    served(tmp_path / "run", servers.urls["vllm"], SAMPLED, three, resume=True).run()
+    taught(tmp_path / "local", folder, SAMPLED, three).run()
+    assert kl_of(tmp_path / "run") == pytest.approx(kl_of(tmp_path / "local"), rel=5e-3, abs=1e-4)
+
+
+@pytest.mark.slow
+def test_held_out_rows_without_grades_and_rewards_are_not_evaluated(tmp_path, folder):
+    trainer = taught(tmp_path / "run", folder, TWO, {"evaluate": {"every": 1}}, task=replace(TASK, train=ROWS))
+    assert trainer.metric is None
+    assert trainer.run().held_out == {}
