@@ -3,8 +3,8 @@
 Each batch is used for eight updates, so that the clip and the divergence mask have something to limit; success is rare
 at first (eight samples, a short warm-up), where MaxRL and pass@k differ from GRPO. Two more bases: "rounded sampler"
 samples with weights rounded to five values a row (plugins/rounded_sampler.py), for the corrections of a sampler
-that is not the policy; its held-out answers, too. With "long answers" dots may stand before the letter (long_quiz.py),
-so that completions have different lengths.
+that is not the policy; its held-out answers, too. With "long answers" dots may follow the letter (long_quiz.py), so
+that completions have different lengths.
 
 Usage::
 

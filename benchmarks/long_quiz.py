@@ -1,4 +1,4 @@
-"""The quiz with answers of different lengths: any number of dots may stand before the letter.
+"""The quiz with answers of different lengths: any number of dots may follow the letter.
 
 The examples of SFT have up to two of them at random, so at first the length has nothing to do with success.
 """
@@ -25,15 +25,15 @@ def long_quiz(recipe: Recipe) -> Task:
         name="long_quiz",
         rewards=(RewardFunction("correct", correct_letter),),
         grades={"accuracy": grade},
-        examples=[(prompt, "." * dots.randint(0, MOST_DOTS) + letter) for prompt, letter in task.examples],
+        examples=[(prompt, letter + "." * dots.randint(0, MOST_DOTS)) for prompt, letter in task.examples],
     )
 
 
 def correct_letter(completions: Sequence[Any], answer_idx: Sequence[str], **_: Any) -> list[float]:
-    """1 for the right letter after any number of dots, else 0."""
-    answers = (text_of(completion).lstrip(".") for completion in completions)
+    """1 for the right letter and any number of dots, else 0."""
+    answers = (text_of(completion).rstrip(".") for completion in completions)
     return [float(answer == right) for answer, right in zip(answers, answer_idx, strict=True)]
 
 
 def grade(row: TaskRow, answer: str) -> bool | None:
-    return grade_letter(row, answer.lstrip("."))
+    return grade_letter(row, answer.rstrip("."))

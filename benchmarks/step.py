@@ -5,12 +5,14 @@ Usage::
     python benchmarks/step.py --against trl            # on the GPU if there is one, else on the CPU
     python benchmarks/step.py                          # groupwise, and the script for TRL with its import changed
     python benchmarks/step.py --against trl --micro 16 # TRL with micro-batches of 16 answers
+    python benchmarks/step.py --turns                  # what the drop-in adds to a step, on a busy machine too
 
 Every answer has its full length, the loss is DAPO's, without KL and gradient checkpointing. Each side runs in a
 separate process, one after the other, so that peak memory is measured separately; the first steps (compilation, graph
 capture) are not counted. Before that both compute loss and gradient of the same samples in float32, which must agree.
 A step is the time from one step's end to the next, so that it holds callbacks and logs too. Compare the ratios rather
-than the seconds.
+than the seconds. With ``--turns``, groupwise's trainer and the drop-in take steps in turn, in one process, so that both
+see the same machine; CPU time is reported beside wall time.
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--against", choices=("trl",), help="the library to compare with")
     parser.add_argument("--micro", type=int, help="TRL's micro-batch in answers (default: 32 on a GPU, 8 on a CPU)")
     parser.add_argument("--top-k", type=int, default=40)
+    parser.add_argument("--turns", action="store_true", help="only groupwise and the drop-in, step by step in turn")
     parser.add_argument("--side", choices=list(SIDES), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -58,6 +61,9 @@ def main() -> None:
         args.folder = Path(folder)
         save_model(args)
         print(describe(args), flush=True)
+        if args.turns:
+            report_turns(in_new_process(args, "turns"))
+            return
         if args.against:
             report_agreement(in_new_process(args, "agreement"))
         sides = ("groupwise", "drop-in", *([args.against] * bool(args.against)))
@@ -140,16 +146,20 @@ def recipe_of(args: argparse.Namespace, steps: int) -> Any:
     )
 
 
-def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
+def native_trainer(args: argparse.Namespace, steps: int, **settings: Any) -> Any:
+    from groupwise.config import with_settings
     from groupwise.tasks.base import Task
     from groupwise.training.trainer import Trainer
 
+    recipe, task = with_settings(recipe_of(args, steps), settings), Task("benchmark", rows(args))
+    return Trainer(recipe, task=task, rewards=[reward], folder=args.folder / "run")
+
+
+def run_groupwise(args: argparse.Namespace) -> dict[str, Any]:
     warm = 3 if args.device == "cuda" else 1
-    recipe = recipe_of(args, warm + args.repeat)
-    task = Task("benchmark", rows(args))
     steps: list[dict[str, float]] = []
     ends: list[float] = []
-    with Trainer(recipe, task=task, rewards=[reward], folder=args.folder / "run") as trainer:
+    with native_trainer(args, warm + args.repeat) as trainer:
         start_counting(args)
         for result in trainer.steps():
             steps.append(result.metrics)
@@ -169,6 +179,40 @@ def run_drop_in(args: argparse.Namespace) -> dict[str, Any]:
     trainer.train()
     steps = [row for row in read_metrics(args.folder / "trl" / "metrics.jsonl") if "step_time" in row]
     return result_of(args, steps[warm:], between(watch.ends, warm))
+
+
+def run_turns(args: argparse.Namespace) -> dict[str, Any]:
+    """Steps of the drop-in, each followed by one of groupwise's trainer, in one process."""
+    from transformers import TrainerCallback
+
+    import groupwise.trl
+
+    warm = 3 if args.device == "cuda" else 1
+    seconds: dict[str, list[tuple[float, float]]] = {"groupwise": [], "drop-in": []}
+
+    def clock() -> tuple[float, float]:
+        return now(args), time.process_time()
+
+    with native_trainer(args, warm + args.repeat + 1, **{"run.save_rollouts": True}) as native:  # as the drop-in does
+        steps = native.steps()
+
+        class Turns(TrainerCallback):
+            before: tuple[float, float] | None = None
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                ended = clock()
+                if self.before is not None:
+                    seconds["drop-in"].append((ended[0] - self.before[0], ended[1] - self.before[1]))
+                    next(steps)
+                    wall, cpu = clock()
+                    seconds["groupwise"].append((wall - ended[0], cpu - ended[1]))
+                self.before = clock()
+
+        make_trl(args, warm + args.repeat + 1, [Turns()], library=groupwise.trl).train()
+    return {
+        side: {"wall": median([wall for wall, _ in turns[warm:]]), "CPU": median([cpu for _, cpu in turns[warm:]])}
+        for side, turns in seconds.items()
+    }
 
 
 def result_of(args: argparse.Namespace, steps: list[dict[str, float]], times: list[float]) -> dict[str, Any]:
@@ -348,7 +392,9 @@ def run_agreement(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-SIDES = {"groupwise": run_groupwise, "drop-in": run_drop_in, "trl": run_trl, "agreement": run_agreement}
+SIDES = {
+    "groupwise": run_groupwise, "drop-in": run_drop_in, "turns": run_turns, "trl": run_trl, "agreement": run_agreement,
+}  # fmt: skip
 
 
 # --- measuring and reporting -----------------------------------------------------------------------------------------
@@ -401,6 +447,12 @@ def report(args: argparse.Namespace, results: dict[str, dict[str, float]]) -> No
             f"{ratios['peak']:9.2f}×"
         )
     print("the ratios are to groupwise")
+
+
+def report_turns(result: dict[str, dict[str, float]]) -> None:
+    for time_of in ("wall", "CPU"):
+        ours, drop_in = result["groupwise"][time_of], result["drop-in"][time_of]
+        print(f"{time_of} time of a step: groupwise {ours:.3f} s, drop-in {drop_in:.3f} s, {drop_in / ours:.3f}×")
 
 
 if __name__ == "__main__":
