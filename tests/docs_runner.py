@@ -387,7 +387,7 @@ def with_options(words: Sequence[str], extra: Sequence[str]) -> list[str]:
 def parse_recipe_part(text: str) -> None:
     """Check a part of a recipe: every key, and its schedule."""
     from groupwise.config import make_recipe
-    from groupwise.training.components import make_schedule
+    from groupwise.training.inputs import make_schedule
 
     table = tomllib.loads(text)
     if any("rewards" in entry for entry in table.get("rewards", ()) if isinstance(entry, Mapping)):

@@ -24,18 +24,11 @@ from groupwise.model.packing import activation_bytes, default_token_budget
 from groupwise.redaction import without_secrets
 from groupwise.tasks import TaskRow, find_task
 from groupwise.text import format_duration, plural
-from groupwise.training.components import (
-    RunComponents,
-    check_training_inputs,
-    length_of,
-    load_components,
-    load_inputs,
-    make_schedule,
-    most_tokens,
-)
+from groupwise.training.components import RunComponents, length_of, load_components
 from groupwise.training.display import Display
 from groupwise.training.evaluation import NO_STEPS
 from groupwise.training.extras import check_extras
+from groupwise.training.inputs import check_training_inputs, load_inputs, make_schedule, most_tokens
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.schedule.lengths import RunLength
 from groupwise.training.sft import SupervisedFineTuning

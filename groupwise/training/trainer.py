@@ -31,23 +31,14 @@ from groupwise.rundir.run import METRICS
 from groupwise.rundir.signals import StopRequest, stop_on_signals
 from groupwise.tasks.base import Task
 from groupwise.text import plural
-from groupwise.training.components import (
-    RunComponents,
-    check_training_inputs,
-    default_run_name,
-    length_of,
-    load_components,
-    load_inputs,
-    make_schedule,
-    most_tokens,
-    shard_components,
-)
+from groupwise.training.components import RunComponents, length_of, load_components, shard_components
 from groupwise.training.display import Display, LineDisplay
 from groupwise.training.display.curves import draw_curves
 from groupwise.training.display.samples import samples_of_step
 from groupwise.training.evaluation import answers_table, evaluate_policy, show_rows
 from groupwise.training.extras import check_extras, groups_by_similarity
 from groupwise.training.from_rows import trainer_arguments
+from groupwise.training.inputs import check_training_inputs, default_run_name, load_inputs, make_schedule, most_tokens
 from groupwise.training.monitor.health_checks import HealthChecks, say_warnings
 from groupwise.training.monitor.metrics import rollout_table, settings_metrics, step_metrics, with_aliases
 from groupwise.training.monitor.question_log import QuestionLog

@@ -481,7 +481,7 @@ def test_defaults_and_choices_in_help():
 
 
 def test_the_examples_in_the_help_are_recipes():
-    from groupwise.training.components import make_schedule
+    from groupwise.training.inputs import make_schedule
 
     lines = settings_help().splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("  [[rewards]]"))

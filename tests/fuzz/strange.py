@@ -38,7 +38,9 @@ json_values = st.one_of(
     st.integers(-3, 300),
     st.none(),
     # Copied, because `changed` may change what it has drawn, and the strategy must draw the same again.
-    st.sampled_from([[], {}, [[]], [{}], {"": 0}, [None], ["a", 1], {"role": "user"}, {"type": "text"}]).map(copy.deepcopy),
+    st.sampled_from([[], {}, [[]], [{}], {"": 0}, [None], ["a", 1], {"role": "user"}, {"type": "text"}]).map(
+        copy.deepcopy
+    ),
     st.builds(nest, st.sampled_from([3, 120, 500])),
 )
 python_values = json_values | st.sampled_from(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from groupwise.config import make_recipe, resolve_scheduled
 from groupwise.rundir import as_json
-from groupwise.training.components import make_schedule
+from groupwise.training.inputs import make_schedule
 from groupwise.training.schedule.lengths import run_length
 from groupwise.training.schedule.parse import parse_phases
 from tests.fuzz import accepted, many, tried

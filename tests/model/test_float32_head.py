@@ -13,7 +13,8 @@ from groupwise.generate.types import Sampling
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps, iter_pack_states
 from groupwise.model.tiny import tiny_config, tiny_tokenizer
-from groupwise.training.components import load_components, load_inputs
+from groupwise.training.components import load_components
+from groupwise.training.inputs import load_inputs
 from groupwise.training.preflight import training_memory
 from tests.model.models import VOCABULARY, quick, tiny
 from tests.training.runs import TASK, even, metrics_of, small_recipe, small_trainer

@@ -52,7 +52,7 @@ number = 5
 
 
 def make_scorer(recipe):
-    from groupwise.training.components import make_scorer
+    from groupwise.training.inputs import make_scorer
 
     return make_scorer(recipe, TASK, ())
 

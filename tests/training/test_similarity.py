@@ -13,7 +13,8 @@ from groupwise.core import group_advantages
 from groupwise.errors import ConfigError
 from groupwise.grouping.grouper import GroupingResult
 from groupwise.grouping.labels import LABELS, compute_single_member_mask
-from groupwise.training.components import load_components, load_inputs
+from groupwise.training.components import load_components
+from groupwise.training.inputs import load_inputs
 from groupwise.training.preflight import describe_run
 from groupwise.training.rollout.advantages import GROUPINGS, compute_group_advantages
 from groupwise.training.rollout.batch import join

@@ -37,7 +37,7 @@ from groupwise.grouping.labels import LABELS, compute_single_member_mask, simila
 from groupwise.rewards import RewardFunction, Scorer, make_reward, named, weighted_total
 from groupwise.tasks import Task
 from groupwise.text import plural
-from groupwise.training.components import make_schedule
+from groupwise.training.inputs import make_schedule
 from groupwise.training.rollout.advantages import compute_group_advantages, find_advantage, find_grouping
 from groupwise.training.rollout.batch import Batch, GroupAdvantages
 from groupwise.training.rollout.penalties import (

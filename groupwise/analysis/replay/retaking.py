@@ -43,8 +43,8 @@ from groupwise.rundir import package_versions
 from groupwise.rundir.run import MARKER
 from groupwise.tasks import Task
 from groupwise.text import Say, plural
-from groupwise.training.components import check_training_inputs, load_inputs, make_schedule
 from groupwise.training.display.base import Display
+from groupwise.training.inputs import check_training_inputs, load_inputs, make_schedule
 from groupwise.training.results import StepReport
 from groupwise.training.store.checkpoint import checkpoint_name, read_state
 from groupwise.training.store.run_folder import PACKAGES

@@ -22,7 +22,8 @@ from groupwise.model.device import resolve_device
 from groupwise.rewards import RewardFunction
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.text import Say
-from groupwise.training.components import RunComponents, check_training_inputs, load_components, load_inputs
+from groupwise.training.components import RunComponents, load_components
+from groupwise.training.inputs import check_training_inputs, load_inputs
 from groupwise.training.ranks import start_ranks
 
 NOT_SUPPORTED = {

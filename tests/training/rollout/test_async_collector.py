@@ -22,7 +22,7 @@ from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
 from groupwise.rewards import named
 from groupwise.rundir import read_json
-from groupwise.training.components import load_inputs
+from groupwise.training.inputs import load_inputs
 from groupwise.training.rollout import make_collector as factory
 from groupwise.training.rollout.async_collector import AsyncCollector
 from groupwise.training.rollout.background import BackgroundThreads

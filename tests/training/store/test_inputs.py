@@ -13,7 +13,8 @@ from groupwise.errors import CheckpointError, ConfigError, RunDirError
 from groupwise.model import load_model, load_tokenizer
 from groupwise.rundir import RunDir, read_json, write_json
 from groupwise.tasks import Task
-from groupwise.training.components import load_components, load_inputs
+from groupwise.training.components import load_components
+from groupwise.training.inputs import load_inputs
 from groupwise.training.store.changes import RESUMED, record_changes
 from groupwise.training.store.inputs import describe_inputs
 from groupwise.training.store.run_folder import INPUTS, changed_inputs, check_inputs, write_inputs, write_recipe

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.config import make_recipe
 from groupwise.errors import ConfigError
-from groupwise.training.components import load_inputs
+from groupwise.training.inputs import load_inputs
 from groupwise.training.rollout.advantages import compute_group_advantages
 from groupwise.training.update.entropy import EntropyController
 from groupwise.training.update.minibatch import build_minibatch
