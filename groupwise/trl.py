@@ -21,7 +21,8 @@ def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if not is_installed("trl"):
-        raise AttributeError(
+        # Not an AttributeError, which `from groupwise.trl import …` would replace by a message of its own.
+        raise ImportError(
             f"groupwise.trl has GRPOConfig and GRPOTrainer; {name} is one of TRL's own, which is not installed "
             "(`pip install trl`)"
         )
