@@ -5,11 +5,15 @@ command line (`HfArgumentParser`) or from a dict, and to have the same values af
 transformers' `TrainingArguments`, whose own fields are those of the installed transformers.
 """
 
+import inspect
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
+
+from groupwise.errors import did_you_mean
+from groupwise.integrations.trl.fields import FORMER_FIELDS
 
 SCALES = {True: "group", False: "none"}  # scale_rewards as a bool
 
@@ -144,6 +148,16 @@ class GRPOConfig(TrainingArguments):
     # deprecated in TRL
     use_transformers_paged: bool = _field(False, "Deprecated: use_transformers_continuous_batching.")
     vllm_importance_sampling_cap: float | None = _field(None, "Deprecated: vllm_importance_sampling_clip_max.")
+
+    def __new__(cls, *_: Any, **options: Any) -> "GRPOConfig":
+        """Refuse an unknown field, with the TypeError of any class, by saying what to write instead."""
+        parameters = inspect.signature(cls.__init__).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            for name in options:
+                if name not in parameters:
+                    hint = f": {FORMER_FIELDS[name]}" if name in FORMER_FIELDS else did_you_mean(name, parameters)
+                    raise TypeError(f"{cls.__name__} has no field {name}{hint}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         if self.bf16 is None:

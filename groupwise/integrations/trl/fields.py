@@ -496,6 +496,11 @@ FORMER_FIELDS = {
     "use_liger_loss": "leave it out; the log-probs are computed without keeping logits",
     "group_by_length": "leave it out; completions are packed by length",
     "vllm_guided_decoding_regex": "write vllm_structured_outputs_regex",
+    "vllm_max_model_len": "write vllm_max_model_length",
+    "wandb_log_unique_prompts": "write log_unique_prompts",
+    "push_to_hub_model_id": "write hub_model_id",
+    "push_to_hub_token": "write hub_token",
+    "save_safetensors": "leave it out; weights are always saved as safetensors",
     "vllm_device": "leave it out; vLLM runs on the GPU that trains, or as a server",
     "torch_dtype": "write model_init_kwargs={'dtype': …}",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import sys
@@ -183,3 +184,30 @@ def test_without_accelerate_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("groupwise.errors.is_installed", lambda package: package != "accelerate")
     with pytest.raises(MissingExtraError, match=r"groupwise\[trl\]"):
         import groupwise.trl  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        (
+            "max_prompt_length",
+            "GRPOConfig has no field max_prompt_length: prompts have no maximum length; leave it out",
+        ),
+        ("warmup_ratio", "GRPOConfig has no field warmup_ratio: write warmup_steps"),
+        ("num_generation", "GRPOConfig has no field num_generation; did you mean 'num_generations'[?]"),
+    ],
+)
+def test_an_unknown_field_says_what_to_write(peer, tmp_path, name, hint):
+    for make in (GRPOConfig, peer):
+        with pytest.raises(TypeError, match=hint if make is GRPOConfig else name):
+            make(output_dir=str(tmp_path), **CPU, **{name: 1})
+
+
+def test_a_class_with_its_own_constructor_takes_its_own_arguments(tmp_path):
+    class Config(GRPOConfig):
+        def __init__(self, name: str, max_prompt_length: int, **fields: Any) -> None:
+            super().__init__(output_dir=name, **CPU, **fields)
+            self.limit = max_prompt_length
+
+    assert Config(str(tmp_path), max_prompt_length=8, top_k=5).limit == 8
+    assert copy.deepcopy(Config(str(tmp_path), max_prompt_length=8, top_k=5)).top_k == 5
