@@ -191,7 +191,7 @@ def test_without_accelerate_the_extra_is_named(monkeypatch):
     [
         (
             "max_prompt_length",
-            "GRPOConfig has no field max_prompt_length: prompts have no maximum length; leave it out",
+            "GRPOConfig has no field max_prompt_length: prompts have no maximum length",
         ),
         ("warmup_ratio", "GRPOConfig has no field warmup_ratio: write warmup_steps"),
         ("num_generation", "GRPOConfig has no field num_generation; did you mean 'num_generations'[?]"),
