@@ -37,10 +37,11 @@ from groupwise.config.layers import nested, read_options
 from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
+from groupwise.core.aggregation import AGGREGATIONS
 from groupwise.core.filters import ORDERS
 from groupwise.core.importance import IMPORTANCE_MODES, REJECTIONS
 from groupwise.core.kl import ESTIMATORS
-from groupwise.core.losses import AGGREGATIONS, DENOMINATORS, LOSSES, RATIOS
+from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import DIVERGENCES, OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 from groupwise.errors import ConfigError, RecipeErrors
