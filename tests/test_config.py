@@ -724,6 +724,11 @@ def test_integers_are_accepted_as_floats():
         ({"masks": {"divergence": "kl"}, "loss": {"ratio": "sequence"}}, "masks.divergence limits single tokens, but "
                                                                          "loss.ratio 'sequence'"),
         ({"masks": {"divergence": "tv"}, "loss": {"dual_clip": 3.0}}, "masks.divergence takes the place of the clip"),
+        ({"data": {"solved_pass_rate": 0.8}}, "data.solved_pass_rate has no effect without data.sampl"),
+        ({"data": {"solved_share": 0.2}}, "data.solved_share has no effect"),
+        ({"data": {"unsolved_pass_rate": 0.1}}, "data.unsolved_pass_rate has no effect"),
+        ({"data": {"unsolved_share": 0.2, "sampling": "uniform"}}, "data.unsolved_share has no effect"),
+        ({"data": {"pass_rate_memory": 0.0}}, "data.pass_rate_memory has no effect"),
         ({"loss": {"importance_normalize": True}}, "loss.importance_normalize has no effect"),
         ({"loss": {"rejection": "product"}}, "loss.rejection 'product' has no effect"),
         ({"loss": {"rejection": "k3", "rejection_low": 0.1}}, "loss.rejection 'k3' is a distance"),
