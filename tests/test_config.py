@@ -37,10 +37,11 @@ from groupwise.config.layers import nested, read_options
 from groupwise.config.names import OTHER_LIBRARIES, RENAMED, RENAMED_VALUES
 from groupwise.config.sections import LOSS_NAMES, PREFERENCE_KINDS, LoraSection
 from groupwise.core.advantages import BASELINES, COMBINATIONS, SCALES
+from groupwise.core.aggregation import AGGREGATIONS
 from groupwise.core.filters import ORDERS
 from groupwise.core.importance import IMPORTANCE_MODES, REJECTIONS
 from groupwise.core.kl import ESTIMATORS
-from groupwise.core.losses import AGGREGATIONS, DENOMINATORS, LOSSES, RATIOS
+from groupwise.core.losses import DENOMINATORS, LOSSES, RATIOS
 from groupwise.core.masks import DIVERGENCES, OFF_POLICY_RULES
 from groupwise.core.preference import KINDS
 from groupwise.errors import ConfigError, RecipeErrors
@@ -723,6 +724,11 @@ def test_integers_are_accepted_as_floats():
         ({"masks": {"divergence": "kl"}, "loss": {"ratio": "sequence"}}, "masks.divergence limits single tokens, but "
                                                                          "loss.ratio 'sequence'"),
         ({"masks": {"divergence": "tv"}, "loss": {"dual_clip": 3.0}}, "masks.divergence takes the place of the clip"),
+        ({"data": {"solved_pass_rate": 0.8}}, "data.solved_pass_rate has no effect without data.sampl"),
+        ({"data": {"solved_share": 0.2}}, "data.solved_share has no effect"),
+        ({"data": {"unsolved_pass_rate": 0.1}}, "data.unsolved_pass_rate has no effect"),
+        ({"data": {"unsolved_share": 0.2, "sampling": "uniform"}}, "data.unsolved_share has no effect"),
+        ({"data": {"pass_rate_memory": 0.0}}, "data.pass_rate_memory has no effect"),
         ({"loss": {"importance_normalize": True}}, "loss.importance_normalize has no effect"),
         ({"loss": {"rejection": "product"}}, "loss.rejection 'product' has no effect"),
         ({"loss": {"rejection": "k3", "rejection_low": 0.1}}, "loss.rejection 'k3' is a distance"),

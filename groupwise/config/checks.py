@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from groupwise.algorithms import find_algorithm
-from groupwise.config.sections import LOSS_NAMES, OPTIMIZERS, PreferenceSection, Recipe
+from groupwise.config.sections import LOSS_NAMES, OPTIMIZERS, DataSection, PreferenceSection, Recipe
 from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
 
+PASS_RATE_SETTINGS = ("solved_pass_rate", "solved_share", "unsolved_pass_rate", "unsolved_share", "pass_rate_memory")
 CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_low", "loss.rejection_high")
 
 
@@ -113,7 +114,14 @@ def _entropy(recipe: Recipe) -> Iterator[str]:
 
 
 def _data(recipe: Recipe) -> Iterator[str]:
-    data = recipe.data
+    data, defaults = recipe.data, DataSection()
+    for name in PASS_RATE_SETTINGS if data.sampling != "pass_rate" else ():
+        default = getattr(defaults, name)
+        if getattr(data, name) != default:
+            yield (
+                f"data.{name} has no effect without data.sampling 'pass_rate'; set that, or leave data.{name} at its "
+                f"default, {default:g}"
+            )
     if data.sampling == "pass_rate" and data.unsolved_pass_rate >= data.solved_pass_rate:
         yield (
             f"data.unsolved_pass_rate {data.unsolved_pass_rate:g} is not below data.solved_pass_rate "

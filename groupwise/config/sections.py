@@ -241,9 +241,9 @@ class VllmSection(Section):
 class AdvantagesSection(Section):
     """baseline, scale and groups of the advantages"""
 
-    scale: Literal["group", "batch", "mean", "none"] = "group"
-    """divide by the standard deviation of the group, of the batch, by the group's mean (MaxRL, arXiv 2602.02710; for
-    rewards of at least 0), or not at all"""
+    scale: Literal["group", "batch", "batch_advantages", "mean", "none"] = "group"
+    """divide by the standard deviation of the group's rewards, of the batch's, of the batch's advantages (ScaleRL,
+    arXiv 2510.13786), by the group's mean (MaxRL, arXiv 2602.02710; for rewards of at least 0), or not at all"""
     baseline: Literal["mean", "leave_one_out", "none"] = "mean"
     """subtracted from the rewards: the group's mean, the mean of the others, or nothing"""
     eps: NotNegative = 1e-4

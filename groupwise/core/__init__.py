@@ -5,25 +5,14 @@ for what is kept. Inputs may be float32, bfloat16 or float64; reductions run in 
 """
 
 from groupwise.core.advantages import GroupStatistics, group_advantages, group_index, group_statistics
+from groupwise.core.aggregation import PromptTotals, aggregate, aggregation_weights, prompt_totals
 from groupwise.core.distillation import NextTokens, reverse_kl, sampled_reverse_kl, top_k_reverse_kl
 from groupwise.core.filters import KeptSets, check_sampling, filter_logits, keep_sampling_mask
 from groupwise.core.gae import gae, value_loss
 from groupwise.core.importance import IMPORTANCE_MODES, importance_weights, rejection_mask
 from groupwise.core.kl import full_kl, full_kl_from_hidden, kl_estimate
 from groupwise.core.logps import logps_from_logits, selective_logps
-from groupwise.core.losses import (
-    LOSSES,
-    Loss,
-    LossSettings,
-    PromptTotals,
-    Tokens,
-    TokenTerm,
-    aggregate,
-    aggregation_weights,
-    log_ratio,
-    policy_loss,
-    prompt_totals,
-)
+from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, log_ratio, policy_loss
 from groupwise.core.masks import (
     DivergenceLimit,
     completion_mask,

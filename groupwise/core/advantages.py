@@ -8,6 +8,9 @@ With the scale ``"mean"`` the group's mean takes the place of the standard devia
 eps)``: MaxRL (arXiv 2602.02710). For rewards of 0 and 1, n samples and K successes that is n times r_i/K − 1/n, an
 estimate of the gradient of log p where GRPO's scale none estimates that of the success rate p.
 
+The scale ``"batch"`` divides by the standard deviation of the batch's rewards (TRL), ``"batch_advantages"`` by that of
+its advantages r_i − mean(group) (ScaleRL, arXiv 2510.13786), in which differences between groups do not count.
+
 Computed in float64 on the CPU, so that the result is the same on every device. Rewards whose squares float64 cannot
 hold are divided by a power of two first, which changes nothing else: rewards of 1e308 are compared like those of 1.
 
@@ -29,7 +32,7 @@ from torch import Tensor
 from groupwise.core._checks import check_at_least
 from groupwise.errors import InputError, check_choice
 
-SCALES = ("group", "batch", "mean", "none")
+SCALES = ("group", "batch", "batch_advantages", "mean", "none")
 BASELINES = ("mean", "leave_one_out", "none")
 LARGE = 2.0**500  # the squares of numbers up to this, and from its inverse on, are exact enough in float64
 COMBINATIONS = ("sum_then_normalize", "normalize_then_sum")
@@ -109,8 +112,9 @@ def group_advantages(
 
     rewards: ``(B,)``, or ``(B, K)`` for K reward functions. NaN means 'not scored'.
     groups: an int G for consecutive groups of G, or one label per sample in any order (groups of any size).
-    scale: divide by the standard deviation of the ``"group"`` or of the ``"batch"``, by the group's ``"mean"``, or by
-        nothing (``"none"``). ``"mean"`` is for rewards of at least 0, and with several of them for their sum.
+    scale: divide by the standard deviation of the ``"group"`` or of the ``"batch"``, by that of the advantages of the
+        batch (``"batch_advantages"``), by the group's ``"mean"``, or by nothing (``"none"``). ``"mean"`` is for rewards
+        of at least 0, and with several of them for their sum.
     eps: added to the standard deviation or mean.
     unbiased: divide the squared deviations by n − 1 (DeepSeekMath, TRL) rather than by n.
     baseline: what is subtracted: the group's ``"mean"``, the mean of the others (``"leave_one_out"``) or ``"none"``.
@@ -142,7 +146,7 @@ def group_advantages(
     round_off = _round_off(rewards.dtype)
 
     def normalise(values: Tensor) -> Tensor:
-        index, number = levels[0] if scale != "batch" else (torch.zeros_like(levels[0][0]), 1)
+        index, number = levels[0] if not scale.startswith("batch") else (torch.zeros_like(levels[0][0]), 1)
         unit = _units(values, index, number)[index]
         values = values / unit
         groups = _shrunk_statistics(values, levels, shrinkage, unbiased, round_off)
@@ -159,8 +163,9 @@ def group_advantages(
             _check_not_negative(values)
             divisor = groups.mean + eps / unit
             advantages = torch.where(divisor > 0, advantages / divisor, 0.0)
-        elif scale == "batch":
-            batch = _statistics(values, torch.zeros_like(groups.index), 1, unbiased, round_off)
+        elif scale.startswith("batch"):
+            divided_by = values if scale == "batch" else torch.where(values.isnan(), torch.nan, advantages)
+            batch = _statistics(divided_by, torch.zeros_like(groups.index), 1, unbiased, round_off)
             advantages = undivided if bool(batch.equal) else advantages / (batch.std + eps / unit)
         else:
             advantages = undivided

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from groupwise.core.losses import aggregation_weights
+from groupwise.core.aggregation import aggregation_weights
 from groupwise.data import Order
 from groupwise.distributed.ranks import Ranks
 from groupwise.distributed.split import split_by_cost

@@ -42,6 +42,67 @@ def test_batch_scale_by_hand():
     close(group_advantages(tensor(0, 2, 4, 6), 2, scale="batch", eps=0), -1 / std, 1 / std, -1 / std, 1 / std)
 
 
+def test_scale_by_the_batch_s_advantages_by_hand():
+    # Centred: −1, 1, −2, 2, 0, 0; variance (1 + 1 + 4 + 4) / 5 = 2. The group of equal rewards counts with zeros.
+    rewards = tensor(10, 12, 3, 7, 5, 5)
+    std = math.sqrt(2)
+    expected = [-1 / std, 1 / std, -2 / std, 2 / std, 0, 0]
+    close(group_advantages(rewards, 2, scale="batch_advantages", eps=0), *expected)
+    close(group_advantages(rewards, 2, scale="batch_advantages", eps=0.5), *[a * std / (std + 0.5) for a in expected])
+    # Samples without a reward do not count, also not in a group that is otherwise equal: variance 2 / 3.
+    rewards = tensor(1, 3, NAN, 5, 5, NAN)
+    close(group_advantages(rewards, 3, scale="batch_advantages", eps=0), *[-math.sqrt(1.5), math.sqrt(1.5), 0, 0, 0, 0])
+
+
+def literal_scaled_by_advantages(rewards, size, baseline, unbiased, eps):
+    """One group after another, then the standard deviation of all that was scored."""
+    centred = []
+    for start in range(0, len(rewards), size):
+        group = [reward for reward in rewards[start : start + size] if not math.isnan(reward)]
+        for reward in rewards[start : start + size]:
+            if math.isnan(reward):
+                centred.append(NAN)
+            elif len(group) < 2:
+                centred.append(0.0)
+            else:
+                others = (sum(group) - reward) / (len(group) - 1)
+                centred.append(reward - (sum(group) / len(group) if baseline == "mean" else others))
+    scored = [value for value in centred if not math.isnan(value)]
+    mean = sum(scored) / max(1, len(scored))
+    freedom = max(1, len(scored) - unbiased)
+    std = math.sqrt(sum((value - mean) ** 2 for value in scored) / freedom)
+    return [0.0 if math.isnan(value) or std == 0 else value / (std + eps) for value in centred]
+
+
+@given(
+    values=st.lists(st.one_of(st.integers(-4, 4), st.just(NAN)), min_size=12, max_size=12),
+    size=st.sampled_from([1, 2, 3, 4, 12]),
+    baseline=st.sampled_from(["mean", "leave_one_out"]),
+    unbiased=st.booleans(),
+    eps=st.sampled_from([0.0, 1e-4, 0.3]),
+)
+def test_scale_by_the_batch_s_advantages_equals_the_literal_version(values, size, baseline, unbiased, eps):
+    ours = group_advantages(
+        tensor(*values), size, scale="batch_advantages", baseline=baseline, unbiased=unbiased, eps=eps
+    )
+    expected = literal_scaled_by_advantages([float(value) for value in values], size, baseline, unbiased, eps)
+    torch.testing.assert_close(ours, tensor(*expected), rtol=1e-10, atol=1e-10)
+
+
+def test_differences_between_groups_do_not_count_in_the_scale_by_advantages():
+    easy_and_hard = tensor(0, 1, 0, 0, 10, 11, 10, 10)
+    shifted = tensor(0, 1, 0, 0, 0, 1, 0, 0)
+    for scale, equal in (("batch_advantages", True), ("batch", False)):
+        one, other = (group_advantages(rewards, 4, scale=scale) for rewards in (easy_and_hard, shifted))
+        assert torch.allclose(one, other) is equal
+
+
+def test_scale_by_advantages_without_a_baseline_is_the_scale_by_rewards():
+    rewards = tensor(1, 2, 4, 8, 3, 3)
+    one, other = (group_advantages(rewards, 2, scale=s, baseline="none") for s in ("batch", "batch_advantages"))
+    assert torch.equal(one, other)
+
+
 def test_labels_in_any_order_and_groups_of_any_size():
     rewards = tensor(1, 5, 3, 9, 2, 7)
     labels = torch.tensor([7, -2, 7, 40, 7, -2])
@@ -59,7 +120,7 @@ def test_not_scored():
     close(group_advantages(tensor(NAN, 2, 4, 6), 2, scale="none"), 0, 0, -1, 1)  # a single scored sample gets 0
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_advantages", "none"])
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_equal_rewards_and_single_samples_get_exactly_zero(scale, baseline, dtype):
@@ -132,7 +193,8 @@ def groups_of_rewards(draw):
     return tensor(*rewards), torch.tensor(labels), torch.tensor(order)
 
 
-options = {"scale": st.sampled_from(["group", "batch", "none"]), "baseline": st.sampled_from(["mean", "leave_one_out"])}
+SCALES_OF_ALL_REWARDS = ["group", "batch", "batch_advantages", "none"]
+options = {"scale": st.sampled_from(SCALES_OF_ALL_REWARDS), "baseline": st.sampled_from(["mean", "leave_one_out"])}
 
 
 @given(case=groups_of_rewards(), **options)

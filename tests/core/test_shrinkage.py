@@ -79,7 +79,7 @@ def test_zero_shrinkage_has_no_effect():
     assert plain[5] == 0
 
 
-@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "batch_advantages", "none"])
 def test_large_shrinkage_compares_within_the_prompt(scale):
     result = group_advantages(REWARDS, CLUSTER, within=[PROMPT], shrinkage=1e9, scale=scale)
     torch.testing.assert_close(result, group_advantages(REWARDS, PROMPT, scale=scale), rtol=1e-6, atol=1e-6)

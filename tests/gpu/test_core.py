@@ -79,7 +79,7 @@ def test_advantages_are_identical_bit_for_bit():
     rewards = torch.randn(4096)
     rewards[torch.rand(4096) < 0.1] = math.nan
     labels = torch.randint(0, 700, (4096,))
-    for scale in ("group", "batch", "none"):
+    for scale in ("group", "batch", "batch_advantages", "none"):
         ours = core.group_advantages(rewards.to(CUDA), labels.to(CUDA), scale=scale)
         assert ours.is_cuda
         assert torch.equal(ours.cpu(), core.group_advantages(rewards, labels, scale=scale))

@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config import Recipe, make_recipe, with_settings
 from groupwise.core import DivergenceLimit, kl_estimate, policy_loss, prompt_totals
+from groupwise.core.aggregation import aggregate
 from groupwise.core.filters import KeptSets
-from groupwise.core.losses import Loss, aggregate
+from groupwise.core.losses import Loss
 from groupwise.core.masks import high_entropy_mask, off_policy_sequence_mask
 from groupwise.data import Prompt
 from groupwise.model.handle import ModelHandle, prepare

@@ -28,7 +28,7 @@ from groupwise.analysis.replay.rescored import RescoredStep, Rescoring, Rescorin
 from groupwise.analysis.run_reader import RunReader
 from groupwise.analysis.step_settings import run_recipe, step_recipes
 from groupwise.config import Recipe, with_settings
-from groupwise.core.losses import aggregation_weights, prompt_totals
+from groupwise.core.aggregation import aggregation_weights, prompt_totals
 from groupwise.data import reward_inputs, where_of
 from groupwise.data.rows import name_completion
 from groupwise.errors import ConfigError, RewardError, RunDirError, check_choice

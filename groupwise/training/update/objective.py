@@ -16,7 +16,8 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core import DivergenceLimit, PromptTotals, kl_estimate, policy_loss, preference_loss, sampled_reverse_kl
-from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm, aggregation_weights
+from groupwise.core.aggregation import aggregation_weights
+from groupwise.core.losses import LOSSES, Loss, LossSettings, Tokens, TokenTerm
 from groupwise.errors import ConfigError, is_out_of_memory
 from groupwise.model.device import float64_device
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS

@@ -7,8 +7,8 @@ import torch
 
 import groupwise.training.update.updater as updater_module
 from groupwise.config import with_settings
+from groupwise.core.aggregation import aggregate
 from groupwise.core.kl import MEAN_RATIO_EPS
-from groupwise.core.losses import aggregate
 from groupwise.model import LoraSettings
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import iter_pack_states, iter_packs

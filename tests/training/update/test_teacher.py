@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config import with_settings
-from groupwise.core.losses import aggregate
+from groupwise.core.aggregation import aggregate
 from groupwise.data import Prompt
 from groupwise.errors import ConfigError
 from groupwise.model import LoraSettings
