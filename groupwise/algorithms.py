@@ -15,11 +15,10 @@ removes the penalty on them too.
 loss is the mean over all tokens, as in verl. Clusters are made by average linkage; its source uses Ward's linkage over
 the rows of the distance matrix, which is ``grouping.method = "ward_rows"`` (docs/creative.md says why).
 
-`maxrl`, `dppo` and `scalerl` are papers of 2025 and 2026. Of ScaleRL (arXiv 2510.13786) the preset has the loss, its
-mean over prompts, the scale of the advantages and the float32 head; rows by pass rate and asynchronous rollouts are
-settings beside it. Two deviations: "batch" divides by the standard deviation of the batch's rewards, where the paper
-takes that of its advantages, and prompts without a learning signal stay in the denominator. `dppo` takes the ratio to
-the sampler and caps it at 20, as verl does.
+`maxrl`, `dppo` and `scalerl` are papers of 2025 and 2026. Of ScaleRL (arXiv 2510.13786) the preset has the objective:
+CISPO's loss, the mean over each prompt's tokens and then over prompts, advantages divided by their standard deviation
+over the batch, no prompts with equal rewards, and logits in float32. Rows by pass rate and asynchronous rollouts are
+settings beside it. `dppo` takes the ratio to the sampler and caps it at 20, as verl does.
 
 `pg_grpo` combines GRPO and DPO (arXiv 2305.18290): L = L_clip + w₁·KL + w₂·L_DPO is minimized. w₁ = 0.04 is that of
 DeepSeekMath. w₂ = 0.1 makes both gradients about equally large for completions of some 200 tokens (docs/preference.md).
@@ -131,11 +130,12 @@ ALGORITHMS = {
             "loss.name": "cispo",
             "loss.clip_high": 5.0,
             "loss.aggregation": "prompt_mean",
-            "advantages.scale": "batch",
+            "advantages.scale": "batch_advantages",
+            "masks.drop_equal_rewards": True,
             "model.float32_head": True,
         },
-        summary="CISPO with the mean over each prompt's tokens, then over prompts, advantages scaled by the batch, and "
-        "logits in float32 (ScaleRL, arXiv 2510.13786).",
+        summary="CISPO with the mean over each prompt's tokens, then over prompts, advantages scaled by their standard "
+        "deviation over the batch, no prompts with equal rewards, and logits in float32 (ScaleRL, arXiv 2510.13786).",
     ),
     "enhanced_grpo": Algorithm(
         _ENHANCED_GRPO,

@@ -261,7 +261,7 @@ def test_rows_are_no_recipe(tmp_path, name, exists):
         ({"loss": {"name": "dapoo"}}, "the recipe: unknown loss 'dapoo'; did you mean 'dapo'? (allowed: grpo, bnpo, "
                                       "dr_grpo, dapo, gspo, luspo, cispo, sapo, vespo, reinforce, or module:function)"),
         ({"advantages": {"scale": "grup"}}, "the recipe: advantages.scale cannot be 'grup'; did you mean 'group'? "
-                                            "(allowed: group, batch, mean, none)"),
+                                            "(allowed: group, batch, batch_advantages, mean, none)"),
         ({"masks": {"off_policy": 3}}, "the recipe: masks.off_policy cannot be 3 (allowed: v3.2, reference_drift)"),
         ({"sampling": {"order": "mlx"}}, "the recipe: sampling.order cannot be 'mlx'; did you mean 'mlx_lm'? (allowed: "
                                          "transformers, vllm, mlx_lm)"),
@@ -718,6 +718,12 @@ def test_integers_are_accepted_as_floats():
         ),
         ({"masks": {"keep_sampling_mask": True}}, "masks.keep_sampling_mask renormalizes over the tokens"),
         ({"loss": {"aggregation": "prompt_mean", "denominator": "policy_mask"}}, "loss.aggregation 'prompt_mean' "),
+        ({"masks": {"drop_equal_rewards": True}, "advantages": {"baseline": "none"}}, "masks.drop_equal_rewards"),
+        ({"masks": {"drop_equal_rewards": True}, "train": {"mini_batch_by": "samples"}}, "masks.drop_equal_rewards"),
+        (
+            {"masks": {"drop_equal_rewards": True}, "distillation": {"weight": 1.0, "teacher": "reference"}},
+            "masks.drop_equal_rewards would also drop completions that the teacher",
+        ),
         ({"masks": {"divergence_threshold": 0.1}}, "masks.divergence_threshold has no effect"),
         ({"masks": {"divergence": "tv"}, "loss": {"name": "gspo"}}, "masks.divergence limits single tokens, but the "
                                                                     "loss 'gspo'"),

@@ -18,7 +18,18 @@ CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_l
 
 def contradictions(recipe: Recipe) -> Iterator[str]:
     """A sentence for each contradiction."""
-    checks = (_loss, _aggregation, _divergence, _correction, _advantages, _sampling, _vllm, _asynchronous, _updates)
+    checks = (
+        _loss,
+        _aggregation,
+        _equal_rewards,
+        _divergence,
+        _correction,
+        _advantages,
+        _sampling,
+        _vllm,
+        _asynchronous,
+        _updates,
+    )
     for check in (*checks, _optimizer, _shrinkage, _preference, _entropy, _data, _distillation):
         yield from check(recipe)
 
@@ -41,6 +52,26 @@ def _aggregation(recipe: Recipe) -> Iterator[str]:
         yield (
             "loss.aggregation 'prompt_mean' divides by all tokens of a prompt's completions, so it needs "
             "loss.denominator 'completion_mask'"
+        )
+
+
+def _equal_rewards(recipe: Recipe) -> Iterator[str]:
+    if not recipe.masks.drop_equal_rewards:
+        return
+    if recipe.advantages.baseline == "none":
+        yield (
+            "masks.drop_equal_rewards drops groups without a learning signal, but with advantages.baseline 'none' "
+            "equal rewards have one; set one of the two to its default"
+        )
+    if recipe.distillation.weight:
+        yield (
+            "masks.drop_equal_rewards would also drop completions that the teacher of [distillation] scores; set it "
+            "to false"
+        )
+    if recipe.train.mini_batch_by == "samples":
+        yield (
+            "masks.drop_equal_rewards leaves mini-batches with different numbers of completions, but "
+            "train.mini_batch_by 'samples' gives every token of a batch the same weight; set that to 'prompts'"
         )
 
 

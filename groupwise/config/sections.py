@@ -464,6 +464,10 @@ class MasksSection(Section):
     drop_truncated: bool = False
     """drop such completions: also from the KL and the entropy, and from the number of tokens that means divide by (as
     TRL's mask_truncated_completions)"""
+    drop_equal_rewards: bool = False
+    """drop groups whose rewards are all equal: from all terms, from the numbers of tokens, completions and prompts that
+    means divide by, and from the standard deviation of advantages.scale batch and batch_advantages (ScaleRL's
+    zero-variance filtering)"""
     off_policy: Literal["v3.2", "reference_drift"] | None = None
     """mask completions with a negative advantage that the policy has moved away from (v3.2: DeepSeek-V3.2), or those
     that became more likely than under the reference (reference_drift)"""

@@ -27,12 +27,15 @@ class PromptTotals(NamedTuple):
 
 
 def prompt_totals(mask: Tensor, groups: int | Tensor | Sequence[Any]) -> PromptTotals:
-    """The totals of a batch that is one mini-batch; ``groups`` names the prompt of each row, as in `group_index`."""
+    """The totals of a batch that is one mini-batch; ``groups`` names the prompt of each row, as in `group_index`.
+
+    A prompt without any token is not counted.
+    """
     check_tensors(mask=mask)
     lengths = check_mask("mask", mask, mask.shape).sum(-1)
     index, number = group_index(groups, len(mask))
     tokens = lengths.new_zeros(number).index_add(0, index.to(mask.device), lengths)
-    return PromptTotals(tokens[index.to(mask.device)], number)
+    return PromptTotals(tokens[index.to(mask.device)], (tokens > 0).sum())
 
 
 def aggregation_weights(

@@ -65,6 +65,7 @@ CASES: dict[str, dict[str, Any]] = {
         "train": {"batch_size": 10, "iterations": 2},
     },
     "similarity": {"algorithm": "similarity_group_grpo", "grouping": {"embedder": "wordllama", "workers": 0}},
+    "scalerl": {"algorithm": "scalerl", "train": {"batch_size": 5, "mini_batches": 2}},
 }
 
 

@@ -210,6 +210,10 @@ def naive_terms(
     """The objective's terms of all samples at once, straight from the formulas."""
     members = torch.tensor([prompt * batch.samples + g for prompt in prompts for g in range(batch.samples)])
     rows = naive_logps(handle, batch, prompts, recipe)
+    if recipe.masks.drop_equal_rewards:
+        stays = ~group_advantages.equal[members]
+        members, rows = members[stays], {name: values[stays] for name, values in rows.items()}
+        old, ref, weights = (None if values is None else values[stays] for values in (old, ref, weights))
     mask, advantages = rows["mask"], group_advantages.advantages[members]
     policy_mask = group_advantages.allowed[members][:, None] & mask
     if recipe.masks.off_policy is not None:

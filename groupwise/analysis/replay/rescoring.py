@@ -161,7 +161,7 @@ class Rescorer:
             result,
             columns,
             batch.rewards,
-            (sample_weights(batch, check.allowed, own), sample_weights(batch, result.allowed, changed)),
+            (sample_weights(batch, check, own), sample_weights(batch, result, changed)),
             self._own_weights(recorded, own),
             bool(own.loss.policy_coef),
         )
@@ -355,14 +355,15 @@ def _named(function: Callable[..., Any], weight: float, name: str | None) -> tup
     return reward.name, weight, reward
 
 
-def sample_weights(batch: Batch, allowed: Tensor, recipe: Recipe) -> Tensor:
+def sample_weights(batch: Batch, group_advantages: GroupAdvantages, recipe: Recipe) -> Tensor:
     """The weight ``(B,)`` of each sample in the policy loss: the sum of its tokens' weights; 0 if it is masked.
 
     The batch counts as one mini-batch.
     """
-    lengths = batch.lengths
-    present = torch.arange(int(lengths.max())) < lengths[:, None]
-    counted = allowed if recipe.loss.denominator == "policy_mask" else torch.ones_like(allowed)
+    lengths, allowed = batch.lengths, group_advantages.allowed
+    dropped = group_advantages.masked_out.get("equal_rewards", torch.zeros_like(allowed))
+    present = (torch.arange(int(lengths.max())) < lengths[:, None]) & ~dropped[:, None]
+    counted = allowed if recipe.loss.denominator == "policy_mask" else ~dropped
     weights = aggregation_weights(
         present,
         recipe.loss.aggregation or find_loss(recipe.loss.name).aggregation,

@@ -110,6 +110,7 @@ _GRADIENTS = {
 _MASKS = {
     "mask_ratio": "share of completions that all masks together leave",
     "masks/truncated": "share masked because they were cut off (`masks.truncated`)",
+    "masks/equal_rewards": "share dropped because all rewards of their group are equal (`masks.drop_equal_rewards`)",
     "masks/too_short": "share masked because they have too few characters (`masks.validity`)",
     "masks/no_answer": "share masked because they contain no answer (`masks.validity`)",
     "masks/repetitive": "share masked because they repeat word trigrams (`masks.validity`)",

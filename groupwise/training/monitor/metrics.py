@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,7 +201,8 @@ def _mask_metrics(
     a sample counts by its share of the passes. Samples that are not computed are not counted as dropped.
     """
     metrics = {f"masks/{name}": _mean(dropped.double()) for name, dropped in group_advantages.masked_out.items()}
-    left = group_advantages.allowed.double()
+    others = {name: reason for name, reason in group_advantages.masked_out.items() if name != "equal_rewards"}
+    left = replace(group_advantages, masked_out=others).allowed.double()  # equal rewards have no signal in any case
     passes = len(updates) / max(1, sum(not minibatch.empty for minibatch in minibatches))
     for name in dict.fromkeys(name for update in updates for name in update.masked_out):
         samples = [sample for update in updates for sample in update.masked_out.get(name, ())]

@@ -99,6 +99,10 @@ def compute_group_advantages(
     factors = torch.tensor(list(weights), dtype=torch.float64)
     rewards = batch.scored
     total = weighted_total(rewards, weights)
+    # With shrinkage, a cluster of equal rewards has a learning signal unless all rewards of its prompt are equal.
+    statistics = group_statistics(total, parents[0] if parents else groups)
+    equal = statistics.equal[statistics.index]
+    left_out = {"equal_rewards": equal} if step_recipe.masks.drop_equal_rewards and rewards.shape[1] else {}
     if advantage is not None:
         with failures_named(f"the advantage function {settings.function}"):
             values = advantage(rewards, groups, factors)
@@ -112,7 +116,7 @@ def compute_group_advantages(
         if settings.scale == "mean":
             _check_not_negative(total, batch)
         advantages = group_advantages(
-            rewards,
+            torch.where(equal[:, None], torch.nan, rewards) if left_out else rewards,
             groups,
             scale=settings.scale,
             eps=settings.eps,
@@ -131,14 +135,12 @@ def compute_group_advantages(
             f"{batch.row_numbers[where // batch.samples]}, whose reward is {float(total[where]):g}, is beyond float32; "
             "scale the rewards, or divide by their standard deviation (advantages.scale = 'group' or 'batch')"
         )
-    # With shrinkage, a cluster of equal rewards has a learning signal unless all rewards of its prompt are equal.
-    statistics = group_statistics(total, parents[0] if parents else groups)
     result = GroupAdvantages(
         rewards=total,
         groups=groups,
         advantages=advantages,
-        masked_out=_masks(batch, step_recipe, answers),
-        equal=statistics.equal[statistics.index],
+        masked_out=_masks(batch, step_recipe, answers) | left_out,
+        equal=equal,
         graded=graded,
         uses_advantages=bool(step_recipe.loss.policy_coef),
         taught=step_recipe.taught,

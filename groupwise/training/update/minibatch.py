@@ -134,7 +134,13 @@ def build_from_samples(
     step_recipe: Recipe,
     dataset_pairs: DatasetPairs | None = None,
 ) -> MiniBatch:
-    """The mini-batch of these samples; consecutive ones form the local batches."""
+    """The mini-batch of these samples; consecutive ones form the local batches.
+
+    Those that masks.drop_equal_rewards drops are left out of every number.
+    """
+    dropped = group_advantages.masked_out.get("equal_rewards")
+    if dropped is not None:
+        members = [i for i in members if not dropped[i]]
     contributes, allowed = group_advantages.contributes.tolist(), group_advantages.allowed.tolist()
     compute_all, lengths = _needs_all_samples(step_recipe), batch.lengths
     cut = [step_recipe.masks.drop_truncated and reason == "length" for reason in batch.stop_reasons]

@@ -296,7 +296,13 @@ def test_another_preset(tmp_path):
 def test_weights_of_samples_in_the_loss():
     """By hand, for lengths 2, 1, 5: a mean over all tokens, over sequences, and a sum over a constant."""
     from groupwise.analysis.replay.rescoring import sample_weights
+    from groupwise.training.rollout.batch import GroupAdvantages
     from tests.training.factories import make_batch, short_recipe
+
+    def advantages(*, truncated, equal_rewards=None):
+        masked = {"truncated": truncated} | ({} if equal_rewards is None else {"equal_rewards": equal_rewards})
+        zeros = torch.zeros(len(truncated))
+        return GroupAdvantages(zeros, zeros.long(), zeros, masked, zeros.bool())
 
     batch = make_batch([[1.0, 0.0, 0.5]], [[2, 1, 5]])
     everything, some = torch.tensor([True, True, True]), torch.tensor([True, True, False])
@@ -310,11 +316,24 @@ def test_weights_of_samples_in_the_loss():
     for (loss, denominator), expected in cases.items():
         recipe = short_recipe({"loss.name": loss, "loss.denominator": denominator})
         for allowed, weights in zip((everything, some), expected, strict=True):
-            torch.testing.assert_close(sample_weights(batch, allowed, recipe), torch.tensor(weights))
+            result = sample_weights(batch, advantages(truncated=~allowed), recipe)
+            torch.testing.assert_close(result, torch.tensor(weights))
     batch = make_batch([[1.0, 0.0], [0.5, 0.0]], [[2, 6], [1, 1]])
     recipe = short_recipe({"loss.aggregation": "prompt_mean"})
-    weights = sample_weights(batch, torch.tensor([True, True, False, True]), recipe)
+    cut = torch.tensor([False, False, True, False])
+    weights = sample_weights(batch, advantages(truncated=cut), recipe)
     torch.testing.assert_close(weights, torch.tensor([2 / 16, 6 / 16, 0.0, 1 / 4]))
+    # Without the groups of equal rewards (masks.drop_equal_rewards) the first prompt is alone.
+    equal = torch.tensor([False, False, True, True])
+    expected = {
+        "prompt_mean": [2 / 8, 6 / 8, 0.0, 0.0],
+        "sequence_mean": [1 / 2, 1 / 2, 0.0, 0.0],
+        "token_mean": [2 / 8, 6 / 8, 0.0, 0.0],
+    }
+    for name, shares in expected.items():
+        recipe = short_recipe({"loss.aggregation": name})
+        weights = sample_weights(batch, advantages(truncated=cut, equal_rewards=equal), recipe)
+        torch.testing.assert_close(weights, torch.tensor(shares))
 
 
 @pytest.mark.slow

@@ -354,6 +354,33 @@ def test_custom_functions_in_a_run(tmp_path):
     assert report.metrics["updates"] == 1
 
 
+def test_groups_of_equal_rewards_can_be_dropped():
+    """They count neither in the standard deviation of the batch nor in any other number."""
+    batch = batch_of([2, 0, 2, 0, 5, 5, 5, 5])
+    settings = {"masks.drop_equal_rewards": True, "advantages.eps": 0.0}
+    for scale in ("batch_advantages", "batch"):
+        result = compute_group_advantages(batch, short_recipe({**settings, "advantages.scale": scale}), [1.0])
+        close(result.advantages, [math.sqrt(0.75), -math.sqrt(0.75)] * 2 + [0.0] * 4)
+        assert result.skip_reasons() == [None] * 4 + ["equal_rewards"] * 4
+        assert result.allowed.tolist() == [True] * 4 + [False] * 4
+    kept = compute_group_advantages(
+        batch, short_recipe({"advantages.eps": 0.0, "advantages.scale": "batch_advantages"}), [1.0]
+    )
+    close(kept.advantages, [math.sqrt(7 / 4), -math.sqrt(7 / 4)] * 2 + [0.0] * 4)
+    assert kept.allowed.all()
+
+
+def test_a_batch_without_any_learning_signal_may_be_dropped():
+    settings = {"masks.drop_equal_rewards": True, "advantages.scale": "batch_advantages"}
+    result = compute_group_advantages(batch_of([1, 1, 1, 1, 0, 0, 0, 0]), short_recipe(settings), [1.0])
+    assert result.advantages.tolist() == [0.0] * 8
+    assert not result.contributes.any()
+    without_rewards = compute_group_advantages(
+        batch_of(torch.zeros(8, 0).tolist()), short_recipe({"masks.drop_equal_rewards": True}), []
+    )
+    assert without_rewards.allowed.all()
+
+
 def test_the_built_in_advantages_are_the_core_s():
     columns = torch.rand(8, 3, dtype=torch.float64)
     columns[2, 1] = NAN

@@ -60,6 +60,29 @@ def test_truncated_completions_are_empty_if_they_are_dropped():
     assert part.local_lengths.unique().tolist() == sorted([(32 - 7) / 8, (35 - 5) / 8])
 
 
+@pytest.mark.parametrize("everything", [True, False])
+def test_groups_of_equal_rewards_that_are_dropped_are_in_no_denominator(everything):
+    """The rewards of the second prompt, samples 4 to 7, are equal."""
+    settings = {"masks.drop_equal_rewards": True, "train.local_batch_size": 6, "train.skip_equal_rewards": False}
+    (part,) = split({**settings, "train.skip_equal_rewards": not everything})[0]
+    rest = [*range(4), *range(8, 16)]
+    tokens = int(LENGTHS[rest].sum())
+    assert set(part.samples) <= set(rest)
+    assert (part.samples == rest) is everything
+    assert (part.totals.tokens, part.totals.sequences, part.totals.prompts) == (tokens, 12, 3)
+    assert (part.totals.policy_tokens, part.totals.policy_sequences) == (tokens, 12)
+    assert set(part.local_lengths.tolist()) == {float(LENGTHS[rest[a : a + 6]].double().mean()) for a in (0, 6)}
+    assert set(part.prompt_tokens.tolist()) == {16, 14, 21}
+
+
+def test_a_mini_batch_of_dropped_groups_is_empty():
+    settings = {"masks.drop_equal_rewards": True, "train.mini_batches": 4}
+    parts = split(settings)[0]
+    assert sorted(part.empty for part in parts) == [False, False, False, True]
+    (empty,) = (part for part in parts if part.empty)
+    assert (empty.totals.tokens, empty.totals.sequences, empty.totals.prompts) == (0, 0, 0)
+
+
 def literal_terms(updater, batch, advantages, order, size, recipe) -> dict[str, Tensor]:
     """BNPO's loss and the entropy bonus of one local batch after another, each of which is a mean over its tokens."""
     rows = naive_logps(updater.handle, batch, range(4), recipe)
