@@ -79,6 +79,10 @@ class RewardError(GroupwiseError, RuntimeError):
     """A reward function failed or returned an invalid value."""
 
 
+class TeacherServerError(GroupwiseError, RuntimeError):
+    """A teacher's server does not answer, or not with log-probs. If a run has several processes, all raise it."""
+
+
 class UserCodeError(GroupwiseError, RuntimeError):
     """A user's function, such as a task or a loss, failed, or tried to end the process."""
 

@@ -19,7 +19,7 @@ import torch
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config import Recipe, with_settings
-from groupwise.errors import ConfigError, RewardError
+from groupwise.errors import ConfigError, GroupwiseError, RewardError, TeacherServerError
 from groupwise.evaluate import Evaluation
 from groupwise.generate.registry import make_generator
 from groupwise.grouping.workers import make_grouper
@@ -327,16 +327,48 @@ class Trainer:
         """One `StepReport` per step. Call `finish` after the loop for the model, and `close`."""
         self._start()
         while self.state.step < self.total_steps and not self.stopping and not self._out_of_patience():
+            undo = self._undo_point()
             try:
                 report = self._step()
             except RolloutsStopped:  # while it waited for rewards; the state is that of the finished steps
                 return
-            except RewardError:
-                if self.collector.asynchronous and self.state.step:
-                    self.save()
+            except GroupwiseError as error:
+                if undo():
+                    self._save_finished_steps(error)
                 raise
             self._after_step(report)
             yield report
+
+    def _undo_point(self) -> Callable[[], bool]:
+        """A function that undoes what an unfinished step has drawn, if the weights are still those of now."""
+        parts = [part.undo_point() for part in (self.collector, self.pairs, self.updates)]
+        finished, moves = self.state.step, self.updater.optimizer_steps
+
+        def undo() -> bool:
+            if (self.state.step, self.updater.optimizer_steps) != (finished, moves):
+                return False
+            for undo_part in parts:
+                undo_part()
+            return True
+
+        return undo
+
+    def _save_finished_steps(self, error: GroupwiseError) -> None:
+        """Save before an error ends the run, such as that of a judge or a teacher that does not answer.
+
+        Several processes must save together, so only after an error that all of them raise.
+        """
+        of_all = isinstance(error, TeacherServerError) or (
+            isinstance(error, RewardError) and self.collector.asynchronous
+        )
+        if not self.state.step or not (self.automatic or self.collector.asynchronous):
+            return
+        if self.ranks.size > 1 and not of_all:
+            return
+        try:
+            self.save()
+        except GroupwiseError as failure:
+            self.say(f"step {self.state.step} could not be saved: {failure}")
 
     def finish(self) -> RunResult:
         """Evaluate and save if that is due, and export the model unless the run was stopped."""
@@ -490,7 +522,11 @@ class Trainer:
         if save:
             self.save()  # before the evaluation, whose failure must not lose the step
         if self._evaluation_is_due:
-            self.evaluate()
+            try:
+                self.evaluate()
+            except GroupwiseError as error:
+                self._save_finished_steps(error)
+                raise
             if save:
                 self.save()
         self.timer.take()  # what is not part of a step

@@ -2,12 +2,13 @@
 
 It listens at a port for each kind of server: "vllm", "echo" (without prompt_logprobs), "plain" (no log-probs of
 prompts), "flaky" (every third request fails with 503), "locked" (needs the key "secret"), "short" (room for 8 tokens)
-and "odd" (another tokenizer).
+"odd" (another tokenizer) and "dies N" (the process ends without an answer at request N).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -102,6 +103,8 @@ def start(model: Any, tokenizer: Any, kind: str) -> str:
             with lock:
                 asked[0] += 1
                 number = asked[0]
+            if kind.startswith("dies") and number >= int(kind.split()[1]):
+                os._exit(1)
             if kind == "locked" and self.headers["Authorization"] != "Bearer secret":
                 return self.answer(401, {"error": {"message": "Unauthorized"}})
             if kind == "flaky" and number % 3 == 0:

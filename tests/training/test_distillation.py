@@ -10,13 +10,13 @@ import pytest
 
 from groupwise.config import make_recipe
 from groupwise.data import PromptBuilder
-from groupwise.errors import ConfigError, DataError
-from groupwise.integrations.vllm.errors import TeacherServerError
+from groupwise.errors import ConfigError, DataError, TeacherServerError
 from groupwise.model.tiny import tiny_config, tiny_model, tiny_tokenizer
 from groupwise.tasks import Task
 from groupwise.training import teacher as loading
 from groupwise.training.early_checks import check_names
 from groupwise.training.preflight import describe_run
+from groupwise.training.store.arrivals import read_arrivals
 from tests.distributed.forks import fork_ranks, values
 from tests.training.runs import (
     ROWS,
@@ -343,20 +343,72 @@ def test_the_key_of_a_server(tmp_path, servers, monkeypatch):
     assert served(tmp_path / "run", servers.urls["locked"], key).run().steps == 2
 
 
+AT_THE_END = {"run": {"checkpoint_every": 0}, "train": {"steps": 4}}
+DYING = {
+    "sampled": SAMPLED,
+    "top tokens beside GRPO": {"loss": {"policy_coef": 1.0}},
+    "several updates": {"distillation": {"kl": "sampled"}, "train": {"update_per_step": True, "iterations": 2}},
+    "rows by pass rate": {"distillation": {"kl": "sampled"}, "data": {"sampling": "pass_rate"}},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "sampled" else pytest.param(name, marks=pytest.mark.slow) for name in DYING]
+)
+def test_a_server_that_dies_within_a_step_loses_no_finished_step(name, tmp_path, folder, servers):
+    changes = DYING[name], AT_THE_END, {"distillation": {"wait": 0.5}}
+    options = {"rewards": [even]} if name in ("top tokens beside GRPO", "rows by pass rate") else {}
+    served(tmp_path / "long", servers.urls["vllm"], *changes, **options).run()
+    finished = 2  # of 4 steps
+    batches = 1 if name == "several updates" else finished
+    at = 2 + 12 * batches + 5  # two requests when the run starts, and one for each of 12 completions
+    with TeacherProcess(folder, [f"dies {at}"]) as process:
+        url = process.urls[f"dies {at}"]
+        trainer = served(tmp_path / "short", url, *changes, **options)
+        with pytest.raises(TeacherServerError, match=rf"{url}.*has failed for 0.5 seconds .*--resume"):
+            trainer.run()
+    assert trainer.step == finished
+    assert (tmp_path / "short" / f"checkpoint-{finished}").exists()
+    resumed = served(tmp_path / "short", servers.urls["vllm"], *changes, resume=True, **options)
+    resumed.run()
+    assert resumed.display.heard(f"resuming after step {finished}")
+    check_same(tmp_path / "long", tmp_path / "short", 4)
+
+
 @pytest.mark.slow
-def test_a_server_that_dies_ends_the_run_which_can_be_resumed(tmp_path, folder, servers):
-    three = {"train": {"steps": 3}}
-    with TeacherProcess(folder, ["vllm"]) as process:
-        trainer = served(tmp_path / "run", process.urls["vllm"], SAMPLED, three, {"distillation": {"wait": 0.5}})
-        with trainer:
-            steps = trainer.steps()
-            assert next(steps).step == 1
-            process.close()
-            with pytest.raises(TeacherServerError, match=r"has failed for 0.5 seconds .*resume"):
-                next(steps)
-    served(tmp_path / "run", servers.urls["vllm"], SAMPLED, three, resume=True).run()
-    taught(tmp_path / "local", folder, SAMPLED, three).run()
-    assert kl_of(tmp_path / "run") == pytest.approx(kl_of(tmp_path / "local"), rel=5e-3, abs=1e-4)
+def test_an_asynchronous_run_whose_teacher_dies_goes_on_with_the_groups_it_had(tmp_path, folder, servers):
+    ahead = SAMPLED, AT_THE_END, {"train": {"max_staleness": 1}, "distillation": {"wait": 0.5}}
+    with TeacherProcess(folder, ["dies 31"]) as process:
+        trainer = served(tmp_path / "run", process.urls["dies 31"], *ahead)
+        with pytest.raises(TeacherServerError, match="resume"):
+            trainer.run()
+    assert (tmp_path / "run" / f"checkpoint-{trainer.step}").exists()
+    waiting = [group.number for group in trainer.collector._groups]
+    resumed = served(tmp_path / "run", servers.urls["vllm"], *ahead, resume=True)
+    with resumed:
+        list(resumed.steps())
+    taken = [number for arrival in read_arrivals(str(tmp_path / "run")).values() for number in arrival.taken]
+    assert set(waiting) <= set(taken)
+    assert len(taken) == len(set(taken)) == 4 * 3
+
+
+@pytest.mark.slow
+def test_processes_whose_teacher_dies_save_together(tmp_path, folder, servers):
+    changes = SAMPLED, AT_THE_END, {"distillation": {"wait": 0.5}}
+
+    def go(place, url, resume=False):
+        def run():
+            served(tmp_path / place, url, *changes, resume=resume).run()
+
+        return fork_ranks(2, run)
+
+    values(go("long", servers.urls["vllm"]))
+    with TeacherProcess(folder, ["dies 33"]) as process:  # each process makes two requests at the start
+        results = go("short", process.urls["dies 33"])
+    assert all("TeacherServerError" in str(result) for result in results), results
+    assert (tmp_path / "short" / "checkpoint-2").exists()
+    values(go("short", servers.urls["vllm"], resume=True))
+    check_same(tmp_path / "long", tmp_path / "short", 4)
 
 
 @pytest.mark.slow

@@ -279,6 +279,19 @@ def test_a_failing_reward(tmp_path):
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 
+def test_a_reward_that_fails_between_two_checkpoints_loses_no_step(tmp_path):
+    """Neither in a step nor in an evaluation."""
+    changes = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 2, "before_training": False}}
+    small_trainer(tmp_path / "whole", QUICK, changes, rewards=[even]).run()
+    for place, call in (("step", 4), ("evaluation", 3)):  # calls: step 1, step 2, evaluation, step 3
+        folder = tmp_path / place
+        with pytest.raises(RewardError, match=r"even.*a mistake of mine"):
+            small_trainer(folder, QUICK, changes, rewards=[Failing(call)]).run()
+        assert (folder / "checkpoint-2").exists()
+        small_trainer(folder, QUICK, changes, rewards=[even], resume=True, allow_changed=True).run()
+        check_same(tmp_path / "whole", folder, 3)
+
+
 @pytest.mark.parametrize(
     "point",
     [

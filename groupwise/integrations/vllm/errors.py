@@ -15,7 +15,3 @@ class ServerError(VllmError):
 
 class ServerSetupError(ConfigError):
     """A server was started in a way that cannot work, such as another model: trying again does not help."""
-
-
-class TeacherServerError(GroupwiseError, RuntimeError):
-    """A teacher's server does not answer, or not with log-probs."""

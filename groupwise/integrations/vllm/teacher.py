@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from groupwise.config.sections import DistillationSection
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TeacherServerError
 from groupwise.integrations.vllm.client import ServerClient
-from groupwise.integrations.vllm.errors import ServerError, ServerSetupError, TeacherServerError
+from groupwise.integrations.vllm.errors import ServerError, ServerSetupError
 from groupwise.text import Say, excerpt
 from groupwise.training.update.teacher import ServerLogps
 
@@ -178,8 +178,9 @@ class ServerTeacher:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise TeacherServerError(
-                        f"the teacher's server has failed for {self.wait:g} seconds (distillation.wait): {error}. "
-                        "Start it again and resume the run"
+                        f"the teacher's server {self.client.url} has failed for {self.wait:g} seconds "
+                        f"(distillation.wait): {error}. Start it again, then the run, with --resume if it has saved a "
+                        "step"
                     ) from error
                 time.sleep(min(pause, left))
                 pause = min(2 * pause, LONGEST_PAUSE)

@@ -120,6 +120,11 @@ class PairSampler:
         rows, reference = self.order.take(self.batch_size), self.train_reference
         return DatasetPairs([self.splits.train[row] for row in rows], None if reference is None else reference[rows])
 
+    def undo_point(self) -> Callable[[], None]:
+        """A function that returns to this moment, after a step that could not be finished."""
+        before = self.state()
+        return lambda: self.load_state(before)
+
     def state(self) -> dict[str, Any] | None:
         return None if self.order is None else self.order.state()
 

@@ -59,17 +59,6 @@ class Group:
         self.version = min((int(versions.min()) for versions in batch.versions if len(versions)), default=default)
 
 
-@dataclass
-class _BetweenSteps:
-    """The state between two steps, to which a step returns that is not finished."""
-
-    order: dict[str, Any]
-    groups: list[Group]
-    redraw: list[int]
-    lost: list[int]
-    next_number: int
-
-
 class AsyncCollector(RolloutCollector):
     """Collects batches from groups that are sampled up to ``train.max_staleness`` steps ahead.
 
@@ -114,20 +103,27 @@ class AsyncCollector(RolloutCollector):
         self._sampling_threads.close()
         self._scoring.close()
 
+    def undo_point(self) -> Callable[[], None]:
+        undo_order, saved = super().undo_point(), self._saved
+        before = list(self._groups), list(self._redraw), list(self._lost), self._next_number
+
+        def undo() -> None:
+            undo_order()
+            self._groups, self._redraw, self._lost, self._next_number = before
+            self._saved = saved
+
+        return undo
+
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
         """The batch of a step. If it cannot be collected, everything is as before the call."""
-        mark = _BetweenSteps(
-            self.order.state(), list(self._groups), list(self._redraw), list(self._lost), self._next_number
-        )
+        undo = self.undo_point()
         self._draws, self._lines = 0, []
         try:
             result = super().collect(step, step_recipe, trainer_state, timer)
             for line in self._lines:
                 append_arrival(self.folder, line)
         except BaseException:
-            self.order.load_state(mark.order)
-            self._groups, self._redraw, self._lost = mark.groups, mark.redraw, mark.lost
-            self._next_number = mark.next_number
+            undo()
             raise
         self._saved = None
         result.queue = self._metrics(step, result.batch)

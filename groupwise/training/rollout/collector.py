@@ -116,6 +116,11 @@ class RolloutCollector:
     def close(self) -> None:
         """There are no threads to end."""
 
+    def undo_point(self) -> Callable[[], None]:
+        """A function that returns to this moment between two steps, after a step that could not be finished."""
+        before = self.order.state()
+        return lambda: self.order.load_state(before)
+
     def collect(self, step: int, step_recipe: Recipe, trainer_state: Any, timer: Timer) -> RolloutResult:
         """The batch of a step: batch_size × accumulation prompts. ``trainer_state`` is passed on to the rewards."""
         train = step_recipe.train

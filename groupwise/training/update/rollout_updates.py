@@ -8,7 +8,7 @@ except for [optimizer], applies from the next rollout on.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,15 @@ class RolloutUpdates:
             name: value if name.startswith(OPTIMIZER) else self._values.get(name, value)
             for name, value in values.items()
         }
+
+    def undo_point(self) -> Callable[[], None]:
+        """A function that returns to this moment, while the weights have not moved."""
+        before = list(self.minibatches), self._iterations, self._made, self._rollouts, self._values
+
+        def undo() -> None:
+            self.minibatches, self._iterations, self._made, self._rollouts, self._values = before
+
+        return undo
 
     def begin(
         self,

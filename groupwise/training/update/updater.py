@@ -74,6 +74,7 @@ class Updater:
         self.full_budget = token_budget  # before memory ran out
         self.release, self.say = release, say
         self.entropy = EntropyController()
+        self.optimizer_steps = 0  # begun by this process: until the next one, the weights are the same
         self.progress: Callable[[int, int], None] | None = None  # called with the completions done, and their number
 
     def precompute_logps(self, minibatch: MiniBatch, step_recipe: Recipe, *, old: bool) -> None:
@@ -193,6 +194,7 @@ class Updater:
             result.skipped = True
             return result
         result.grad_norm = norm
+        self.optimizer_steps += 1
         with self.ranks.stage("stepping the optimizer"):
             self._optimizer_step()
         rates = ", ".join(f"{rate:g}" for rate in sorted({group["lr"] for group in self.optimizer.param_groups}))
