@@ -48,6 +48,15 @@ class RewardFunction:
             raise InputError(f"the weight of reward {self.name!r} must be a finite number, got {self.weight!r}")
 
     @property
+    def remedy(self) -> str:
+        """What an error suggests if some completions cannot be scored."""
+        return "scoring.on_error = 'drop' would leave them out"
+
+    def check(self, result: Any, rows: int) -> list[RowReward]:
+        """The rewards in what a call returned, or a `BatchFailure` if they cannot be assigned to rows."""
+        return check_rewards(self.name, result, rows)
+
+    @property
     def is_async(self) -> bool:
         """Whether a call returns a coroutine: an ``async def``, also as a method, in a partial or as ``__call__``."""
         function = _without_partial(self.function)

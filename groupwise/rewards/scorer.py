@@ -33,7 +33,6 @@ from groupwise.rewards.contract import (
     RowFailure,
     RowReward,
     Scores,
-    check_rewards,
     count,
     named,
     reward_error_reason,
@@ -162,8 +161,8 @@ class Scorer:
                 call.batch_failure = RowFailure(call.reward.name, None, reason)
         if stop and call.failures:
             share = f"it fails on {len(call.failures)} of {count(len(call), 'completion')}"
-            remedy = "scoring.on_error = 'drop' would leave them out"
-            call.fail(call.failures[0].row, f"{call.failures[0].reason}; {share} ({remedy})", error)
+            reason = f"{call.failures[0].reason}; {share} ({call.reward.remedy})"
+            call.fail(call.failures[0].row, reason, error)
         return call
 
     def _score_rows(self, batch: RewardCall) -> RewardCall:
@@ -347,7 +346,7 @@ class RewardCall:
         return self.reward.function(*(arguments[name] for name in positional), **by_keyword)
 
     def _finish(self, result: Any) -> None:
-        rewards = check_rewards(self.reward.name, result, len(self))
+        rewards = self.reward.check(result, len(self))
         for column, logged in self.extra.items():
             if len(logged) != len(self):
                 raise BatchFailure(f"logged {count(len(logged), 'value')} as {column!r} for {count(len(self), 'row')}")

@@ -67,10 +67,12 @@ def evaluate_sampled(
     )
     prompts = components.builder.build(rows)
     seed = derive_seed("evaluation", recipe.train.seed)
-    weights = {} if components.scorer is None else {part.name: part.weight for part in components.scorer.functions}
+    rewards = () if components.scorer is None else components.scorer.functions
 
     def advantages(batch: Batch, step_recipe: Recipe) -> GroupAdvantages:
-        return compute_group_advantages(batch, step_recipe, list(weights.values()), grades={}, metric=None)
+        return compute_group_advantages(
+            batch, step_recipe, [reward.weight for reward in rewards], grades={}, metric=None
+        )
 
     collector = RolloutCollector(
         generator,
@@ -99,7 +101,7 @@ def evaluate_sampled(
         part = batch.take(prompt_numbers)
         group_advantages = advantages(part, recipe)
         measured = _batch_objective(components, part, recipe, group_advantages, reference)
-        averages.add({**batch_metrics(part, weights, args), **update_metrics(measured, args)})
+        averages.add({**batch_metrics(part, rewards, args), **update_metrics(measured, args)})
         shares.append(group_advantages.advantages)
         loss += measured["loss"] * len(part) / len(batch)
         after_batch()

@@ -140,8 +140,7 @@ class TrainingFlow:
         if len(batch):
             self.state.num_input_tokens_seen += batch_tokens(batch)
             self._averages.replace("num_tokens", self.state.num_input_tokens_seen)
-            weights = {reward.name: reward.weight for reward in self._setup.rewards}
-            self._averages.add(batch_metrics(batch, weights, self.args))
+            self._averages.add(batch_metrics(batch, self._setup.rewards, self.args))
             self._averages.add(logged_by_rewards(report.metrics))
             if self.is_world_process_zero():
                 warn_unscored(batch)

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from groupwise.data.prompts import completion_for_reward
+from groupwise.rewards import RewardFunction
 from groupwise.rundir import from_json, write_bytes
 from groupwise.terminal import make_console
 from groupwise.text import excerpt
@@ -120,11 +121,18 @@ def _std(values: Tensor) -> Tensor:
     return known.std() if len(known) > 1 else torch.tensor(torch.nan, dtype=values.dtype)
 
 
-def batch_metrics(batch: Batch, weights: Mapping[str, float], args: Any) -> dict[str, float]:
-    """`sample_metrics` of a rollout."""
+def batch_metrics(batch: Batch, rewards: Sequence[RewardFunction], args: Any) -> dict[str, float]:
+    """`sample_metrics` of a rollout. Rewards with one name share their metrics, as in TRL: means over them."""
+    weights = {reward.name: reward.weight for reward in rewards}
     by_group = args.scale_rewards != "batch" and args.multi_objective_aggregation == "sum_then_normalize"
     truncated = torch.tensor([reason == "length" for reason in batch.stop_reasons])
-    return sample_metrics(batch.lengths, truncated, batch.scored, weights, batch.samples, by_group=by_group)
+    metrics = sample_metrics(batch.lengths, truncated, batch.scored, weights, batch.samples, by_group=by_group)
+    shown = {reward.name: getattr(reward, "metric_name", reward.name) for reward in rewards}
+    names = {f"rewards/{name}/{part}": f"rewards/{shown[name]}/{part}" for name in shown for part in ("mean", "std")}
+    shared: dict[str, list[float]] = {}
+    for name, value in metrics.items():
+        shared.setdefault(names.get(name, name), []).append(value)
+    return {name: sum(values) / len(values) for name, values in shared.items()}
 
 
 def batch_tokens(batch: Batch) -> int:

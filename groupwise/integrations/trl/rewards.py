@@ -3,19 +3,137 @@
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from groupwise.chat_template import render_chats
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, RewardError
 from groupwise.rewards import RewardFunction
+from groupwise.rewards.contract import RowReward
 from groupwise.rewards.reward_model import load_classifier
 from groupwise.text import excerpt
 
+log = logging.getLogger("groupwise")
+
 BATCH = 16  # texts that a reward model scores at once
+
+
+class InvalidRewardError(RewardError, ValueError, TypeError):
+    """A reward lacks an argument, or did not return one number per completion. TRL raises a ValueError or TypeError."""
+
+
+@contextmanager
+def reward_errors_as_in_trl() -> Iterator[None]:
+    """Raise a reward function's own error, as TRL does, for the ``except`` of a script; a note says where it was.
+
+    If the function raised nothing, what is wrong with its result is an `InvalidRewardError`.
+    """
+    try:
+        yield
+    except RewardError as error:
+        own = error.__cause__
+        if own is None:
+            raise InvalidRewardError(str(error)) from None
+        own.add_note(f"groupwise: {error}")
+        context = own.__context__
+        try:
+            raise own
+        finally:
+            own.__context__ = context  # without the error above, which the note repeats
+
+
+class RewardWeights:
+    """``trainer.reward_weights``, which a script or a callback may change while the run trains."""
+
+    def __init__(self, given: Sequence[Any] | None, count: int) -> None:
+        if given is not None and len(given) != count:
+            raise ConfigError(
+                f"reward_weights has {len(given)} numbers for {count} reward_funcs, and these must match: give one for "
+                "each"
+            )
+        self._count = count
+        self._given = [1.0] * count if given is None else [_weight(value) for value in given]
+        self._tensor = torch.tensor(self._given, dtype=torch.float32)
+
+    @property
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+    @tensor.setter
+    def tensor(self, values: Any) -> None:
+        tensor = torch.as_tensor(values, dtype=torch.float32)
+        if tensor.shape != (self._count,):
+            raise ConfigError(
+                f"reward_weights has the shape {tuple(tensor.shape)}; expected ({self._count},), one number for each "
+                "of reward_funcs"
+            )
+        self._tensor = tensor
+
+    def of(self, number: int) -> float:
+        """The current weight of a reward; the number that was given, if it was not changed, rather than its float32."""
+        now = self._tensor[number]
+        given = self._given[number]
+        return given if bool(now == torch.tensor(given, dtype=now.dtype)) else _weight(now.item())
+
+
+class TrlReward(RewardFunction):
+    """A reward with TRL's rules for what it returns, and a weight that can change."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], metric_name: str, weights: RewardWeights, number: int
+    ) -> None:
+        own: dict[str, Any] = {"name": name, "function": function, "metric_name": metric_name}
+        own |= {"_weights": weights, "_place": number, "_noticed": set()}
+        for attribute, value in own.items():
+            object.__setattr__(self, attribute, value)
+
+    @property
+    def weight(self) -> float:
+        weights: RewardWeights = vars(self)["_weights"]
+        return weights.of(vars(self)["_place"])
+
+    @property
+    def remedy(self) -> str:
+        return "return None for completions that it does not score"
+
+    def check(self, result: Any, rows: int) -> list[RowReward]:
+        """As in TRL, a tensor may be a column, and NaN is None."""
+        if isinstance(result, Tensor):
+            result = result.detach()
+        if hasattr(result, "reshape") and tuple(getattr(result, "shape", ())) == (rows, 1):
+            result = result.reshape(rows)
+        if hasattr(result, "shape") and tuple(result.shape) == (rows,) and hasattr(result, "tolist"):
+            result = result.tolist()
+        if isinstance(result, Iterable) and not isinstance(result, (str, bytes, Mapping, Set, Tensor)):
+            values = map(self._number, result)
+            result = list(values) if hasattr(result, "__len__") else values
+        return super().check(result, rows)
+
+    def _number(self, value: Any) -> Any:
+        """One number of a result: of a tensor with one element or a decimal the number, and None for NaN."""
+        elements = value.numel() if isinstance(value, Tensor) else getattr(value, "size", 0)
+        if elements == 1 and hasattr(value, "item"):
+            value = value.item()
+        if isinstance(value, Decimal):
+            value = float(value)
+        if not isinstance(value, Real) or not math.isnan(value):
+            return value
+        noticed: set[str] = vars(self)["_noticed"]
+        if not noticed:
+            noticed.add("NaN")
+            log.warning(
+                "reward %r returned NaN, which is None here, as in TRL: not a reward of that completion", self.name
+            )
+        return None
 
 
 class ModelReward:
@@ -78,14 +196,9 @@ def load_reward_models(
 
 
 def make_rewards(
-    rewards: Sequence[Any], tokenizers: Sequence[Any], weights: Sequence[float] | None, template_kwargs: dict[str, Any]
+    rewards: Sequence[Any], tokenizers: Sequence[Any], weights: RewardWeights, template_kwargs: dict[str, Any]
 ) -> list[RewardFunction]:
-    """The loaded rewards with names and weights. Of two with one name, the second gets a number."""
-    if weights is not None and len(weights) != len(rewards):
-        raise ConfigError(
-            f"reward_weights has {len(weights)} numbers for {len(rewards)} reward_funcs, and these must match: give "
-            "one for each"
-        )
+    """The loaded rewards with names. Of two with one name, the second gets a number, and their metrics are one."""
     functions: list[RewardFunction] = []
     used: Counter[str] = Counter()
     for number, (reward, tokenizer) in enumerate(zip(rewards, tokenizers, strict=True)):
@@ -93,7 +206,7 @@ def make_rewards(
         used[name] += 1
         unique = name if used[name] == 1 else f"{name}_{used[name]}"
         function = ModelReward(reward, tokenizer, unique, template_kwargs) if _is_model(reward) else reward
-        functions.append(RewardFunction(unique, function, 1.0 if weights is None else float(weights[number])))
+        functions.append(TrlReward(unique, function, name, weights, number))
     return functions
 
 
@@ -104,6 +217,16 @@ def reward_name(reward: Any) -> str:
     if _is_model(reward):
         return str(getattr(reward.config, "_name_or_path", "")).rstrip("/").split("/")[-1] or type(reward).__name__
     return str(getattr(reward, "__name__", type(reward).__name__))
+
+
+def _weight(value: Any) -> float:
+    try:
+        number = float(value) if not isinstance(value, (str, bytes)) else math.nan
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"reward_weights has {excerpt(value)}; a weight is a finite number")
+    return number
 
 
 def _is_model(reward: Callable[..., Any] | Any) -> bool:

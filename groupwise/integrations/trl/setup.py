@@ -14,7 +14,7 @@ from groupwise.errors import ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import lora_settings
-from groupwise.integrations.trl.rewards import load_reward_models, make_rewards
+from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
 from groupwise.integrations.trl.run import RunEpochs
 from groupwise.integrations.trl.translate import translate
 from groupwise.model import load_model, load_tokenizer
@@ -69,9 +69,11 @@ class TrainingSetup:
     reward_funcs: list[Any]
     reward_tokenizers: list[Any]
     rewards: list[RewardFunction]
+    reward_weights: RewardWeights
     saved_dtype: torch.dtype  # of models that are saved
 
 
+@reward_errors_as_in_trl()
 def prepare_training(
     args: Any,
     model: Any,
@@ -114,7 +116,8 @@ def prepare_training(
     recipe = translation.recipe(settings)
 
     functions, tokenizers = load_reward_models(reward_funcs, reward_processing_classes, args, device)
-    rewards = make_rewards(functions, tokenizers, args.reward_weights, dict(args.chat_template_kwargs or {}))
+    weights = RewardWeights(args.reward_weights, len(functions))
+    rewards = make_rewards(functions, tokenizers, weights, dict(args.chat_template_kwargs or {}))
     ranks = start_ranks(recipe)
     held_out = [row for part in evaluation_sets.values() for row in part]
     inputs = load_inputs(recipe, task=Task("rows", rows, held_out, tuple(rewards)), say=say, ranks=ranks)
@@ -122,7 +125,7 @@ def prepare_training(
     components = load_components(recipe, inputs, say, model=model, tokenizer=processing_class, ranks=ranks)
     epochs = RunEpochs.of(args, translation, train_dataset, len(rows))
     return TrainingSetup(
-        recipe, components, ranks, epochs, evaluation_sets, functions, tokenizers, rewards, saved_dtype
+        recipe, components, ranks, epochs, evaluation_sets, functions, tokenizers, rewards, weights, saved_dtype
     )
 
 

@@ -23,6 +23,7 @@ from groupwise.integrations.trl.evaluation import evaluate_sampled, evaluation_b
 from groupwise.integrations.trl.flow import TrainingFlow
 from groupwise.integrations.trl.folder import clear_for_new_run, find_checkpoint, prepare_resume
 from groupwise.integrations.trl.logs import speed, warn_unscored
+from groupwise.integrations.trl.rewards import reward_errors_as_in_trl, reward_name
 from groupwise.integrations.trl.run import Notices, TrlRun
 from groupwise.integrations.trl.saving import repository_of, save_into, upload, write_card
 from groupwise.integrations.trl.setup import check_arguments, default_arguments, prepare_training
@@ -83,8 +84,7 @@ class GRPOTrainer(TrainingFlow):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.recipe = setup.recipe
         self.reward_funcs, self.reward_processing_classes = setup.reward_funcs, setup.reward_tokenizers
-        self.reward_func_names = [reward.name for reward in setup.rewards]
-        self.reward_weights = torch.tensor([reward.weight for reward in setup.rewards], dtype=torch.float32)
+        self.reward_func_names = [reward_name(reward) for reward in setup.reward_funcs]
         for name in SHOWN_FIELDS:
             setattr(self, name, getattr(args, name))
         self.num_generations_eval = args.num_generations_eval or args.num_generations
@@ -96,6 +96,7 @@ class GRPOTrainer(TrainingFlow):
 
     # -- training ----------------------------------------------------------------------------------------------------
 
+    @reward_errors_as_in_trl()
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
     ) -> TrainOutput:
@@ -162,6 +163,7 @@ class GRPOTrainer(TrainingFlow):
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
+    @reward_errors_as_in_trl()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, Any]:
@@ -244,6 +246,15 @@ class GRPOTrainer(TrainingFlow):
                 run.recorder.evaluation(run.state.step, dict(metrics), None)
 
         self._ranks.on_main("recording the evaluation", write)
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """A factor for each reward function; changed values hold from the next rollout on."""
+        return self._setup.reward_weights.tensor
+
+    @reward_weights.setter
+    def reward_weights(self, values: Any) -> None:
+        self._setup.reward_weights.tensor = values
 
     # -- models ------------------------------------------------------------------------------------------------------
 

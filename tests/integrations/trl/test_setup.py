@@ -19,7 +19,7 @@ from transformers import (
 
 from groupwise.integrations.trl.datasets import evaluation_rows, training_rows
 from groupwise.integrations.trl.logs import MetricAverages, sample_metrics
-from groupwise.integrations.trl.rewards import ModelReward, make_rewards
+from groupwise.integrations.trl.rewards import ModelReward, RewardWeights, make_rewards
 from groupwise.integrations.trl.run import RunEpochs
 from groupwise.integrations.trl.setup import NOT_CALLED
 from groupwise.trl import GRPOConfig, GRPOTrainer
@@ -156,8 +156,10 @@ def test_reward_names_are_trls() -> None:
     class Judge:
         def __call__(self, **_: Any) -> list[float]: ...
 
-    functions = make_rewards([letters, partial(letters), Judge(), lambda **_: []], [None] * 4, None, {})
+    given = [letters, partial(letters), Judge(), lambda **_: []]
+    functions = make_rewards(given, [None] * 4, RewardWeights(None, 4), {})
     assert [function.name for function in functions] == ["letters", "letters_2", "Judge", "<lambda>"]
+    assert [function.metric_name for function in functions] == ["letters", "letters", "Judge", "<lambda>"]
 
 
 @pytest.mark.parametrize("conversational", [False, True])
