@@ -6,6 +6,8 @@ al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"). 
 tokens that is IcePop (Ling team, "Small Leak Can Sink a Great Ship"), for sequences masked importance sampling.
 The names are those of TRL's vllm_importance_sampling_mode. `rejection_mask` rejects sequences, as verl's rollout
 correction does, by a statistic of k over their tokens. One deviation: log k is clamped to ±20, as in `losses`.
+
+A token without a log-prob of the sampler (NaN) has k = 1, as in TRL. Statistics over a sequence leave it out.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import math
 import torch
 from torch import Tensor
 
-from groupwise.core._checks import check_above
+from groupwise.core._checks import check_above, check_mask, check_same_shape
 from groupwise.core.losses import log_ratio
 from groupwise.errors import InputError, check_choice
 
@@ -42,7 +44,8 @@ def importance_weights(
     check_choice("mode", mode, IMPORTANCE_MODES)
     least, most = _bounds(low, high)
     by_sequence = mode.startswith("sequence")
-    ratio = log_ratio(logps, sampler_logps, mask, "sequence_product" if by_sequence else "token").exp()
+    known = _known(logps, sampler_logps, mask)
+    ratio = log_ratio(logps, sampler_logps, known, "sequence_product" if by_sequence else "token").exp()
     if mode.endswith("truncate"):
         weights = ratio.clamp(least, most)
     else:
@@ -73,18 +76,25 @@ def rejection_mask(
     """
     check_choice("statistic", statistic, REJECTIONS)
     least, most = _bounds(low, high)
+    known = _known(logps, sampler_logps, mask)
     if statistic == "any_token":
-        ratios = log_ratio(logps, sampler_logps, mask).exp()
-        return (((ratios >= least) & (ratios <= most)) | (mask == 0)).all(-1)
+        ratios = log_ratio(logps, sampler_logps, known).exp()
+        return (((ratios >= least) & (ratios <= most)) | ~known).all(-1)
     if statistic == "k3":
         if low is not None:
             raise InputError("the statistic 'k3' is a distance, which is 0 for equal log-probs: give high, not low")
-        differences = log_ratio(logps, sampler_logps, mask)
-        values = (differences.expm1() - differences).sum(-1) / (mask != 0).sum(-1).clamp(min=1)
+        differences = log_ratio(logps, sampler_logps, known)
+        values = (differences.expm1() - differences).sum(-1) / known.sum(-1).clamp(min=1)
     else:
         level = "sequence" if statistic == "geometric" else "sequence_product"
-        values = log_ratio(logps, sampler_logps, mask, level).exp().squeeze(-1)
+        values = log_ratio(logps, sampler_logps, known, level).exp().squeeze(-1)
     return (values >= least) & (values <= most)
+
+
+def _known(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
+    """The tokens of ``mask`` that have a log-prob of the sampler."""
+    check_same_shape(logps=logps, sampler_logps=sampler_logps)
+    return check_mask("mask", mask, logps.shape) & ~sampler_logps.isnan()
 
 
 def _bounds(low: float | None, high: float | None) -> tuple[float, float]:

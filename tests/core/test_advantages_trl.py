@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from groupwise.core import group_advantages
 
-from .trl_code import float64_by_default
+from .trl_code import float64_by_default, make_grpo_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -19,60 +18,7 @@ SIZE, GROUP = 12, 6
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    from datasets import Dataset
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
-
-    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "a", "b", "c"])}
-    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
-    )
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=len(vocabulary),
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-            pad_token_id=0,
-            eos_token_id=1,
-            bos_token_id=None,
-        )
-    )
-    args = GRPOConfig(
-        output_dir=str(tmp_path_factory.mktemp("trl")),
-        per_device_train_batch_size=SIZE,
-        num_generations=GROUP,
-        max_completion_length=1,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        max_steps=1,
-    )
-
-    def first(completions, **_):
-        return [0.0] * len(completions)
-
-    def second(completions, **_):
-        return [0.0] * len(completions)
-
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer = GRPOTrainer(
-            model=model,
-            reward_funcs=[first, second],
-            args=args,
-            train_dataset=Dataset.from_list([{"prompt": "a b"}] * SIZE),
-            processing_class=tokenizer,
-        )
-    trainer.model.train()
-    return trainer
+    return make_grpo_trainer(tmp_path_factory.mktemp("trl"), size=SIZE, group=GROUP, length=1)
 
 
 def trl_advantages(trainer, rewards, weights, scale, combine):

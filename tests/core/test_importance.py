@@ -80,6 +80,36 @@ def test_a_sequence_without_tokens_is_kept():
     assert importance_weights(TRAINER[:1], SAMPLER[:1], nothing, mode="sequence_mask", high=1.1).tolist() == [[1, 1, 1]]
 
 
+@pytest.mark.parametrize("mode", IMPORTANCE_MODES)
+def test_a_token_without_a_log_prob_of_the_sampler_changes_nothing(mode):
+    """It has the ratio 1: the weight of a token is 1, that of a sequence is the product over the others."""
+    unknown = SAMPLER.clone()
+    unknown[0, 1] = math.nan
+    same = torch.where(unknown.isnan(), TRAINER, SAMPLER)
+    weights = importance_weights(TRAINER, unknown, MASK, mode=mode, low=0.5, high=2.0)
+    torch.testing.assert_close(weights, importance_weights(TRAINER, same, MASK, mode=mode, low=0.5, high=2.0))
+    assert weights.isfinite().all()
+
+
+@pytest.mark.parametrize("statistic", REJECTIONS)
+def test_statistics_leave_out_tokens_without_a_log_prob_of_the_sampler(statistic):
+    unknown = SAMPLER.clone()
+    unknown[0, 1] = math.nan
+    rest = torch.tensor([[True, False, True], [True, True, False]])
+    for high in (0.05, 0.3, 0.6, 0.95, 1.1):
+        kept = rejection_mask(TRAINER, unknown, MASK, statistic=statistic, high=high)
+        assert kept.tolist() == rejection_mask(TRAINER, SAMPLER, rest, statistic=statistic, high=high).tolist()
+    nothing = torch.full_like(SAMPLER, math.nan)
+    assert rejection_mask(TRAINER, nothing, MASK, statistic=statistic, high=1.5).all()
+
+
+def test_the_trainer_s_own_nan_is_not_hidden():
+    bad = TRAINER.clone()
+    bad[0, 0] = math.nan
+    assert importance_weights(bad, SAMPLER, MASK, high=2.0)[0, 0].isnan()
+    assert not rejection_mask(bad, SAMPLER, MASK, high=2.0)[0]
+
+
 def test_very_different_log_probs_give_finite_weights():
     far = importance_weights(TRAINER, SAMPLER - 1e4, MASK, mode="sequence_truncate")
     assert far[MASK].isfinite().all()

@@ -1,11 +1,14 @@
 """TRL 1.16's loss functions, called with our tensors.
 
-They are methods of trainers, so a stand-in object has the attributes that they read. float64 is the default dtype
-during a call, since TRL makes tensors from Python numbers in places (`torch.where(mask, 1.0, 1.05)`).
+They are methods of trainers, so a stand-in object has the attributes that they read; `make_grpo_trainer` is a real
+trainer. float64 is the default dtype during a call, since TRL makes tensors from Python numbers in places
+(`torch.where(mask, 1.0, 1.05)`).
 """
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections import defaultdict
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +25,64 @@ def float64_by_default():
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def make_grpo_trainer(folder, *, size, group, length):
+    """A `GRPOTrainer` of a tiny model whose batch has ``size`` completions, with two rewards that are always 0."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", "a", "b", "c"])}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", padding_side="left"
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(vocabulary),
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            pad_token_id=0,
+            eos_token_id=1,
+            bos_token_id=None,
+        )
+    )
+    args = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=size,
+        num_generations=group,
+        max_completion_length=length,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        max_steps=1,
+    )
+
+    def first(completions, **_):
+        return [0.0] * len(completions)
+
+    def second(completions, **_):
+        return [0.0] * len(completions)
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=[first, second],
+            args=args,
+            train_dataset=Dataset.from_list([{"prompt": "a b"}] * size),
+            processing_class=tokenizer,
+        )
+    trainer.model.train()
+    return trainer
 
 
 def _accelerator():

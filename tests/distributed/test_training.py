@@ -184,6 +184,7 @@ def test_the_cases_are_what_they_say(runs):
     assert metric("kept", "masks/keep_sampling_mask") > 0
     assert metric("adaptive", "pass_rate/skipped") > 0
     assert metric("adaptive", "entropy_coef") == pytest.approx(0.2 + 0.4)
+    assert metric("scalerl", "masks/equal_rewards") > 0
     assert metric("similarity", "similarity_groups/avg_groups_per_prompt") > STEPS
     rows = read_rollouts(runs / "refill-2" / "run").to_pydict()
     assert rows["table"][0] == str({"text": rows["completion"][0]})

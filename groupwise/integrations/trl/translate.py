@@ -289,8 +289,12 @@ class Translator:
             self.settings["vllm.gpu_memory_utilization"] = args.vllm_gpu_memory_utilization
             self.settings["vllm.sleep"] = args.vllm_enable_sleep_mode
         if args.vllm_importance_sampling_correction:
-            if args.loss_type == "vespo" and "sequence" in args.vllm_importance_sampling_mode:
-                self._refuse("vllm_importance_sampling_mode", "the loss vespo needs token_truncate or token_mask")
+            if args.loss_type == "vespo":
+                self._refuse(
+                    "vllm_importance_sampling_correction",
+                    "with the loss vespo TRL corrects the ratio inside of its weight φ, which has no setting here; set "
+                    "it to False, or use another loss_type",
+                )
             self.settings |= {
                 "loss.importance_sampling": args.vllm_importance_sampling_mode,
                 "loss.importance_cap": args.vllm_importance_sampling_clip_max,

@@ -92,9 +92,11 @@ _LOSS = {
     "sampler/kl": "k3 estimate of KL(π_sampler ‖ π_trainer) per token",
     "sampler/sequence_ratio_mean": "mean of π_trainer/π_sampler of a completion; 1 on average if they are the same",
     "sampler/sequence_ratio_max": "largest such ratio",
-    "sampler/importance_mean": "mean weight of a token; with `loss.importance_cap` and its relatives",
-    "sampler/importance_truncated": "share of tokens whose weight was truncated",
-    "sampler/importance_masked": 'share of tokens with weight 0; with `loss.importance_sampling = "token_mask"`',
+    "sampler/importance_mean": "mean weight of the computed tokens, or with a mode of sequences of the completions; "
+    "with `loss.importance_cap` and its relatives",
+    "sampler/importance_truncated": "share of these weights that are truncated",
+    "sampler/importance_masked": "share of these tokens or completions that are masked; with the modes token_mask and "
+    "sequence_mask of `loss.importance_sampling`",
     "sampler/rejected": "share of completions that `loss.rejection_low` and `loss.rejection_high` mask, by "
     "`loss.rejection`",
 }

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from groupwise.config import Recipe
 from groupwise.core.importance import importance_weights, rejection_mask
-from groupwise.core.losses import log_ratio
 
 
 @dataclass(frozen=True)
 class CorrectionCounts:
-    """What the correction of a mini-batch changes: counts of its computed tokens and sequences."""
+    """What the correction of a mini-batch changes, as counts, so that those of several mini-batches add up.
 
-    tokens: int
-    weight: float  # sum over tokens
-    truncated: int  # tokens
-    masked: int  # tokens with weight 0, rejected sequences not included
+    A unit is what has one weight: a computed token, or with a mode of sequences a computed sequence.
+    """
+
+    units: int
+    weight: float  # sum over units
+    outside: int  # units whose ratio is outside the bounds, so that it is truncated or masked
     sequences: int
     rejected: int  # sequences
 
@@ -51,37 +52,39 @@ def correct_sampler(
 ) -> tuple[Tensor, CorrectionCounts]:
     """The weight of each token ``(n, T)`` in the policy loss; ``logps`` are the trainer's before the first update."""
     loss = step_recipe.loss
-    weights, truncated, masked = torch.ones_like(logps), 0, 0
+    weights, outside = torch.ones_like(logps), torch.zeros_like(mask)
     if weights_by_sampler(step_recipe):
         mode, low, high = loss.importance_sampling, loss.importance_floor, loss.importance_cap
         weights = importance_weights(
             logps, sampler_logps, mask, mode=mode, low=low, high=high, normalize=loss.importance_normalize
         )
-        ratio = log_ratio(logps, sampler_logps, mask, "sequence_product" if "sequence" in mode else "token").exp()
-        outside = int((mask & ((ratio < (low or 0.0)) | (ratio > (high or math.inf)))).sum())
-        truncated, masked = (outside, 0) if "truncate" in mode else (0, outside)
+        ratio = importance_weights(logps, sampler_logps, mask, mode=mode)
+        outside = mask & ((ratio < (low or 0.0)) | (ratio > (high or math.inf)))
     kept = torch.ones(len(mask), dtype=torch.bool)
     if loss.rejection_low is not None or loss.rejection_high is not None:
         kept = rejection_mask(
             logps, sampler_logps, mask, statistic=loss.rejection, low=loss.rejection_low, high=loss.rejection_high
         )
         weights = torch.where(kept[:, None], weights, 0.0)
-    total = float(torch.where(mask, weights, 0.0).double().sum())
-    counts = CorrectionCounts(int(mask.sum()), total, truncated, masked, len(mask), int((~kept).sum()))
+    units = mask  # the tokens, or the first one of each sequence
+    if weights_by_sampler(step_recipe) and "sequence" in loss.importance_sampling:
+        units = mask & (mask.cumsum(1) == 1)
+    total = float(torch.where(units, weights, 0.0).double().sum())
+    counts = CorrectionCounts(int(units.sum()), total, int((outside & units).sum()), len(mask), int((~kept).sum()))
     return weights, counts
 
 
 def correction_metrics(counts: Sequence[CorrectionCounts], step_recipe: Recipe) -> dict[str, float]:
-    """The mean weight, and the shares of tokens and sequences that the correction changes; NaN if none was computed."""
+    """The mean weight, and the shares of weights and sequences that are changed; NaN if none was computed."""
     if not corrects_sampler(step_recipe):
         return {}
-    tokens = sum(count.tokens for count in counts) or math.nan
+    units = sum(count.units for count in counts) or math.nan
     sequences = sum(count.sequences for count in counts) or math.nan
-    metrics = {"sampler/importance_mean": sum(count.weight for count in counts) / tokens}
+    metrics = {"sampler/importance_mean": sum(count.weight for count in counts) / units}
     loss = step_recipe.loss
     if weights_by_sampler(step_recipe):
         kind = "truncated" if "truncate" in loss.importance_sampling else "masked"
-        metrics[f"sampler/importance_{kind}"] = sum(count.truncated + count.masked for count in counts) / tokens
+        metrics[f"sampler/importance_{kind}"] = sum(count.outside for count in counts) / units
     if loss.rejection_low is not None or loss.rejection_high is not None:
         metrics["sampler/rejected"] = sum(count.rejected for count in counts) / sequences
     return metrics

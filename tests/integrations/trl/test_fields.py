@@ -127,7 +127,7 @@ def test_the_default_config_is_a_recipe():
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile", "above 0"),
         ({"sync_ref_model": True}, "sync_ref_model", "beta"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level", "'token'"),
-        ({"loss_type": "vespo", "use_vllm": True}, "vllm_importance_sampling_mode", "token_truncate"),
+        ({"loss_type": "vespo", "use_vllm": True}, "vllm_importance_sampling_correction", "set it to False"),
         ({"optim": "lion_8bit"}, "optim", "optimizers="),
         ({"optim": "sgd", "optim_args": "speed=3"}, "optim_args", "momentum"),
         ({"optim": "sgd", "optim_args": "momentum=high"}, "optim_args", "not a number"),
