@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config.sections import LOSS_NAMES, OPTIMIZERS, DataSection, PreferenceSection, Recipe
 from groupwise.errors import MIN_TEMPERATURE, InputError, did_you_mean
+from groupwise.text import excerpt
 
 PASS_RATE_SETTINGS = ("solved_pass_rate", "solved_share", "unsolved_pass_rate", "unsolved_share", "pass_rate_memory")
+HOST_PART = re.compile("[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 CORRECTIONS = ("loss.importance_cap", "loss.importance_floor", "loss.rejection_low", "loss.rejection_high")
 
 
@@ -190,8 +193,8 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
     if recipe.sampling.generator != "vllm":
         return
     for server in recipe.vllm.servers:
-        if not _is_address(server):
-            yield f"vllm.servers: {server!r} is not an address such as 'http://host:8000'"
+        if (problem := _address_problem(server)) is not None:
+            yield f"vllm.servers: {problem}"
     if recipe.vllm.weights == "nccl" and not recipe.vllm.servers:
         yield "vllm.weights 'nccl' sends weights to servers, but vllm.servers is empty; name them, or leave it out"
     if recipe.masks.keep_sampling_mask:
@@ -214,13 +217,33 @@ def _vllm(recipe: Recipe) -> Iterator[str]:
         yield f"vLLM applies the filters in its own order; set sampling.order to 'vllm', not {recipe.sampling.order!r}"
 
 
-def _is_address(server: str) -> bool:
-    url = urlsplit(server)
-    return (
-        url.scheme in ("http", "https")
-        and bool(url.hostname)
-        and not (url.path.strip("/") or url.query or url.username)
-    )
+def _address_problem(server: str) -> str | None:
+    """What is wrong with a server's address; None if it can be used. A password in it is not repeated."""
+    example = "write it like 'http://host:8000'"
+    try:
+        url = urlsplit(server)
+    except ValueError as error:  # brackets that are no IPv6 address
+        return f"{excerpt(server)} is not an address ({error}); {example}"
+    if "@" in server:
+        return f"an address must not have a user or a password in it; {example}, and put a key into api_key_env"
+    shown = excerpt(server)
+    if url.scheme not in ("http", "https"):
+        other = f"the scheme {excerpt(url.scheme)}" if "://" in server else "no http:// or https://"
+        return f"{shown} is not an address that can be asked: it has {other}; {example}"
+    try:
+        port = url.port
+    except ValueError:
+        port = 0
+    if port == 0:
+        return f"the port of {shown} is not a number from 1 to 65535; {example}"
+    host = url.hostname or ""
+    if not host:
+        return f"{shown} names no host; {example}"
+    if ":" not in host and not all(HOST_PART.fullmatch(part) for part in host.removesuffix(".").split(".")):
+        return f"the host {excerpt(host)} of {shown} cannot be a name; {example}"
+    if url.path.strip("/") or url.query or url.fragment:
+        return f"{shown} is more than the address of a server; leave out everything behind its port, such as /v1"
+    return None
 
 
 def _needs_sampler_logps(recipe: Recipe) -> Iterator[str]:
@@ -341,8 +364,8 @@ def _kinds(preference: PreferenceSection) -> Iterator[str]:
 
 def _distillation(recipe: Recipe) -> Iterator[str]:
     settings = recipe.distillation
-    if settings.server is not None and not _is_address(settings.server):
-        yield f"distillation.server: {settings.server!r} is not an address such as 'http://host:8000'"
+    if settings.server is not None and (problem := _address_problem(settings.server)) is not None:
+        yield f"distillation.server: {problem}"
     if settings.teacher is not None and settings.server is not None:
         yield "distillation.teacher and distillation.server are both set; leave one of them out"
     if not settings.weight:

@@ -342,7 +342,7 @@ def test_the_key_is_sent_and_never_shown(model, start, monkeypatch):
     server.key = "very-secret-key"
     with pytest.raises(ServerSetupError, match=r"401.*vllm\.api_key_env"):
         generator_of(model, [server])
-    with pytest.raises(ConfigError, match="VLLM_KEY, which is not set"):
+    with pytest.raises(ConfigError, match="variable VLLM_KEY is not set"):
         generator_of(model, [server], api_key_env="VLLM_KEY")
     monkeypatch.setenv("VLLM_KEY", "very-secret-key")
     generator = generator_of(model, [server], api_key_env="VLLM_KEY")

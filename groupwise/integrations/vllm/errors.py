@@ -13,5 +13,9 @@ class ServerError(VllmError):
     """One server failed. Another one may be asked, or the same again later."""
 
 
+class ReplyError(ServerError):
+    """A server answered, but not with what was asked for: asking again seldom helps."""
+
+
 class ServerSetupError(ConfigError):
     """A server was started in a way that cannot work, such as another model: trying again does not help."""

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError
 from groupwise.generate.types import Generator
-from groupwise.integrations.vllm.client import ServerClient
+from groupwise.integrations.vllm.client import ServerClient, read_key
 from groupwise.integrations.vllm.in_process import InProcessGenerator
 from groupwise.integrations.vllm.remote import RemoteGenerator
 from groupwise.integrations.vllm.server import Server
 from groupwise.integrations.vllm.weights import make_transfer
 from groupwise.model.handle import ModelHandle
-from groupwise.redaction import remember_secret
 
 
 def make_vllm(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Generator:
@@ -23,7 +19,7 @@ def make_vllm(recipe: Recipe, handle: ModelHandle, ranks: Ranks) -> Generator:
     if not settings.servers:
         return InProcessGenerator(handle, recipe, _needed_length(recipe, handle))
     needed = _needed_length(recipe, handle) or 1
-    key, tied = _api_key(settings.api_key_env), bool(handle.model.config.get_text_config().tie_word_embeddings)
+    key, tied = read_key(settings.api_key_env, "vllm"), bool(handle.model.config.get_text_config().tie_word_embeddings)
     clients = [ServerClient(url, key, settings.timeout) for url in dict.fromkeys(settings.servers)]
     return RemoteGenerator(
         handle,
@@ -42,13 +38,3 @@ def _needed_length(recipe: Recipe, handle: ModelHandle) -> int | None:
     new_tokens = max(recipe.sampling.max_new_tokens, recipe.evaluate.max_new_tokens or 0)
     length = recipe.data.max_prompt_length + new_tokens
     return length if handle.context_length is None else min(length, handle.context_length)
-
-
-def _api_key(variable: str | None) -> str | None:
-    if variable is None:
-        return None
-    key = os.environ.get(variable, "").strip()
-    if not key:
-        raise ConfigError(f"vllm.api_key_env names the environment variable {variable}, which is not set")
-    remember_secret(key)
-    return key

@@ -125,6 +125,7 @@ class TeacherKL:
             width = mask.shape[1]
             at = mask.cpu()
             ids, logps = (values[:, :width][at].to(states.device) for values in (said.top_ids, said.top_logps))
+            ids = torch.where(ids < self._student(states).vocabulary, ids, -1)  # a server's may be padded to more
             compute = partial(self._top_k_kl, states, ids, logps)
         else:
             compute = partial(self._full_kl, states, self._teacher_tokens(rows.tolist()))
