@@ -91,6 +91,14 @@ def test_batch_scales_of_rewards_beyond_the_squares_of_floats(scale, size):
     rewards = torch.tensor([0.0, 2.0, 4.0, 6.0, 1.0, 1.0], dtype=torch.float64)
     plain, scaled = (group_advantages(values, 2, scale=scale, eps=0.0) for values in (rewards, rewards * size))
     torch.testing.assert_close(scaled, plain)
+    # eps is nothing beside large rewards, and everything beside small ones; and groups may differ in size.
+    with_eps = group_advantages(rewards * size, 2, scale=scale)
+    expected = plain if size > 1 else torch.zeros_like(plain)
+    torch.testing.assert_close(with_eps, expected, rtol=1e-12, atol=1e-12)
+    mixed = torch.cat([rewards[:4] * size, rewards[:2]])
+    largest = [0.0, 2 * size, 4 * size, 6 * size, 0.0, 0.0] if size > 1 else [0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
+    expected = group_advantages(torch.tensor(largest, dtype=torch.float64), 2, scale=scale, eps=0.0)
+    torch.testing.assert_close(group_advantages(mixed, 2, scale=scale, eps=0.0), expected)
 
 
 @given(seed=seeds, k=st.integers(1, 6))

@@ -103,6 +103,13 @@ def test_statistics_leave_out_tokens_without_a_log_prob_of_the_sampler(statistic
     assert rejection_mask(TRAINER, nothing, MASK, statistic=statistic, high=1.5).all()
 
 
+def test_any_token_asks_only_the_tokens_of_the_mask():
+    """Bounds that exclude 1, the ratio of what is not there."""
+    low = rejection_mask(SAMPLER + 0.5, SAMPLER, MASK, statistic="any_token", low=1.5, high=1.7)
+    high = rejection_mask(SAMPLER - 0.5, SAMPLER, MASK, statistic="any_token", low=0.5, high=0.7)
+    assert low.tolist() == high.tolist() == [True, True]
+
+
 def test_the_trainer_s_own_nan_is_not_hidden():
     bad = TRAINER.clone()
     bad[0, 0] = math.nan
