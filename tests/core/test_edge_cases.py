@@ -232,6 +232,18 @@ def test_totals_of_0_do_not_divide_by_0(aggregation, total):
     assert aggregation_weights(mask, aggregation, prompts=totals, **options).tolist() == [[0.0] * 3] * 2
 
 
+@pytest.mark.parametrize("name", ["cispo", "dapo", "grpo"])
+def test_a_ratio_at_its_bound_is_not_clipped(name):
+    """On-policy with bounds of 1: every ratio is at both of them."""
+    batch = random_batch(7)
+    bounds = {"clip_low": 0.0, "clip_high": 1.0 if name == "cispo" else 0.0}
+    _, gradient, statistics = loss_and_gradient(
+        batch._replace(old_logps=batch.logps.detach()), batch.mask, name, None, **bounds
+    )
+    assert statistics["clip_fraction_low"] == statistics["clip_fraction_high"] == 0
+    assert (gradient != 0).any()
+
+
 # --- corrections and limits -------------------------------------------------------------------------------------------
 
 
