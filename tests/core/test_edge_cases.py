@@ -91,6 +91,14 @@ def test_batch_scales_of_rewards_beyond_the_squares_of_floats(scale, size):
     rewards = torch.tensor([0.0, 2.0, 4.0, 6.0, 1.0, 1.0], dtype=torch.float64)
     plain, scaled = (group_advantages(values, 2, scale=scale, eps=0.0) for values in (rewards, rewards * size))
     torch.testing.assert_close(scaled, plain)
+    # eps is nothing beside large rewards, and everything beside small ones; and groups may differ in size.
+    with_eps = group_advantages(rewards * size, 2, scale=scale)
+    expected = plain if size > 1 else torch.zeros_like(plain)
+    torch.testing.assert_close(with_eps, expected, rtol=1e-12, atol=1e-12)
+    mixed = torch.cat([rewards[:4] * size, rewards[:2]])
+    largest = [0.0, 2 * size, 4 * size, 6 * size, 0.0, 0.0] if size > 1 else [0.0, 0.0, 0.0, 0.0, 0.0, 2.0]
+    expected = group_advantages(torch.tensor(largest, dtype=torch.float64), 2, scale=scale, eps=0.0)
+    torch.testing.assert_close(group_advantages(mixed, 2, scale=scale, eps=0.0), expected)
 
 
 @given(seed=seeds, k=st.integers(1, 6))
@@ -222,6 +230,18 @@ def test_totals_of_0_do_not_divide_by_0(aggregation, total):
     options = {"max_length": 3, "total_tokens": total, "total_sequences": total}
     totals = prompt_totals(mask, 1)._replace(prompts=total)
     assert aggregation_weights(mask, aggregation, prompts=totals, **options).tolist() == [[0.0] * 3] * 2
+
+
+@pytest.mark.parametrize("name", ["cispo", "dapo", "grpo"])
+def test_a_ratio_at_its_bound_is_not_clipped(name):
+    """On-policy with bounds of 1: every ratio is at both of them."""
+    batch = random_batch(7)
+    bounds = {"clip_low": 0.0, "clip_high": 1.0 if name == "cispo" else 0.0}
+    _, gradient, statistics = loss_and_gradient(
+        batch._replace(old_logps=batch.logps.detach()), batch.mask, name, None, **bounds
+    )
+    assert statistics["clip_fraction_low"] == statistics["clip_fraction_high"] == 0
+    assert (gradient != 0).any()
 
 
 # --- corrections and limits -------------------------------------------------------------------------------------------

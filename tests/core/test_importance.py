@@ -99,8 +99,19 @@ def test_statistics_leave_out_tokens_without_a_log_prob_of_the_sampler(statistic
     for high in (0.05, 0.3, 0.6, 0.95, 1.1):
         kept = rejection_mask(TRAINER, unknown, MASK, statistic=statistic, high=high)
         assert kept.tolist() == rejection_mask(TRAINER, SAMPLER, rest, statistic=statistic, high=high).tolist()
+    first = SAMPLER.clone()
+    first[0, 0] = math.nan  # k − log k − 1 of the others: 0.3138 and 0.0048, with the mean 0.1593, over three 0.1062
+    if statistic == "k3":
+        assert [rejection_mask(TRAINER, first, MASK, statistic="k3", high=h)[0].item() for h in (0.15, 0.17)] == [0, 1]
     nothing = torch.full_like(SAMPLER, math.nan)
     assert rejection_mask(TRAINER, nothing, MASK, statistic=statistic, high=1.5).all()
+
+
+def test_any_token_asks_only_the_tokens_of_the_mask():
+    """Bounds that exclude 1, the ratio of what is not there."""
+    low = rejection_mask(SAMPLER + 0.5, SAMPLER, MASK, statistic="any_token", low=1.5, high=1.7)
+    high = rejection_mask(SAMPLER - 0.5, SAMPLER, MASK, statistic="any_token", low=0.5, high=0.7)
+    assert low.tolist() == high.tolist() == [True, True]
 
 
 def test_the_trainer_s_own_nan_is_not_hidden():

@@ -24,7 +24,7 @@ class SettingChange(NamedTuple):
 # pairs, and the weight of each sample in the policy loss.
 RESCORED = (
     *("rewards", "advantages", "grouping"),
-    *("masks.truncated", "masks.validity", "masks.min_length", "masks.max_repetition"),
+    *("masks.truncated", "masks.drop_equal_rewards", "masks.validity", "masks.min_length", "masks.max_repetition"),
     *("preference.weight", "preference.pairs", "preference.pairs_per_group", "preference.min_margin"),
     *("preference.reward", "loss.name", "loss.aggregation", "loss.denominator", "loss.policy_coef"),
     *("scoring.overlong_buffer", "scoring.overlong_weight", "scoring.length_penalty", "scoring.success_threshold"),

@@ -77,6 +77,7 @@ CHANGES = {
     "scale": {"advantages.scale": "none"},
     "baseline": {"advantages.baseline": "leave_one_out", "advantages.unbiased": False},
     "truncated": {"masks.truncated": True},
+    "equal rewards dropped": {"masks.drop_equal_rewards": True, "advantages.scale": "batch_advantages"},
     "validity": {"masks.validity": True, "masks.min_length": 3},
     "difficulty": {"advantages.difficulty": "hard"},
     "overlong": {"scoring.overlong_buffer": 4, "scoring.overlong_weight": 0.5},
