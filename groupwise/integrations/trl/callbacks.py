@@ -1,17 +1,16 @@
-"""transformers' callbacks in a run: their handler, the events of the optimizer, and their state in checkpoints."""
+"""transformers' callbacks in a run: their handler, and their state in checkpoints."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, integrations
 from transformers.trainer import DEFAULT_CALLBACKS, DEFAULT_PROGRESS_CALLBACK
 from transformers.trainer_callback import CallbackHandler, ExportableState, PrinterCallback
@@ -50,17 +49,6 @@ def new_state(handler: Any, control: TrainerControl, is_main: bool) -> TrainerSt
     return TrainerState(is_local_process_zero=is_main, is_world_process_zero=is_main, stateful_callbacks=parts)
 
 
-class LearningRates:
-    """The learning rate as callbacks ask for it, ``lr_scheduler.get_last_lr()``. A recipe's schedule is a function of
-    the step and has no object of its own."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def get_last_lr(self) -> list[float]:
-        return [group["lr"] for group in self.optimizer.param_groups]
-
-
 @dataclass(frozen=True)
 class RowBatches:
     """Rows as callbacks ask for them: ``train_dataloader.dataset``, and the micro-batches of an epoch as its length.
@@ -74,27 +62,6 @@ class RowBatches:
 
     def __len__(self) -> int:
         return self.batches
-
-
-class OptimizerEvent:
-    """Calls ``fire`` before the first parameter group of an update is stepped: an update steps one after another."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, fire: Callable[[], None]) -> None:
-        self.fired, self._fire = False, fire
-        self._hook = optimizer.register_step_pre_hook(self._before_step)
-
-    def _before_step(self, *_: Any) -> None:
-        if not self.fired:
-            self.fired = True
-            self._fire()
-
-    def take(self) -> bool:
-        """Whether the optimizer was stepped since the last call."""
-        fired, self.fired = self.fired, False
-        return fired
-
-    def close(self) -> None:
-        self._hook.remove()
 
 
 class SavedCallbacks:

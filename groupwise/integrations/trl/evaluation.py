@@ -52,8 +52,8 @@ def evaluate_sampled(
 ) -> SampledEvaluation:
     """Sample ``num_generations_eval`` completions of every row and score them.
 
-    Metrics are TRL's: means over the evaluation ``batches`` of those of each batch by itself, with ratios of 1; the
-    loss is weighted by completions. Without a ``reference`` the policy itself is the reference.
+    Metrics are TRL's: means over the evaluation ``batches`` of those of each batch by itself, with ratios of 1. Without
+    a ``reference`` the policy itself is the reference.
     """
     samples = args.num_generations_eval or args.num_generations
     recipe = with_settings(
@@ -96,16 +96,24 @@ def evaluate_sampled(
         sampled.append(result.batch)
     batch = join(sampled)
     recipe = _with_samples(recipe, samples)
-    averages, shares, loss = MetricAverages(), [], 0.0
+    averages, shares, losses = MetricAverages(), [], []
     for prompt_numbers in batches:
         part = batch.take(prompt_numbers)
         group_advantages = advantages(part, recipe)
         measured = _batch_objective(components, part, recipe, group_advantages, reference)
         averages.add({**batch_metrics(part, rewards, args), **update_metrics(measured, args)})
         shares.append(group_advantages.advantages)
-        loss += measured["loss"] * len(part) / len(batch)
+        losses.append(measured["loss"])
         after_batch()
+    loss = _mean_loss(losses, len(rows), args.per_device_eval_batch_size * args.world_size)
     return SampledEvaluation(batch, torch.cat(shares), {"loss": loss, **averages.take(), **logged})
+
+
+def _mean_loss(losses: Sequence[float], rows: int, batch_size: int) -> float:
+    """The mean loss of all batches as TRL has it: each counts ``batch_size`` times, and the last one as often as the
+    number of rows (not of completions) leaves over."""
+    weights = [*[batch_size] * (len(losses) - 1), rows % batch_size or batch_size]
+    return sum(loss * weight for loss, weight in zip(losses, weights, strict=True)) / sum(weights)
 
 
 def evaluation_batches(rows: int, args: Any) -> list[range]:

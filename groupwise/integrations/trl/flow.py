@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import log_metrics, metrics_format, save_metr
 from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import ConfigError
-from groupwise.integrations.trl.callbacks import LearningRates, RowBatches, SavedCallbacks, make_handler, new_state
+from groupwise.integrations.trl.callbacks import RowBatches, SavedCallbacks, make_handler, new_state
 from groupwise.integrations.trl.folder import COMPLETIONS
 from groupwise.integrations.trl.logs import (
     CompletionTable,
@@ -97,7 +97,6 @@ class TrainingFlow:
         state.compute_steps(self.args, self._setup.epochs.updates)
         state.max_steps, state.num_train_epochs = self._setup.epochs.updates, self._setup.epochs.number
         self.optimizer = run.optimizer
-        self.lr_scheduler = self._user_optimizers[1] or LearningRates(run.optimizer)
         handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
         micro_batches = self._setup.epochs.micro_batches
         handler.train_dataloader = RowBatches(self.train_dataset, self.args.per_device_train_batch_size, micro_batches)
@@ -114,11 +113,14 @@ class TrainingFlow:
             self._event("on_substep_end")
         self._event("on_pre_optimizer_step")
 
-    def _after_step(self, report: StepReport, *, stepped: bool) -> bool:
-        """The events after an update, and those before the next one; whether there is a next one."""
-        state, metrics = self.state, report.metrics
+    def _after_optimizer_step(self, stepped: bool) -> None:
         if stepped:
             self._event("on_optimizer_step")
+        self._learning_rate = self.lr_scheduler.get_last_lr()[0]
+
+    def _after_step(self, report: StepReport) -> bool:
+        """The events after an update, and those before the next one; whether there is a next one."""
+        state, metrics = self.state, report.metrics
         state.global_step, state.epoch = report.step, self._setup.epochs.at(report.step)
         self._add_metrics(report)
         self._event("on_step_end")
@@ -146,7 +148,7 @@ class TrainingFlow:
                 warn_unscored(batch)
             if self._completions is not None:
                 self._completions.keep(batch, report.group_advantages.advantages)
-        self._averages.add(update_metrics(report.metrics, self.args))
+        self._averages.add(update_metrics(report.metrics, self.args, self.args.gradient_accumulation_steps))
         self._averages.add({"step_time": report.metrics["step_time"]})
         self._averages.loss += report.metrics["loss"]
         self._total_loss += report.metrics["loss"]
@@ -158,7 +160,7 @@ class TrainingFlow:
             setattr(control, name, value)
         if control.should_log and step > self._averages.logged_at:
             logs = {"loss": self._averages.take_loss(step), "grad_norm": metrics["grad_norm"]}
-            logs["learning_rate"] = metrics["learning_rate"]
+            logs["learning_rate"] = self._learning_rate
             self.log(logs, self._started_at)
         if self.control.should_evaluate:
             is_best = self._is_best(self.evaluate())

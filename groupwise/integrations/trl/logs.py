@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from groupwise.data.prompts import completion_for_reward
+from groupwise.integrations.trl.translate import CLIPPED_LOSSES, TOKEN_LOSSES
 from groupwise.rewards import RewardFunction
 from groupwise.rundir import from_json, write_bytes
 from groupwise.terminal import make_console
@@ -31,7 +32,6 @@ RENAMED = {
     "sampling/sampling_logp_difference/max": "sampler/logp_difference_max",
     "sampling/importance_sampling_ratio/mean": "sampler/importance_mean",
 }
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses for which TRL reports clip_ratio/…
 
 
 class MetricAverages:
@@ -140,20 +140,19 @@ def batch_tokens(batch: Batch) -> int:
     return sum(len(prompt.ids) for prompt in batch.prompts) * batch.samples + int(batch.lengths.sum())
 
 
-def update_metrics(metrics: Mapping[str, float], args: Any) -> dict[str, float | None]:
-    """TRL's metrics of one update, from those of the step; None for one that is not known."""
+def update_metrics(metrics: Mapping[str, float], args: Any, micro_batches: int = 1) -> dict[str, float | None]:
+    """TRL's metrics of one update of so many micro-batches, from those of the step; None for one that is not known."""
     found: dict[str, float | None] = {}
     if args.entropy_coef or args.use_adaptive_entropy:
-        found["policy_loss"] = metrics["loss/policy"]
+        share = micro_batches if args.loss_type in TOKEN_LOSSES else 1  # of the update's tokens in a micro-batch
+        found["policy_loss"] = (metrics["loss/policy"] + metrics.get("loss/kl", 0.0)) / share
         found["entropy_coef"] = metrics.get("entropy_coef", args.entropy_coef)
     if args.beta:
         found["kl"] = metrics["kl"]
-    names = SAME if args.loss_type in CLIPPED else ("entropy",)
+    names = SAME if args.loss_type in CLIPPED_LOSSES else ("entropy",)
     found |= {name: metrics[name] for name in names if name in metrics}
     if "clip_ratio/low_mean" in found:
-        # Of all completions of an update: some have no negative advantage, so nothing of them is clipped below.
-        found["clip_ratio/low_min"] = 0.0
-        found["clip_ratio/high_max"] = 0.0 if metrics["clip_ratio/high_mean"] == 0 else None
+        found |= {name: metrics.get(name, 0.0) for name in ("clip_ratio/low_min", "clip_ratio/high_max")}
     if args.loss_type == "cispo" and "clip_ratio/high_mean" in metrics:
         found["cispo_clip_ratio"] = metrics["clip_ratio/high_mean"]
     if args.use_vllm and args.vllm_importance_sampling_correction:

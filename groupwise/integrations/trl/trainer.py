@@ -16,13 +16,14 @@ from transformers.trainer_utils import TrainOutput
 
 from groupwise.errors import ConfigError
 from groupwise.generate.registry import make_generator
-from groupwise.integrations.trl.callbacks import SAVED_AS, OptimizerEvent, RowBatches
+from groupwise.integrations.trl.callbacks import SAVED_AS, RowBatches
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.datasets import evaluation_rows
 from groupwise.integrations.trl.evaluation import evaluate_sampled, evaluation_batches, held_out_row, reference_model
 from groupwise.integrations.trl.flow import TrainingFlow
 from groupwise.integrations.trl.folder import clear_for_new_run, find_checkpoint, prepare_resume
 from groupwise.integrations.trl.logs import speed, warn_unscored
+from groupwise.integrations.trl.optimizer import follow_scheduler
 from groupwise.integrations.trl.rewards import reward_errors_as_in_trl, reward_name
 from groupwise.integrations.trl.run import Notices, TrlRun
 from groupwise.integrations.trl.saving import repository_of, save_into, upload, write_card
@@ -109,11 +110,10 @@ class GRPOTrainer(TrainingFlow):
             raise ConfigError("trial: a hyperparameter search is not supported; make a GRPOTrainer for each trial")
         run = self._run = self._open_run(resume_from_checkpoint or False)
         self.is_in_train = True
-        event = OptimizerEvent(run.optimizer, self._before_optimizer_step)
         try:
             with run.stopping_on_signals():
                 for report in run.steps():
-                    if not self._after_step(report, stepped=event.take()):
+                    if not self._after_step(report):
                         break
                 if run.stopping:
                     self._write_checkpoint()
@@ -122,7 +122,7 @@ class GRPOTrainer(TrainingFlow):
                 raise KeyboardInterrupt if request is SIGINT else SystemExit(run.stopping.exit_status)
             return self._finish_training(run)
         finally:
-            event.close()
+            self._scheduled.close()
             self.is_in_train = False
             for part in (run.recorder, run.collector, run.run_dir):
                 if part is not None:
@@ -157,6 +157,15 @@ class GRPOTrainer(TrainingFlow):
             optimizer=self._user_optimizers[0],
             lr_scheduler=self._user_optimizers[1],
         )
+        self._scheduled = follow_scheduler(
+            run,
+            self.args,
+            self._user_optimizers,
+            self._say,
+            before=self._before_optimizer_step,
+            after=self._after_optimizer_step,
+        )
+        self.lr_scheduler = self._scheduled.scheduler
         run.state_for_rewards = self.state
         run.checkpointer.file_parts = {**run.checkpointer.file_parts, SAVED_AS: self._saved}
         return run

@@ -86,6 +86,9 @@ _LOSS = {
     "`masks.divergence` share of tokens that it masks, those with a negative advantage",
     "clip_ratio/high_mean": "share that was clipped at the upper bound, or masked with a positive advantage",
     "clip_ratio/region_mean": "the sum of both",
+    "clip_ratio/low_min": "smallest share, of all completions of a local batch, of tokens that were clipped at the "
+    "lower bound; with `train.local_batch_size`, over whose batches `entropy`, `kl` and `clip_ratio/…` are then means",
+    "clip_ratio/high_max": "largest such share at the upper bound",
     "sampler/logp_difference_mean": "mean difference of a token's log-prob between sampler and trainer; with "
     "`train.max_staleness` the weights differ, too",
     "sampler/logp_difference_max": "largest such difference",

@@ -75,6 +75,7 @@ class MicroBatch:
     pairs: PackedPairs | PairGradients | None = None
     teacher_logps: Tensor | None = None
     teacher_kl: tuple[Tensor, Tensor] | None = None  # over the vocabulary, and whether both prefer the same token
+    rows: Tensor | None = None  # (b,) of the mini-batch
 
 
 @dataclass(frozen=True)

@@ -70,18 +70,31 @@ class UpdateResult:
     masked_out: dict[str, list[int]] = field(default_factory=dict)  # samples dropped by masks of current log-probs
     mismatch: LogProbMismatch | None = None
     term_gradients: dict[str, float] = field(default_factory=dict)  # norms and cosines, on request
+    samples: dict[str, Tensor] = field(default_factory=dict)  # (n,) statistics of each sample, with local batches
 
-    def add_up(self, ranks: Ranks) -> None:
-        """Add up the values, statistics and differences of all ranks, each of which had a share of the samples."""
+    def add_samples(self, statistics: Mapping[str, Tensor], rows: Tensor, count: int) -> None:
+        """Remember the statistics of some of ``count`` samples."""
+        for name, values in statistics.items():
+            complete = self.samples.setdefault(name, values.new_zeros(count))
+            complete[rows.to(values.device)] = values
+
+    def add_up(self, ranks: Ranks, rows: Tensor, count: int) -> None:
+        """Add up the values, statistics and differences of all ranks. Each had a share, ``rows``, of the ``count``
+        samples."""
         mismatch = self.mismatch
         own = {
             "values": {name: float(value) for name, value in self.values.items()},
             "statistics": {name: float(value) for name, value in self.statistics.items()},
             "mismatch": None if mismatch is None else asdict(mismatch),
+            "samples": {name: values.tolist() for name, values in self.samples.items()},
+            "rows": rows.tolist() if self.samples else [],
         }
         parts = ranks.gather(own)
-        self.values, self.statistics = {}, {}
+        self.values, self.statistics, self.samples = {}, {}, {}
         for part in parts:
+            for name, values in part["samples"].items():
+                complete = self.samples.setdefault(name, torch.zeros(count, dtype=torch.float64))
+                complete[part["rows"]] = torch.tensor(values, dtype=torch.float64)
             for sums, shares in ((self.values, part["values"]), (self.statistics, part["statistics"])):
                 for name, value in shares.items():
                     sums[name] = sums[name] + value if name in sums else value

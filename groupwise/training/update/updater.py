@@ -30,6 +30,7 @@ from groupwise.training.preference.reference_cache import pair_completions, pair
 from groupwise.training.update.correction import correct_sampler, corrects_sampler, weights_by_sampler
 from groupwise.training.update.entropy import EntropyController
 from groupwise.training.update.exact_kl import EXACT_KL_FACTORS, ExactKL
+from groupwise.training.update.local_statistics import local_statistics, sample_statistics
 from groupwise.training.update.minibatch import CompletionBatch, MiniBatch, longest_sequence
 from groupwise.training.update.objective import (
     MicroBatch,
@@ -202,6 +203,7 @@ class Updater:
         self.masters.sync_to_model()
         self.masters.zero_grad()
         self.entropy.observe(float(result.statistics.get("entropy", math.nan)), step_recipe)
+        result.statistics |= local_statistics(minibatch, result.samples, step_recipe, self.loss)
         return result
 
     def _zero_gradient(self) -> UpdateResult:
@@ -235,7 +237,7 @@ class Updater:
         result.term_gradients = gradient_statistics(gradients, self.masters)
         for master, *shares in zip(self.masters.parameters() if gradients else (), *gradients.values(), strict=True):
             master.grad = torch.stack(shares).sum(0)
-        result.add_up(self.ranks)
+        result.add_up(self.ranks, share.rows, len(minibatch))
         return result
 
     def _backward(
@@ -281,6 +283,8 @@ class Updater:
             for sums, shares in ((result.values, values), (result.statistics, statistics if record else {})):
                 for name, value in shares.items():
                     sums[name] = sums.get(name, 0.0) + value.detach()
+            if record and micro_batch.rows is not None and minibatch.local_batch is not None:
+                result.add_samples(sample_statistics(objective, micro_batch), micro_batch.rows, len(minibatch))
             if result.mismatch is not None and record and micro_batch.sampler_logps is not None:
                 result.mismatch.add(micro_batch.logps, micro_batch.sampler_logps, micro_batch.mask)
             if self.progress is not None and micro_batch.advantages is not None:
@@ -337,6 +341,7 @@ class Updater:
                 teacher_kl=None
                 if teacher_kl is None or pack.states is None
                 else teacher_kl.of(rows, pack.states, pack.mask),
+                rows=rows,
             )
 
     def _any(self, share: Sequence[Any]) -> bool:

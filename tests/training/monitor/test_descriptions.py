@@ -108,7 +108,10 @@ def run_ahead(folder: Path) -> Trainer:
 
 
 def run_masked_weights(folder: Path) -> Trainer:
-    changes = {"loss": {"importance_sampling": "token_mask", "importance_cap": 5.0, "importance_floor": 0.5}}
+    changes = {
+        "loss": {"importance_sampling": "token_mask", "importance_cap": 5.0, "importance_floor": 0.5},
+        "train": {"local_batch_size": 4},
+    }
     return small_trainer(folder, FAST, changes)
 
 
