@@ -98,6 +98,12 @@ def test_a_token_without_a_sampler_log_prob_is_not_masked():
     assert not high.any()
 
 
+def test_only_tokens_of_the_mask_are_named():
+    far, advantages = torch.full((1, 2), -5.0), torch.tensor([[-1.0, -1.0]])
+    low, _ = DivergenceLimit(torch.zeros(1, 2)).exceeded(far, advantages, torch.tensor([[True, False]]))
+    assert low.tolist() == [[True, False]]
+
+
 def test_certain_tokens_have_a_finite_divergence():
     certain = torch.zeros(1, 1)  # probability 1
     low, _ = DivergenceLimit(certain, "kl").exceeded(
