@@ -72,7 +72,7 @@ class ServerTeacher:
                 f"{longest}, and one is generated; start it with --max-model-len {longest + 1}"
             )
         probe, special = _probe(tokenizer)
-        size = max(2, longest)
+        size = max(2, room - 1 if isinstance(room, int) else longest)
         pieces = [probe[start : start + size] for start in range(0, len(probe), size)]
         self._find_api(pieces[0], top_k if full else 0, full)
         texts = [text for ids in pieces for text in self._texts(ids)]
