@@ -32,6 +32,7 @@ from groupwise.training.inputs import check_training_inputs, load_inputs, make_s
 from groupwise.training.preference.reference_cache import TokenPair
 from groupwise.training.schedule.lengths import RunLength
 from groupwise.training.sft import SupervisedFineTuning
+from groupwise.training.update.teacher import Teacher
 
 PROBE_TOKENS, PROBE_PAIRS = 16, 4
 FORWARD = 1 / 3  # the share of a forward pass in forward and backward
@@ -133,6 +134,28 @@ def _data(components: RunComponents) -> Iterator[str]:
         rewards = ", ".join(f"{function.name} × {function.weight:g}" for function in components.scorer.functions)
         yield f"rewards: {rewards}"
     yield f"the first prompt, as the model sees it: {prompts[0].text!r}"
+    if components.teacher is not None:
+        yield from _teacher(components, components.teacher)
+
+
+def _teacher(components: RunComponents, teacher: Teacher) -> Iterator[str]:
+    """Who the teacher is, what is learned from it, and what only it is shown."""
+    settings = components.recipe.distillation
+    kinds = {"policy": "the policy itself", "reference": "the policy at the start"}
+    name = kinds.get(teacher.weights, teacher.name)
+    if teacher.server is not None:
+        name = f"{teacher.server.model} at {teacher.name}"
+    elif teacher.handle is not None:
+        count = sum(weight.numel() for weight in teacher.handle.model.parameters())
+        name += f", {count:,} weights, {teacher.handle.dtype}"
+    kl = "the exact KL" if settings.kl == "full" else "the KL of the sampled tokens"
+    if teacher.server is not None and settings.kl == "full":
+        kl = f"the KL over the {plural(settings.top_k, 'most likely token')}"
+    yield f"teacher: {name}; {kl}, weight {settings.weight:g}"
+    prompt = next((prompt for prompt in components.train.prompts if prompt.teacher_ids is not None), None)
+    if prompt is not None:
+        text = components.tokenizer.decode(list(prompt.teacher_ids or ()))
+        yield f"the first prompt, as the teacher sees it: {text!r}"
 
 
 def _pairs(components: RunComponents) -> Iterator[str]:
@@ -251,6 +274,8 @@ def _time(components: RunComponents, steps: int, pairs: Sequence[TokenPair]) -> 
         yield from _rewards(components, components.train.rows[row], rollout)
         probes.append(f"completions of {tokens} tokens")
         condition = " if every completion has full length"
+        if components.teacher is not None and components.teacher.server is not None:
+            condition += ", without the teacher's server"
     if pairs:
         pair_seconds, count = _seconds_per_pair(components, pairs)
         passes = components.recipe.train.iterations + (0 if components.has_fixed_reference else FORWARD)
@@ -328,9 +353,23 @@ def _seconds_per_step(components: RunComponents, prompt: Prompt, tokens: int) ->
     computed = len(prompt.ids) + settings.samples_per_prompt * tokens
     needed = prompts * (len(prompt.ids) + settings.samples_per_prompt * settings.max_new_tokens)
     passes = recipe.train.iterations + (recipe.train.iterations * recipe.train.mini_batches > 1) / 3
+    passes += _teacher_passes(components)
     # A decoding step costs little more for more sequences, on a GPU almost nothing.
     batches = prompts if components.handle.device.type == "cpu" else 1
     return generation * settings.max_new_tokens / tokens * batches + seconds * needed / computed * passes, rollout
+
+
+def _teacher_passes(components: RunComponents) -> float:
+    """The teacher's forward passes, as a share of a forward and backward pass of the policy, by their sizes."""
+    teacher = components.teacher
+    if teacher is None or teacher.server is not None:
+        return 0.0
+    size = 1.0
+    if teacher.handle is not None:
+        sizes = [sum(w.numel() for w in model.parameters()) for model in (teacher.handle.model, components.model)]
+        size = sizes[0] / sizes[1]
+    times = components.recipe.train.iterations if components.recipe.distillation.kl == "full" else 1
+    return FORWARD * size * times
 
 
 def _since(start: float, components: RunComponents) -> float:

@@ -62,6 +62,7 @@ def load_teacher(
     teacher = load_model(name, dtype=dtype, device=device, **hub)
     teacher.requires_grad_(False)
     own = prepare(teacher, compile=compile, notice=lambda text: say(f"the teacher {name}: {text}"))
+    check_vocabulary(name, own.vocabulary, recipe.model.source, tokenizer)
     _check_window(own, longest, settings)
     return Teacher(name, "own", handle=own)
 
@@ -77,6 +78,17 @@ def check_same_tokenizer(teacher: str, teachers: Any, model: str, own: Any) -> N
             f"the teacher {teacher} has another tokenizer than the model {model}: {plural(len(others), 'token')} of "
             f"{len(ids):,} differ, the first, {token!r}, is {ids[token]} in the model and {other} in the teacher. "
             "Distillation compares the probabilities of tokens; choose a teacher with the model's tokenizer"
+        )
+
+
+def check_vocabulary(teacher: str, rows: int, model: str, tokenizer: Any) -> None:
+    """Raise an error if the teacher's weights have no row for a token. More rows than tokens are padding."""
+    last = max(tokenizer.get_vocab().values(), default=0)
+    if last >= rows:
+        raise ConfigError(
+            f"the teacher {teacher} has embeddings of {rows:,} tokens, but the model {model} has a token {last:,}; its "
+            "tokenizer has tokens that its weights were never given. Choose another teacher, or enlarge its embeddings "
+            "(resize_token_embeddings)"
         )
 
 

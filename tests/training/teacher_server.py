@@ -1,8 +1,9 @@
 """A process with vLLM's completions API around a real model: log-probs of prompts, by ids or by OpenAI's echo.
 
 It listens at a port for each kind of server: "vllm", "echo" (without prompt_logprobs), "plain" (no log-probs of
-prompts), "flaky" (every third request fails with 503), "locked" (needs the key "secret"), "short" (room for 8 tokens)
-"odd" (another tokenizer) and "dies N" (the process ends without an answer at request N).
+prompts), "flaky" (every third request fails with 503), "locked" (needs the key "secret"), "short" (room for 8 tokens),
+"odd" (another tokenizer), "renamed" (its model has another name) and "dies N" (the process ends without an answer at
+request N).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-KINDS = ("vllm", "echo", "plain", "flaky", "locked", "short", "odd")
+KINDS = ("vllm", "echo", "plain", "flaky", "locked", "short", "odd", "renamed")
 
 
 class TeacherProcess:
@@ -96,7 +97,9 @@ def start(model: Any, tokenizer: Any, kind: str) -> str:
             if self.path == "/requests":
                 return self.answer(200, asked[0])
             room = 8 if kind == "short" else 512
-            return self.answer(200, {"data": [{"id": "teacher", "max_model_len": room}]})
+            return self.answer(
+                200, {"data": [{"id": "other" if kind == "renamed" else "teacher", "max_model_len": room}]}
+            )
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from groupwise.config import make_recipe
 from groupwise.data import PromptBuilder
@@ -139,6 +140,16 @@ def test_a_teacher_that_changed_is_noticed(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_server_that_has_another_model_is_noticed_and_one_that_has_moved_is_not(tmp_path, servers):
+    run_steps(served(tmp_path / "run", servers.urls["vllm"], SAMPLED), 1)
+    with pytest.raises(
+        ConfigError, match=r"other inputs: teacher \(before: teacher, on a server, now: other, on a ser"
+    ):
+        served(tmp_path / "run", servers.urls["renamed"], SAMPLED, resume=True)
+    assert served(tmp_path / "run", servers.urls["flaky"], SAMPLED, resume=True).run().steps == 2
+
+
+@pytest.mark.slow
 def test_the_weight_can_be_scheduled(tmp_path, folder):
     ramp = {"ramps": {"distillation.weight": {"from": 0.0, "to": 2.0, "steps": 2}}}
     trainer = small_trainer(tmp_path / "run", ramp, {"distillation": {"teacher": str(folder)}, "train": {"steps": 3}})
@@ -231,20 +242,82 @@ def test_a_server_at_another_temperature_or_with_kept_sets():
         make_recipe({**server, "masks": {"keep_sampling_mask": True}, "sampling": {"top_k": 3}})
 
 
-def test_a_teacher_with_another_tokenizer_is_refused_by_name(tmp_path):
+def word_tokenizer(words):
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {chr(97 + number): number for number in range(26)} | {"?": 26}
-    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="?"))
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tiny_model(7).save_pretrained(tmp_path / "other-teacher")
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="z").save_pretrained(
-        tmp_path / "other-teacher"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?", eos_token="z")
+
+
+LETTERS = [*map(chr, range(97, 123)), "?"]
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_name(tmp_path):
+    place = tmp_path / "other-teacher"
+    tiny_model(7).save_pretrained(place)
+    word_tokenizer(LETTERS).save_pretrained(place)
     with pytest.raises(ConfigError, match=r"other-teacher has another tokenizer than the model tiny.*in the teacher"):
-        taught(tmp_path / "run", tmp_path / "other-teacher")
+        taught(tmp_path / "run", place)
     assert not (tmp_path / "run").exists()
+
+
+def test_which_tokenizers_are_the_same():
+    own, same = word_tokenizer(LETTERS), word_tokenizer(LETTERS)
+    same.chat_template = "another {{ messages }}"
+    loading.check_same_tokenizer("big", same, "small", own)
+    same.add_special_tokens({"extra_special_tokens": ["<of the teacher>"]})
+    loading.check_same_tokenizer("big", same, "small", own)  # the student never writes it
+    with pytest.raises(ConfigError, match=r"1 token of 28 differ.*'<of the teacher>', is 27 .* does not exist"):
+        loading.check_same_tokenizer("big", own, "small", same)
+    swapped = word_tokenizer(["b", "a", *LETTERS[2:]])  # as many tokens, other ids
+    with pytest.raises(ConfigError, match=r"big has another .* model small: 2 tokens of 27 .*'a', is 0 .* is 1 in the"):
+        loading.check_same_tokenizer("big", swapped, "small", own)
+    one, other = word_tokenizer(LETTERS), word_tokenizer(LETTERS)
+    one.add_special_tokens({"extra_special_tokens": ["<a>", "<b>"]})
+    other.add_special_tokens({"extra_special_tokens": ["<b>", "<a>"]})
+    with pytest.raises(ConfigError, match=r"2 tokens of 29 differ, the first, '<b>'"):
+        loading.check_same_tokenizer("big", one, "small", other)
+
+
+@pytest.mark.parametrize("rows", [27, 64])
+def test_rows_beyond_the_tokens_are_padding(rows):
+    loading.check_vocabulary("big", rows, "small", word_tokenizer(LETTERS))
+
+
+def test_a_teacher_without_a_row_for_a_token_is_refused(tmp_path):
+    place = tmp_path / "teacher"
+    model = tiny_model(7)
+    model.resize_token_embeddings(model.config.vocab_size - 1)
+    model.save_pretrained(place)
+    tiny_tokenizer().save_pretrained(place)
+    with pytest.raises(ConfigError, match=r"embeddings of 258 tokens, but the model tiny has a token 258"):
+        taught(tmp_path / "run", place)
+
+
+@pytest.mark.slow
+def test_a_teacher_whose_embeddings_are_padded_teaches_the_same(tmp_path, folder):
+    model = tiny_model(7)
+    model.resize_token_embeddings(model.config.vocab_size + 5)
+    model.save_pretrained(tmp_path / "padded")
+    tiny_tokenizer().save_pretrained(tmp_path / "padded")
+    for name, teacher in (("padded-run", tmp_path / "padded"), ("plain-run", folder)):
+        taught(tmp_path / name, teacher, TWO).run()
+    assert kl_of(tmp_path / "padded-run") == pytest.approx(kl_of(tmp_path / "plain-run"), rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kl", ["full", "sampled"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_teacher_in_another_dtype(dtype, kl, tmp_path, folder):
+    for name, own in (("other", dtype), ("same", "auto")):
+        trainer = taught(tmp_path / name, folder, TWO, {"distillation": {"kl": kl, "dtype": own}})
+        assert trainer.components.teacher.handle.dtype == (getattr(torch, dtype) if name == "other" else torch.float32)
+        trainer.run()
+    first, second = kl_of(tmp_path / "other"), kl_of(tmp_path / "same")
+    assert first == pytest.approx(second, rel=0.05 if dtype == "bfloat16" else 1e-4, abs=1e-3)
+    assert first != second
 
 
 def test_a_teacher_that_does_not_exist_is_found_in_a_second():
@@ -275,10 +348,17 @@ def test_the_memory_of_the_teacher_is_estimated(tmp_path, folder):
     settings = {"data": {"train": str(data)}, "distillation": {"weight": 1.0, "teacher": str(folder)}}
     lines = list(describe_run(small_recipe(ALONE, settings), timed=True, display=RecordingDisplay()))
     assert any(line.endswith("  teacher") for line in lines)
+    weights = sum(weight.numel() for weight in tiny_model(7).parameters())
+    assert f"teacher: {folder}, {weights:,} weights, torch.float32; the exact KL, weight 1" in lines
     shared = {"distillation": {"teacher": "tiny"}, "model": {"lora": {"rank": 2}}}
     lines = list(describe_run(small_recipe(ALONE, settings, shared), timed=False, display=RecordingDisplay()))
     assert not any(line.endswith("  teacher") for line in lines)
     assert any("takes no memory of its own" in line for line in lines)
+    assert "teacher: tiny; the exact KL, weight 1" in lines
+    itself = {"distillation": {"teacher": "policy", "show": "{prompt} = {answer}", "kl": "sampled"}}
+    lines = list(describe_run(small_recipe(ALONE, settings, itself), timed=False, display=RecordingDisplay()))
+    assert "teacher: the policy itself; the KL of the sampled tokens, weight 1" in lines
+    assert any(line.endswith("as the teacher sees it: 'Say number 0:  = 0'") for line in lines)
 
 
 # --- a server ---------------------------------------------------------------------------------------------------------

@@ -158,6 +158,7 @@ class _Request:
     def __init__(self, connection: http.client.HTTPConnection, timeout: float) -> None:
         self.connection, self.timeout, self.expired = connection, timeout, False
         self._timer: threading.Timer | None = None
+        self._response: http.client.HTTPResponse | None = None
         self._socket: socket.socket | None = None  # which the connection forgets once a reply is on its way
 
     def send(
@@ -171,7 +172,7 @@ class _Request:
         self._timer.daemon = True
         self._timer.start()
         self.connection.request(method, path, data, headers)
-        response = self.connection.getresponse()
+        response = self._response = self.connection.getresponse()
         parts, size = [], 0
         while size <= limit and (part := response.read(min(READ, limit + 1 - size))):
             parts.append(part)
@@ -191,4 +192,6 @@ class _Request:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._response is not None:
+            self._response.close()  # one that is not read to its end keeps the socket
         self.connection.close()

@@ -14,7 +14,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ SMALLEST = -100.0  # log-prob; servers write −9999 for a token that is impossi
 LARGEST = 1e-3  # a log-prob of 0, rounded
 MOST_PROBABILITY = 1.02  # of the most likely tokens together, rounded
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0  # seconds between two tries
+POLL = 0.2  # seconds between two looks at requests under way
 WRONG_REPLIES = 3  # a server that answers with something else so often will go on with it
 PROBES = 64  # tokens whose texts are compared, and as many special ones
 MOST_OTHERS = 0.2  # share of them whose text may differ: servers decode single tokens in slightly different ways
@@ -72,7 +73,7 @@ class ServerTeacher:
                 f"{longest}, and one is generated; start it with --max-model-len {longest + 1}"
             )
         probe, special = _probe(tokenizer)
-        size = max(2, longest)
+        size = max(2, room - 1 if isinstance(room, int) else longest)
         pieces = [probe[start : start + size] for start in range(0, len(probe), size)]
         self._find_api(pieces[0], top_k if full else 0, full)
         texts = [text for ids in pieces for text in self._texts(ids)]
@@ -109,19 +110,25 @@ class ServerTeacher:
             except Exception as error:
                 errors.append(error)
                 failed.set()
-                self.client.abort()
                 return None
 
         with ThreadPoolExecutor(self.concurrency) as threads:
+            futures = [threads.submit(answer, job) for job in jobs]
+
+            def finish() -> None:
+                while wait(futures, timeout=POLL).not_done:
+                    if failed.is_set():
+                        self.client.abort()  # again and again: a request may just be beginning
+
             try:
-                results = list(threads.map(answer, jobs))
+                finish()
             except BaseException:  # such as Ctrl-C
                 failed.set()
-                self.client.abort()
+                finish()
                 raise
         if errors:
             raise errors[0]
-        answers = iter([result for result in results if result is not None])
+        answers = iter([result for future in futures if (result := future.result()) is not None])
         return [[next(answers) for _ in members] for members in completions]
 
     @property

@@ -42,7 +42,7 @@ def describe_inputs(components: RunComponents) -> dict[str, Any]:
         "tokenizer": _hash_tokenizer(components.tokenizer),
         FROZEN: _hash_frozen(components.model),
         "reward models": _hash_folders(reward_models),
-        "teacher": _hash_folders([recipe.distillation.teacher] if recipe.distillation.is_model else []),
+        "teacher": _teacher(components),
         "embedder": _hash_folders(embedder),
         SOURCES: _sources(components),
     }
@@ -96,6 +96,18 @@ def _hash_folders(sources: Iterable[Any]) -> str:
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {error_reason(error)}") from error
     return digest.hexdigest()[:HASH_LENGTH] if folders else NONE
+
+
+def _teacher(components: RunComponents) -> str:
+    """The files of a teacher in a folder, or the name of another one; a server may move, but not have another model."""
+    settings, teacher = components.recipe.distillation, components.teacher
+    if teacher is not None and teacher.server is not None:
+        return f"{teacher.server.model}, on a server"
+    if not settings.is_model:
+        return NONE
+    name = f"{settings.teacher}, {settings.revision}" if settings.revision else str(settings.teacher)
+    hashed = _hash_folders([settings.teacher])
+    return name if hashed == NONE else hashed
 
 
 def _sources(components: RunComponents) -> dict[str, dict[str, str]]:

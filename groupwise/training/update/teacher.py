@@ -37,7 +37,9 @@ class ServerLogps(NamedTuple):
 
 
 class TeacherServer(Protocol):
-    """A teacher that is asked over the network."""
+    """A teacher that is asked over the network. model: the name of its model."""
+
+    model: str
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[Tensor]], top_k: int

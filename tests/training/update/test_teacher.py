@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.config import with_settings
+from groupwise.core import distillation, logps
 from groupwise.core.aggregation import aggregate
 from groupwise.data import Prompt
 from groupwise.errors import ConfigError
@@ -238,6 +241,57 @@ def test_without_a_reference_the_reference_cannot_teach():
     minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), PROMPTS, recipe)
     with pytest.raises(ConfigError, match="no reference"):
         updater.update(minibatch, recipe)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("teacher", ["own", "reference", "base"])
+def test_an_update_keeps_no_logits(teacher, monkeypatch):
+    """With a vocabulary that outweighs everything else, neither model's logits of all tokens are kept or ever exist."""
+    vocabulary, chunk = 4000, 3
+    for module in (distillation, logps):
+        monkeypatch.setattr(module, "rows_per_chunk", lambda *_, **__: chunk)
+    name = "other" if teacher == "own" else "reference"
+    recipe = short_recipe({**BASE, "distillation.teacher": name, "distillation.show": "x", "loss.policy_coef": 0.0})
+    narrow = {"vocab_size": vocabulary, "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = other_llama(**narrow)
+    model.requires_grad_(True)
+    options = {"reference": True} if teacher == "reference" else {}
+    if teacher == "base":
+        adapted = add_lora(model, LoraSettings(rank=2))
+        perturb(adapted, size=0.2)
+        teaching = Teacher("base", "base", adapted=adapted)
+    else:
+        teaching = own_teacher(other_llama(**narrow)) if teacher == "own" else Teacher("reference", "reference")
+    batch = shown_batch(True)
+    updater = make_updater(recipe, teacher=teaching, model=model, budget=10_000, **options)
+    minibatch = build_minibatch(batch, compute_group_advantages(batch, recipe, [1.0]), PROMPTS, recipe)
+    updater.precompute_logps(minibatch, recipe, old=False)
+    tokens = sum(map(len, tokens_of(batch)))
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
+    kept, widest = [0], [0]
+
+    def note(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept.append(tensor.numel())
+        return tensor
+
+    class Rows(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor) and leaf.dim() > 1 and leaf.shape[-1] == vocabulary:
+                    widest.append(leaf.numel() // vocabulary)
+            return result
+
+    with Rows(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        updater.update(minibatch, recipe)
+    assert tokens > 4 * 8 > 8 > chunk
+    assert max(widest) <= 8  # a chunk of tokens, or the gradient of the head's weight (8 rows, transposed)
+    assert max(kept) < 8 * vocabulary
+    assert len(kept) > 1
 
 
 # --- a server's answers -----------------------------------------------------------------------------------------------
