@@ -17,6 +17,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Prin
 
 from groupwise.errors import ConfigError
 from groupwise.integrations.trl.logs import MetricAverages
+from groupwise.integrations.trl.run import Epoch
 from groupwise.rundir import from_json, write_json
 from groupwise.text import excerpt
 from groupwise.training.store.checkpoint import POLICY
@@ -25,7 +26,9 @@ TRAINER_STATE = "trainer_state.json"
 SAVED_AS = "trl"  # the name of this part in a checkpoint's state
 
 
-def make_handler(args: Any, callbacks: Any, model: Any, processing_class: Any) -> Any:
+def make_handler(
+    args: Any, callbacks: Any, model: Any, processing_class: Any, optimizer: Any = None, lr_scheduler: Any = None
+) -> Any:
     """transformers' own callbacks, those of ``args.report_to``, and the user's, in the order of its Trainer."""
     given = list(callbacks or ())
     for callback in given:
@@ -38,7 +41,7 @@ def make_handler(args: Any, callbacks: Any, model: Any, processing_class: Any) -
     reporting: Any = integrations  # it has no types, nor has the handler
     make: Any = CallbackHandler
     everything = [*DEFAULT_CALLBACKS, *reporting.get_reporting_integration_callbacks(args.report_to), *given]
-    handler = make(everything, model, processing_class, None, None)
+    handler = make(everything, model, processing_class, optimizer, lr_scheduler)
     handler.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
     return handler
 
@@ -72,14 +75,26 @@ class SavedCallbacks:
     """
 
     def __init__(
-        self, handler: Any, control: TrainerControl, averages: MetricAverages, *, restore_callbacks: bool
+        self,
+        handler: Any,
+        control: TrainerControl,
+        averages: MetricAverages,
+        epoch: Epoch,
+        *,
+        restore_callbacks: bool,
     ) -> None:
-        self.handler, self.control, self.averages = handler, control, averages
+        self.handler, self.control, self.averages, self.epoch = handler, control, averages, epoch
+        self.skips_epoch = False  # a callback ended the epoch after the update that the run was resumed from
         self.restore_callbacks = restore_callbacks
         self.trainer_state = new_state(handler, control, is_main=True)
 
     def state(self) -> dict[str, Any]:
-        return {"trainer_state": self._trainer_state(), "averages": self.averages.state()}
+        return {
+            "trainer_state": self._trainer_state(),
+            "averages": self.averages.state(),
+            "epoch": self.epoch.state(),
+            "skips_epoch": self.control.should_epoch_stop,
+        }
 
     def _trainer_state(self) -> dict[str, Any]:
         state: Any = self.trainer_state
@@ -94,6 +109,8 @@ class SavedCallbacks:
         loaded: Any = TrainerState(**from_json(state["trainer_state"]))
         loaded.log_history = [from_json(entry) for entry in loaded.log_history]
         self.averages.load_state(state["averages"])
+        self.epoch.load_state(state["epoch"])
+        self.skips_epoch = state["skips_epoch"]
         for name in ("is_local_process_zero", "is_world_process_zero"):  # of this process, not of the one that saved
             setattr(loaded, name, getattr(self.trainer_state, name))
         if loaded.best_model_checkpoint is not None and not os.path.isdir(loaded.best_model_checkpoint):

@@ -193,9 +193,65 @@ def test_what_a_callback_gets_and_asks_for_before_a_step(workplace: Path) -> Non
 
     stop = StopAtBegin()
     trainer = make(callbacks=[stop], num_iterations=2, gradient_accumulation_steps=2, max_steps=9)
-    assert trainer.train().global_step == 2  # the step that has begun is made, as in transformers
+    assert trainer.train().global_step == 1  # a step of one micro-batch would be made, as in transformers
     assert stop.batches == 16  # four rollouts of two micro-batches, twice
     assert stop.dataset is DATA
+
+
+@pytest.mark.slow
+def test_an_epoch_that_ends_early_is_resumed_to_the_bit(workplace: Path) -> None:
+    """A rollout has four prompts and four updates, an epoch two rollouts; the first epoch ends after one update."""
+
+    def train(resume: str | None = None, **options: Any) -> tuple[list[list[str]], GRPOTrainer]:
+        seen: list[list[str]] = []
+
+        def reward(completions, answer, **kwargs):
+            seen.append(sorted(set(answer)))
+            return letters(completions)
+
+        length = {"max_steps": -1, "num_train_epochs": 2, "steps_per_generation": 4}
+        recorder = Recorder(should_epoch_stop=[1], should_save=[1, 3])
+        trainer = make(reward, callbacks=[recorder], **length, **options)
+        output = trainer.train(resume_from_checkpoint=resume)
+        assert output.global_step == 9
+        assert trainer.state.epoch == 2.0
+        assert recorder.steps("on_epoch_begin") == ([0, 1] if resume is None else [int(resume[-1])])
+        return seen, trainer
+
+    seen, straight = train(output_dir="straight")
+    assert sorted(seen[1] + seen[2]) == [str(number) for number in range(8)]  # the second epoch is complete
+    for step in (1, 3):
+        resumed_seen, resumed = train(f"straight/checkpoint-{step}", output_dir=f"resumed-{step}")
+        assert resumed_seen == seen[1 if step == 1 else 2 :]
+        assert [entry["epoch"] for entry in resumed.state.log_history] == [
+            entry["epoch"] for entry in straight.state.log_history
+        ]
+        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_a_callback_has_changed_is_resumed(workplace: Path) -> None:
+    class Halve(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if state.global_step == 2:
+                for group in optimizer.param_groups:
+                    group["lr"] /= 2
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "callbacks": [Halve()]}
+    straight = make(output_dir="straight", **options)
+    straight.train()
+    notes: list[str] = []
+    resumed = make(output_dir="resumed", **options)
+    resumed.train(resume_from_checkpoint="straight/checkpoint-2")
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    longer = make(output_dir="longer", **{**options, "max_steps": 8, "learning_rate": 1.0, "callbacks": []})
+    longer._say = notes.append
+    longer.train(resume_from_checkpoint="straight/checkpoint-3")
+    assert any("learning_rate 1 has no effect" in note for note in notes)
+    rates = [entry["learning_rate"] for entry in longer.state.log_history if "learning_rate" in entry]
+    assert rates[3:] == pytest.approx([1e-3 * (8 - step) / 8 for step in range(3, 8)])  # of the longer run
 
 
 @pytest.mark.slow
