@@ -18,7 +18,8 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Prin
 from groupwise.errors import ConfigError
 from groupwise.integrations.trl.logs import MetricAverages
 from groupwise.integrations.trl.run import Epoch
-from groupwise.rundir import from_json, write_json
+from groupwise.rundir import from_json, write_bytes
+from groupwise.rundir.files import as_json
 from groupwise.text import excerpt
 from groupwise.training.store.checkpoint import POLICY
 
@@ -106,8 +107,7 @@ class SavedCallbacks:
             raise ConfigError(
                 "this checkpoint was not written by GRPOTrainer; continue its run with `groupwise train --resume`"
             )
-        loaded: Any = TrainerState(**from_json(state["trainer_state"]))
-        loaded.log_history = [from_json(entry) for entry in loaded.log_history]
+        loaded: Any = TrainerState(**_with_numbers(state["trainer_state"]))
         self.averages.load_state(state["averages"])
         self.epoch.load_state(state["epoch"])
         self.skips_epoch = state["skips_epoch"]
@@ -120,7 +120,9 @@ class SavedCallbacks:
             self._restore(loaded.stateful_callbacks or {})
 
     def write_files(self, folder: Path) -> None:
-        write_json(folder / TRAINER_STATE, self._trainer_state())
+        # As transformers writes it: NaN and infinities are numbers.
+        content = json.dumps(_with_numbers(as_json(self._trainer_state())), indent=2, sort_keys=True)
+        write_bytes(folder / TRAINER_STATE, f"{content}\n".encode())
         for path in sorted((folder / POLICY).iterdir()):
             if path.is_file() and not path.name.startswith("manifest"):
                 with suppress(FileExistsError):
@@ -146,6 +148,11 @@ class SavedCallbacks:
             for part, entry in zip(parts, entries, strict=False):
                 for attribute, value in {**entry.get("args", {}), **entry.get("attributes", {})}.items():
                     setattr(part, attribute, value)
+
+
+def _with_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A `TrainerState` that was saved as JSON, with NaN and infinities as numbers."""
+    return {**from_json(state), "log_history": [from_json(entry) for entry in state["log_history"]]}
 
 
 def _link(source: Path, target: Path) -> None:

@@ -6,6 +6,7 @@ groupwise's own run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -215,8 +216,11 @@ class TrainingFlow:
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             raise ConfigError(f"metric_for_best_model: the evaluation has no {name} (it has: {', '.join(metrics)})")
+        greater = self.args.greater_is_better
+        if state.best_metric is None:
+            state.best_metric = -math.inf if greater else math.inf
         value, best = metrics[name], state.best_metric
-        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+        if value is None or not (value > best if greater else value < best):  # NaN is not better than anything
             return False
         state.best_metric = value
         if self.args.save_strategy != "no":
