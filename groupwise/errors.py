@@ -75,7 +75,7 @@ class DataError(GroupwiseError, ValueError):
     """A row or a data file is invalid."""
 
 
-class RewardError(GroupwiseError, RuntimeError):
+class RewardError(GroupwiseError, RuntimeError, ValueError):
     """A reward function failed or returned an invalid value."""
 
 

@@ -46,6 +46,11 @@ class Order:
                 batch.append(row)
         return batch
 
+    def skip_epoch(self) -> None:
+        """Leave out the rows that are left of this epoch; before its first row nothing is left out."""
+        if self._position:
+            self._begin_epoch()
+
     def take_metrics(self) -> dict[str, float]:
         """Metrics of the draws since the last call; this order has none."""
         return {}
@@ -74,9 +79,7 @@ class Order:
         if self._deferred and self._deferred[0] not in seen:
             return self._deferred.popleft()
         if self._position == self.rows and not self._deferred:
-            self._epoch += 1
-            self._position = 0
-            self._permutation = self._permute(self._epoch)
+            self._begin_epoch()
         while self._position < self.rows:
             row = int(self._permutation[self._position])
             self._position += 1
@@ -84,6 +87,12 @@ class Order:
                 return row
             self._deferred.append(row)
         return None
+
+    def _begin_epoch(self) -> None:
+        self._epoch += 1
+        self._position = 0
+        self._deferred.clear()
+        self._permutation = self._permute(self._epoch)
 
     def _permute(self, epoch: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if not self.shuffle:

@@ -33,6 +33,23 @@ def test_the_permutations_are_stable():
     assert Order(8, seed=1).take(8) == RECORDED_OTHER_SEED
 
 
+def test_an_epoch_is_skipped():
+    order = Order(8, seed=0)
+    order.skip_epoch()
+    assert order.take(3) == RECORDED_0[:3]
+    order.skip_epoch()
+    order.skip_epoch()
+    assert order.epoch == 1.0
+    resumed = Order(8, seed=0)
+    resumed.load_state(order.state())
+    assert order.take(8) == resumed.take(8) == RECORDED_1
+    order.skip_epoch()  # after its last row
+    order.take(6)
+    order.take(4)  # two of these rows may be deferred
+    order.skip_epoch()
+    assert order.epoch == 4.0
+
+
 def test_batches_split_the_same_permutation():
     order = Order(8, seed=0)
     assert order.take(3) + order.take(1) + order.take(4) == RECORDED_0

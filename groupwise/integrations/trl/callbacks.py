@@ -17,7 +17,9 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Prin
 
 from groupwise.errors import ConfigError
 from groupwise.integrations.trl.logs import MetricAverages
-from groupwise.rundir import from_json, write_json
+from groupwise.integrations.trl.run import Epoch
+from groupwise.rundir import from_json, write_bytes
+from groupwise.rundir.files import as_json
 from groupwise.text import excerpt
 from groupwise.training.store.checkpoint import POLICY
 
@@ -25,7 +27,9 @@ TRAINER_STATE = "trainer_state.json"
 SAVED_AS = "trl"  # the name of this part in a checkpoint's state
 
 
-def make_handler(args: Any, callbacks: Any, model: Any, processing_class: Any) -> Any:
+def make_handler(
+    args: Any, callbacks: Any, model: Any, processing_class: Any, optimizer: Any = None, lr_scheduler: Any = None
+) -> Any:
     """transformers' own callbacks, those of ``args.report_to``, and the user's, in the order of its Trainer."""
     given = list(callbacks or ())
     for callback in given:
@@ -38,7 +42,7 @@ def make_handler(args: Any, callbacks: Any, model: Any, processing_class: Any) -
     reporting: Any = integrations  # it has no types, nor has the handler
     make: Any = CallbackHandler
     everything = [*DEFAULT_CALLBACKS, *reporting.get_reporting_integration_callbacks(args.report_to), *given]
-    handler = make(everything, model, processing_class, None, None)
+    handler = make(everything, model, processing_class, optimizer, lr_scheduler)
     handler.add_callback(PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK)
     return handler
 
@@ -72,14 +76,26 @@ class SavedCallbacks:
     """
 
     def __init__(
-        self, handler: Any, control: TrainerControl, averages: MetricAverages, *, restore_callbacks: bool
+        self,
+        handler: Any,
+        control: TrainerControl,
+        averages: MetricAverages,
+        epoch: Epoch,
+        *,
+        restore_callbacks: bool,
     ) -> None:
-        self.handler, self.control, self.averages = handler, control, averages
+        self.handler, self.control, self.averages, self.epoch = handler, control, averages, epoch
+        self.skips_epoch = False  # a callback ended the epoch after the update that the run was resumed from
         self.restore_callbacks = restore_callbacks
         self.trainer_state = new_state(handler, control, is_main=True)
 
     def state(self) -> dict[str, Any]:
-        return {"trainer_state": self._trainer_state(), "averages": self.averages.state()}
+        return {
+            "trainer_state": self._trainer_state(),
+            "averages": self.averages.state(),
+            "epoch": self.epoch.state(),
+            "skips_epoch": self.control.should_epoch_stop,
+        }
 
     def _trainer_state(self) -> dict[str, Any]:
         state: Any = self.trainer_state
@@ -91,9 +107,10 @@ class SavedCallbacks:
             raise ConfigError(
                 "this checkpoint was not written by GRPOTrainer; continue its run with `groupwise train --resume`"
             )
-        loaded: Any = TrainerState(**from_json(state["trainer_state"]))
-        loaded.log_history = [from_json(entry) for entry in loaded.log_history]
+        loaded: Any = TrainerState(**_with_numbers(state["trainer_state"]))
         self.averages.load_state(state["averages"])
+        self.epoch.load_state(state["epoch"])
+        self.skips_epoch = state["skips_epoch"]
         for name in ("is_local_process_zero", "is_world_process_zero"):  # of this process, not of the one that saved
             setattr(loaded, name, getattr(self.trainer_state, name))
         if loaded.best_model_checkpoint is not None and not os.path.isdir(loaded.best_model_checkpoint):
@@ -103,7 +120,9 @@ class SavedCallbacks:
             self._restore(loaded.stateful_callbacks or {})
 
     def write_files(self, folder: Path) -> None:
-        write_json(folder / TRAINER_STATE, self._trainer_state())
+        # As transformers writes it: NaN and infinities are numbers.
+        content = json.dumps(_with_numbers(as_json(self._trainer_state())), indent=2, sort_keys=True)
+        write_bytes(folder / TRAINER_STATE, f"{content}\n".encode())
         for path in sorted((folder / POLICY).iterdir()):
             if path.is_file() and not path.name.startswith("manifest"):
                 with suppress(FileExistsError):
@@ -129,6 +148,11 @@ class SavedCallbacks:
             for part, entry in zip(parts, entries, strict=False):
                 for attribute, value in {**entry.get("args", {}), **entry.get("attributes", {})}.items():
                     setattr(part, attribute, value)
+
+
+def _with_numbers(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A `TrainerState` that was saved as JSON, with NaN and infinities as numbers."""
+    return {**from_json(state), "log_history": [from_json(entry) for entry in state["log_history"]]}
 
 
 def _link(source: Path, target: Path) -> None:

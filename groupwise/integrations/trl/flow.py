@@ -6,6 +6,7 @@ groupwise's own run.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -29,7 +30,7 @@ from groupwise.integrations.trl.logs import (
     update_metrics,
     warn_unscored,
 )
-from groupwise.integrations.trl.run import TrlRun
+from groupwise.integrations.trl.run import Epoch, TrlRun
 from groupwise.integrations.trl.setup import TrainingSetup
 from groupwise.rundir.files import delete_folder
 from groupwise.training.results import StepReport
@@ -37,7 +38,7 @@ from groupwise.training.store.checkpoint import checkpoint_name, load_checkpoint
 from groupwise.training.store.run_folder import checkpoints_in, mark_finished
 from groupwise.training.trainer import Trainer
 
-FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop")
+FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 
 
 class TrainingFlow:
@@ -49,12 +50,13 @@ class TrainingFlow:
         self.args, self._setup, self._ranks = args, setup, setup.ranks
         self.model, self.processing_class = setup.components.model, setup.components.tokenizer
         self.optimizer, self.lr_scheduler = self._user_optimizers = optimizers
-        self.callback_handler = make_handler(args, callbacks, self.model, self.processing_class)
-        self._averages = MetricAverages()
+        self.callback_handler = make_handler(args, callbacks, self.model, self.processing_class, *optimizers)
+        self._averages, self._epoch = MetricAverages(), Epoch(setup.epochs)
         self._saved = SavedCallbacks(
             self.callback_handler,
             TrainerControl(),
             self._averages,
+            self._epoch,
             restore_callbacks=args.restore_callback_states_from_checkpoint,
         )
         self._run: TrlRun | None = None
@@ -66,6 +68,8 @@ class TrainingFlow:
             folder, shown = Path(args.output_dir) / COMPLETIONS, args.num_completions_to_print
             self._completions = CompletionTable(folder, shown, names, args.log_unique_prompts)
         self._start_tokens = 0  # of this session
+        self._grad_norm: float | None = None  # of the last update of this epoch
+        self._learning_rate = 0.0  # of the last update
         self._reset_state()
         self._event("on_init_end")
 
@@ -88,6 +92,8 @@ class TrainingFlow:
     def _reset_state(self) -> None:
         self.state = new_state(self.callback_handler, self.control, self.is_world_process_zero())
         self._averages.load_state({})
+        self._epoch.load_state({"number": 0, "begun_at": 0})
+        self._saved.skips_epoch = False
 
     def begin_training(self, run: Trainer) -> None:
         """Called when a run is restored and its first step is about to begin."""
@@ -102,11 +108,49 @@ class TrainingFlow:
         handler.train_dataloader = RowBatches(self.train_dataset, self.args.per_device_train_batch_size, micro_batches)
         self._started_at, self._start_step, self._total_loss = time.time(), state.global_step, 0.0
         self._start_tokens = state.num_input_tokens_seen
+        if self._saved.skips_epoch or self._epoch.ends_at(state.global_step):
+            self._begin_next_epoch(skip=self._saved.skips_epoch)
+        self._grad_norm, self._learning_rate = None, self.lr_scheduler.get_last_lr()[0]
         self._event("on_train_begin")
         if self.args.eval_on_start and state.global_step == 0:
             self.evaluate()
-        self._event("on_epoch_begin")
+        if not self._active_run().over:
+            self._event("on_epoch_begin")
+            self._active_run().over = not self._begin_step()
+
+    def _begin_step(self) -> bool:
+        """The events before an update; whether there is one. Asked to end the run or the epoch here, transformers makes
+        one more micro-batch, so it makes the update only if that has no others."""
+        self._active_run().timer.take()  # what is not part of a step
         self._event("on_step_begin")
+        while self.args.gradient_accumulation_steps > 1 and self._asked_to_end:
+            self._event("on_substep_end")
+            if not self._end_epoch():
+                return False
+            self._event("on_step_begin")
+        return True
+
+    @property
+    def _asked_to_end(self) -> bool:
+        return self.control.should_training_stop or self.control.should_epoch_stop
+
+    def _end_epoch(self) -> bool:
+        """The events at the end of an epoch, and at the beginning of the next one; whether there is one."""
+        self._event("on_epoch_end")
+        self._log_evaluate_save()
+        if self.control.should_training_stop or not self._begin_next_epoch(skip=self.control.should_epoch_stop):
+            return False
+        self._grad_norm, self._learning_rate = None, self.lr_scheduler.get_last_lr()[0]
+        self._event("on_epoch_begin")
+        return True
+
+    def _begin_next_epoch(self, *, skip: bool) -> bool:
+        """End the epoch, ``skip`` what is left of it, and begin the next one; whether there is one."""
+        run = self._active_run()
+        if skip:
+            run.skip_epoch()
+        run.over = not self._epoch.begin_next(self.state.global_step)
+        return not run.over
 
     def _before_optimizer_step(self) -> None:
         for _ in range(self.args.gradient_accumulation_steps - 1):
@@ -120,22 +164,14 @@ class TrainingFlow:
 
     def _after_step(self, report: StepReport) -> bool:
         """The events after an update, and those before the next one; whether there is a next one."""
-        state, metrics = self.state, report.metrics
-        state.global_step, state.epoch = report.step, self._setup.epochs.at(report.step)
+        state, self._grad_norm = self.state, report.metrics["grad_norm"]
+        state.global_step, state.epoch = report.step, self._epoch.at(report.step)
         self._add_metrics(report)
         self._event("on_step_end")
-        self._log_evaluate_save(metrics)
-        ends_epoch = self._setup.epochs.ends_at(report.step)
-        if ends_epoch or self.control.should_training_stop:
-            self._event("on_epoch_end")
-            self._log_evaluate_save(metrics)
-        if self.control.should_training_stop:
+        self._log_evaluate_save()
+        if (self._epoch.ends_at(report.step) or self._asked_to_end) and not self._end_epoch():
             return False
-        if ends_epoch:
-            self._event("on_epoch_begin")
-        self._active_run().timer.take()  # what is not part of a step
-        self._event("on_step_begin")  # asked to stop here, a run stops after the update that begins
-        return True
+        return self._begin_step()
 
     def _add_metrics(self, report: StepReport) -> None:
         batch = report.batch
@@ -153,13 +189,14 @@ class TrainingFlow:
         self._averages.loss += report.metrics["loss"]
         self._total_loss += report.metrics["loss"]
 
-    def _log_evaluate_save(self, metrics: Mapping[str, float]) -> None:
+    def _log_evaluate_save(self) -> None:
         """What callbacks asked for; with several processes those of the first decide."""
         control, step = self.control, self.state.global_step
         for name, value in zip(FLAGS, self._ranks.from_main([getattr(control, flag) for flag in FLAGS]), strict=True):
             setattr(control, name, value)
         if control.should_log and step > self._averages.logged_at:
-            logs = {"loss": self._averages.take_loss(step), "grad_norm": metrics["grad_norm"]}
+            logs = {"loss": self._averages.take_loss(step)}
+            logs |= {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
             logs["learning_rate"] = self._learning_rate
             self.log(logs, self._started_at)
         if self.control.should_evaluate:
@@ -178,8 +215,11 @@ class TrainingFlow:
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
             raise ConfigError(f"metric_for_best_model: the evaluation has no {name} (it has: {', '.join(metrics)})")
+        greater = self.args.greater_is_better
+        if state.best_metric is None:
+            state.best_metric = -math.inf if greater else math.inf
         value, best = metrics[name], state.best_metric
-        if best is not None and not (value > best if self.args.greater_is_better else value < best):
+        if value is None or not (value > best if greater else value < best):  # NaN is not better than anything
             return False
         state.best_metric = value
         if self.args.save_strategy != "no":

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from groupwise.errors import CheckpointError, ConfigError
+from groupwise.errors import ConfigError
 from groupwise.rundir.files import MANIFEST
 from groupwise.rundir.run import MARKER, METRICS, RunDir, holds_run
 from groupwise.text import Say
@@ -50,14 +50,17 @@ def find_checkpoint(folder: Path, resume: str | Path | Literal[True]) -> Path:
         saved = list(checkpoints_in(folder).values())
         if not saved:
             raise ConfigError(
-                f"resume_from_checkpoint is True, but there is no checkpoint in {folder}; leave it out for a new run"
+                f"No valid checkpoint found in output directory ({folder}), but resume_from_checkpoint is True; leave "
+                "it out for a new run"
             )
         return saved[-1]
     path = Path(resume)
     if not path.is_dir():
-        raise ConfigError(f"resume_from_checkpoint: there is no folder {path}")
+        raise ConfigError(f"Can't find a valid checkpoint at {path} (resume_from_checkpoint): there is no such folder")
     if path.resolve() not in [saved.resolve() for saved in checkpoints_in(path.parent).values()]:
-        raise ConfigError(f"resume_from_checkpoint: {path} is not a checkpoint, a folder named checkpoint-N")
+        raise ConfigError(
+            f"Can't find a valid checkpoint at {path} (resume_from_checkpoint): one is a folder named checkpoint-N"
+        )
     return path
 
 
@@ -67,7 +70,10 @@ def prepare_resume(folder: Path, checkpoint: Path, say: Say) -> None:
     if not (checkpoint / MANIFEST).exists():
         trl = (checkpoint / "trainer_state.json").exists()
         writer = "was written by TRL, whose optimizer state cannot be read" if trl else "is not a complete checkpoint"
-        raise CheckpointError(f"{checkpoint} {writer}; start a new run with model={str(checkpoint)!r}")
+        raise ConfigError(
+            f"Can't find a valid checkpoint at {checkpoint} (resume_from_checkpoint): it {writer}; start a new run "
+            f"with model={str(checkpoint)!r}"
+        )
     if checkpoint.parent.resolve() != folder.resolve():
         clear_for_new_run(folder, say)
         folder.mkdir(parents=True, exist_ok=True)

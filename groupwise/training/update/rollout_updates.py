@@ -112,8 +112,12 @@ class RolloutUpdates:
             )
         self.compiles = False
         if not self.left:
-            self.minibatches, self._made = [], 0
+            self.discard()
         return results
+
+    def discard(self) -> None:
+        """Leave out the updates that are left of this rollout."""
+        self.minibatches, self._made = [], 0
 
     @property
     def next(self) -> MiniBatch:

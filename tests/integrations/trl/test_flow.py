@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState
 
 from groupwise.trl import GRPOConfig, GRPOTrainer
 from tests.integrations.trl.fixtures import POLICY, TEXTS, models, workplace
@@ -193,9 +193,65 @@ def test_what_a_callback_gets_and_asks_for_before_a_step(workplace: Path) -> Non
 
     stop = StopAtBegin()
     trainer = make(callbacks=[stop], num_iterations=2, gradient_accumulation_steps=2, max_steps=9)
-    assert trainer.train().global_step == 2  # the step that has begun is made, as in transformers
+    assert trainer.train().global_step == 1  # a step of one micro-batch would be made, as in transformers
     assert stop.batches == 16  # four rollouts of two micro-batches, twice
     assert stop.dataset is DATA
+
+
+@pytest.mark.slow
+def test_an_epoch_that_ends_early_is_resumed_to_the_bit(workplace: Path) -> None:
+    """A rollout has four prompts and four updates, an epoch two rollouts; the first epoch ends after one update."""
+
+    def train(resume: str | None = None, **options: Any) -> tuple[list[list[str]], GRPOTrainer]:
+        seen: list[list[str]] = []
+
+        def reward(completions, answer, **kwargs):
+            seen.append(sorted(set(answer)))
+            return letters(completions)
+
+        length = {"max_steps": -1, "num_train_epochs": 2, "steps_per_generation": 4}
+        recorder = Recorder(should_epoch_stop=[1], should_save=[1, 3])
+        trainer = make(reward, callbacks=[recorder], **length, **options)
+        output = trainer.train(resume_from_checkpoint=resume)
+        assert output.global_step == 9
+        assert trainer.state.epoch == 2.0
+        assert recorder.steps("on_epoch_begin") == ([0, 1] if resume is None else [int(resume[-1])])
+        return seen, trainer
+
+    seen, straight = train(output_dir="straight")
+    assert sorted(seen[1] + seen[2]) == [str(number) for number in range(8)]  # the second epoch is complete
+    for step in (1, 3):
+        resumed_seen, resumed = train(f"straight/checkpoint-{step}", output_dir=f"resumed-{step}")
+        assert resumed_seen == seen[1 if step == 1 else 2 :]
+        assert [entry["epoch"] for entry in resumed.state.log_history] == [
+            entry["epoch"] for entry in straight.state.log_history
+        ]
+        for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.slow
+def test_a_learning_rate_that_a_callback_has_changed_is_resumed(workplace: Path) -> None:
+    class Halve(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+            if state.global_step == 2:
+                for group in optimizer.param_groups:
+                    group["lr"] /= 2
+
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "callbacks": [Halve()]}
+    straight = make(output_dir="straight", **options)
+    straight.train()
+    notes: list[str] = []
+    resumed = make(output_dir="resumed", **options)
+    resumed.train(resume_from_checkpoint="straight/checkpoint-2")
+    for one, other in zip(straight.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+    longer = make(output_dir="longer", **{**options, "max_steps": 8, "learning_rate": 1.0, "callbacks": []})
+    longer._say = notes.append
+    longer.train(resume_from_checkpoint="straight/checkpoint-3")
+    assert any("learning_rate 1 has no effect" in note for note in notes)
+    rates = [entry["learning_rate"] for entry in longer.state.log_history if "learning_rate" in entry]
+    assert rates[3:] == pytest.approx([1e-3 * (8 - step) / 8 for step in range(3, 8)])  # of the longer run
 
 
 @pytest.mark.slow
@@ -290,7 +346,7 @@ def test_averages_between_logs_survive_a_resume(workplace: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_finds_checkpoints(workplace: Path) -> None:
-    with pytest.raises(ValueError, match="there is no checkpoint in out"):
+    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
         make().train(resume_from_checkpoint=True)
     options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
     first = make(**options)
@@ -305,7 +361,9 @@ def test_resume_finds_checkpoints(workplace: Path) -> None:
             assert torch.equal(one, other)
     Path("foreign/checkpoint-5").mkdir(parents=True)
     Path("foreign/checkpoint-5/trainer_state.json").write_text("{}")
-    with pytest.raises(RuntimeError, match="was written by TRL"):
+    with pytest.raises(ValueError, match="Can't find a valid checkpoint at gone"):
+        make().train(resume_from_checkpoint="gone")
+    with pytest.raises(ValueError, match=r"Can't find a valid checkpoint at foreign/checkpoint-5 .* written by TRL"):
         make().train(resume_from_checkpoint="foreign/checkpoint-5")
 
 
@@ -369,3 +427,54 @@ if trainer.is_world_process_zero():
     first, second = (AutoModelForCausalLM.from_pretrained(f"out{processes}") for processes in (1, 2))
     for one, two in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.allclose(one, two, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_transformers_reads_the_state_of_a_checkpoint(workplace: Path) -> None:
+    """Also values that JSON does not have, and the state of callbacks."""
+
+    class Odd(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            state.log_history.append({"odd": float("nan"), "best": float("-inf"), "step": state.global_step})
+
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "callbacks": [Odd()]}
+    trainer = make(**options)
+    trainer.train()
+    loaded = TrainerState.load_from_json("out/checkpoint-1/trainer_state.json")
+    assert (loaded.global_step, loaded.max_steps, loaded.save_steps) == (1, 2, 1)
+    odd = loaded.log_history[0]
+    assert odd["odd"] != odd["odd"]
+    assert odd["best"] == float("-inf")
+    assert "TrainerControl" in loaded.stateful_callbacks
+    trainer.save_state()
+    final = TrainerState.load_from_json("out/trainer_state.json")
+    assert final.log_history[-1]["train_loss"] == trainer.state.log_history[-1]["train_loss"]
+    resumed = make(**options)
+    resumed.train(resume_from_checkpoint="out/checkpoint-1")
+    assert resumed.state.log_history[0]["best"] == float("-inf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [False, True])
+def test_checkpoints_and_models_are_loaded_by_the_libraries(workplace: Path, adapter: bool) -> None:
+    from peft import AutoPeftModelForCausalLM, LoraConfig
+    from transformers import AutoTokenizer
+
+    peft = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])} if adapter else {}
+    trainer = make(save_strategy="steps", save_steps=2, max_steps=2, **peft)
+    trainer.train()
+    trainer.save_model()
+    ours = trainer.model.state_dict()
+    kind = AutoPeftModelForCausalLM if adapter else AutoModelForCausalLM
+    for folder in ("out/checkpoint-2", "out"):
+        loaded = kind.from_pretrained(folder).state_dict()
+        trained = [name for name in loaded if not adapter or "lora" in name]
+        assert trained
+        for name in trained:
+            assert torch.equal(loaded[name], ours[name]), name
+        assert AutoTokenizer.from_pretrained(folder).eos_token == trainer.processing_class.eos_token
+
+
+def test_a_wrong_number_of_rewards_is_a_value_error(workplace: Path) -> None:
+    with pytest.raises(ValueError, match="returned 3"):
+        make(lambda completions, **kwargs: [1.0] * 3).train()

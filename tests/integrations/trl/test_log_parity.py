@@ -92,10 +92,72 @@ def check(folder: Any, changes: dict[str, Any], **options: Any) -> None:
     from tests.integrations.trl.log_parity import compare, run_drop_in, run_trl
 
     theirs = run_trl(folder / "trl" / "out", changes, **options)
-    assert not compare(run_drop_in(folder / "ours" / "out", changes, **options), theirs)
+    assert compare(run_drop_in(folder / "ours" / "out", changes, **options), theirs) == []
     assert theirs.state.log_history
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logs_and_events(tmp_path, name):
     check(tmp_path, CASES[name])
+
+
+ASKED: dict[str, dict[tuple[str, int], Any]] = {
+    "flags at the end of steps": {
+        ("on_step_end", 1): ["should_save", "should_evaluate"],
+        ("on_step_end", 2): ["should_log"],
+        ("on_log", 2): ["should_evaluate"],
+        ("on_evaluate", 2): ["should_save"],
+        ("on_step_end", 4): ["should_training_stop"],
+    },
+    "flags before and within steps": {
+        ("on_step_begin", 1): ["should_log", "should_save"],
+        ("on_pre_optimizer_step", 2): ["should_log"],
+        ("on_optimizer_step", 3): ["should_evaluate"],
+        ("on_pre_optimizer_step", 5): ["should_log"],
+        ("on_optimizer_step", 6): ["should_training_stop"],
+    },
+    "the epoch ends early": {
+        ("on_step_end", 2): ["should_epoch_stop"],
+        ("on_log", 4): ["should_epoch_stop", "should_save"],
+        ("on_epoch_end", 5): ["should_evaluate"],
+        ("on_optimizer_step", 6): ["should_epoch_stop"],
+    },
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_callbacks_ask_for(tmp_path, name):
+    changes = {"logging_steps": 2, "num_train_epochs": 3, "max_steps": -1, "eval_strategy": "steps", "eval_steps": 30}
+    check(tmp_path, {**changes, "per_device_eval_batch_size": 8}, ask=ASKED[name])
+
+
+def halve(details):
+    for group in details["optimizer"].param_groups:
+        group["lr"] /= 2
+
+
+def lower_bases(details):
+    scheduler = details["lr_scheduler"]
+    scheduler.base_lrs = [rate / 10 for rate in scheduler.base_lrs]
+
+
+@pytest.mark.parametrize(
+    "event", ["on_train_begin", "on_step_begin", "on_pre_optimizer_step", "on_step_end", "on_save"]
+)
+def test_a_callback_changes_the_learning_rate(tmp_path, event):
+    ask = {(event, step): [halve] for step in (0, 2, 3)} | {("on_step_end", 4): [lower_bases]}
+    changes = {"logging_steps": 1, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 1}
+    check(tmp_path, changes, ask=ask)
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_an_optimizer_of_the_user(tmp_path, scheduled):
+    import torch
+
+    def optimizers(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.3) if scheduled else None
+        return optimizer, scheduler
+
+    changes = {"logging_steps": 1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+    check(tmp_path, changes, ask={("on_step_end", 3): [halve]}, make_optimizers=optimizers)
