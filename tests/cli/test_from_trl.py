@@ -283,7 +283,7 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
     [
         ("GRPOConfig('out', per_device_train_batch_size=6)", "divisible by num_generations"),
         ("GRPOConfig('out', bf16=True, fp16=True)", "fp16 and bf16"),
-        ("GRPOConfig('out', top_p=1.5)", "sampling.top_p"),
+        ("GRPOConfig('out', top_p=1.5)", "1.5 is not a finite number above 0 and at most 1"),
         ("GRPOConfig('out', steps_per_generation=3, gradient_accumulation_steps=2)", "multiple of the other"),
         ("GRPOConfig('out', num_generations='eight')", "no config can be made"),
     ],
