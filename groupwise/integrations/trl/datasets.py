@@ -43,10 +43,7 @@ def evaluation_rows(dataset: Any, *, remove_unused_columns: bool) -> dict[str, l
         return {"": _read(dataset, "eval_dataset", remove_unused_columns)}
     if not dataset:
         raise ConfigError("eval_dataset is an empty dict; give a Dataset by its name, or leave it out")
-    return {
-        str(name): _read(part, f"eval_dataset[{name!r}]", remove_unused_columns)
-        for name, part in dataset.items()
-    }
+    return {str(name): _read(part, f"eval_dataset[{name!r}]", remove_unused_columns) for name, part in dataset.items()}
 
 
 def is_stream(dataset: Any) -> bool:
@@ -55,7 +52,8 @@ def is_stream(dataset: Any) -> bool:
 
 
 def _read(dataset: Any, name: str, remove_unused_columns: bool, limit: int | None = None) -> list[TaskRow]:
-    if isinstance(dataset, (str, bytes)) or not isinstance(dataset, Iterable):
+    is_table = isinstance(dataset, Iterable) or hasattr(dataset, "to_pylist")
+    if isinstance(dataset, (str, bytes)) or not is_table:
         hint = "; load_dataset reads one from files or from the hub" if isinstance(dataset, str) else ""
         raise ArgumentTypeError(f"{name} is a {type(dataset).__name__}; give a Dataset or an IterableDataset{hint}")
     try:
