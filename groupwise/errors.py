@@ -50,6 +50,10 @@ class ConfigError(GroupwiseError, ValueError):
     """A recipe or an override is invalid."""
 
 
+class ArgumentTypeError(ConfigError, TypeError):
+    """An argument of a constructor is of a kind that it cannot be."""
+
+
 class RecipeErrors(ConfigError):
     """Several errors of a recipe, each with its source: a file, or "on the command line"."""
 

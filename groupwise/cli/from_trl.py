@@ -27,8 +27,9 @@ EXAMPLES = (
 def add_from_trl(commands: Commands) -> None:
     summary = "read a script with TRL's GRPOTrainer and say, field by field, what would happen"
     parser = add(commands, "from-trl", _from_trl, summary, examples=EXAMPLES)
-    parser.add_argument("script", metavar="SCRIPT", help="a Python file; it is read, not run")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file or a notebook; it is read, not run")
     parser.add_argument("--config", metavar="YAML", help="the YAML file of a script that uses TrlParser")
+    parser.add_argument("--line", type=int, metavar="N", help="of several trainers, only the one in this line")
     parser.add_argument("--rows", type=int, metavar="N", help="number of training rows, for what depends on it")
     parser.add_argument("--processes", type=int, default=1, metavar="N", help="processes that train (default: 1)")
     parser.add_argument("--write", metavar="RECIPE", help="write the settings to a new recipe file")
@@ -43,15 +44,30 @@ def _from_trl(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} must be at least 1, got {value}")
     check_installed([("groupwise from-trl", "accelerate", "trl")])
     from groupwise.integrations.trl.report import read_yaml, recipe_text, report_on
-    from groupwise.integrations.trl.script import read_script
+    from groupwise.integrations.trl.script import read_scripts
 
-    script = read_script(arguments.script)
+    scripts = read_scripts(arguments.script)
+    lines = [script.trainer.line for script in scripts]
+    if arguments.line is not None:
+        if arguments.line not in lines:
+            raise ConfigError(f"--line {arguments.line} has no GRPOTrainer (there is one in: {_listed(lines)})")
+        scripts = [script for script in scripts if script.trainer.line == arguments.line]
+    if arguments.write and len(scripts) > 1:
+        raise ConfigError(
+            f"--write is for one trainer, and there are {len(scripts)}; choose by --line {_listed(lines)}"
+        )
     yaml = read_yaml(Path(arguments.config)) if arguments.config else None
-    report = report_on(script, yaml=yaml, rows=arguments.rows, processes=arguments.processes)
+    options = {"yaml": yaml, "rows": arguments.rows, "processes": arguments.processes}
+    reports = [report_on(script, **options) for script in scripts]
     if arguments.json:
-        write_text(json.dumps(report.as_dict(), indent=2, default=str) + "\n")
+        values = [report.as_dict() for report in reports]
+        write_text(json.dumps(values if len(values) > 1 else values[0], indent=2, default=str) + "\n")
     else:
-        _show(report)
+        for number, report in enumerate(reports):
+            if number:
+                say("")
+            _show(report)
+    report = reports[0]
     if arguments.write and report.runs:
         path = Path(arguments.write)
         write_new_files(path.parent, {path.name: recipe_text(report).encode()})
@@ -59,7 +75,11 @@ def _from_trl(arguments: argparse.Namespace) -> int:
             say(f"wrote {path}")
     elif arguments.write and not arguments.json:
         say(f"{arguments.write} was not written, because something is refused")
-    return 0 if report.runs else 1
+    return 0 if all(report.runs for report in reports) else 1
+
+
+def _listed(lines: list[int]) -> str:
+    return ", ".join(map(str, lines))
 
 
 def _show(report: ScriptReport) -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from groupwise.cli import main
 from groupwise.config import load_recipe
+from groupwise.errors import ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.script import read_script
 from groupwise.integrations.trl.translate import to_recipe
@@ -283,7 +284,7 @@ def test_what_is_refused_is_said_and_no_recipe_is_written(write, folder, capsys)
     [
         ("GRPOConfig('out', per_device_train_batch_size=6)", "divisible by num_generations"),
         ("GRPOConfig('out', bf16=True, fp16=True)", "fp16 and bf16"),
-        ("GRPOConfig('out', top_p=1.5)", "sampling.top_p"),
+        ("GRPOConfig('out', top_p=1.5)", "1.5 is not a finite number above 0 and at most 1"),
         ("GRPOConfig('out', steps_per_generation=3, gradient_accumulation_steps=2)", "multiple of the other"),
         ("GRPOConfig('out', num_generations='eight')", "no config can be made"),
     ],
@@ -375,7 +376,6 @@ def test_the_scripts_that_run_with_the_drop_in_are_said_to_run(path, capsys):
         ("def f(:\n", "train.py, line 1: not valid Python"),
         ("print('hello')\n", "is not a script with TRL's GRPOTrainer"),
         ("from trl import SFTTrainer\nSFTTrainer('m')", "it imports trl.SFTTrainer"),
-        ("from trl import GRPOTrainer\nGRPOTrainer('a')\nGRPOTrainer('b')", r"makes 2 trainers (lines 2, 3)"),
         ("\0", "not valid Python"),
         ("x = " + "(" * 5000, "train.py"),
         ("-" * 200_000 + "1", "train.py"),
@@ -383,6 +383,11 @@ def test_the_scripts_that_run_with_the_drop_in_are_said_to_run(path, capsys):
 )
 def test_what_is_not_such_a_script(write, error_of, text, words):
     assert words in error_of("from-trl", write(text))
+
+
+def test_a_script_with_two_trainers_is_not_read_as_one(write):
+    with pytest.raises(ConfigError, match=r"makes 2 trainers \(lines 2, 3\)"):
+        read_script(write("from trl import GRPOTrainer\nGRPOTrainer('a')\nGRPOTrainer('b')"))
 
 
 def test_errors_of_the_command(write, error_of, folder):

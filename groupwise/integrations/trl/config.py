@@ -17,6 +17,8 @@ from groupwise.integrations.trl.fields import FORMER_FIELDS
 
 SCALES = {True: "group", False: "none"}  # scale_rewards as a bool
 
+ROLLOUT_SIZES = ("steps_per_generation", "generation_batch_size", "num_generations")
+
 
 def _field(default: Any, help_text: str) -> Any:
     return field(default=default, metadata={"help": help_text})
@@ -202,6 +204,10 @@ class GRPOConfig(TrainingArguments):
 
     def _derive_batches(self) -> None:
         """Check the batch sizes, and derive those that are not set. All count completions."""
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", *ROLLOUT_SIZES):
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} is {value}; give a number above 0")
         micro_batch = self.per_device_train_batch_size * self.world_size
         if self.generation_batch_size is not None and self.steps_per_generation is not None:
             raise ValueError("generation_batch_size and steps_per_generation cannot both be set; leave one out")

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from groupwise.errors import ConfigError, MissingExtraError, is_installed
+from groupwise.errors import ArgumentTypeError, ConfigError, MissingExtraError, is_installed
 from groupwise.model.lora import adapter_settings, is_lora
 from groupwise.text import excerpt
 
@@ -65,7 +65,7 @@ def lora_settings(model: Any, peft_config: Any) -> dict[str, Any] | None:
     selects = any(getattr(peft_config, name, None) not in (None, [], set(), "") for name in SELECTING)
     if is_pattern or selects:
         targets = _selected_layers(model, peft_config, targets)
-    names = targets if isinstance(targets, str) else sorted(targets)
+    names = targets if isinstance(targets, str) else _existing(model, sorted(targets))
     return _settings(peft_config.r, peft_config.lora_alpha, peft_config.lora_dropout, names, peft_config.use_rslora)
 
 
@@ -95,11 +95,17 @@ def _selected_layers(model: Any, config: Any, targets: Any) -> list[str]:
     return selected
 
 
+def _existing(model: Any, targets: list[str]) -> list[str]:
+    """The targets that the model has, as in PEFT, which lets others pass; all of them if it has none, for the error."""
+    layers = [f".{name}" for name, _ in model.named_modules()]
+    return [target for target in targets if any(name.endswith(f".{target}") for name in layers)] or targets
+
+
 def _check(config: Any, resolved: Sequence[str] = ()) -> None:
     """Refuse what is not supported; the options in ``resolved`` are."""
     kind = getattr(config, "peft_type", None)
     if kind is None or str(getattr(kind, "value", kind)) != "LORA":
-        raise ConfigError(f"peft_config is a {type(config).__name__}; only peft.LoraConfig is supported")
+        raise ArgumentTypeError(f"peft_config is a {type(config).__name__}; only peft.LoraConfig is supported")
     for name, default in DEFAULTS.items():
         value = getattr(config, name, default)
         if value != default and value and name not in resolved:

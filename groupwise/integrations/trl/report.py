@@ -101,7 +101,8 @@ class ScriptReport:
     @property
     def has_config(self) -> bool:
         """Whether the fields of the config are known: from the script, from YAML, or because there is none."""
-        return bool(self.script.config or self.fields or "args" not in self.script.trainer.arguments)
+        trainer = self.script.trainer
+        return bool(self.script.config or self.fields or not ("args" in trainer.arguments or trainer.unread))
 
     @property
     def runs(self) -> bool:
@@ -164,6 +165,8 @@ def _notes(script: Script, call: ScriptCall | None) -> list[str]:
         notes.append(
             f"the config comes from {script.parser}, so from the command line or a YAML file: give the file as --config"
         )
+    elif call is None and script.trainer.unread and "args" not in script.trainer.arguments:
+        notes.append("the config may be among the arguments of GRPOTrainer that cannot be read")
     elif call is None and "args" in script.trainer.arguments:
         value = script.trainer.arguments["args"]
         notes.append(f"the config is made in a way that cannot be read (line {value.line}: {value.text})")

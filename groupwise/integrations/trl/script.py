@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import operator
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,7 +32,17 @@ PARSERS = ("TrlParser", "HfArgumentParser")
 FOLLOWED = ("LoraConfig", "load_dataset")  # calls whose arguments are of interest too
 KNOWN_NAMES = (CONFIG, TRAINER, *PARSERS, *FOLLOWED)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.Try, ast.With, ast.AsyncWith, ast.Match)
+BRANCHES = (
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.Try,
+    ast.ExceptHandler,
+    ast.With,
+    ast.AsyncWith,
+    ast.match_case,
+)
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -53,6 +65,10 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Path": lambda *parts: os.path.join(*parts),
     "os.path.join": os.path.join,
 }
+COPIES = ("copy.copy", "copy.deepcopy", "deepcopy")
+REPLACES = ("dataclasses.replace", "replace")
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+MAGIC = re.compile(rb"^(\s*)(?:[\w, ]+=\s*)?(?:[!%]|\?\w).*$|^(\s*)\w[\w.]*\?{1,2}\s*$")  # of a notebook: !pip, %cd, x?
 LARGEST = 10**12  # of a computed number
 LONGEST = 100_000  # of a computed text or list
 
@@ -101,10 +117,22 @@ class Script:
 
 def read_script(path: str | Path) -> Script:
     """The script in a file; an error if it is not one with exactly one `GRPOTrainer`."""
+    scripts = read_scripts(path)
+    if len(scripts) != 1:
+        lines = ", ".join(str(script.trainer.line) for script in scripts)
+        raise ConfigError(
+            f"{show_path(Path(path))} makes {len(scripts)} trainers (lines {lines}); give a script that makes one "
+            f"{TRAINER}"
+        )
+    return scripts[0]
+
+
+def read_scripts(path: str | Path) -> list[Script]:
+    """The script in a file, or in a notebook, once for each `GRPOTrainer` that it makes; an error if it makes none."""
     path = Path(path)
     source = read_file(path, ConfigError)
     try:
-        tree = ast.parse(source)
+        tree = _parse(_notebook_code(source, path) if path.suffix == ".ipynb" else source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error) or "it is nested too deeply"
@@ -113,6 +141,43 @@ def read_script(path: str | Path) -> Script:
         return _ScriptReader(path, tree).read()
     except RecursionError:
         raise ConfigError(f"{show_path(path)} is nested too deeply to be read") from None
+
+
+def _notebook_code(source: bytes, path: Path) -> str:
+    """The code of a notebook's cells, one after the other."""
+    try:
+        cells = [cell["source"] for cell in json.loads(source)["cells"] if cell["cell_type"] == "code"]
+        return "\n".join("".join(cell) for cell in cells)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{show_path(path)} is not a notebook: it has no list of cells") from error
+
+
+def _parse(source: bytes | str) -> ast.Module:
+    """The lines of a script, without those of a notebook that are no Python, such as ``!pip install trl``."""
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        code = source.encode() if isinstance(source, str) else source
+        lines = [MAGIC.sub(lambda found: (found[1] or found[2] or b"") + b"pass", line) for line in code.split(b"\n")]
+        if b"\n".join(lines) == code:
+            raise
+    return ast.parse(b"\n".join(lines))
+
+
+_Block = tuple[ast.AST, str]  # a branch or a loop, and which of its lists of lines
+
+
+@dataclass(frozen=True)
+class _Assignment:
+    """What a name is assigned in some line; None if it cannot be known."""
+
+    node: ast.AST
+    value: ast.expr | None
+    block: _Block | None = None  # the branch or loop that it is in
+
+    @property
+    def place(self) -> tuple[int, int]:
+        return getattr(self.node, "lineno", 0), getattr(self.node, "col_offset", 0)
 
 
 class _ScriptReader:
@@ -130,17 +195,22 @@ class _ScriptReader:
             for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef) and any(self.name_of(base) == CONFIG for base in node.bases)
         }
-        # By the function or module that assigns them. None: more than once, or in a branch.
-        self.assigned: dict[tuple[ast.AST, str], ast.expr | None] = {}
+        # By the function or module that assigns them; attributes by their text, such as "self.args".
+        self.assigned: dict[tuple[ast.AST, str], list[_Assignment]] = {}
+        self.attributes: dict[str, list[_Assignment]] = {}
         self._assignments()
 
-    def read(self) -> Script:
+    def read(self) -> list[Script]:
         trainers = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self._is_trainer(node)]
-        if len(trainers) != 1:
-            raise ConfigError(self._trainer_problem([node.lineno for node in trainers]))
-        (node,) = trainers
+        if not trainers:
+            raise ConfigError(self._no_trainer())
+        return [self._read(node) for node in sorted(trainers, key=lambda node: (node.lineno, node.col_offset))]
+
+    def _read(self, node: ast.Call) -> Script:
         trainer = self._call(node, TRAINER_ARGUMENTS)
-        config, parser = self._config(self._argument(node, "args", TRAINER_ARGUMENTS.index("args")))
+        given = self._argument(node, "args", TRAINER_ARGUMENTS.index("args"))
+        config = None if given is None else self._config(given)
+        parser = self._parser() if config is None and (given is not None or trainer.unread) else None
         name = self.name_of(node.func)
         return Script(
             path=self.path,
@@ -169,11 +239,8 @@ class _ScriptReader:
                 if names & {CONFIG, TRAINER}:
                     yield ast.unparse(ast.ImportFrom(DROP_IN, node.names, 0))
 
-    def _trainer_problem(self, lines: list[int]) -> str:
+    def _no_trainer(self) -> str:
         where = show_path(self.path)
-        if lines:
-            listed = ", ".join(map(str, sorted(lines)))
-            return f"{where} makes {len(lines)} trainers (lines {listed}); give a script that makes one {TRAINER}"
         others = sorted(name for name in self.imports.values() if name.endswith("Trainer") and name != TRAINER)
         found = f"; it imports {', '.join(others)}" if others else ""
         return f"{where} is not a script with TRL's {TRAINER}: it calls none{found}"
@@ -230,22 +297,27 @@ class _ScriptReader:
                 targets, value = [node.target], node.value
             elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
                 targets = [node.target]
+            elif isinstance(node, (ast.With, ast.AsyncWith)):
+                targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
             elif isinstance(node, ast.arg):  # of a function: anything
                 self._assign(node, node.arg, None)
             elif isinstance(node, ast.Global):
                 for name in node.names:
-                    self.assigned[self.tree, name] = None
+                    self.assigned.setdefault((self.tree, name), []).extend([_Assignment(node, None)] * 2)
             for target in targets:
                 if isinstance(target, ast.Name):
-                    self._assign(node, target.id, None if self._in_branch(node) else value)
+                    self._assign(node, target.id, value)
                 elif isinstance(target, (ast.Tuple, ast.List)):
                     for part in ast.walk(target):
                         if isinstance(part, ast.Name):
                             self._assign(node, part.id, value if isinstance(value, ast.Call) else None)
+                elif isinstance(target, ast.Attribute):
+                    self.attributes.setdefault(ast.unparse(target), []).append(
+                        _Assignment(node, value, self._block(node))
+                    )
 
     def _assign(self, node: ast.AST, name: str, value: ast.expr | None) -> None:
-        place = self._scope(node), name
-        self.assigned[place] = None if place in self.assigned else value
+        self.assigned.setdefault((self._scope(node), name), []).append(_Assignment(node, value, self._block(node)))
 
     def _scope(self, node: ast.AST) -> ast.AST:
         """The function, class or module that a line belongs to."""
@@ -254,24 +326,112 @@ class _ScriptReader:
         return node
 
     def _assignment(self, name: ast.Name) -> ast.expr | None:
-        """What a name was assigned, in its function or around it; None if that is not known."""
+        """What a name was assigned, in its function or around it; None if that is not known.
+
+        If it is assigned several times, the last one above counts, where lines run one after the other.
+        """
         scope: ast.AST = name
         while scope is not self.tree:
+            is_own = scope is name
             scope = self._scope(scope)
-            if (scope, name.id) in self.assigned:
-                return self.assigned[scope, name.id]
+            if not (found := self.assigned.get((scope, name.id))):
+                continue
+            if len(found) > 1:
+                place = name.lineno, name.col_offset
+                above = [entry for entry in found if entry.place < place and not _is_within(name, entry.node)]
+                if not is_own or not above or self._in_loop(name) or any(entry.place == (0, 0) for entry in found):
+                    return None
+                found = [max(above, key=lambda entry: entry.place)]
+            return found[0].value if self._holds(found[0].block, name) else None
         return None
 
-    def _made_by(self, node: ast.expr | None) -> ast.Call | None:
-        """The call whose result an expression is, by itself or by its name."""
-        made = self._assignment(node) if isinstance(node, ast.Name) else node
-        return made if isinstance(made, ast.Call) else None
-
-    def _in_branch(self, node: ast.AST) -> bool:
-        while (node := self.parents.get(node)) is not None:  # type: ignore[assignment]
-            if isinstance(node, BRANCHES) and "__name__" not in ast.unparse(getattr(node, "test", ast.Constant(0))):
+    def _in_loop(self, node: ast.AST) -> bool:
+        while (node := self.parents.get(node)) is not None and not isinstance(node, FUNCTIONS):  # type: ignore[assignment]
+            if isinstance(node, LOOPS):
                 return True
         return False
+
+    def _made_by(self, node: ast.expr | None) -> ast.Call | None:
+        """The call whose result an expression is, by itself, by its name, or as an attribute that is set once."""
+        made = self._assignment(node) if isinstance(node, ast.Name) else node
+        if isinstance(node, ast.Attribute) and len(found := self.attributes.get(ast.unparse(node), [])) == 1:
+            made = found[0].value if self._holds(found[0].block, node) else None
+            made = self._assignment(made) if isinstance(made, ast.Name) else made
+        return made if isinstance(made, ast.Call) else None
+
+    def _entries(self, node: ast.expr, depth: int = 0) -> dict[str, ast.expr | None] | None:
+        """The entries of a dict that is unpacked, None for an unknown value; None if its keys are not known."""
+        if depth > 20:
+            return None
+        parts: list[tuple[str | None, ast.expr]] = []
+        own: dict[str, ast.expr | None] = {}
+        function = self.name_of(node.func) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Dict):
+            for key, value in zip(node.keys, node.values, strict=True):
+                if key is not None and not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                    return None
+                parts.append((None if key is None else key.value, value))  # type: ignore[union-attr]
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+            parts = [(None, node.left), (None, node.right)]
+        elif isinstance(node, ast.Call) and (function == "dict" or function in COPIES):
+            parts = [*((None, value) for value in node.args), *((part.arg, part.value) for part in node.keywords)]
+        elif isinstance(node, ast.Name) and (made := self._assignment(node)) is not None:
+            parts = [(None, made)]
+        else:
+            return None
+        for name, value in parts:
+            if name is not None:
+                own[name] = value
+            elif (inner := self._entries(value, depth + 1)) is None:
+                return None
+            else:
+                own |= inner
+        if isinstance(node, ast.Name) and not self._changed_entries(node, made, own):  # type: ignore[arg-type]
+            return None
+        return own
+
+    def _changed_entries(self, name: ast.Name, made: ast.expr, entries: dict[str, ast.expr | None]) -> bool:
+        """Add what ``name[…] = …`` and ``name.update(…)`` change above; whether all of it can be read."""
+        for node in ast.walk(self.tree):
+            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
+            more: dict[str, ast.expr | None] | None = {}
+            if isinstance(target, ast.Subscript) and self._is_same(target.value, name, made):
+                key = target.slice
+                constant = isinstance(key, ast.Constant) and isinstance(key.value, str)
+                more = {key.value: node.value} if constant else None  # type: ignore[union-attr, attr-defined]
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                if node.func.attr not in ("update", "pop", "setdefault", "clear"):
+                    continue
+                if not self._is_same(node.func.value, name, made):
+                    continue
+                more = {part.arg: part.value for part in node.keywords if part.arg is not None}
+                for value in (*node.args, *(part.value for part in node.keywords if part.arg is None)):
+                    inner = self._entries(value) if node.func.attr == "update" else None
+                    more = None if inner is None or more is None else more | inner
+            if more is None:
+                return False
+            if more:
+                entries |= more if self._holds(self._block(node), name) else dict.fromkeys(more)
+        return True
+
+    def _is_same(self, node: ast.expr, name: ast.Name, made: ast.expr) -> bool:
+        above = (getattr(node, "lineno", 0), 0) < (name.lineno, 0)
+        return above and isinstance(node, ast.Name) and node.id == name.id and self._assignment(node) is made
+
+    def _block(self, node: ast.AST) -> _Block | None:
+        """The innermost lines around a line that may not run, or run several times."""
+        return next(self._blocks(node), None)
+
+    def _blocks(self, node: ast.AST) -> Iterator[_Block]:
+        while (outer := self.parents.get(node)) is not None:
+            if isinstance(outer, BRANCHES) and "__name__" not in ast.unparse(getattr(outer, "test", ast.Constant(0))):
+                lists = [name for name, value in ast.iter_fields(outer) if isinstance(value, list) and node in value]
+                yield outer, lists[0] if lists else ""
+            node = outer
+
+    def _holds(self, block: _Block | None, where: ast.AST) -> bool:
+        """Whether what is done in a block has been done for certain in a line further down."""
+        return block is None or block in self._blocks(where)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -288,40 +448,75 @@ class _ScriptReader:
             if keyword.arg is not None:
                 call.arguments[keyword.arg] = self._value(keyword.value)
                 continue
-            unpacked = self._value(keyword.value)
-            if unpacked.known and isinstance(unpacked.value, dict):
-                for name, value in unpacked.value.items():
-                    call.arguments[str(name)] = ScriptValue(repr(value), unpacked.line, value)
-            else:
-                call.unread.append(unpacked)
+            if (entries := self._entries(keyword.value)) is None:
+                call.unread.append(self._value(keyword.value))
+                continue
+            for name, value in entries.items():
+                unknown = ScriptValue(f"{ast.unparse(keyword.value)}[{name!r}]", node.lineno, None, False)
+                call.arguments[name] = unknown if value is None else self._value(value)
         return call
 
     def _argument(self, node: ast.Call, name: str, position: int) -> ast.expr | None:
         for keyword in node.keywords:
             if keyword.arg == name:
                 return keyword.value
+            if keyword.arg is None and (found := (self._entries(keyword.value) or {}).get(name)) is not None:
+                return found
         return node.args[position] if len(node.args) > position else None
 
-    def _config(self, node: ast.expr | None) -> tuple[ScriptCall | None, str | None]:
-        """The call that makes the trainer's config, or the parser that does."""
+    def _config(self, node: ast.expr, depth: int = 0) -> ScriptCall | None:
+        """The call that makes a config, with what is changed in it afterwards; None if it is made in another way."""
         made = self._made_by(node)
         name = "" if made is None else self.name_of(made.func) or ""
-        if made is None or (name != CONFIG and name not in self.configs):
-            return None, self._parser()
-        call = self._call(made, [entry.name for entry in dataclasses.fields(GRPOConfig)])
-        call.own = self.configs.get(name, frozenset())
-        for assignment in ast.walk(self.tree):
-            if isinstance(assignment, ast.Assign) and len(assignment.targets) == 1:
-                self._set_attribute(call, made, assignment, assignment.targets[0])
-        return call, None
+        if made is None or depth > 20:
+            return None
+        call: ScriptCall | None = None
+        if name == CONFIG or name in self.configs:
+            call = self._call(made, [entry.name for entry in dataclasses.fields(GRPOConfig)])
+            call.own = self.configs.get(name, frozenset())
+        elif (name in REPLACES or name in COPIES) and made.args:
+            call = self._config(made.args[0], depth + 1)
+            if call is not None:
+                changes = self._call(ast.Call(made.func, [], made.keywords, lineno=made.lineno, col_offset=0), ())
+                call.arguments |= changes.arguments
+                call.unread += changes.unread
+        elif (returned := self._returned(name)) is not None:
+            call = self._config(returned, depth + 1)
+        if call is not None:
+            self._add_changes(call, made)
+        return call
 
-    def _set_attribute(self, call: ScriptCall, made: ast.Call, node: ast.Assign, target: ast.expr) -> None:
-        """``args.beta = 0.04`` after the config was made."""
-        if isinstance(target, ast.Attribute) and self._made_by(target.value) is made:
-            value = self._value(node.value)
-            if self._in_branch(node):
-                value = replace(value, value=None, known=False)
-            call.arguments[target.attr] = value
+    def _returned(self, function: str) -> ast.expr | None:
+        """What a function of the script returns, if that is written once."""
+        defined = [node for node in ast.walk(self.tree) if isinstance(node, ast.FunctionDef) and node.name == function]
+        if len(defined) != 1:
+            return None
+        returns = [
+            node for node in ast.walk(defined[0]) if isinstance(node, ast.Return) and self._scope(node) is defined[0]
+        ]
+        return returns[0].value if len(returns) == 1 else None
+
+    def _add_changes(self, call: ScriptCall, made: ast.Call) -> None:
+        """``args.beta = 0.04`` and ``setattr(args, "beta", 0.04)`` after the config was made."""
+        for node in ast.walk(self.tree):
+            target: ast.expr | None = None
+            name, value = "", None
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+                field = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                if isinstance(field, ast.Attribute):
+                    target, name, value = field.value, field.attr, node.value
+            elif isinstance(node, ast.Call) and self.name_of(node.func) == "setattr" and len(node.args) == 3:
+                target, key, value = node.args
+                name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+            if target is None or value is None or self._made_by(target) is not made:
+                continue
+            read = self._value(value)
+            if not name:
+                call.unread.append(read)
+                continue
+            if not self._holds(self._block(node), made) or isinstance(node, ast.AugAssign):
+                read = replace(read, value=None, known=False)
+            call.arguments[name] = read
 
     def _parser(self) -> str | None:
         for node in ast.walk(self.tree):
@@ -364,9 +559,11 @@ class _ScriptReader:
                 return node.value
             case ast.List() | ast.Tuple() | ast.Set():
                 return [value(entry) for entry in node.elts]
-            case ast.Dict():
-                if None in node.keys:
+            case ast.Dict() if None in node.keys:
+                if (entries := self._entries(node)) is None or None in entries.values():
                     raise NotKnown
+                return {key: value(entry) for key, entry in entries.items() if entry is not None}
+            case ast.Dict():
                 return {value(key): value(entry) for key, entry in zip(node.keys, node.values, strict=True) if key}
             case ast.UnaryOp(op=ast.USub()):
                 return -value(node.operand)
@@ -379,6 +576,12 @@ class _ScriptReader:
             case ast.FormattedValue(conversion=-1):
                 form = value(node.format_spec) if node.format_spec else ""
                 return _limited(format(value(node.value), form if len(form) < 10 else ""))
+            case ast.BoolOp(op=ast.And() | ast.Or()):
+                for part in node.values:
+                    result = value(part)
+                    if bool(result) == isinstance(node.op, ast.Or):
+                        break
+                return result
             case ast.IfExp():
                 return value(node.body) if value(node.test) else value(node.orelse)
             case ast.Subscript():
@@ -407,6 +610,10 @@ class _ScriptReader:
         if numbers and (max(abs(left), abs(right)) > LARGEST or (isinstance(op, ast.Pow) and abs(right) > 30)):
             raise NotKnown
         return _limited(OPERATORS[type(op)](left, right))
+
+
+def _is_within(node: ast.AST, outer: ast.AST) -> bool:
+    return any(part is node for part in ast.walk(outer))
 
 
 def _is_field(node: ast.AST) -> TypeGuard[Any]:

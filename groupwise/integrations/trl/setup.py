@@ -10,7 +10,7 @@ import torch
 
 from groupwise.config import Recipe
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError
+from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
 from groupwise.integrations.trl.peft import lora_settings
@@ -21,7 +21,7 @@ from groupwise.model import load_model, load_tokenizer
 from groupwise.model.device import resolve_device
 from groupwise.rewards import RewardFunction
 from groupwise.tasks.base import Task, TaskRow
-from groupwise.text import Say
+from groupwise.text import Say, excerpt
 from groupwise.training.components import RunComponents, load_components
 from groupwise.training.inputs import check_training_inputs, load_inputs
 from groupwise.training.ranks import start_ranks
@@ -55,6 +55,7 @@ OWN_SETTINGS = {
     "scoring.timeout": None,
 }
 EXPORTED = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+LOADED = {**EXPORTED, torch.float64: "float64"}
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,18 @@ def prepare_training(
 ) -> TrainingSetup:
     """Load the model, the rows and the rewards, and translate the arguments to a recipe; every error is raised here."""
     hides_columns = bool(args.remove_unused_columns)
-    rows = training_rows(train_dataset, limit=_rows_of_stream(args), remove_unused_columns=hides_columns)
+    rows = training_rows(
+        train_dataset,
+        limit=_rows_of_stream(args) if is_stream(train_dataset) else None,
+        remove_unused_columns=hides_columns,
+    )
     evaluation_sets = evaluation_rows(eval_dataset, remove_unused_columns=hides_columns)
     if args.eval_strategy != "no" and not evaluation_sets:
         raise ConfigError(
             f"eval_strategy is {str(getattr(args.eval_strategy, 'value', args.eval_strategy))!r}, but there is no "
             "eval_dataset: give one to GRPOTrainer, or set eval_strategy to 'no'"
         )
+    _check_model(model)
     translation = translate(args, rows=None if is_stream(train_dataset) else len(rows))
     for note in translation.notes:
         say(note)
@@ -102,6 +108,8 @@ def prepare_training(
         settings["data.shuffle"] = False
     if os.path.isdir(settings["model.source"]):  # a folder has no versions; transformers ignores the revision, too
         settings["model.revision"] = None
+    if not isinstance(model, str) and not (args.bf16 or args.fp16):
+        settings["model.dtype"] = LOADED.get(model.dtype, "float32")
     recipe = translation.recipe(settings)
     device = resolve_device(recipe.model.device)
     processing_class = processing_class or _load_tokenizer(recipe, model)
@@ -111,6 +119,7 @@ def prepare_training(
         model = load_model(model, trust_remote_code=recipe.model.trust_remote_code, **options)
     saved_dtype = saved_dtype or model.dtype
     _set_padding(processing_class, model)
+    _check_end_tokens(args, processing_class, model)
     settings["model.lora"] = lora_settings(model, peft_config)
     settings["run.export_dtype"] = EXPORTED.get(saved_dtype)
     recipe = translation.recipe(settings)
@@ -158,8 +167,22 @@ def _rows_of_stream(args: Any) -> int | None:
     if args.max_steps <= 0:
         return None
     micro_batches = args.max_steps * args.gradient_accumulation_steps
-    rollouts = -(-micro_batches // (args.num_iterations * args.steps_per_generation))
+    rollouts = -(-micro_batches // max(args.num_iterations * args.steps_per_generation, 1))
     return int(rollouts * args.generation_batch_size // args.num_generations)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, (str, torch.nn.Module)):
+        hint = f"; write str({model!r:.100})" if isinstance(model, os.PathLike) else ""
+        raise ArgumentTypeError(
+            f"model is a {type(model).__name__}; give a name on the hub, a folder, or a loaded PreTrainedModel or "
+            f"PeftModel{hint}"
+        )
+    if not isinstance(model, str) and not hasattr(model, "config"):
+        raise ArgumentTypeError(
+            f"model is a {type(model).__name__}, which is not a causal language model of transformers; load one with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
 
 
 def _source_of(model: Any) -> str:
@@ -172,16 +195,34 @@ def _load_tokenizer(recipe: Any, model: Any) -> Any:
     if not isinstance(model, str) and recipe.model.source == "loaded":
         raise ConfigError("processing_class is missing: the model has no name by which its tokenizer could be loaded")
     hub = {"trust_remote_code": recipe.model.trust_remote_code, "revision": recipe.model.revision}
-    return load_tokenizer(recipe.model.source, **hub)
+    tokenizer = load_tokenizer(recipe.model.source, **hub)
+    tokenizer.padding_side = tokenizer.truncation_side = "left"  # as TRL loads it, for what a script does with it
+    return tokenizer
 
 
 def _set_padding(tokenizer: Any, model: Any) -> None:
     """Set the padding token as TRL does, and refuse processors of images."""
     if not hasattr(tokenizer, "get_vocab") or hasattr(tokenizer, "image_processor"):
-        raise ConfigError(f"processing_class is a {type(tokenizer).__name__}; give the tokenizer of a text model")
+        raise ArgumentTypeError(f"processing_class is a {type(tokenizer).__name__}; give the tokenizer of a text model")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+
+
+def _check_end_tokens(args: Any, tokenizer: Any, model: Any) -> None:
+    """Refuse an ``eos_token_id`` in ``generation_kwargs`` that is not where completions end: at those of the model and
+    of the tokenizer, as TRL counts them."""
+    given = (args.generation_kwargs or {}).get("eos_token_id")
+    if given is None:
+        return
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    known = {tokenizer.eos_token_id, *(configured if isinstance(configured, (list, tuple)) else [configured])} - {None}
+    if not set(given if isinstance(given, (list, tuple)) else [given]) <= known:
+        raise ConfigError(
+            f"generation_kwargs: eos_token_id={excerpt(given)} is not among those of the model and the tokenizer "
+            f"({', '.join(map(str, sorted(known)))}); set model.generation_config.eos_token_id, so that the loss and "
+            "the metrics know it, too"
+        )
 
 
 def _dtype_of(args: Any, model: Any) -> torch.dtype | None:

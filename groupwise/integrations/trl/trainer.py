@@ -62,7 +62,7 @@ class GRPOTrainer(TrainingFlow):
     ) -> None:
         check_arguments(
             type(self),
-            quantization_config=quantization_config,
+            quantization_config=quantization_config if isinstance(model, str) else None,  # as in TRL
             tools=tools,
             rollout_func=rollout_func,
             environment_factory=environment_factory,

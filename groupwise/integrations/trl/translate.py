@@ -7,12 +7,14 @@ TRL counts completions and updates; a recipe with ``train.update_per_step`` coun
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from groupwise.config import Recipe, make_recipe
@@ -35,6 +37,78 @@ CHOICES = {
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "vllm_mode": ("colocate", "server"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+
+
+class Bounds(NamedTuple):
+    """The numbers that a field may have. ``none``: None as well."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    above: bool = False  # more than ``least``
+    integer: bool = False
+    none: bool = False
+
+    def allow(self, value: Any) -> bool:
+        if value is None:
+            return self.none
+        number = _number(value)
+        if number is None or not math.isfinite(number) or (self.integer and not isinstance(value, Integral)):
+            return False
+        return self.least <= number <= self.most and not (self.above and number == self.least)
+
+    def __str__(self) -> str:
+        parts = []
+        if self.least > -math.inf:
+            parts.append(f"{'above' if self.above else 'of at least'} {self.least:g}")
+        if self.most < math.inf:
+            parts.append(f"at most {self.most:g}")
+        kind = "an integer" if self.integer else "a finite number"
+        return " ".join([kind, " and ".join(parts)]).strip() + (", or None" if self.none else "")
+
+
+COUNT = Bounds(1, integer=True)
+POSITIVE = Bounds(0, above=True)
+NUMBERS = {
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"), COUNT),
+    **dict.fromkeys(("generation_batch_size", "num_iterations", "max_completion_length"), COUNT),
+    "num_generations": Bounds(2, integer=True),
+    "num_generations_eval": Bounds(1, integer=True, none=True),
+    "per_device_eval_batch_size": COUNT,
+    "max_steps": Bounds(integer=True),
+    "num_train_epochs": Bounds(),
+    "temperature": POSITIVE,
+    "top_p": Bounds(0, 1, above=True, none=True),
+    "top_k": Bounds(-1, integer=True, none=True),
+    "min_p": Bounds(0, 1, none=True),
+    "repetition_penalty": Bounds(0, above=True, none=True),
+    "beta": Bounds(0),
+    "epsilon": Bounds(0),
+    "epsilon_high": Bounds(0, none=True),
+    "delta": Bounds(1, above=True, none=True),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), POSITIVE),
+    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), POSITIVE),
+    "top_entropy_quantile": POSITIVE,
+    **dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max"), Bounds()),
+    "off_policy_mask_threshold": Bounds(0, above=True, none=True),
+    "learning_rate": Bounds(0),
+    "weight_decay": Bounds(0),
+    "adam_beta1": Bounds(0, 1),
+    "adam_beta2": Bounds(0, 1),
+    "adam_epsilon": POSITIVE,
+    "warmup_steps": Bounds(0),
+    "ddp_timeout": POSITIVE,
+}
+# Only looked at with the field that they belong to.
+NUMBERS_WITH = {
+    "sync_ref_model": {"ref_model_sync_steps": COUNT, "ref_model_mixup_alpha": Bounds(0, 1, above=True)},
+    "use_adaptive_entropy": {"entropy_target": POSITIVE, "entropy_coef_delta": POSITIVE},
+    "use_vllm": {
+        "vllm_gpu_memory_utilization": Bounds(0, 1, above=True),
+        "vllm_server_timeout": POSITIVE,
+        "vllm_importance_sampling_clip_max": Bounds(0, above=True, none=True),
+        "vllm_importance_sampling_clip_min": Bounds(0, none=True),
+    },
 }
 # AdamW with a state that takes less memory, of bitsandbytes and torchao; here the state is float32.
 SMALL_ADAMW = (
@@ -62,11 +136,34 @@ GENERATION = {  # arguments of generation that are settings
     "stop_strings": "sampling.stop",
     "stop": "sampling.stop",
 }
-GENERATION_NEUTRAL = {"do_sample": True, "num_beams": 1, "use_cache": True, "n": 1}
+GENERATION_NEUTRAL = {  # with which sampling is what it is here; so it is with None
+    "do_sample": True,
+    "num_beams": 1,
+    "n": 1,
+    "best_of": 1,
+    "num_return_sequences": 1,
+    "num_beam_groups": 1,
+    **dict.fromkeys(("min_length", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("diversity_penalty", "epsilon_cutoff", "eta_cutoff", "presence_penalty", "frequency_penalty"), 0),
+    **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale"), 1),
+    **dict.fromkeys(("renormalize_logits", "remove_invalid_values", "token_healing", "ignore_eos"), False),
+}
+GENERATION_UNUSED = (  # of beams, caches, padding, and of what `generate` returns besides tokens
+    *("length_penalty", "early_stopping", "use_cache", "cache_implementation", "cache_config", "pad_token_id"),
+    *("bos_token_id", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("return_dict_in_generate", "disable_compile", "compile_config", "low_memory", "logprobs"),
+    "eos_token_id",  # compared with those of the model in setup.py
+)
 LOADING_NEUTRAL = ("attn_implementation", "device_map", "low_cpu_mem_usage", "use_cache", "use_kernels")
+LOADING_DEFAULTS = {"use_safetensors": True, "force_download": False, "local_files_only": False}
 LOADING_HINTS = dict.fromkeys(
     ("quantization_config", "load_in_4bit", "load_in_8bit"), "quantized models are not supported; use peft_config"
-) | {"token": "log in with `hf auth login`, or set HF_TOKEN", "cache_dir": "set HF_HOME"}
+) | {
+    "token": "log in with `hf auth login`, or set HF_TOKEN",
+    "cache_dir": "set HF_HOME",
+    "local_files_only": "set HF_HUB_OFFLINE=1",
+    "use_safetensors": "pickles are not read; save the model again with save_pretrained",
+}
 DTYPES = ("float32", "float64", "bfloat16", "float16", "auto")
 ALL = 2**31 - 1  # checkpoints
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost", "::1")
@@ -130,7 +227,16 @@ class Translator:
 
     def __post_init__(self) -> None:
         for group in (
-            *(self._refused, self._choices, self._batches, self._length, self._sampling, self._vllm, self._loss),
+            *(
+                self._refused,
+                self._choices,
+                self._numbers,
+                self._batches,
+                self._length,
+                self._sampling,
+                self._vllm,
+                self._loss,
+            ),
             *(self._masks, self._entropy, self._reference, self._optimizer, self._model, self._data),
             *(self._evaluation, self._logging, self._saving),
         ):
@@ -165,6 +271,32 @@ class Translator:
             if value not in allowed:
                 near = did_you_mean(value, allowed)
                 self._refuse(name, f"{value!r:.100} is not one of {', '.join(allowed)}{near}")
+
+    def _numbers(self) -> None:
+        """Refuse values that no run could have; what follows is translated with the default in their place."""
+        bounds = dict(NUMBERS)
+        for name, more in NUMBERS_WITH.items():
+            bounds |= more if getattr(self.args, name) else {}
+        if _text(self.args.eval_strategy) == "no":
+            for name in ("num_generations_eval", "per_device_eval_batch_size"):
+                del bounds[name]
+        defaults = {entry.name: entry.default for entry in dataclasses.fields(self.args)}
+        valid = copy.copy(self.args)
+        for name, allowed in bounds.items():
+            value = getattr(self.args, name)
+            if name == "max_completion_length" and value is None:
+                self._refuse(name, "None has no end; give a number of tokens")
+            elif not allowed.allow(value):
+                self._refuse(name, f"{value!r:.100} is not {allowed}")
+            elif isinstance(value, str) and not allowed.integer:
+                setattr(valid, name, float(value))  # "1e-6" of YAML is a text
+                continue
+            else:
+                continue
+            setattr(valid, name, 8 if defaults[name] is None and allowed == COUNT else defaults[name])
+        if not self.args.output_dir:
+            self._refuse("output_dir", "it is empty; give a folder")
+        self.args = valid
 
     # -- batches and length ------------------------------------------------------------------------------------------
 
@@ -225,9 +357,8 @@ class Translator:
                 f"a rollout has {prompts} prompts, but there are only {self.rows} training rows; lower it, "
                 "steps_per_generation or gradient_accumulation_steps",
             )
-        if args.max_steps == 0 or (args.max_steps < 0 and args.num_train_epochs <= 0):
-            name = "max_steps" if args.max_steps == 0 else "num_train_epochs"
-            self._refuse(name, f"{getattr(args, name)} trains nothing; give a number above 0")
+        if args.max_steps <= 0 and args.num_train_epochs <= 0:
+            self._refuse("num_train_epochs", f"{args.num_train_epochs} trains nothing; give a number above 0")
         elif self.updates is not None:
             self.settings["train.steps"] = self.updates
         else:
@@ -251,18 +382,20 @@ class Translator:
 
     def _sampling(self) -> None:
         args = self.args
-        if args.max_completion_length is None:
-            self._refuse("max_completion_length", "None has no end; give a number of tokens")
         self.settings |= {
             "sampling.max_new_tokens": args.max_completion_length,
             "sampling.temperature": float(args.temperature),
-            "sampling.top_k": None if args.top_k in (0, -1) else args.top_k,  # -1 is vLLM's for all
-            "sampling.top_p": float(args.top_p),
+            "sampling.top_k": args.top_k if (args.top_k or 0) > 0 else None,  # -1 is vLLM's for all
+            "sampling.top_p": 1.0 if args.top_p is None else float(args.top_p),
             "sampling.min_p": args.min_p,
-            "sampling.repetition_penalty": float(args.repetition_penalty),
+            "sampling.repetition_penalty": 1.0 if args.repetition_penalty is None else float(args.repetition_penalty),
         }
         for name, value in (args.generation_kwargs or {}).items():
-            if name in GENERATION:
+            if value is None or name in GENERATION_UNUSED or (name == "temperature" and value == args.temperature):
+                continue
+            if name in ("top_k", "min_p") and not value > 0:
+                self.settings[GENERATION[name]] = None
+            elif name in GENERATION:
                 self.settings[GENERATION[name]] = (
                     [value] if name in ("stop", "stop_strings") and isinstance(value, str) else value
                 )
@@ -323,8 +456,6 @@ class Translator:
             "loss.kl": "unbiased" if args.use_bias_correction_kl else "k3",
         }
         if args.delta is not None and name in CLIPPED_LOSSES:
-            if args.delta <= 1:
-                self._refuse("delta", f"{args.delta:g} is not above 1: it bounds the ratio from above")
             self.settings["loss.dual_clip"] = float(args.delta)
 
     def _masks(self) -> None:
@@ -335,8 +466,6 @@ class Translator:
             self.settings["masks.off_policy"] = "v3.2"
             self.settings["masks.off_policy_threshold"] = float(args.off_policy_mask_threshold)
         if args.top_entropy_quantile < 1:
-            if args.top_entropy_quantile <= 0:
-                self._refuse("top_entropy_quantile", "0 would leave one token; give a share above 0")
             self.settings["masks.high_entropy"] = float(args.top_entropy_quantile)
 
     def _entropy(self) -> None:
@@ -374,7 +503,7 @@ class Translator:
             "optimizer.beta1": args.adam_beta1,
             "optimizer.beta2": args.adam_beta2,
             "optimizer.eps": args.adam_epsilon,
-            "optimizer.max_grad_norm": float(args.max_grad_norm) if args.max_grad_norm else None,
+            "optimizer.max_grad_norm": self._max_grad_norm(),
         }
         self._schedule()
         name = _text(args.optim)
@@ -388,6 +517,15 @@ class Translator:
             self.notes.append(f"optim {name!r}: AdamW's state is float32 here, which takes more memory")
         if args.optim_args and name in OPTIMIZER_ARGUMENTS:
             self.settings["optimizer.options"] = self._optimizer_options(args.optim_args, OPTIMIZER_ARGUMENTS[name])
+
+    def _max_grad_norm(self) -> float | None:
+        """As in transformers, a number that is not above 0, None and inf are no clipping."""
+        value = self.args.max_grad_norm
+        number = 0.0 if value is None else _number(value)
+        if number is None or math.isnan(number):
+            self._refuse("max_grad_norm", f"{value!r:.100} is not a number; 0 is off")
+            return None
+        return number if 0 < number < math.inf else None
 
     def _optimizer_options(self, text: str, allowed: Iterable[str]) -> dict[str, float | bool]:
         options: dict[str, float | bool] = {}
@@ -425,7 +563,7 @@ class Translator:
         dtype = _text(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "float32")
         revision, trust = loading.pop("revision", None), loading.pop("trust_remote_code", args.trust_remote_code)
         for name, value in loading.items():
-            if name not in LOADING_NEUTRAL and value is not None:
+            if name not in LOADING_NEUTRAL and value is not None and value != LOADING_DEFAULTS.get(name):
                 hint = LOADING_HINTS.get(name, "load the model yourself")
                 shown = without_secrets(value, name)
                 self._refuse("model_init_kwargs", f"{name}={shown!r:.100} has no setting here; {hint}")
@@ -514,6 +652,14 @@ def _differs(value: Any, entry: dataclasses.Field[Any]) -> bool:
     """Whether a field has another value than its default, or than nothing at all."""
     default = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
     return bool(value != default and value not in (None, "", False, [], {}, 0.0))
+
+
+def _number(value: Any) -> float | None:
+    """A number as a float, also one in a text; None for anything else."""
+    try:
+        return float(value) if isinstance(value, (Real, str)) and not isinstance(value, bool) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _text(value: Any) -> str:

@@ -107,6 +107,7 @@ def test_a_config_is_made_or_refused_as_in_trl(peer, arguments):
         ({"generation_batch_size": 8, "steps_per_generation": 1}, "cannot both be set"),
         ({"per_device_train_batch_size": 6}, r"divisible by num_generations \(8\)"),
         ({"num_generations": 1}, "at least 2"),
+        ({"generation_batch_size": 8, "steps_per_generation": 0}, "steps_per_generation is 0"),
         ({"eval_strategy": "steps", "per_device_eval_batch_size": 4}, "num_generations_eval"),
         ({"auto_find_batch_size": True}, "lower per_device_train_batch_size"),
         ({"log_completions_hub_repo": "me/runs"}, "log_completions is False"),
@@ -211,3 +212,52 @@ def test_a_class_with_its_own_constructor_takes_its_own_arguments(tmp_path):
 
     assert Config(str(tmp_path), max_prompt_length=8, top_k=5).limit == 8
     assert copy.deepcopy(Config(str(tmp_path), max_prompt_length=8, top_k=5)).top_k == 5
+
+
+@pytest.mark.parametrize(
+    "name", ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_generations"]
+)
+@pytest.mark.parametrize("value", [0, -4])
+def test_a_batch_without_completions_is_refused_by_its_field(name, value):
+    with pytest.raises(ValueError, match=f"{name} is {value}"):
+        GRPOConfig(**{name: value}, **CPU)
+
+
+def test_a_config_is_copied_and_written_as_that_of_trl(peer, tmp_path):
+    arguments = {
+        "output_dir": "out",
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "optim": "adamw_torch",
+        "eval_strategy": "steps",
+        "eval_steps": 0.5,
+        "logging_steps": 0.25,
+        "report_to": ["none"],
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        **CPU,
+    }
+    for change in ({}, {"beta": 0.1}, {"num_train_epochs": 1.5}):
+        made = [
+            dataclasses.replace(make(**arguments), steps_per_generation=None, **change) for make in (GRPOConfig, peer)
+        ]
+        assert made[0].to_dict() == made[1].to_dict()
+        written = [dataclasses.asdict(config) for config in made]
+        for values in written:
+            values.pop("accelerator_config")
+        assert written[0] == written[1]
+    (tmp_path / "a.yaml").write_text(json.dumps(arguments))
+    ours, theirs = (HfArgumentParser(kind).parse_yaml_file(tmp_path / "a.yaml")[0] for kind in (GRPOConfig, peer))
+    assert ours.to_dict() == theirs.to_dict()
+
+
+def test_trls_parser_takes_the_config(peer, tmp_path):
+    from trl import ModelConfig, ScriptArguments, TrlParser
+
+    values = {"num_generations": 4, "beta": 0.04, "dataset_name": "a/b", "model_name_or_path": "m", "use_cpu": True}
+    (tmp_path / "a.yaml").write_text(json.dumps(values | {"learning_rate": 1e-5}))
+    line = ["--config", str(tmp_path / "a.yaml"), "--beta", "0.1", "--output_dir", "out"]
+    made = [
+        TrlParser((ScriptArguments, kind, ModelConfig)).parse_args_and_config(line)[1] for kind in (GRPOConfig, peer)
+    ]
+    assert made[0].to_dict() == made[1].to_dict()
+    assert (made[0].beta, made[0].num_generations) == (0.1, 4)

@@ -108,7 +108,21 @@ def test_the_default_config_is_a_recipe():
         ({"loss_type": "dapoo"}, "loss_type", "did you mean 'dapo'"),
         ({"scale_rewards": "sometimes"}, "scale_rewards", "group, batch, mean, none"),
         ({"max_completion_length": None}, "max_completion_length", "number of tokens"),
-        ({"max_steps": 0}, "max_steps", "trains nothing"),
+        ({"max_steps": 1.5}, "max_steps", "not an integer"),
+        ({"num_iterations": 0}, "num_iterations", "integer of at least 1"),
+        ({"learning_rate": "fast"}, "learning_rate", "finite number of at least 0"),
+        ({"learning_rate": float("nan")}, "learning_rate", "finite number"),
+        ({"beta": -0.1}, "beta", "of at least 0"),
+        ({"epsilon_high": float("nan")}, "epsilon_high", "of at least 0, or None"),
+        ({"temperature": 0.0}, "temperature", "above 0"),
+        ({"top_p": 1.5}, "top_p", "above 0 and at most 1"),
+        ({"max_completion_length": "64"}, "max_completion_length", "an integer"),
+        ({"max_grad_norm": "high"}, "max_grad_norm", "0 is off"),
+        ({"sapo_temperature_pos": 0}, "sapo_temperature_pos", "above 0"),
+        ({"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 0}, "ref_model_sync_steps", "at least 1"),
+        ({"output_dir": ""}, "output_dir", "give a folder"),
+        ({"generation_kwargs": {"seed": 1}}, "generation_kwargs", "seed=1"),
+        ({"model_init_kwargs": {"use_safetensors": False}}, "model_init_kwargs", "pickles are not read"),
         ({"num_train_epochs": 0}, "num_train_epochs", "trains nothing"),
         ({"per_device_train_batch_size": 1024}, "per_device_train_batch_size", "128 prompts.*64 training rows"),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "gradient_accumulation_steps", "multiple"),
@@ -125,6 +139,7 @@ def test_the_default_config_is_a_recipe():
         ({"model_init_kwargs": {"token": "hf_abc"}}, "model_init_kwargs", r"token='\*\*\*' has no setting"),
         ({"delta": 0.5}, "delta", "above 1"),
         ({"top_entropy_quantile": 0.0}, "top_entropy_quantile", "above 0"),
+        ({"top_entropy_quantile": -1}, "top_entropy_quantile", "above 0"),
         ({"sync_ref_model": True}, "sync_ref_model", "beta"),
         ({"loss_type": "vespo", "importance_sampling_level": "sequence"}, "importance_sampling_level", "'token'"),
         ({"loss_type": "vespo", "use_vllm": True}, "vllm_importance_sampling_correction", "set it to False"),
@@ -140,6 +155,38 @@ def test_a_value_that_cannot_be_translated_is_refused_by_its_field(arguments, na
         translated(**arguments)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"max_steps": 0},  # as -1: num_train_epochs counts
+        {"max_grad_norm": 1.0, "temperature": 1, "top_p": None, "repetition_penalty": None, "min_p": None},
+        {"top_k": -1},
+        {"learning_rate": "1e-6", "epsilon": "0.2"},  # YAML reads 1e-6 as a text
+        {"generation_kwargs": {}},
+        {"generation_kwargs": "{}"},
+        {"generation_kwargs": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "min_p": 0}},
+        {
+            "generation_kwargs": {
+                "num_return_sequences": 1,
+                "num_beams": 1,
+                "length_penalty": 2.0,
+                "no_repeat_ngram_size": 0,
+            }
+        },
+        {"generation_kwargs": {"suppress_tokens": None, "typical_p": 1.0, "pad_token_id": 0, "output_scores": True}},
+        {"model_init_kwargs": {}},
+        {"model_init_kwargs": {"use_safetensors": True, "force_download": False, "device_map": "auto", "token": None}},
+    ],
+)
+def test_a_neutral_value_changes_nothing(arguments):
+    assert translated(**arguments).settings == translated().settings
+
+
+def test_no_clipping_of_gradients_in_every_way():
+    for value in (0, 0.0, -1, None, float("inf")):
+        assert translated(max_grad_norm=value).settings["optimizer.max_grad_norm"] is None
+
+
 def test_all_refusals_are_listed_at_once():
     with pytest.raises(RecipeErrors) as caught:
         translated(full_determinism=True, neftune_noise_alpha=5.0, optim="lion_32bit")
@@ -151,8 +198,8 @@ def test_all_refusals_are_listed_at_once():
 
 
 def test_an_error_of_the_recipe_names_the_fields():
-    with pytest.raises(ConfigError, match=r"sampling\.top_p.*from top_p.* of GRPOConfig"):
-        to_recipe(config(top_p=1.5), rows=ROWS)
+    with pytest.raises(ConfigError, match=r"run\.log_every.*from logging_steps.* of GRPOConfig"):
+        to_recipe(config(logging_steps=-1), rows=ROWS)
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate.*from learning_rate"):
         to_recipe(config(learning_rate=3.0), rows=ROWS)
 
