@@ -128,6 +128,17 @@ def test_before_anything_is_known_the_order_is_the_uniform_one():
     assert order.take_metrics()["pass_rate/skipped"] == 0.0
 
 
+def test_a_pass_rate_at_a_limit_counts_as_solved_or_unsolved():
+    shares = DrawShares(solved_from=0.75, solved=0.0, unsolved_to=0.25, unsolved=0.0)
+    rates = PassRates(4, 0.0)
+    for row, rate in enumerate((0.75, 0.25, 0.5, 0.5)):
+        rates.add(row, rate)
+    order = PassRateOrder(rates, shares, 4)
+    assert sorted(order.take(2)) == [2, 3]
+    metrics = order.take_metrics()
+    assert metrics["pass_rate/solved"] == metrics["pass_rate/unsolved"] == 0.25
+
+
 def test_solved_rows_come_rarely_and_unsolved_ones_less_often():
     order, rates = make(300)
     for row in range(300):
