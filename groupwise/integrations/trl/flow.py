@@ -123,21 +123,28 @@ class TrainingFlow:
         one more micro-batch, so it makes the update only if that has no others."""
         self._active_run().timer.take()  # what is not part of a step
         self._event("on_step_begin")
-        while self.args.gradient_accumulation_steps > 1 and self._asked_to_end:
+        while self.args.gradient_accumulation_steps > 1 and self._asked_to_end():
             self._event("on_substep_end")
             if not self._end_epoch():
                 return False
             self._event("on_step_begin")
         return True
 
-    @property
+    def _agree_on_flags(self) -> None:
+        """With several processes the flags of the first one count."""
+        values = self._ranks.from_main([getattr(self.control, flag) for flag in FLAGS])
+        for name, value in zip(FLAGS, values, strict=True):
+            setattr(self.control, name, value)
+
     def _asked_to_end(self) -> bool:
+        self._agree_on_flags()
         return self.control.should_training_stop or self.control.should_epoch_stop
 
     def _end_epoch(self) -> bool:
         """The events at the end of an epoch, and at the beginning of the next one; whether there is one."""
         self._event("on_epoch_end")
         self._log_evaluate_save()
+        self._agree_on_flags()
         if self.control.should_training_stop or not self._begin_next_epoch(skip=self.control.should_epoch_stop):
             return False
         self._grad_norm, self._learning_rate = None, self.lr_scheduler.get_last_lr()[0]
@@ -169,7 +176,7 @@ class TrainingFlow:
         self._add_metrics(report)
         self._event("on_step_end")
         self._log_evaluate_save()
-        if (self._epoch.ends_at(report.step) or self._asked_to_end) and not self._end_epoch():
+        if (self._epoch.ends_at(report.step) or self._asked_to_end()) and not self._end_epoch():
             return False
         return self._begin_step()
 
@@ -190,10 +197,9 @@ class TrainingFlow:
         self._total_loss += report.metrics["loss"]
 
     def _log_evaluate_save(self) -> None:
-        """What callbacks asked for; with several processes those of the first decide."""
+        """What callbacks asked for."""
+        self._agree_on_flags()
         control, step = self.control, self.state.global_step
-        for name, value in zip(FLAGS, self._ranks.from_main([getattr(control, flag) for flag in FLAGS]), strict=True):
-            setattr(control, name, value)
         if control.should_log and step > self._averages.logged_at:
             logs = {"loss": self._averages.take_loss(step)}
             logs |= {} if self._grad_norm is None else {"grad_norm": self._grad_norm}

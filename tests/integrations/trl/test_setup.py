@@ -20,7 +20,7 @@ from transformers import (
 from groupwise.integrations.trl.datasets import evaluation_rows, training_rows
 from groupwise.integrations.trl.logs import MetricAverages, sample_metrics
 from groupwise.integrations.trl.rewards import ModelReward, RewardWeights, make_rewards
-from groupwise.integrations.trl.run import RunEpochs
+from groupwise.integrations.trl.run import Epoch, RunEpochs
 from groupwise.integrations.trl.setup import NOT_CALLED
 from groupwise.trl import GRPOConfig, GRPOTrainer
 from tests.integrations.trl.fixtures import POLICY, REWARD_MODEL, TEXTS, models, workplace
@@ -213,8 +213,15 @@ def test_epochs_are_counted_as_in_transformers() -> None:
     translation: Any = SimpleNamespace(updates=8)
     epochs = RunEpochs.of(args, translation, DATA, 8)  # 2 rollouts of 3 prompts, in 6 micro-batches each
     assert (epochs.per_epoch, epochs.number) == (4, 2)
-    assert [epochs.at(update) for update in (1, 4, 6)] == [0.25, 1.0, 1.5]
-    assert [update for update in range(1, 9) if epochs.ends_at(update)] == [4, 8]
+    epoch = Epoch(epochs)
+    assert [epoch.at(update) for update in (1, 4)] == [0.25, 1.0]
+    assert [update for update in range(1, 5) if epoch.ends_at(update)] == [4]
+    assert epoch.begin_next(4)
+    assert epoch.at(6) == 1.5
+    resumed = Epoch(epochs)
+    resumed.load_state(epoch.state())
+    assert resumed.at(6) == 1.5
+    assert not epoch.begin_next(6)
 
 
 @pytest.mark.slow
