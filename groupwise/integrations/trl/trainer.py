@@ -25,7 +25,7 @@ from groupwise.integrations.trl.folder import clear_for_new_run, find_checkpoint
 from groupwise.integrations.trl.logs import speed, warn_unscored
 from groupwise.integrations.trl.rewards import reward_errors_as_in_trl, reward_name
 from groupwise.integrations.trl.run import Notices, TrlRun
-from groupwise.integrations.trl.saving import repository_of, save_into, upload, write_card
+from groupwise.integrations.trl.saving import make_repository, save_into, upload, write_card
 from groupwise.integrations.trl.setup import check_arguments, default_arguments, prepare_training
 from groupwise.text import Say
 from groupwise.training.trainer import Callback, Trainer
@@ -93,6 +93,9 @@ class GRPOTrainer(TrainingFlow):
         self.chat_template_kwargs = args.chat_template_kwargs or {}
         self._generator: Any = None  # of an evaluation before training
         super().__init__(args, setup, callbacks, optimizers)
+        self.hub_model_id: str | None = None  # the complete name, owner/name
+        if args.push_to_hub:
+            self.init_hf_repo()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -301,17 +304,21 @@ class GRPOTrainer(TrainingFlow):
     ) -> Any:
         """Save the model in ``output_dir`` and upload it to ``args.hub_model_id``; ``card`` is for the model card."""
         self._event("on_push_begin")
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:  # without args.push_to_hub
+            self.init_hf_repo(token)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(**card)
-        options: dict[str, Any] = {"token": token or self.args.hub_token, "blocking": blocking, "revision": revision}
-        return upload(Path(self.args.output_dir), self.args, commit_message=commit_message or "Upload", **options)
+        self.create_model_card(**{"model_name": Path(self.args.hub_model_id or self.args.output_dir).name, **card})
+        options: dict[str, Any] = {"token": token, "blocking": blocking, "revision": revision or self.args.hub_revision}
+        folder, message = Path(self.args.output_dir), commit_message or "Upload"
+        return upload(folder, str(self.hub_model_id), commit_message=message, **options)
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository that `push_to_hub` uploads to; None without ``args.push_to_hub``, as in transformers."""
-        return repository_of(self.args) if self.args.push_to_hub else None
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository on the hub that `push_to_hub` uploads to, ``hub_model_id``."""
+        if self.is_world_process_zero():
+            self.hub_model_id = make_repository(self.args, token)
 
     def end(self) -> None:
         """Finish the trackers of ``report_to`` and the group of processes, at the end of a script."""
