@@ -241,3 +241,34 @@ def test_conversations_are_rendered_as_in_trl(workplace: Path, prompt: list[dict
     ]
     assert list(trainer._setup.components.train.prompts[0].ids) == list(ids)
     trainer.train()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("initial", ["gaussian", False])
+def test_an_adapter_starts_as_peft_draws_it(workplace: Path, initial: Any) -> None:
+    trainer = make(peft_config=LoraConfig(r=2, init_lora_weights=initial, target_modules="all-linear"))
+    weights = dict(trainer.model.named_parameters())
+    first = [weight for name, weight in weights.items() if "lora_A" in name]
+    second = [weight for name, weight in weights.items() if "lora_B" in name]
+    assert len(first) == len(second) == 14
+    assert all(bool(weight.any()) for weight in first)
+    assert all(bool(weight.any()) is (initial is False) for weight in second)
+    if initial == "gaussian":
+        assert torch.cat([weight.flatten() for weight in first]).std().item() == pytest.approx(0.5, rel=0.1)  # 1 / r
+    trainer.train()
+    trainer.save_model("saved")
+    loaded = PeftModel.from_pretrained(load(), "saved").eval()
+    with torch.no_grad():
+        assert torch.allclose(loaded(IDS).logits, trainer.model.eval()(IDS).logits, atol=1e-5)
+    if initial is False:
+        with pytest.raises(ValueError, match="init_lora_weights = False with beta"):
+            make(peft_config=LoraConfig(r=2, init_lora_weights=False), beta=0.1)
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_trained_adapter_is_how_it_starts(workplace: Path) -> None:
+    """As in TRL, where it is a second adapter."""
+    model = adapted(init_lora_weights=False)
+    trainer = make(model, beta=0.5)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
