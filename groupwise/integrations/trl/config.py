@@ -8,6 +8,7 @@ transformers' `TrainingArguments`, whose own fields are those of the installed t
 import inspect
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainingArguments
@@ -252,6 +253,11 @@ class GRPOConfig(TrainingArguments):
                 f"vllm_importance_sampling_mode {self.vllm_importance_sampling_mode!r} needs a bound: set "
                 "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min"
             )
+
+
+def repository_of(args: Any) -> str:
+    """The repository on the hub, as transformers names it: ``hub_model_id``, or the last part of ``output_dir``."""
+    return str(args.hub_model_id or Path(args.output_dir).absolute().name)
 
 
 def _warn_deprecated(old: str, new: str) -> None:

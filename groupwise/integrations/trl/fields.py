@@ -479,7 +479,7 @@ GROUPS: dict[str, dict[str, ConfigField]] = {
         "hub_private_repo": _trainer("whether a new repository is private", "test_push"),
         "hub_strategy": _none("save_model() and push_to_hub() push; checkpoints are not pushed", "end"),
         "hub_always_push": _none("save_model() and push_to_hub() push; checkpoints are not pushed", True),
-        "hub_revision": _refused("give push_to_hub(revision=…) the revision", "v2", "push_to_hub"),
+        "hub_revision": _trainer("the branch that is pushed to", "test_push"),
     },
 }
 

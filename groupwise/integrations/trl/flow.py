@@ -259,8 +259,7 @@ class TrainingFlow:
     def _finish_training(self, run: TrlRun) -> TrainOutput:
         state = self.state
         steps = state.global_step - self._start_step
-        samples = steps * self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * run.ranks.size
-        metrics = speed("train", self._started_at, samples, steps)
+        metrics = speed("train", self._started_at, self._samples_of(steps, run), steps)
         loss = self._total_loss / max(steps, 0.001)
         metrics |= {"total_flos": 0.0, "train_loss": loss}
         self.log(metrics)
@@ -275,6 +274,14 @@ class TrainingFlow:
         self._ranks.on_main("finishing the run", partial(mark_finished, run.run_dir, run.state.step, run.total_steps))
         self._event("on_train_end")
         return TrainOutput(state.global_step, loss, metrics)
+
+    def _samples_of(self, steps: int, run: TrlRun) -> float:
+        """What transformers counts as the samples of these updates: completions, or of a run by epochs its rows."""
+        args = self.args
+        if args.max_steps > 0:
+            return float(steps * args.per_device_train_batch_size * args.gradient_accumulation_steps * run.ranks.size)
+        rows = len(self._setup.components.task.train)
+        return float(rows * args.num_train_epochs * steps / max(run.total_steps, 1))
 
     def _active_run(self) -> TrlRun:
         if self._run is None or not self.is_in_train:

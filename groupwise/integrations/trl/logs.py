@@ -161,7 +161,7 @@ def update_metrics(metrics: Mapping[str, float], args: Any, micro_batches: int =
 
 
 def speed(
-    prefix: str, started: float, samples: int | None = None, steps: int | None = None, tokens: int | None = None
+    prefix: str, started: float, samples: float | None = None, steps: int | None = None, tokens: int | None = None
 ) -> dict[str, float]:
     """transformers' metrics of the time since ``started``."""
     measure: Any = speed_metrics  # it has no types

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.errors import ArgumentTypeError, ConfigError, MissingExtraError, is_installed
@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "fan_in_fan_out": False,
 }
 INITIAL = (True, False, "gaussian", None)  # of init_lora_weights; others change the base model
+INITIALISED_BY_PEFT = (False, "gaussian")  # these are not settings of a recipe
 
 
 def lora_settings(model: Any, peft_config: Any) -> dict[str, Any] | None:
@@ -67,6 +68,27 @@ def lora_settings(model: Any, peft_config: Any) -> dict[str, Any] | None:
         targets = _selected_layers(model, peft_config, targets)
     names = targets if isinstance(targets, str) else _existing(model, sorted(targets))
     return _settings(peft_config.r, peft_config.lora_alpha, peft_config.lora_dropout, names, peft_config.use_rslora)
+
+
+def add_by_peft(model: Any, config: Any, settings: Mapping[str, Any], *, beta: float) -> Any:
+    """The model with the adapter of `lora_settings`, whose weights PEFT draws as ``init_lora_weights`` says."""
+    import peft
+
+    if beta and config.init_lora_weights is False:
+        raise ConfigError(
+            "peft_config: init_lora_weights = False with beta is not supported: the reference would be the adapter as "
+            "it starts, where in TRL it is the base model; leave it out"
+        )
+    adapter = peft.LoraConfig(
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],
+        lora_dropout=settings["dropout"],
+        target_modules=settings["targets"],
+        use_rslora=settings["rslora"],
+        init_lora_weights=config.init_lora_weights,
+        task_type=peft.TaskType.CAUSAL_LM,
+    )
+    return peft.get_peft_model(model, adapter, autocast_adapter_dtype=False)
 
 
 def _settings(rank: int, alpha: float, dropout: float, targets: Any, rslora: bool) -> dict[str, Any]:

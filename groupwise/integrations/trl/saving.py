@@ -14,6 +14,7 @@ from torch import Tensor
 
 from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ConfigError
+from groupwise.integrations.trl.config import repository_of
 from groupwise.integrations.trl.folder import EARLIER, RUN_FILES
 from groupwise.model.export import collect_weights, export_model
 from groupwise.model.lora import is_lora
@@ -95,23 +96,31 @@ def write_card(
     write_bytes(folder / CARD, str(card).encode("utf-8", "backslashreplace"))
 
 
-def repository_of(args: Any) -> str:
-    """The name of the repository on the hub: ``hub_model_id``, or that of ``output_dir``."""
-    return str(args.hub_model_id or Path(args.output_dir).resolve().name)
+def make_repository(args: Any, token: str | None = None) -> str:
+    """Create the repository on the hub if it does not exist, and return its complete name, ``owner/name``."""
+    from huggingface_hub import HfApi
+
+    name = repository_of(args)
+    api: Any = HfApi(token=token or args.hub_token)
+    try:
+        return str(api.create_repo(name, private=args.hub_private_repo, exist_ok=True).repo_id)
+    except Exception as error:  # the hub's library raises many kinds
+        raise ConfigError(
+            f"push_to_hub: the repository {name} cannot be made on the hub: {error_reason(error)}; log in with "
+            "`hf auth login`, or set push_to_hub to False"
+        ) from error
 
 
 def upload(
-    folder: Path, args: Any, *, commit_message: str, token: str | None, blocking: bool, revision: str | None
+    folder: Path, repository: str, *, commit_message: str, token: str | None, blocking: bool, revision: str | None
 ) -> Any:
     """Upload what was saved in ``output_dir``, without checkpoints and the records of runs."""
     from huggingface_hub import HfApi
 
     api: Any = HfApi(token=token)
-    repository = repository_of(args)
     try:
-        url = api.create_repo(repository, private=args.hub_private_repo, exist_ok=True)
         return api.upload_folder(
-            repo_id=url.repo_id,
+            repo_id=repository,
             folder_path=str(folder),
             commit_message=commit_message,
             run_as_future=not blocking,

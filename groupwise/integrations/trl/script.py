@@ -368,9 +368,10 @@ class _ScriptReader:
         function = self.name_of(node.func) if isinstance(node, ast.Call) else None
         if isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
-                if key is not None and not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                text = _constant_text(key)
+                if key is not None and text is None:
                     return None
-                parts.append((None if key is None else key.value, value))  # type: ignore[union-attr]
+                parts.append((text, value))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
             parts = [(None, node.left), (None, node.right)]
         elif isinstance(node, ast.Call) and (function == "dict" or function in COPIES):
@@ -396,9 +397,8 @@ class _ScriptReader:
             target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
             more: dict[str, ast.expr | None] | None = {}
             if isinstance(target, ast.Subscript) and self._is_same(target.value, name, made):
-                key = target.slice
-                constant = isinstance(key, ast.Constant) and isinstance(key.value, str)
-                more = {key.value: node.value} if constant else None  # type: ignore[union-attr, attr-defined]
+                key = _constant_text(target.slice)
+                more = None if key is None or not isinstance(node, ast.Assign) else {key: node.value}
             elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 if node.func.attr not in ("update", "pop", "setdefault", "clear"):
                     continue
@@ -507,7 +507,7 @@ class _ScriptReader:
                     target, name, value = field.value, field.attr, node.value
             elif isinstance(node, ast.Call) and self.name_of(node.func) == "setattr" and len(node.args) == 3:
                 target, key, value = node.args
-                name = key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+                name = _constant_text(key) or ""
             if target is None or value is None or self._made_by(target) is not made:
                 continue
             read = self._value(value)
@@ -614,6 +614,10 @@ class _ScriptReader:
 
 def _is_within(node: ast.AST, outer: ast.AST) -> bool:
     return any(part is node for part in ast.walk(outer))
+
+
+def _constant_text(node: ast.expr | None) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _is_field(node: ast.AST) -> TypeGuard[Any]:

@@ -13,7 +13,7 @@ from groupwise.distributed.ranks import Ranks
 from groupwise.errors import ArgumentTypeError, ConfigError
 from groupwise.integrations.trl.config import GRPOConfig
 from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, training_rows
-from groupwise.integrations.trl.peft import lora_settings
+from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
 from groupwise.integrations.trl.run import RunEpochs
 from groupwise.integrations.trl.translate import translate
@@ -121,6 +121,9 @@ def prepare_training(
     _set_padding(processing_class, model)
     _check_end_tokens(args, processing_class, model)
     settings["model.lora"] = lora_settings(model, peft_config)
+    if peft_config is not None and peft_config.init_lora_weights in INITIALISED_BY_PEFT:
+        model = add_by_peft(model, peft_config, settings["model.lora"], beta=args.beta)
+        settings["model.lora"] = lora_settings(model, None)
     settings["run.export_dtype"] = EXPORTED.get(saved_dtype)
     recipe = translation.recipe(settings)
 

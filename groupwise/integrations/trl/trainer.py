@@ -3,6 +3,7 @@ trainer. ``__init__`` loads and checks everything; `train` and `evaluate` use `g
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from groupwise.integrations.trl.logs import speed, warn_unscored
 from groupwise.integrations.trl.optimizer import follow_scheduler
 from groupwise.integrations.trl.rewards import reward_errors_as_in_trl, reward_name
 from groupwise.integrations.trl.run import Notices, TrlRun
-from groupwise.integrations.trl.saving import repository_of, save_into, upload, write_card
+from groupwise.integrations.trl.saving import make_repository, save_into, upload, write_card
 from groupwise.integrations.trl.setup import check_arguments, default_arguments, prepare_training
 from groupwise.text import Say
 from groupwise.training.trainer import Callback, Trainer
@@ -94,6 +95,9 @@ class GRPOTrainer(TrainingFlow):
         self.chat_template_kwargs = args.chat_template_kwargs or {}
         self._generator: Any = None  # of an evaluation before training
         super().__init__(args, setup, callbacks, optimizers)
+        self.hub_model_id: str | None = None  # the complete name, owner/name
+        if args.push_to_hub:
+            self.init_hf_repo()
 
     # -- training ----------------------------------------------------------------------------------------------------
 
@@ -221,7 +225,8 @@ class GRPOTrainer(TrainingFlow):
         if self.is_world_process_zero():
             warn_unscored(evaluation.batch)
         metrics: dict[str, Any] = {f"{prefix}_loss": measured["loss"]}
-        metrics |= speed(prefix, started, len(rows), len(batches))
+        rows_at_once = self.args.per_device_eval_batch_size * self.args.world_size  # transformers counts rows here
+        metrics |= speed(prefix, started, len(rows), math.ceil(len(rows) / rows_at_once))
         own = {"num_tokens": self.state.num_input_tokens_seen, **measured}
         for place in dict.fromkeys((prefix, "eval")):  # TRL's prefix is eval, whatever the set
             metrics |= {f"{place}_{name}": value for name, value in own.items() if name != "loss"}
@@ -310,17 +315,21 @@ class GRPOTrainer(TrainingFlow):
     ) -> Any:
         """Save the model in ``output_dir`` and upload it to ``args.hub_model_id``; ``card`` is for the model card."""
         self._event("on_push_begin")
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:  # without args.push_to_hub
+            self.init_hf_repo(token)
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
-        self.create_model_card(**card)
-        options: dict[str, Any] = {"token": token or self.args.hub_token, "blocking": blocking, "revision": revision}
-        return upload(Path(self.args.output_dir), self.args, commit_message=commit_message or "Upload", **options)
+        self.create_model_card(**{"model_name": Path(self.args.hub_model_id or self.args.output_dir).name, **card})
+        options: dict[str, Any] = {"token": token, "blocking": blocking, "revision": revision or self.args.hub_revision}
+        folder, message = Path(self.args.output_dir), commit_message or "Upload"
+        return upload(folder, str(self.hub_model_id), commit_message=message, **options)
 
-    @property
-    def hub_model_id(self) -> str | None:
-        """The repository that `push_to_hub` uploads to; None without ``args.push_to_hub``, as in transformers."""
-        return repository_of(self.args) if self.args.push_to_hub else None
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Make the repository on the hub that `push_to_hub` uploads to, ``hub_model_id``."""
+        if self.is_world_process_zero():
+            self.hub_model_id = make_repository(self.args, token)
 
     def end(self) -> None:
         """Finish the trackers of ``report_to`` and the group of processes, at the end of a script."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -20,6 +19,7 @@ from urllib.parse import urlsplit
 from groupwise.config import Recipe, make_recipe
 from groupwise.config.layers import nested
 from groupwise.errors import ConfigError, RecipeErrors, did_you_mean
+from groupwise.integrations.trl.config import repository_of
 from groupwise.integrations.trl.fields import FIELDS
 from groupwise.redaction import without_secrets
 
@@ -638,7 +638,7 @@ class Translator:
             "run.resumable": not args.save_only_model,
         }
         if args.push_to_hub:
-            self.settings["run.push_to_hub"] = args.hub_model_id or os.path.basename(os.path.normpath(args.output_dir))
+            self.settings["run.push_to_hub"] = repository_of(args)
 
 
 def _own_fields(kind: type) -> set[str]:
@@ -656,8 +656,10 @@ def _differs(value: Any, entry: dataclasses.Field[Any]) -> bool:
 
 def _number(value: Any) -> float | None:
     """A number as a float, also one in a text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
+        return None
     try:
-        return float(value) if isinstance(value, (Real, str)) and not isinstance(value, bool) else None
+        return float(value)
     except (ValueError, OverflowError):
         return None
 

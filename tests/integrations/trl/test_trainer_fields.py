@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState, PrinterCallback
 
+from groupwise.integrations.trl.translate import translate
 from groupwise.trl import GRPOConfig, GRPOTrainer
 from tests.integrations.trl.fixtures import POLICY, models, workplace
 
@@ -186,10 +188,45 @@ def test_push(monkeypatch):
             calls["private"] = private
             return SimpleNamespace(repo_id=name)
 
-        def upload_folder(self, repo_id, **_):
-            calls["repository"] = repo_id
+        def upload_folder(self, repo_id, revision=None, **_):
+            calls["repository"], calls["revision"] = repo_id, revision
 
     monkeypatch.setattr("huggingface_hub.HfApi", Api)
-    trainer = make_trainer(push_to_hub=True, hub_model_id="me/model", hub_token="key", hub_private_repo=True)
+    options = {"hub_model_id": "me/model", "hub_token": "key", "hub_private_repo": True, "hub_revision": "v2"}
+    trainer = make_trainer(push_to_hub=True, **options)
+    assert calls == {"token": "key", "private": True}  # before it trains, as in transformers
     trainer.save_model()
-    assert calls == {"token": "key", "private": True, "repository": "me/model"}
+    assert calls == {"token": "key", "private": True, "repository": "me/model", "revision": "v2"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"hub_model_id": "me/m"}, "me/m"), ({"output_dir": "runs/first/"}, "first"), ({"output_dir": "."}, None)],
+)
+def test_the_repository_is_named_as_in_transformers(monkeypatch, fields, name):
+    """One name everywhere: in the request that makes it, for the upload, in ``hub_model_id`` and in the recipe."""
+    made: list[str] = []
+    uploaded: list[str] = []
+
+    def create_repo(self, repo_id, **_):
+        made.append(repo_id)
+        return SimpleNamespace(repo_id=repo_id if "/" in repo_id else f"someone/{repo_id}")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
+    monkeypatch.setattr("huggingface_hub.HfApi.upload_folder", lambda self, repo_id, **_: uploaded.append(repo_id))
+    name = name or Path.cwd().name
+    trainer = make_trainer(push_to_hub=True, **fields)
+    complete = name if "/" in name else f"someone/{name}"
+    assert (made, trainer.hub_model_id) == ([name], complete)
+    trainer.push_to_hub()
+    assert (made, uploaded) == ([name], [complete])
+    assert translate(trainer.args, rows=4).settings["run.push_to_hub"] == name
+
+
+def test_a_repository_that_cannot_be_made_is_said_before_training(monkeypatch):
+    def create_repo(self, repo_id, **_):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", create_repo)
+    with pytest.raises(ValueError, match=r"repository out cannot be made on the hub: .*no network.*hf auth login"):
+        make_trainer(push_to_hub=True)
