@@ -77,6 +77,15 @@ def without_times(entry: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if not any(part in name for part in TIMES)}
 
 
+def counts(entry: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of samples and steps in a log, which has them as rates."""
+    found = {}
+    for name, rate in entry.items():
+        if name.endswith(("_samples_per_second", "_steps_per_second")):
+            found[name] = rate * entry[f"{name.split('_')[0]}_runtime"]
+    return found
+
+
 class Watcher(TrainerCallback):
     """Notes every event with the state, the flags and the keyword arguments, and sets flags on demand: ``ask`` maps
     (event, step) to names of flags."""
@@ -230,9 +239,11 @@ def compare(ours: Seen, theirs: Seen) -> list[str]:
         best = values["best_model_checkpoint"]
         return values | {"best_model_checkpoint": best and Path(best).name}
 
+    theirs_counted = [counts(entry) for entry in theirs.state.log_history]
     found = [
         *differences(ours.events, theirs.events, "events"),
         *differences(ours.logs, theirs.logs, "logs", 1e-7),
+        *differences([counts(entry) for entry in ours.state.log_history], theirs_counted, "counts", 0.05),
         *differences(ours.folders, theirs.folders, "folders"),
         *differences(state(ours.state), state(theirs.state), "state"),
         *differences(without_times(ours.output.metrics), without_times(theirs.output.metrics), "metrics", 1e-7),
