@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.trainer_utils import speed_metrics
 
 from groupwise.data.prompts import completion_for_reward
-from groupwise.integrations.trl.translate import CLIPPED_LOSSES, TOKEN_LOSSES
+from groupwise.integrations.trl.limits import CLIPPED_LOSSES, TOKEN_LOSSES
 from groupwise.rewards import RewardFunction
 from groupwise.rundir import from_json, write_bytes
 from groupwise.terminal import make_console

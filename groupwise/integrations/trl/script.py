@@ -20,28 +20,23 @@ from typing import Any, TypeGuard
 
 from groupwise.errors import ConfigError, shorten
 from groupwise.integrations.trl.config import GRPOConfig
+from groupwise.integrations.trl.script_names import (
+    CONFIG,
+    COPIES,
+    FOLLOWED,
+    FUNCTIONS,
+    PARSERS,
+    TRAINER,
+    ScriptNames,
+    constant_text,
+)
 from groupwise.paths import read_file, show_path
 
-CONFIG, TRAINER, DROP_IN = "GRPOConfig", "GRPOTrainer", "groupwise.trl"
+DROP_IN = "groupwise.trl"
 TRAINER_ARGUMENTS = (
     *("model", "reward_funcs", "args", "train_dataset", "eval_dataset", "processing_class"),
     *("reward_processing_classes", "callbacks", "optimizers", "quantization_config", "peft_config", "tools"),
     *("rollout_func", "environment_factory"),
-)
-PARSERS = ("TrlParser", "HfArgumentParser")
-FOLLOWED = ("LoraConfig", "load_dataset")  # calls whose arguments are of interest too
-KNOWN_NAMES = (CONFIG, TRAINER, *PARSERS, *FOLLOWED)
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-BRANCHES = (
-    ast.If,
-    ast.For,
-    ast.AsyncFor,
-    ast.While,
-    ast.Try,
-    ast.ExceptHandler,
-    ast.With,
-    ast.AsyncWith,
-    ast.match_case,
 )
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -65,9 +60,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "Path": lambda *parts: os.path.join(*parts),
     "os.path.join": os.path.join,
 }
-COPIES = ("copy.copy", "copy.deepcopy", "deepcopy")
 REPLACES = ("dataclasses.replace", "replace")
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
 MAGIC = re.compile(rb"^(\s*)(?:[\w, ]+=\s*)?(?:[!%]|\?\w).*$|^(\s*)\w[\w.]*\?{1,2}\s*$")  # of a notebook: !pip, %cd, x?
 LARGEST = 10**12  # of a computed number
 LONGEST = 100_000  # of a computed text or list
@@ -164,27 +157,10 @@ def _parse(source: bytes | str) -> ast.Module:
     return ast.parse(b"\n".join(lines))
 
 
-_Block = tuple[ast.AST, str]  # a branch or a loop, and which of its lists of lines
-
-
-@dataclass(frozen=True)
-class _Assignment:
-    """What a name is assigned in some line; None if it cannot be known."""
-
-    node: ast.AST
-    value: ast.expr | None
-    block: _Block | None = None  # the branch or loop that it is in
-
-    @property
-    def place(self) -> tuple[int, int]:
-        return getattr(self.node, "lineno", 0), getattr(self.node, "col_offset", 0)
-
-
-class _ScriptReader:
+class _ScriptReader(ScriptNames):
     def __init__(self, path: Path, tree: ast.Module) -> None:
-        self.path, self.tree = path, tree
-        self.parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-        self.imports = dict(self._imports())
+        super().__init__(tree)
+        self.path = path
         self.subclasses = {
             node.name
             for node in ast.walk(tree)
@@ -195,10 +171,6 @@ class _ScriptReader:
             for node in ast.walk(tree)
             if isinstance(node, ast.ClassDef) and any(self.name_of(base) == CONFIG for base in node.bases)
         }
-        # By the function or module that assigns them; attributes by their text, such as "self.args".
-        self.assigned: dict[tuple[ast.AST, str], list[_Assignment]] = {}
-        self.attributes: dict[str, list[_Assignment]] = {}
-        self._assignments()
 
     def read(self) -> list[Script]:
         trainers = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and self._is_trainer(node)]
@@ -245,33 +217,6 @@ class _ScriptReader:
         found = f"; it imports {', '.join(others)}" if others else ""
         return f"{where} is not a script with TRL's {TRAINER}: it calls none{found}"
 
-    # -- names -------------------------------------------------------------------------------------------------------
-
-    def _imports(self) -> Iterator[tuple[str, str]]:
-        """Names of the script, and what they stand for: of TRL's classes the bare name, of others the dotted one."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    first = alias.name.partition(".")[0]
-                    yield alias.asname or first, alias.name if alias.asname else first
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    full = alias.name if alias.name in KNOWN_NAMES else f"{node.module or ''}.{alias.name}"
-                    yield alias.asname or alias.name, full
-
-    def name_of(self, node: ast.AST) -> str | None:
-        """What a name or a dotted name stands for; `trl.GRPOConfig` is `GRPOConfig`."""
-        parts: list[str] = []
-        while isinstance(node, ast.Attribute):
-            parts.append(node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return None
-        first = self.imports.get(node.id, node.id)
-        name = ".".join([first, *reversed(parts)])
-        last = name.rpartition(".")[2]
-        return last if last in KNOWN_NAMES else name
-
     def _is_trainer(self, node: ast.Call) -> bool:
         name = self.name_of(node.func)
         return name == TRAINER or name in self.subclasses
@@ -284,154 +229,6 @@ class _ScriptReader:
             if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
                 return True
         return False
-
-    # -- assignments -------------------------------------------------------------------------------------------------
-
-    def _assignments(self) -> None:
-        for node in ast.walk(self.tree):
-            targets: Sequence[ast.expr] = ()
-            value: ast.expr | None = None
-            if isinstance(node, ast.Assign):
-                targets, value = node.targets, node.value
-            elif isinstance(node, (ast.AnnAssign, ast.NamedExpr)):
-                targets, value = [node.target], node.value
-            elif isinstance(node, (ast.AugAssign, ast.For, ast.AsyncFor, ast.comprehension)):
-                targets = [node.target]
-            elif isinstance(node, (ast.With, ast.AsyncWith)):
-                targets = [item.optional_vars for item in node.items if item.optional_vars is not None]
-            elif isinstance(node, ast.arg):  # of a function: anything
-                self._assign(node, node.arg, None)
-            elif isinstance(node, ast.Global):
-                for name in node.names:
-                    self.assigned.setdefault((self.tree, name), []).extend([_Assignment(node, None)] * 2)
-            for target in targets:
-                if isinstance(target, ast.Name):
-                    self._assign(node, target.id, value)
-                elif isinstance(target, (ast.Tuple, ast.List)):
-                    for part in ast.walk(target):
-                        if isinstance(part, ast.Name):
-                            self._assign(node, part.id, value if isinstance(value, ast.Call) else None)
-                elif isinstance(target, ast.Attribute):
-                    self.attributes.setdefault(ast.unparse(target), []).append(
-                        _Assignment(node, value, self._block(node))
-                    )
-
-    def _assign(self, node: ast.AST, name: str, value: ast.expr | None) -> None:
-        self.assigned.setdefault((self._scope(node), name), []).append(_Assignment(node, value, self._block(node)))
-
-    def _scope(self, node: ast.AST) -> ast.AST:
-        """The function, class or module that a line belongs to."""
-        while not isinstance(node := self.parents.get(node, self.tree), (*FUNCTIONS, ast.ClassDef, ast.Module)):
-            pass
-        return node
-
-    def _assignment(self, name: ast.Name) -> ast.expr | None:
-        """What a name was assigned, in its function or around it; None if that is not known.
-
-        If it is assigned several times, the last one above counts, where lines run one after the other.
-        """
-        scope: ast.AST = name
-        while scope is not self.tree:
-            is_own = scope is name
-            scope = self._scope(scope)
-            if not (found := self.assigned.get((scope, name.id))):
-                continue
-            if len(found) > 1:
-                place = name.lineno, name.col_offset
-                above = [entry for entry in found if entry.place < place and not _is_within(name, entry.node)]
-                if not is_own or not above or self._in_loop(name) or any(entry.place == (0, 0) for entry in found):
-                    return None
-                found = [max(above, key=lambda entry: entry.place)]
-            return found[0].value if self._holds(found[0].block, name) else None
-        return None
-
-    def _in_loop(self, node: ast.AST) -> bool:
-        while (node := self.parents.get(node)) is not None and not isinstance(node, FUNCTIONS):  # type: ignore[assignment]
-            if isinstance(node, LOOPS):
-                return True
-        return False
-
-    def _made_by(self, node: ast.expr | None) -> ast.Call | None:
-        """The call whose result an expression is, by itself, by its name, or as an attribute that is set once."""
-        made = self._assignment(node) if isinstance(node, ast.Name) else node
-        if isinstance(node, ast.Attribute) and len(found := self.attributes.get(ast.unparse(node), [])) == 1:
-            made = found[0].value if self._holds(found[0].block, node) else None
-            made = self._assignment(made) if isinstance(made, ast.Name) else made
-        return made if isinstance(made, ast.Call) else None
-
-    def _entries(self, node: ast.expr, depth: int = 0) -> dict[str, ast.expr | None] | None:
-        """The entries of a dict that is unpacked, None for an unknown value; None if its keys are not known."""
-        if depth > 20:
-            return None
-        parts: list[tuple[str | None, ast.expr]] = []
-        own: dict[str, ast.expr | None] = {}
-        function = self.name_of(node.func) if isinstance(node, ast.Call) else None
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                text = _constant_text(key)
-                if key is not None and text is None:
-                    return None
-                parts.append((text, value))
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            parts = [(None, node.left), (None, node.right)]
-        elif isinstance(node, ast.Call) and (function == "dict" or function in COPIES):
-            parts = [*((None, value) for value in node.args), *((part.arg, part.value) for part in node.keywords)]
-        elif isinstance(node, ast.Name) and (made := self._assignment(node)) is not None:
-            parts = [(None, made)]
-        else:
-            return None
-        for name, value in parts:
-            if name is not None:
-                own[name] = value
-            elif (inner := self._entries(value, depth + 1)) is None:
-                return None
-            else:
-                own |= inner
-        if isinstance(node, ast.Name) and not self._changed_entries(node, made, own):  # type: ignore[arg-type]
-            return None
-        return own
-
-    def _changed_entries(self, name: ast.Name, made: ast.expr, entries: dict[str, ast.expr | None]) -> bool:
-        """Add what ``name[…] = …`` and ``name.update(…)`` change above; whether all of it can be read."""
-        for node in ast.walk(self.tree):
-            target = node.targets[0] if isinstance(node, ast.Assign) and len(node.targets) == 1 else None
-            more: dict[str, ast.expr | None] | None = {}
-            if isinstance(target, ast.Subscript) and self._is_same(target.value, name, made):
-                key = _constant_text(target.slice)
-                more = None if key is None or not isinstance(node, ast.Assign) else {key: node.value}
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                if node.func.attr not in ("update", "pop", "setdefault", "clear"):
-                    continue
-                if not self._is_same(node.func.value, name, made):
-                    continue
-                more = {part.arg: part.value for part in node.keywords if part.arg is not None}
-                for value in (*node.args, *(part.value for part in node.keywords if part.arg is None)):
-                    inner = self._entries(value) if node.func.attr == "update" else None
-                    more = None if inner is None or more is None else more | inner
-            if more is None:
-                return False
-            if more:
-                entries |= more if self._holds(self._block(node), name) else dict.fromkeys(more)
-        return True
-
-    def _is_same(self, node: ast.expr, name: ast.Name, made: ast.expr) -> bool:
-        above = (getattr(node, "lineno", 0), 0) < (name.lineno, 0)
-        return above and isinstance(node, ast.Name) and node.id == name.id and self._assignment(node) is made
-
-    def _block(self, node: ast.AST) -> _Block | None:
-        """The innermost lines around a line that may not run, or run several times."""
-        return next(self._blocks(node), None)
-
-    def _blocks(self, node: ast.AST) -> Iterator[_Block]:
-        while (outer := self.parents.get(node)) is not None:
-            if isinstance(outer, BRANCHES) and "__name__" not in ast.unparse(getattr(outer, "test", ast.Constant(0))):
-                lists = [name for name, value in ast.iter_fields(outer) if isinstance(value, list) and node in value]
-                yield outer, lists[0] if lists else ""
-            node = outer
-
-    def _holds(self, block: _Block | None, where: ast.AST) -> bool:
-        """Whether what is done in a block has been done for certain in a line further down."""
-        return block is None or block in self._blocks(where)
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
@@ -448,7 +245,7 @@ class _ScriptReader:
             if keyword.arg is not None:
                 call.arguments[keyword.arg] = self._value(keyword.value)
                 continue
-            if (entries := self._entries(keyword.value)) is None:
+            if (entries := self.entries_of(keyword.value)) is None:
                 call.unread.append(self._value(keyword.value))
                 continue
             for name, value in entries.items():
@@ -460,13 +257,13 @@ class _ScriptReader:
         for keyword in node.keywords:
             if keyword.arg == name:
                 return keyword.value
-            if keyword.arg is None and (found := (self._entries(keyword.value) or {}).get(name)) is not None:
+            if keyword.arg is None and (found := (self.entries_of(keyword.value) or {}).get(name)) is not None:
                 return found
         return node.args[position] if len(node.args) > position else None
 
     def _config(self, node: ast.expr, depth: int = 0) -> ScriptCall | None:
         """The call that makes a config, with what is changed in it afterwards; None if it is made in another way."""
-        made = self._made_by(node)
+        made = self.made_by(node)
         name = "" if made is None else self.name_of(made.func) or ""
         if made is None or depth > 20:
             return None
@@ -492,7 +289,7 @@ class _ScriptReader:
         if len(defined) != 1:
             return None
         returns = [
-            node for node in ast.walk(defined[0]) if isinstance(node, ast.Return) and self._scope(node) is defined[0]
+            node for node in ast.walk(defined[0]) if isinstance(node, ast.Return) and self.scope_of(node) is defined[0]
         ]
         return returns[0].value if len(returns) == 1 else None
 
@@ -507,14 +304,14 @@ class _ScriptReader:
                     target, name, value = field.value, field.attr, node.value
             elif isinstance(node, ast.Call) and self.name_of(node.func) == "setattr" and len(node.args) == 3:
                 target, key, value = node.args
-                name = _constant_text(key) or ""
-            if target is None or value is None or self._made_by(target) is not made:
+                name = constant_text(key) or ""
+            if target is None or value is None or self.made_by(target) is not made:
                 continue
             read = self._value(value)
             if not name:
                 call.unread.append(read)
                 continue
-            if not self._holds(self._block(node), made) or isinstance(node, ast.AugAssign):
+            if not self.holds(self.block_of(node), made) or isinstance(node, ast.AugAssign):
                 read = replace(read, value=None, known=False)
             call.arguments[name] = read
 
@@ -537,7 +334,7 @@ class _ScriptReader:
         if isinstance(node, (ast.List, ast.Tuple)):
             for entry in node.elts:
                 yield from self._names(entry) if not isinstance(entry, (ast.List, ast.Tuple)) else ("",)
-        elif isinstance(node, ast.Name) and isinstance(made := self._assignment(node), (ast.List, ast.Constant)):
+        elif isinstance(node, ast.Name) and isinstance(made := self.assigned_to(node), (ast.List, ast.Constant)):
             yield from self._names(made)
         else:
             yield (
@@ -547,7 +344,7 @@ class _ScriptReader:
             )
 
     def _followed(self, node: ast.expr) -> ScriptCall | None:
-        made = self._made_by(node)
+        made = self.made_by(node)
         return self._call(made, ()) if made is not None and self.name_of(made.func) in FOLLOWED else None
 
     def _evaluate(self, node: ast.expr, seen: tuple[str, ...]) -> Any:
@@ -560,7 +357,7 @@ class _ScriptReader:
             case ast.List() | ast.Tuple() | ast.Set():
                 return [value(entry) for entry in node.elts]
             case ast.Dict() if None in node.keys:
-                if (entries := self._entries(node)) is None or None in entries.values():
+                if (entries := self.entries_of(node)) is None or None in entries.values():
                     raise NotKnown
                 return {key: value(entry) for key, entry in entries.items() if entry is not None}
             case ast.Dict():
@@ -586,7 +383,7 @@ class _ScriptReader:
                 return value(node.body) if value(node.test) else value(node.orelse)
             case ast.Subscript():
                 return value(node.value)[value(node.slice)]
-            case ast.Name() if node.id not in seen and (known := self._assignment(node)) is not None:
+            case ast.Name() if node.id not in seen and (known := self.assigned_to(node)) is not None:
                 return self._evaluate(known, (*seen, node.id))
             case ast.Attribute() if (self.name_of(node) or "").startswith("torch."):
                 return node.attr
@@ -610,14 +407,6 @@ class _ScriptReader:
         if numbers and (max(abs(left), abs(right)) > LARGEST or (isinstance(op, ast.Pow) and abs(right) > 30)):
             raise NotKnown
         return _limited(OPERATORS[type(op)](left, right))
-
-
-def _is_within(node: ast.AST, outer: ast.AST) -> bool:
-    return any(part is node for part in ast.walk(outer))
-
-
-def _constant_text(node: ast.expr | None) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def _is_field(node: ast.AST) -> TypeGuard[Any]:

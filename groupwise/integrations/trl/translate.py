@@ -12,8 +12,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from groupwise.config import Recipe, make_recipe
@@ -21,95 +20,13 @@ from groupwise.config.layers import nested
 from groupwise.errors import ConfigError, RecipeErrors, did_you_mean
 from groupwise.integrations.trl.config import repository_of
 from groupwise.integrations.trl.fields import FIELDS
+from groupwise.integrations.trl.limits import CHOICES, CLIPPED_LOSSES, COUNT, TOKEN_LOSSES, bounds_of, to_number
 from groupwise.redaction import without_secrets
 
 if TYPE_CHECKING:
     from groupwise.integrations.trl.config import GRPOConfig
 
 WHERE = "GRPOConfig"
-LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
-CLIPPED_LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "luspo")
-TOKEN_LOSSES = ("dapo", "cispo", "vespo")  # divided by the tokens of a rollout
-CHOICES = {
-    "loss_type": LOSSES,
-    "importance_sampling_level": ("token", "sequence"),
-    "scale_rewards": ("group", "batch", "mean", "none"),
-    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
-    "vllm_mode": ("colocate", "server"),
-    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-}
-
-
-class Bounds(NamedTuple):
-    """The numbers that a field may have. ``none``: None as well."""
-
-    least: float = -math.inf
-    most: float = math.inf
-    above: bool = False  # more than ``least``
-    integer: bool = False
-    none: bool = False
-
-    def allow(self, value: Any) -> bool:
-        if value is None:
-            return self.none
-        number = _number(value)
-        if number is None or not math.isfinite(number) or (self.integer and not isinstance(value, Integral)):
-            return False
-        return self.least <= number <= self.most and not (self.above and number == self.least)
-
-    def __str__(self) -> str:
-        parts = []
-        if self.least > -math.inf:
-            parts.append(f"{'above' if self.above else 'of at least'} {self.least:g}")
-        if self.most < math.inf:
-            parts.append(f"at most {self.most:g}")
-        kind = "an integer" if self.integer else "a finite number"
-        return " ".join([kind, " and ".join(parts)]).strip() + (", or None" if self.none else "")
-
-
-COUNT = Bounds(1, integer=True)
-POSITIVE = Bounds(0, above=True)
-NUMBERS = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"), COUNT),
-    **dict.fromkeys(("generation_batch_size", "num_iterations", "max_completion_length"), COUNT),
-    "num_generations": Bounds(2, integer=True),
-    "num_generations_eval": Bounds(1, integer=True, none=True),
-    "per_device_eval_batch_size": COUNT,
-    "max_steps": Bounds(integer=True),
-    "num_train_epochs": Bounds(),
-    "temperature": POSITIVE,
-    "top_p": Bounds(0, 1, above=True, none=True),
-    "top_k": Bounds(-1, integer=True, none=True),
-    "min_p": Bounds(0, 1, none=True),
-    "repetition_penalty": Bounds(0, above=True, none=True),
-    "beta": Bounds(0),
-    "epsilon": Bounds(0),
-    "epsilon_high": Bounds(0, none=True),
-    "delta": Bounds(1, above=True, none=True),
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), POSITIVE),
-    **dict.fromkeys(("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), POSITIVE),
-    "top_entropy_quantile": POSITIVE,
-    **dict.fromkeys(("entropy_coef", "entropy_coef_min", "entropy_coef_max"), Bounds()),
-    "off_policy_mask_threshold": Bounds(0, above=True, none=True),
-    "learning_rate": Bounds(0),
-    "weight_decay": Bounds(0),
-    "adam_beta1": Bounds(0, 1),
-    "adam_beta2": Bounds(0, 1),
-    "adam_epsilon": POSITIVE,
-    "warmup_steps": Bounds(0),
-    "ddp_timeout": POSITIVE,
-}
-# Only looked at with the field that they belong to.
-NUMBERS_WITH = {
-    "sync_ref_model": {"ref_model_sync_steps": COUNT, "ref_model_mixup_alpha": Bounds(0, 1, above=True)},
-    "use_adaptive_entropy": {"entropy_target": POSITIVE, "entropy_coef_delta": POSITIVE},
-    "use_vllm": {
-        "vllm_gpu_memory_utilization": Bounds(0, 1, above=True),
-        "vllm_server_timeout": POSITIVE,
-        "vllm_importance_sampling_clip_max": Bounds(0, above=True, none=True),
-        "vllm_importance_sampling_clip_min": Bounds(0, none=True),
-    },
-}
 # AdamW with a state that takes less memory, of bitsandbytes and torchao; here the state is float32.
 SMALL_ADAMW = (
     *("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"),
@@ -226,21 +143,13 @@ class Translator:
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for group in (
-            *(
-                self._refused,
-                self._choices,
-                self._numbers,
-                self._batches,
-                self._length,
-                self._sampling,
-                self._vllm,
-                self._loss,
-            ),
-            *(self._masks, self._entropy, self._reference, self._optimizer, self._model, self._data),
-            *(self._evaluation, self._logging, self._saving),
+        for translate_group in (
+            *(self._refused, self._choices, self._numbers),
+            *(self._batches, self._length, self._sampling, self._vllm, self._loss, self._masks, self._entropy),
+            *(self._reference, self._optimizer, self._model, self._data, self._evaluation, self._logging),
+            self._saving,
         ):
-            group()
+            translate_group()
 
     def _refused(self) -> None:
         own = _own_fields(type(self.args))
@@ -274,15 +183,9 @@ class Translator:
 
     def _numbers(self) -> None:
         """Refuse values that no run could have; what follows is translated with the default in their place."""
-        bounds = dict(NUMBERS)
-        for name, more in NUMBERS_WITH.items():
-            bounds |= more if getattr(self.args, name) else {}
-        if _text(self.args.eval_strategy) == "no":
-            for name in ("num_generations_eval", "per_device_eval_batch_size"):
-                del bounds[name]
         defaults = {entry.name: entry.default for entry in dataclasses.fields(self.args)}
         valid = copy.copy(self.args)
-        for name, allowed in bounds.items():
+        for name, allowed in bounds_of(self.args).items():
             value = getattr(self.args, name)
             if name == "max_completion_length" and value is None:
                 self._refuse(name, "None has no end; give a number of tokens")
@@ -521,7 +424,7 @@ class Translator:
     def _max_grad_norm(self) -> float | None:
         """As in transformers, a number that is not above 0, None and inf are no clipping."""
         value = self.args.max_grad_norm
-        number = 0.0 if value is None else _number(value)
+        number = 0.0 if value is None else to_number(value)
         if number is None or math.isnan(number):
             self._refuse("max_grad_norm", f"{value!r:.100} is not a number; 0 is off")
             return None
@@ -628,7 +531,8 @@ class Translator:
         strategy = _text(args.save_strategy)
         if strategy == "best":
             self.notes.append(
-                "save_strategy 'best': checkpoints are saved with each evaluation, and the best one is kept"
+                "save_strategy 'best': GRPOTrainer saves a checkpoint when the metric improves, a recipe with "
+                "each evaluation, and keeps the best"
             )
             every = self.settings.get("evaluate.every", 0)
         else:
@@ -652,16 +556,6 @@ def _differs(value: Any, entry: dataclasses.Field[Any]) -> bool:
     """Whether a field has another value than its default, or than nothing at all."""
     default = entry.default_factory() if entry.default_factory is not dataclasses.MISSING else entry.default
     return bool(value != default and value not in (None, "", False, [], {}, 0.0))
-
-
-def _number(value: Any) -> float | None:
-    """A number as a float, also one in a text; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (Real, str)):
-        return None
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _text(value: Any) -> str:
