@@ -88,18 +88,21 @@ class RewardWeights:
 class TrlReward(RewardFunction):
     """A reward with TRL's rules for what it returns, and a weight that can change."""
 
+    metric_name: str  # of the means that are logged: rewards with one name share them
+    _weights: RewardWeights
+    _place: int
+    _noticed: set[str]
+
     def __init__(
-        self, name: str, function: Callable[..., Any], metric_name: str, weights: RewardWeights, number: int
+        self, name: str, function: Callable[..., Any], metric_name: str, weights: RewardWeights, place: int
     ) -> None:
-        own: dict[str, Any] = {"name": name, "function": function, "metric_name": metric_name}
-        own |= {"_weights": weights, "_place": number, "_noticed": set()}
-        for attribute, value in own.items():
-            object.__setattr__(self, attribute, value)
+        values = {"name": name, "function": function, "metric_name": metric_name}
+        for attribute, value in {**values, "_weights": weights, "_place": place, "_noticed": set()}.items():
+            object.__setattr__(self, attribute, value)  # the class is frozen
 
     @property
     def weight(self) -> float:
-        weights: RewardWeights = vars(self)["_weights"]
-        return weights.of(vars(self)["_place"])
+        return self._weights.of(self._place)
 
     @property
     def remedy(self) -> str:
@@ -127,9 +130,8 @@ class TrlReward(RewardFunction):
             value = float(value)
         if not isinstance(value, Real) or not math.isnan(value):
             return value
-        noticed: set[str] = vars(self)["_noticed"]
-        if not noticed:
-            noticed.add("NaN")
+        if not self._noticed:
+            self._noticed.add("NaN")
             log.warning(
                 "reward %r returned NaN, which is None here, as in TRL: not a reward of that completion", self.name
             )
