@@ -8,7 +8,7 @@ that completions have different lengths.
 
 Usage::
 
-    python benchmarks/corrections.py --at-once 2                          # all rows, five seeds: an hour on two cores
+    python benchmarks/corrections.py --at-once 2                          # all rows, five seeds: two hours on two cores
     python benchmarks/corrections.py --only plain maxrl --seeds 5         # some rows
     python benchmarks/corrections.py --table                              # the table of what is in the results
 
@@ -54,7 +54,7 @@ ROUNDED = {**UPDATES, "sampling.generator": "rounded"}
 LONG = {
     **UPDATES,
     "task": f"{PLUGINS.parent / 'long_quiz.py'}:long_quiz",
-    "sampling.max_new_tokens": 4,
+    "sampling.max_new_tokens": 5,
     "sft.steps": 80,
 }
 PLAIN, PLAIN_ROUNDED, PLAIN_LONG = "plain", "rounded sampler", "long answers"

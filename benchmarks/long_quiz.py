@@ -1,6 +1,6 @@
 """The quiz with answers of different lengths: any number of dots may follow the letter.
 
-The examples of SFT have up to two of them at random, so at first the length has nothing to do with success.
+The examples of SFT have up to three of them at random, so at first the length has nothing to do with success.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from groupwise.rewards import RewardFunction, text_of
 from groupwise.tasks.base import Task, TaskRow
 from groupwise.tasks.quiz import grade_letter, quiz_task
 
-MOST_DOTS = 2
+MOST_DOTS = 3
 
 
 def long_quiz(recipe: Recipe) -> Task:
@@ -26,6 +26,7 @@ def long_quiz(recipe: Recipe) -> Task:
         rewards=(RewardFunction("correct", correct_letter),),
         grades={"accuracy": grade},
         examples=[(prompt, letter + "." * dots.randint(0, MOST_DOTS)) for prompt, letter in task.examples],
+        stop=(),  # of the quiz: the letters themselves
     )
 
 
