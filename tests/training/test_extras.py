@@ -174,7 +174,7 @@ def no_reading(*_, **__):
 
 @pytest.fixture
 def nothing_is_read(base_only, monkeypatch):
-    for name in ("trainer.load_inputs", "preflight.load_inputs", "components.load_task", "components._load_model"):
+    for name in ("trainer.load_inputs", "preflight.load_inputs", "inputs.load_task", "components._load_model"):
         monkeypatch.setattr(f"groupwise.training.{name}", no_reading)
     monkeypatch.setattr(weights, "fetch", no_reading)
     return base_only

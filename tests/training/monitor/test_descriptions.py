@@ -110,6 +110,7 @@ def run_ahead(folder: Path) -> Trainer:
 def run_masked_weights(folder: Path) -> Trainer:
     changes = {
         "loss": {"importance_sampling": "token_mask", "importance_cap": 5.0, "importance_floor": 0.5},
+        "masks": {"drop_equal_rewards": True},
         "train": {"local_batch_size": 4},
     }
     return small_trainer(folder, FAST, changes)
