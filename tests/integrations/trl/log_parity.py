@@ -19,14 +19,11 @@ from trl.trainer.utils import RepeatSampler
 
 import groupwise.integrations.trl.trainer
 import groupwise.training.trainer
-from groupwise.generate.local import LocalGenerator
-from groupwise.generate.types import Rollout
 from groupwise.integrations.trl.trainer import GRPOTrainer as DropIn
-from groupwise.model.logprobs import completion_logps
 from groupwise.model.tiny import tiny_tokenizer
 from groupwise.training.seeds import derive_seed
 from groupwise.trl import GRPOConfig as DropInConfig
-from tests.integrations.trl.parity import EOS, LONGEST, ROWS, SETTINGS, in_float64, make_model
+from tests.integrations.trl.parity import EOS, LONGEST, ROWS, SETTINGS, ForcedGenerator, in_float64, make_model
 
 EVALUATED = 6  # rows
 TIMES = ("runtime", "per_second", "step_time", "preparation_time", "total_flos")
@@ -142,30 +139,6 @@ def run_trl(folder: Path, changes: Mapping[str, Any], ask: Mapping[Any, Any] = {
         return watch(ForcedTrainer, config, ask, **options)
 
 
-class ForcedGenerator(LocalGenerator):
-    """Returns the forced completions, with the log-probs of the current policy."""
-
-    def __init__(self, handle: Any, forced: Forced) -> None:
-        super().__init__(64)
-        self.handle, self.forced = handle, forced
-
-    def generate(self, prompts: Any, samples: int, sampling: Any, **_: Any) -> Rollout:
-        completions = [torch.tensor(ids) for ids in self.forced.take(len(prompts) * samples)]
-        groups = [completions[start : start + samples] for start in range(0, len(completions), samples)]
-        with torch.no_grad():
-            result = completion_logps(self.handle, prompts, groups, temperature=sampling.temperature)
-        ids = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
-        return Rollout(
-            ids=ids,
-            lengths=torch.tensor([len(completion) for completion in completions]),
-            logps=result.logps.to(torch.float32),
-            filtered_logps=result.logps.to(torch.float32),
-            stop_reasons=tuple("eos" if completion[-1] == EOS else "length" for completion in completions),
-            groups=torch.arange(len(prompts)).repeat_interleave(samples),
-            versions=torch.zeros(ids.shape, dtype=torch.int32),
-        )
-
-
 def run_drop_in(folder: Path, changes: Mapping[str, Any], ask: Mapping[Any, Any] = {}, **options: Any) -> Seen:
     forced = Forced()
 
@@ -181,7 +154,7 @@ def run_drop_in(folder: Path, changes: Mapping[str, Any], ask: Mapping[Any, Any]
     config = DropInConfig(output_dir=str(folder), **{**SETTINGS, **changes, **loading})
     with in_float64(), pytest.MonkeyPatch.context() as patch:
         for module in (groupwise.training.trainer, groupwise.integrations.trl.trainer):
-            patch.setattr(module, "make_generator", lambda recipe, handle, ranks: ForcedGenerator(handle, forced))
+            patch.setattr(module, "make_generator", lambda recipe, handle, ranks: ForcedGenerator(handle, forced.take))
         return watch(ForcedTrainer, config, ask, **options)
 
 

@@ -3,7 +3,8 @@ late."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -209,19 +210,15 @@ def trl_run(folder: Path, changes: Mapping[str, Any], adapter: Mapping[str, Tens
 
 
 class ForcedGenerator(LocalGenerator):
-    """Returns the forced samples, with the log-probs of the current policy."""
+    """Returns the completions that ``take`` gives for a number of them, with the log-probs of the current policy."""
 
-    rollouts = 0
-
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, take: Callable[[int], list[list[int]]]) -> None:
         super().__init__(64)
-        self.handle = handle
+        self.handle, self.take = handle, take
 
     def generate(self, prompts: Any, samples: int, sampling: Any, **_: Any) -> Rollout:
-        count = len(prompts) * samples
-        completions = [torch.tensor(ids) for ids in forced_samples(self.rollouts, count)]
-        self.rollouts += 1
-        groups = [completions[start : start + samples] for start in range(0, count, samples)]
+        completions = [torch.tensor(ids) for ids in self.take(len(prompts) * samples)]
+        groups = [completions[start : start + samples] for start in range(0, len(completions), samples)]
         with torch.no_grad():
             result = completion_logps(self.handle, prompts, groups, temperature=sampling.temperature)
         ids = torch.nn.utils.rnn.pad_sequence(completions, batch_first=True)
@@ -256,9 +253,12 @@ def our_run(folder: Path, changes: Mapping[str, Any], *, lora: bool = False) -> 
     recipe = translate(config_of(folder, changes), rows=len(ROWS)).recipe(more)
     weights = changes.get("reward_weights") or [1.0]
     rewards = [named(function, weight) for function, weight in zip(REWARDS, weights, strict=False)]
+    rollouts = itertools.count()
     with in_float64(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            groupwise.training.trainer, "make_generator", lambda recipe, handle, ranks: ForcedGenerator(handle)
+            groupwise.training.trainer,
+            "make_generator",
+            lambda recipe, handle, ranks: ForcedGenerator(handle, lambda count: forced_samples(next(rollouts), count)),
         )
         trainer = Trainer(
             recipe,
