@@ -114,6 +114,8 @@ def fail_on(rank: int) -> str:
                 raise InputError("the reward is missing")
     except GroupwiseError as error:
         return f"{type(error).__name__}: {error}"
+    finally:
+        ranks.close()  # as a trainer does: gloo's threads may end a process that exits without it
     return "no error"
 
 
