@@ -86,8 +86,7 @@ class PassRateOrder(Order):
         looked = 0
         while len(batch) < n:
             if self._position == self.rows:
-                self._epoch, self._position = self._epoch + 1, 0
-                self._permutation = self._permute(self._epoch)
+                self._begin_epoch()
             if len(seen) == self.rows:
                 seen.clear()  # the batch is larger than the dataset
             row = int(self._permutation[self._position])

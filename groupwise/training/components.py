@@ -37,20 +37,12 @@ from groupwise.tasks import Task
 from groupwise.tasks.base import TaskRow
 from groupwise.text import Say, plural
 from groupwise.training.display.base import BYTES, Display
-from groupwise.training.inputs import (
-    RunInputs,
-    check_metric,
-    load_inputs,
-    measured_metrics,
-    read_phases,
-)
+from groupwise.training.inputs import RunInputs, check_metric, load_inputs, measured_metrics, read_phases
 from groupwise.training.preference import PREFERENCE_ACCURACY
 from groupwise.training.preference.dataset_pairs import PairSplits, load_pairs
 from groupwise.training.schedule.lengths import RunLength, run_length
 from groupwise.training.teacher import load_teacher, with_teacher_ids
-from groupwise.training.update.objective import (
-    needs_reference,
-)
+from groupwise.training.update.objective import needs_reference
 from groupwise.training.update.teacher import Teacher
 
 FETCH_STAGES = {

@@ -16,7 +16,7 @@ from groupwise.integrations.trl.datasets import evaluation_rows, is_stream, trai
 from groupwise.integrations.trl.peft import INITIALISED_BY_PEFT, add_by_peft, lora_settings
 from groupwise.integrations.trl.rewards import RewardWeights, load_reward_models, make_rewards, reward_errors_as_in_trl
 from groupwise.integrations.trl.run import RunEpochs
-from groupwise.integrations.trl.translate import translate
+from groupwise.integrations.trl.translate import ALL, text_of, translate
 from groupwise.model import load_model, load_tokenizer
 from groupwise.model.device import resolve_device
 from groupwise.rewards import RewardFunction
@@ -48,7 +48,7 @@ OWN_SETTINGS = {
     "run.tensorboard": False,
     "run.wandb": None,
     "run.push_to_hub": None,
-    "run.keep_checkpoints": 2**31 - 1,
+    "run.keep_checkpoints": ALL,
     "run.show_samples": 0,
     "evaluate.before_training": False,
     "data.assistant_last": True,
@@ -96,7 +96,7 @@ def prepare_training(
     evaluation_sets = evaluation_rows(eval_dataset, remove_unused_columns=hides_columns)
     if args.eval_strategy != "no" and not evaluation_sets:
         raise ConfigError(
-            f"eval_strategy is {str(getattr(args.eval_strategy, 'value', args.eval_strategy))!r}, but there is no "
+            f"eval_strategy is {text_of(args.eval_strategy)!r}, but there is no "
             "eval_dataset: give one to GRPOTrainer, or set eval_strategy to 'no'"
         )
     _check_model(model)

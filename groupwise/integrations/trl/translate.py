@@ -409,7 +409,7 @@ class Translator:
             "optimizer.max_grad_norm": self._max_grad_norm(),
         }
         self._schedule()
-        name = _text(args.optim)
+        name = text_of(args.optim)
         if name not in OPTIMIZERS:
             self._refuse(
                 "optim", f"{name!r} is not supported (there are: {', '.join(OPTIMIZERS)}); or pass optimizers="
@@ -447,7 +447,7 @@ class Translator:
 
     def _schedule(self) -> None:
         args = self.args
-        name = _text(args.lr_scheduler_type)
+        name = text_of(args.lr_scheduler_type)
         if name in SCHEDULES_WITHOUT_EQUAL:
             self._refuse("lr_scheduler_type", f"{name!r} is not supported; use another one, or pass optimizers=")
             return
@@ -463,7 +463,7 @@ class Translator:
     def _model(self) -> None:
         args = self.args
         loading = dict(args.model_init_kwargs or {})
-        dtype = _text(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "float32")
+        dtype = text_of(loading.pop("dtype", None) or loading.pop("torch_dtype", None) or "float32")
         revision, trust = loading.pop("revision", None), loading.pop("trust_remote_code", args.trust_remote_code)
         for name, value in loading.items():
             if name not in LOADING_NEUTRAL and value is not None and value != LOADING_DEFAULTS.get(name):
@@ -507,7 +507,7 @@ class Translator:
     def _evaluation(self) -> None:
         args = self.args
         samples = args.num_generations_eval or args.num_generations
-        every = 0 if args.eval_strategy == "no" else self._interval("eval_steps", _text(args.eval_strategy))
+        every = 0 if args.eval_strategy == "no" else self._interval("eval_steps", text_of(args.eval_strategy))
         self.settings |= _known({"evaluate.every": every}) | {
             "evaluate.before_training": args.eval_on_start,
             "evaluate.samples": samples,
@@ -517,7 +517,9 @@ class Translator:
 
     def _logging(self) -> None:
         args = self.args
-        every = None if args.logging_strategy == "no" else self._interval("logging_steps", _text(args.logging_strategy))
+        every = (
+            None if args.logging_strategy == "no" else self._interval("logging_steps", text_of(args.logging_strategy))
+        )
         self.settings |= _known({"run.log_every": every})
         self.settings |= {"run.folder": args.output_dir, "run.name": args.run_name}
         shown = args.num_completions_to_print or args.generation_batch_size
@@ -528,7 +530,7 @@ class Translator:
 
     def _saving(self) -> None:
         args = self.args
-        strategy = _text(args.save_strategy)
+        strategy = text_of(args.save_strategy)
         if strategy == "best":
             self.notes.append(
                 "save_strategy 'best': GRPOTrainer saves a checkpoint when the metric improves, a recipe with "
@@ -558,7 +560,7 @@ def _differs(value: Any, entry: dataclasses.Field[Any]) -> bool:
     return bool(value != default and value not in (None, "", False, [], {}, 0.0))
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
     """The text of an enum member of transformers, of a torch dtype, or of a text."""
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
