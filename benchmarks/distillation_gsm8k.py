@@ -27,6 +27,7 @@ SHOW = (
     "{prompt}\n\nThis is a correct solution of the problem, for your reference:\n{answer}\n\nNow write your own "
     "solution, step by step, in the requested form, as if you had not seen it."
 )
+SHOW_FIRST = "A correct solution of the problem below, for your reference:\n{answer}\n\nThe problem:\n{prompt}"
 MEASURED = {"data.max_prompt_length": 1024, "evaluate.max_new_tokens": 512}
 LORA = {
     "model.lora.rank": 32,
@@ -47,6 +48,7 @@ ALONE = {**TEACHER, "loss.policy_coef": 0.0}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "before": ("the model itself", {}),
     "self": ("itself, shown the worked answer", ALONE),
+    "self-first": ("itself, shown it before the problem", {**ALONE, "distillation.show": SHOW_FIRST}),
     "grpo": ("GRPO", {}),
     "self-sampled": ("itself, sampled KL", {**ALONE, "distillation.kl": "sampled"}),
     "both": ("GRPO and itself", {**TEACHER, "distillation.weight": 0.1}),

@@ -38,6 +38,8 @@ class GroupwiseError(Exception):
     A very long message loses its middle: it repeats what a user or a file gave, which may be of any length.
     """
 
+    on_all_ranks = False  # whether each process of the run raises an error at this place, so that all can save together
+
     def __init__(self, *arguments: object) -> None:
         super().__init__(*(shorten(part) if isinstance(part, str) else part for part in arguments))
 
@@ -84,7 +86,7 @@ class RewardError(GroupwiseError, RuntimeError, ValueError):
 
 
 class TeacherServerError(GroupwiseError, RuntimeError):
-    """A teacher's server does not answer, or not with log-probs. If a run has several processes, all raise it."""
+    """A teacher's server does not answer, or not with log-probs."""
 
 
 class UserCodeError(GroupwiseError, RuntimeError):

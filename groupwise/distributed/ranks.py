@@ -4,8 +4,9 @@ Every rank holds the complete batch, and only expensive work is divided, so all 
 rewards, gradients and weights. `Ranks` is the run's only use of `torch.distributed`: one rank alone needs none of it.
 
 A divided piece of work stands in a `with ranks.stage(…)` block, what it gave is exchanged after it. An error in the
-block is raised on all ranks, with the number of the one that it happened on; if memory ran out on one, all raise that,
-so that all can repeat the work with less. A rank that is dead or late ends the others with its number and where it was.
+block is raised on all ranks, with the number of the one that it happened on, so that they can save together before they
+end; if memory ran out on one, all raise that, so that all can repeat the work with less. A rank that is dead or late
+ends the others with its number and where it was.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from groupwise.distributed.message import decode, encode
 from groupwise.distributed.split import split_by_cost
-from groupwise.errors import ConfigError, RankError, check_integer, is_out_of_memory
+from groupwise.errors import ConfigError, GroupwiseError, RankError, check_integer, is_out_of_memory
 from groupwise.text import error_reason, format_duration
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # as torchrun sets them
@@ -73,15 +74,23 @@ class Ranks:
                 self._end(name, error)
             failure = error
         self._note(f"waiting after {name}")
-        reason = "" if failure is None else OUT_OF_MEMORY if is_out_of_memory(failure) else _reason(failure)
-        reasons = {rank: text.decode() for rank, text in enumerate(self._exchange(reason.encode())) if text}
+        report, reason = b"", ""
+        if failure is not None:
+            reason = OUT_OF_MEMORY if is_out_of_memory(failure) else _reason(failure)
+            report = encode([reason, isinstance(failure, GroupwiseError)])
+        reports = {rank: decode(data) for rank, data in enumerate(self._exchange(report)) if data}
+        on_all_ranks = all(is_known for _, is_known in reports.values())
         if failure is not None and reason != OUT_OF_MEMORY:
+            if isinstance(failure, GroupwiseError):
+                failure.on_all_ranks = on_all_ranks
             raise failure
         failure = None  # its traceback holds the memory that is to be freed
-        for rank, reason in reasons.items():
+        for rank, (reason, _) in reports.items():
             if reason != OUT_OF_MEMORY:
-                raise RankError(f"rank {rank} failed while {name}: {reason}")
-        for rank in reasons:
+                reported = RankError(f"rank {rank} failed while {name}: {reason}")
+                reported.on_all_ranks = on_all_ranks
+                raise reported
+        for rank in reports:
             raise torch.OutOfMemoryError(f"memory ran out on rank {rank} while {name}")
 
     def on_main(self, name: str, work: Callable[[], _Result]) -> _Result | None:

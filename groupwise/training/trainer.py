@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 
 from groupwise.algorithms import find_algorithm
 from groupwise.config import Recipe, with_settings
-from groupwise.errors import ConfigError, GroupwiseError, RewardError, TeacherServerError
+from groupwise.errors import ConfigError
 from groupwise.evaluate import Evaluation
 from groupwise.generate.registry import make_generator
 from groupwise.grouping.workers import make_grouper
@@ -75,7 +76,10 @@ from groupwise.training.update.user_optimizer import user_optimizer
 
 
 class Callback:
-    """Derive from this class and override what you need; the trainer may be inspected freely."""
+    """Derive from this class and override what you need; the trainer may be inspected freely.
+
+    To sample with ``trainer.generator`` after a step, call ``trainer.update_generator()`` before.
+    """
 
     def on_start(self, trainer: Trainer) -> None: ...
     def on_rollout(self, trainer: Trainer, batch: Batch, group_advantages: GroupAdvantages) -> None: ...
@@ -332,11 +336,16 @@ class Trainer:
                 report = self._step()
             except RolloutsStopped:  # while it waited for rewards; the state is that of the finished steps
                 return
-            except GroupwiseError as error:
+            except Exception as error:
                 if undo():
                     self._save_finished_steps(error)
                 raise
-            self._after_step(report)
+            self.ranks.on_main("recording the step", partial(self._record, report))
+            try:
+                self._after_step(report)
+            except Exception as error:
+                self._save_finished_steps(error)
+                raise
             yield report
 
     def _undo_point(self) -> Callable[[], bool]:
@@ -353,21 +362,18 @@ class Trainer:
 
         return undo
 
-    def _save_finished_steps(self, error: GroupwiseError) -> None:
-        """Save before an error ends the run, such as that of a judge or a teacher that does not answer.
+    def _save_finished_steps(self, error: Exception) -> None:
+        """Save before an error ends the run, such as that of a judge that does not answer, or of a callback.
 
         Several processes must save together, so only after an error that all of them raise.
         """
-        of_all = isinstance(error, TeacherServerError) or (
-            isinstance(error, RewardError) and self.collector.asynchronous
-        )
         if not self.state.step or not (self.automatic or self.collector.asynchronous):
             return
-        if self.ranks.size > 1 and not of_all:
+        if self.ranks.size > 1 and not getattr(error, "on_all_ranks", False):
             return
         try:
             self.save()
-        except GroupwiseError as failure:
+        except Exception as failure:
             self.say(f"step {self.state.step} could not be saved: {failure}")
 
     def finish(self) -> RunResult:
@@ -438,6 +444,7 @@ class Trainer:
         self.display.begin_step(state.step + 1)
         number, is_new = self.updates.rollout_number(state.step), not self.updates.left
         if is_new and samples_completions(step_recipe):
+            self.update_generator()
             rollout = self.collector.collect(number, step_recipe, self.trainer_state(), self.timer)
         else:  # the last rollout is still in use, or the step learns from pairs of a data set
             rollout = RolloutResult(empty_batch(len(self.collector.names)))
@@ -458,8 +465,6 @@ class Trainer:
             updates = self.updates.run(step_recipe, log_term_gradients=log_terms)
         state.step += 1
         state.tokens += rollout.tokens
-        if not self.updates.left:
-            self.generator.update_weights(state.step)
         refresh = step_recipe.reference
         if self.reference is not None and refresh.refresh_every and state.step % refresh.refresh_every == 0:
             self.reference.refresh(refresh.mix)
@@ -507,9 +512,8 @@ class Trainer:
         metrics |= say_warnings(self.health_checks.observe(step, metrics, step_recipe), step, self.say)
 
     def _after_step(self, report: StepReport) -> None:
-        """Record the step, let the schedule see it, and evaluate and save if that is due."""
+        """Show the step, let the schedule see it, and evaluate and save if that is due."""
         step = self.state.step
-        self.ranks.on_main("recording the step", lambda: self._record(report))
         if self.recipe.run.show_samples and len(report.batch):
             self.display.samples(samples_of_step(report.batch, report.group_advantages, self.recipe))
         self.display.expect(self.total_steps)
@@ -520,13 +524,9 @@ class Trainer:
         save_every = self.recipe.run.checkpoint_every
         save = self.automatic and (last or stop or bool(save_every and step % save_every == 0))
         if save:
-            self.save()  # before the evaluation, whose failure must not lose the step
+            self.save()  # before the evaluation, in which the process may be killed
         if self._evaluation_is_due:
-            try:
-                self.evaluate()
-            except GroupwiseError as error:
-                self._save_finished_steps(error)
-                raise
+            self.evaluate()
             if save:
                 self.save()
         self.timer.take()  # what is not part of a step
@@ -608,6 +608,11 @@ class Trainer:
             self._call("on_checkpoint", folder)
         return folder
 
+    def update_generator(self) -> None:
+        """Let the generator sample with the weights of the last finished step."""
+        if self.generator.version != self.state.step:
+            self.generator.update_weights(self.state.step)
+
     def evaluate(self) -> Evaluation | None:
         """Measure the policy on what is held out, and remember the best; None if nothing is held out."""
         if self.metric is None:
@@ -617,8 +622,7 @@ class Trainer:
         else:
             self.display.stage("evaluating pairs")
         step_recipe = self.step_recipe()
-        if self.generator.version != self.state.step:  # between two updates of a rollout
-            self.generator.update_weights(self.state.step)
+        self.update_generator()
         evaluation = evaluate_policy(
             self.components,
             self.generator,

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from groupwise.distributed.ranks import Ranks
+from groupwise.rewards import named
 from groupwise.training.trainer import Callback
 from tests.distributed.forks import Ended, drive, fork_ranks, values
 from tests.distributed.test_training import check_close, train
@@ -163,30 +164,40 @@ def test_a_run_of_two_goes_on_with_another_number(stopped, size):
     check_close(stopped[0] / "uninterrupted", stopped[0] / f"resumed-{size}", STEPS)
 
 
-def fails(completions: list[str], **_: Any) -> list[float]:
-    if os.environ.get("RANK") == "1":
+def fails(completions: list[str], trainer_state: Any, **_: Any) -> list[float]:
+    if os.environ.get("RANK") == "1" and trainer_state.global_step == 2:
         raise ValueError("no answer from the judge")
-    return [0.5] * len(completions)
+    return answers(completions)
+
+
+def answers(completions: list[str], **_: Any) -> list[float]:
+    return [len(set(text)) / 8 for text in completions]
 
 
 def fail_on_one(folder: str) -> list[Ended]:
     from tests.training.runs import small_trainer
 
-    def work() -> Any:
-        trainer = small_trainer(Path(folder), QUICK, rewards=[fails])
-        return trainer.run().steps
+    def work(place: str = "", judge: Any = fails, **options: Any) -> Any:
+        seldom = {"run": {"checkpoint_every": 0}}
+        functions = [named(judge, name="judge")]
+        return small_trainer(Path(folder + place), QUICK, seldom, rewards=functions, **options).run().steps
 
     def refused() -> Any:
         return small_trainer(Path(f"{folder}-2"), QUICK, {"train": {"mini_batches": 100}}).run().steps
 
-    return [*fork_ranks(2, work), *fork_ranks(2, refused)]
+    failed = fork_ranks(2, work)
+    values(fork_ranks(2, lambda: work(judge=answers, resume=True, allow_changed=True)))
+    values(fork_ranks(2, lambda: work("-uninterrupted", judge=answers)))
+    return [*failed, *fork_ranks(2, refused)]
 
 
-def test_an_error_on_one_rank_ends_all_with_its_reason(tmp_path):
+def test_an_error_on_one_rank_ends_all_with_its_reason_and_loses_no_finished_step(tmp_path):
     first, second, *refused = drive(f"{HERE}:fail_on_one", str(tmp_path / "run"))
     assert [first[0], second[0]] == [2, 2]
-    assert first[2].startswith("RankError: rank 1 failed while scoring: reward 'fails' failed on")
+    assert first[2].startswith("RankError: rank 1 failed while scoring: reward 'judge' failed on")
     assert "no answer from the judge" in first[2]
-    assert second[2].startswith("RewardError: reward 'fails' failed on")
+    assert "saved up to checkpoint-2; go on with --resume" in first[2]
+    assert second[2].startswith("RewardError: reward 'judge' failed on")
+    check_same(tmp_path / "run-uninterrupted", tmp_path / "run", STEPS)
     assert all(end[2].startswith("ConfigError: train.mini_batches 100") for end in refused)
     assert not (tmp_path / "run-2").exists()

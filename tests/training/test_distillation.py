@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -485,7 +486,9 @@ def test_processes_whose_teacher_dies_save_together(tmp_path, folder, servers):
     values(go("long", servers.urls["vllm"]))
     with TeacherProcess(folder, ["dies 33"]) as process:  # each process makes two requests at the start
         results = go("short", process.urls["dies 33"])
-    assert all("TeacherServerError" in str(result) for result in results), results
+    for result in results:  # the server fails one or both
+        assert re.match("TeacherServerError|RankError: rank . failed while asking the teacher", result.error), results
+    assert any("TeacherServerError" in result.error for result in results)
     assert (tmp_path / "short" / "checkpoint-2").exists()
     values(go("short", servers.urls["vllm"], resume=True))
     check_same(tmp_path / "long", tmp_path / "short", 4)

@@ -9,6 +9,7 @@ import pytest
 
 from groupwise.config import load_recipe
 from groupwise.errors import CheckpointError, ConfigError, GroupwiseError, RewardError
+from groupwise.integrations.vllm.errors import VllmError
 from groupwise.rundir import read_json
 from groupwise.tasks import Task
 from groupwise.text import plural
@@ -292,6 +293,25 @@ def test_a_reward_that_fails_between_two_checkpoints_loses_no_step(tmp_path):
         check_same(tmp_path / "whole", folder, 3)
 
 
+def test_weights_that_cannot_be_sent_to_the_generator_lose_no_step(tmp_path):
+    changes = {"run": {"checkpoint_every": 0}, "evaluate": {"every": 0, "before_training": False}}
+    small_trainer(tmp_path / "whole", QUICK, changes).run()
+    trainer = small_trainer(tmp_path / "run", QUICK, changes)
+    update = trainer.generator.update_weights
+
+    def no_answer(version):
+        if version == 2:
+            raise VllmError("no vLLM server could be used")
+        update(version)
+
+    trainer.generator.update_weights = no_answer
+    with pytest.raises(VllmError, match="no vLLM server"):
+        trainer.run()
+    assert (tmp_path / "run" / "checkpoint-2").exists()
+    small_trainer(tmp_path / "run", QUICK, changes, resume=True).run()
+    check_same(tmp_path / "whole", tmp_path / "run", 3)
+
+
 @pytest.mark.parametrize(
     "point",
     [
@@ -300,8 +320,9 @@ def test_a_reward_that_fails_between_two_checkpoints_loses_no_step(tmp_path):
     ],
 )
 def test_a_failing_callback(tmp_path, point):
-    """Whatever a callback does in step 2, the run before it is whole and goes on to the same end."""
-    small_trainer(tmp_path / "whole", QUICK).run()
+    """Whatever a callback does in step 2, the finished steps are saved, and the run goes on to the same end."""
+    seldom = {"run": {"checkpoint_every": 0}}
+    small_trainer(tmp_path / "whole", QUICK, seldom).run()
 
     class Mistake(Callback):
         pass
@@ -312,8 +333,9 @@ def test_a_failing_callback(tmp_path, point):
 
     setattr(Mistake, point, fail)
     with pytest.raises(KeyError, match="mine"):
-        small_trainer(tmp_path / "run", QUICK, callbacks=[Mistake()]).run()
-    small_trainer(tmp_path / "run", QUICK, resume=True).run()
+        small_trainer(tmp_path / "run", QUICK, seldom, callbacks=[Mistake()]).run()
+    assert (tmp_path / "run" / f"checkpoint-{1 if point == 'on_rollout' else 2}").exists()
+    small_trainer(tmp_path / "run", QUICK, seldom, resume=True).run()
     check_same(tmp_path / "whole", tmp_path / "run", 3)
 
 

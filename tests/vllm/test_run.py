@@ -44,6 +44,7 @@ class Compare(Callback):
 
     def on_step(self, trainer, report):
         prompts = [prompt.ids for prompt in trainer.components.train.prompts[:2]]
+        trainer.update_generator()
         theirs = trainer.generator.generate(prompts, 1, GREEDY)
         assert torch.equal(theirs.ids, Engine(trainer.components.handle).generate(prompts, 1, GREEDY).ids)
         assert theirs.versions[theirs.mask].unique().tolist() == [report.step]

@@ -29,7 +29,6 @@ class TrlRun(Trainer):
         """Leave out the updates that are left of a rollout, and the rows that are left of the epoch."""
         self.updates.discard()
         self.order.skip_epoch()
-        self.generator.update_weights(self.state.step)
 
     def _out_of_patience(self) -> bool:
         return self.over

@@ -243,8 +243,7 @@ class GRPOTrainer(TrainingFlow):
     def _sampler(self) -> Any:
         """The generator of the run, with its current weights; one of its own before training."""
         if self._run is not None:
-            if self._run.generator.version != self._run.state.step:
-                self._run.generator.update_weights(self._run.state.step)
+            self._run.update_generator()
             return self._run.generator
         if self._generator is None:
             self._generator = make_generator(self.recipe, self._setup.components.handle, self._ranks)

@@ -10,7 +10,6 @@ import torch
 from groupwise.config import Recipe
 from groupwise.core.filters import KeptSets
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import RewardError
 from groupwise.grouping.grouper import GroupingResult
 from groupwise.rewards.sharded import plain_value
 from groupwise.training.rollout.async_collector import AsyncCollector, RolloutsStopped
@@ -39,13 +38,9 @@ class SharedCollector(AsyncCollector):
                     sent = {"result": result_message(result), "order": self.order.state()}
                 except RolloutsStopped:
                     sent = {"stopped": True}
-                except RewardError as error:  # on all ranks, which save the finished step together
-                    sent = {"failed": str(error)}
         sent = self.ranks.from_main(sent)
         if "stopped" in sent:
             raise RolloutsStopped
-        if "failed" in sent:
-            raise RewardError(sent["failed"])
         if result is None:
             self.order.load_state(sent["order"])
             result = self._result(sent["result"])

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from groupwise.core.distillation import NextTokens, reverse_kl, top_k_reverse_kl
 from groupwise.distributed.fsdp import full
 from groupwise.distributed.ranks import Ranks
-from groupwise.errors import ConfigError, GroupwiseError, TeacherServerError
+from groupwise.errors import ConfigError
 from groupwise.model.handle import ModelHandle, eval_mode
 from groupwise.model.logprobs import flat_to_rows, iter_pack_states
 from groupwise.model.lora import adapter_off
@@ -167,18 +167,10 @@ def ask_server(
     top_k: int,
     ranks: Ranks,
 ) -> TeacherLogps:
-    """What the server says about all completions, on every rank; each asks for its share of the prompts.
+    """What the server says about all completions, on every rank; each asks for its share of the prompts."""
 
-    An error that one rank meets is a `TeacherServerError` of all of them, so that they can save together.
-    """
-
-    def work(numbers: list[int]) -> list[list[list[Tensor]] | str]:
-        try:
-            answers = server.score([prompts[n] for n in numbers], [completions[n] for n in numbers], top_k)
-        except GroupwiseError as error:
-            if ranks.size == 1:
-                raise
-            return [str(error)] * len(numbers)
+    def work(numbers: list[int]) -> list[list[list[Tensor]]]:
+        answers = server.score([prompts[n] for n in numbers], [completions[n] for n in numbers], top_k)
         return [[list(answer) for answer in members] for members in answers]
 
     costs = [
@@ -186,16 +178,9 @@ def ask_server(
         for prompt, members in zip(prompts, completions, strict=True)
     ]
     answers = ranks.divide("asking the teacher", costs, work)
-    logps, ids, top = zip(*(answer for members in answers for answer in _answered(members)), strict=True)
+    logps, ids, top = zip(*(answer for members in answers for answer in members), strict=True)
     return TeacherLogps(
         pad_sequence(list(logps), batch_first=True),
         pad_sequence(list(ids), batch_first=True, padding_value=-1),
         pad_sequence(list(top), batch_first=True),
     )
-
-
-def _answered(members: list[list[Tensor]] | str) -> list[list[Tensor]]:
-    """The answers about a prompt's completions, unless asking for them has failed on some rank."""
-    if isinstance(members, str):
-        raise TeacherServerError(members)
-    return members
