@@ -23,11 +23,11 @@ from groupwise.training.store.token_files import EVALUATIONS
 
 FILES = {"data.train": "gsm8k_train.jsonl", "data.held_out": "gsm8k_test.jsonl"}
 MODEL = "qwen2.5-coder-1.5b"
-SHOW = (
+ABOVE = "A correct solution of the problem below, for your reference:\n{answer}\n\nThe problem:\n{prompt}"
+BELOW = (
     "{prompt}\n\nThis is a correct solution of the problem, for your reference:\n{answer}\n\nNow write your own "
     "solution, step by step, in the requested form, as if you had not seen it."
 )
-SHOW_FIRST = "A correct solution of the problem below, for your reference:\n{answer}\n\nThe problem:\n{prompt}"
 MEASURED = {"data.max_prompt_length": 1024, "evaluate.max_new_tokens": 512}
 LORA = {
     "model.lora.rank": 32,
@@ -43,12 +43,12 @@ LORA = {
     "run.checkpoint_every": 10,
     "run.save_tokens_every": 0,
 }
-TEACHER = {"distillation.weight": 1.0, "distillation.teacher": "reference", "distillation.show": SHOW}
+TEACHER = {"distillation.weight": 1.0, "distillation.teacher": "reference", "distillation.show": ABOVE}
 ALONE = {**TEACHER, "loss.policy_coef": 0.0}
 ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "before": ("the model itself", {}),
-    "self": ("itself, shown the worked answer", ALONE),
-    "self-first": ("itself, shown it before the problem", {**ALONE, "distillation.show": SHOW_FIRST}),
+    "self": ("itself, shown the worked answer above the problem", ALONE),
+    "self-below": ("itself, shown it below the problem", {**ALONE, "distillation.show": BELOW}),
     "grpo": ("GRPO", {}),
     "self-sampled": ("itself, sampled KL", {**ALONE, "distillation.kl": "sampled"}),
     "both": ("GRPO and itself", {**TEACHER, "distillation.weight": 0.1}),
@@ -88,8 +88,8 @@ def run_arm(arm: str, args: argparse.Namespace) -> None:
     if arm == "before":
         answers = folder / "answers.jsonl"
         groupwise("eval", RECIPES / "gsm8k.toml", {**settings, **given(args.set)}, arm, "--answers", str(answers))
-        lines = answers.read_text(encoding="utf-8").splitlines()
-        result: dict[str, Any] = {"right": [bool(json.loads(line)["accuracy"]) for line in lines], "tokens": 0}
+        rows = [json.loads(line) for line in answers.read_text(encoding="utf-8").splitlines()]
+        result: dict[str, Any] = {**graded(rows, ""), "tokens": 0}
     else:
         recipe = write_recipe(args.tokens, folder)
         settings |= {**LORA, **ARMS[arm][1], **given(args.set), "run.folder": folder / "run"}
@@ -124,13 +124,19 @@ def figures(run: Path) -> dict[str, Any]:
     rows = read_metrics(run / "metrics.jsonl")
     evaluations = step_files(run / EVALUATIONS)
     return {
-        "right": [bool(row["grade/accuracy"]) for row in read_rows(evaluations[max(evaluations)])],
+        **graded(list(read_rows(evaluations[max(evaluations)])), "grade/"),
         "tokens": max(metric_column(rows, "num_tokens")[1]),
         "steps": len(metric_column(rows, "step_time")[1]),
         "seconds": sum(metric_column(rows, "step_time")[1]),
         "kl": [row["distillation/kl"] for row in rows if "distillation/kl" in row],
         "length": [row["completions/mean_length"] for row in rows if "completions/mean_length" in row],
     }
+
+
+def graded(rows: list[dict[str, Any]], prefix: str) -> dict[str, list[bool]]:
+    """Which answers are right, and which if their form does not count."""
+    names = {"right": "accuracy", "lenient": "accuracy_lenient"}
+    return {name: [bool(row[prefix + grade]) for row in rows] for name, grade in names.items()}
 
 
 def table(results: Path) -> str:
@@ -150,6 +156,7 @@ def table(results: Path) -> str:
             [
                 ARMS[arm][0],
                 shown(accuracy),
+                shown(proportion_interval(sum(result["lenient"]), len(right))) if "lenient" in result else "",
                 *(difference(found, arm, other) for other in ("before", "grpo")),
                 f"{result['tokens']:,.0f}",
                 f"{result.get('steps', 0)}",
@@ -159,7 +166,7 @@ def table(results: Path) -> str:
             ]
         )
     work = next(iter(found.values()))
-    header = ["arm", "right", "− before", "− GRPO", "sampled tokens", "steps", "s in steps", "s in all", "KL per token"]
+    header = ["arm", "right", "in any form", "− before", "− GRPO", "sampled tokens", "steps", "s in steps", "s in all", "KL per token"]
     first = f"{work['work']['model']}, {sizes.pop():,} held-out questions, {work['machine']}; 95 % intervals"
     return f"{first}\n\n{markdown_table(header, rows)}"
 

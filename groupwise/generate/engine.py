@@ -23,7 +23,7 @@ from groupwise.generate.local import LocalGenerator
 from groupwise.generate.memory import CachePlan, plan_cache
 from groupwise.generate.plain import PlainGenerator
 from groupwise.generate.request import ActiveSamples, OutputBuffer, RandomStream, Request
-from groupwise.generate.runner import Runner, StepBatch
+from groupwise.generate.runner import Runner, SavedSample, StepBatch
 from groupwise.generate.sampling import OccurredTokens
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Generator, Progress, Rollout, Sampling, Stop
@@ -104,14 +104,18 @@ class Engine(LocalGenerator):
             self.cache_bytes,
             held_bytes=0 if self._cache is None else self._cache.bytes,
             all_rows=self.isolated,
+            grows=not self.graphs and not self.isolated,
         )
         runner = self._runner(plan, request)
-        scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots)
-        active, output = ActiveSamples(request, scheduler), OutputBuffer(request, stop, self.progress)
+        pages = None if plan.page_tokens >= request.longest else plan.pages
+        scheduler = Scheduler(request.prompt_lengths, request.counts, plan.prompt_tokens, plan.slots, pages)
+        active, output = ActiveSamples(request, scheduler, runner.cache), OutputBuffer(request, stop, self.progress)
+        preempted: dict[int, SavedSample] = {}
         random_stream = RandomStream(request, plan.slots)
         in_flight: deque[tuple[StepBatch, Any]] = deque()
         first_logits: dict[int, Tensor] = {}
-        stats = {"rows": plan.slots, "prefilled_prompts": 0, "prefilled_tokens": 0, "decode_steps": 0}
+        names = ("prefilled_prompts", "prefilled_tokens", "decode_steps", "preempted")
+        stats = {"rows": plan.slots, **dict.fromkeys(names, 0)}
         while not scheduler.done or in_flight:
             before = len(in_flight)
             new_prompts, new_samples = scheduler.admit(self.prefill_tokens)
@@ -121,6 +125,11 @@ class Engine(LocalGenerator):
                 first_logits.update(zip(numbers, logits, strict=True))
                 stats["prefilled_prompts"] += len(numbers)
                 stats["prefilled_tokens"] += sum(request.prompt_lengths[number] for number in numbers)
+            for sample, slot in [pair for pair in new_samples if pair[0] in preempted]:
+                new_samples.remove((sample, slot))
+                active.resume(sample)
+                random_stream.assign([sample], [slot])
+                runner.restore(preempted.pop(sample), slot, scheduler.pages_of[sample])
             if new_samples:
                 admitted = active.admit(new_samples)
                 logits = torch.stack([first_logits[request.prompt_of[sample]] for sample in admitted.samples])
@@ -131,15 +140,22 @@ class Engine(LocalGenerator):
                 in_flight.append((admitted, runner.first(logits, admitted, random_stream.of(admitted))))
                 first_logits = {number: first_logits[number] for number in scheduler.partly_waiting()}
                 active.drop_full()
+            for sample in active.without_room():
+                while sample in scheduler.slot_of and not active.grow(sample):
+                    last = next(reversed(scheduler.slot_of))
+                    preempted[last] = runner.save(scheduler.slot_of[last], scheduler.pages_of[last])
+                    active.preempt(last)
+                    stats["preempted"] += 1
             if (following := active.next_batch()) is not None:
                 in_flight.append((following, runner.decode(following, random_stream.of(following))))
                 stats["decode_steps"] += 1
                 active.drop_full()
             idle = len(in_flight) == before  # nothing can be launched before an output is read
-            while len(in_flight) > (before - 1 if idle else runner.lag):
+            while in_flight and len(in_flight) > (before - 1 if idle else runner.lag):
                 batch, step = in_flight.popleft()
                 for sample in output.append(batch, runner.read(step)):
                     active.drop(sample)
+                    preempted.pop(sample, None)
         return output.rollout(self.version, stats, runner.kept_ids())
 
     def _runner(self, plan: CachePlan, request: Request) -> Runner:

@@ -46,7 +46,7 @@ class TiledLayout:
         step = self.step
         out: Tensor = decode_attention(
             inputs.query, inputs.key, inputs.value,
-            cache.pool_keys, cache.pool_values, cache.slot_keys, cache.slot_values,
+            cache.pool_keys, cache.pool_values, cache.page_keys, cache.page_values,
             step.slots, step.lengths, step.positions, step.prompt_lengths,
             step.tile_starts, step.tile_lengths, step.tile_rows,
             inputs.scale, inputs.window or 0, inputs.softcap or 0.0, self.splits,

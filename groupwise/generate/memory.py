@@ -11,6 +11,7 @@ from groupwise.model.device import free_memory
 from groupwise.model.handle import ModelHandle
 
 FREE_MEMORY_SHARE = 0.7  # the rest is for activations, logits and other processes
+PAGE_TOKENS = 128  # of a page, where samples have several
 
 
 class CachePlan(NamedTuple):
@@ -18,7 +19,8 @@ class CachePlan(NamedTuple):
 
     prompt_tokens: int  # of the pool
     slots: int
-    length: int  # tokens per slot
+    pages: int
+    page_tokens: int
 
 
 def plan_cache(
@@ -30,9 +32,12 @@ def plan_cache(
     cache_bytes: int | None,
     held_bytes: int = 0,
     all_rows: bool = False,
+    grows: bool = False,
 ) -> CachePlan:
     """Slots for all samples, or as many as ``max_num_seqs`` and the memory allow, and a pool for their prompts.
 
+    Each sample has a page for its longest completion. If there is not enough memory for that, and samples can get one
+    page after another (``grows``), the pages are small and fill the memory.
     held_bytes: the size of the cache of an earlier call, which counts as free.
     all_rows: always ``max_num_seqs`` slots, or an error.
     """
@@ -43,19 +48,24 @@ def plan_cache(
     tokens = budget // per_token
     longest = sorted(prompt_lengths, reverse=True)
     rows = max_num_seqs if all_rows else min(sum(counts), max_num_seqs)
-    while rows > 0:
+    group = max_num_seqs if all_rows else min(max(counts), max_num_seqs)
+    most_pages = -(-length // PAGE_TOKENS)  # of one sample
+    grows = grows and most_pages > 1
+    least = 1 if grows else group
+    while rows >= least:
         # The prompts that can be active at once: those of ``rows`` samples, and one more for a straggler.
         pool = sum(longest[: -(-rows // min(counts)) + 1])
         if pool + (rows + 1) * length <= tokens:
-            break
+            return CachePlan(pool, rows, rows, length)
+        pages = (tokens - pool) // PAGE_TOKENS - 1
+        if grows and pages >= max(most_pages + 1, 2 * rows):
+            return CachePlan(pool, rows, min(pages, rows * most_pages), PAGE_TOKENS)
         rows = rows - 1 if rows < 16 else rows * 15 // 16
-    group = max_num_seqs if all_rows else min(max(counts), max_num_seqs)
-    if rows < group:
-        needed = (longest[0] + (group + 1) * length) * per_token
-        source = "cache_bytes" if cache_bytes is not None else "the free memory"
-        raise InputError(
-            f"one group of {group} samples of up to {length} tokens with a prompt of {longest[0]} takes "
-            f"{needed / 2**20:,.1f} MiB of cache, but {source} is {budget / 2**20:,.1f} MiB; raise cache_bytes, or use "
-            "fewer samples, fewer tokens or shorter prompts"
-        )
-    return CachePlan(pool, rows, length)
+    needed = longest[0] + ((most_pages + 2) * PAGE_TOKENS if grows else (group + 1) * length)
+    what = "one completion" if grows else f"one group of {group} samples"
+    source = "cache_bytes" if cache_bytes is not None else "the free memory"
+    raise InputError(
+        f"{what} of up to {length} tokens with a prompt of {longest[0]} takes {needed * per_token / 2**20:,.1f} MiB of "
+        f"cache, but {source} is {budget / 2**20:,.1f} MiB; raise cache_bytes, or use fewer samples, fewer tokens or "
+        "shorter prompts"
+    )

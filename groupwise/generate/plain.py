@@ -79,7 +79,8 @@ class _Sampler(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         index = np.full(len(self.members), self.index)
-        batch = StepBatch(self.members, index, np.arange(len(index)), index, [])
+        rows = np.arange(len(index))
+        batch = StepBatch(self.members, index, rows, rows[:, None], index, [])
         sampling = self.request.sampling
         banned = torch.full((len(index),), True, device=scores.device) if self.index < sampling.min_new_tokens else None
         uniform = torch.from_numpy(self.random_stream.of(batch)).to(scores.device)

@@ -15,6 +15,7 @@ from groupwise.generate.runner import Group, StepBatch, StepOutput
 from groupwise.generate.sampling import uniforms
 from groupwise.generate.scheduler import Scheduler
 from groupwise.generate.types import Progress, Rollout, Sampling, Stop
+from groupwise.model.cache import SharedCache
 from groupwise.model.handle import ModelHandle
 from groupwise.model.packing import Ids, check_ids
 from groupwise.model.precision import name_not_finite
@@ -87,33 +88,63 @@ class RandomStream:
 class ActiveSamples:
     """The running samples in order of admission, and how many tokens of each have been launched."""
 
-    def __init__(self, request: Request, scheduler: Scheduler) -> None:
-        self.request, self.scheduler = request, scheduler
+    def __init__(self, request: Request, scheduler: Scheduler, cache: SharedCache) -> None:
+        self.request, self.scheduler, self.cache = request, scheduler, cache
         self.launched = np.zeros(len(request.prompt_of), np.int64)
+        self._room = np.zeros(len(request.prompt_of), np.int64)  # tokens that each sample's pages hold
         self._lengths = np.array(request.prompt_lengths)
-        self._rows: tuple[np.ndarray, np.ndarray, list[Group]] | None = None
+        self._rows: tuple[np.ndarray, np.ndarray, np.ndarray, list[Group]] | None = None
 
     def admit(self, samples: Sequence[tuple[int, int]]) -> StepBatch:
         """The batch for the first token of new samples."""
-        self._rows = None
+        for sample, _ in samples:
+            self.resume(sample)
         numbers, slots = (np.array(column) for column in zip(*samples, strict=True))
         self.launched[numbers] = 1
-        return StepBatch(numbers, np.zeros_like(numbers), slots, self._lengths[self.request.prompt_of[numbers]] - 1, [])
+        positions = self._lengths[self.request.prompt_of[numbers]] - 1
+        return StepBatch(numbers, np.zeros_like(numbers), slots, self._pages(numbers.tolist()), positions, [])
+
+    def resume(self, sample: int) -> None:
+        """Run a sample with the pages that it has now."""
+        self._rows = None
+        self._room[sample] = len(self.scheduler.pages_of[sample]) * self.cache.page_tokens
+
+    def without_room(self) -> list[int]:
+        """The running samples that need another page for their next token, in order of admission."""
+        if not self.scheduler.grows:
+            return []
+        running = np.fromiter(self.scheduler.slot_of, np.int64)
+        needy: list[int] = running[self.launched[running] > self._room[running]].tolist()
+        return needy
+
+    def grow(self, sample: int) -> bool:
+        """Give a sample another page; false if there is none."""
+        page = self.scheduler.grow(sample)
+        if page is None:
+            return False
+        self.cache.clear([page])
+        self.resume(sample)
+        return True
+
+    def preempt(self, sample: int) -> None:
+        self.scheduler.preempt(sample)
+        self._rows = None
 
     def next_batch(self) -> StepBatch | None:
         """The batch for the next token of all running samples, or None if there are none."""
         if self._rows is None:
             self._rows = self._arrange()
-        samples, slots, groups = self._rows
+        samples, slots, pages, groups = self._rows
         if not len(samples):
             return None
         index = self.launched[samples]
         self.launched[samples] += 1
-        return StepBatch(samples, index, slots, self._lengths[self.request.prompt_of[samples]] + index - 1, groups)
+        positions = self._lengths[self.request.prompt_of[samples]] + index - 1
+        return StepBatch(samples, index, slots, pages, positions, groups)
 
     def drop(self, sample: int) -> None:
         """Remove a finished sample; does nothing if it was removed already."""
-        if sample in self.scheduler.slot_of:
+        if sample in self.scheduler.slot_of or sample in self.scheduler.preempted:
             self.scheduler.finish(sample)
             self._rows = None
 
@@ -123,7 +154,7 @@ class ActiveSamples:
         for sample in running[self.launched[running] >= self.request.limits[running]].tolist():
             self.drop(sample)
 
-    def _arrange(self) -> tuple[np.ndarray, np.ndarray, list[Group]]:
+    def _arrange(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[Group]]:
         samples: list[int] = []
         groups: list[Group] = []
         for number, members in self.scheduler.groups().items():
@@ -131,7 +162,15 @@ class ActiveSamples:
             groups.append((prompt.start or 0, prompt.length, slice(len(samples), len(samples) + len(members))))
             samples += members
         slots = np.array([self.scheduler.slot_of[sample] for sample in samples], np.int64)
-        return np.array(samples, np.int64), slots, groups
+        return np.array(samples, np.int64), slots, self._pages(samples), groups
+
+    def _pages(self, samples: Sequence[int]) -> np.ndarray:
+        """The pages of these samples, one row each."""
+        lists = [self.scheduler.pages_of[sample] for sample in samples]
+        table = np.full((len(lists), max(map(len, lists), default=1)), self.cache.pages, np.int64)
+        for row, pages in zip(table, lists, strict=True):
+            row[: len(pages)] = pages
+        return table
 
 
 class OutputBuffer:

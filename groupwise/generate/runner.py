@@ -32,6 +32,7 @@ class StepBatch:
     samples: np.ndarray
     index: np.ndarray  # of the token to sample, within its completion
     slots: np.ndarray
+    pages: np.ndarray  # (rows, n) of each sample's keys and values, in order; the spare page where it has fewer
     positions: np.ndarray  # of the input token, which is the one before
     groups: Sequence[Group]
 
@@ -44,6 +45,14 @@ class StepOutput(NamedTuple):
     filtered_logps: np.ndarray
     kept_counts: np.ndarray | None = None  # tokens kept per row; 0 if nothing was filtered
     kept_ids: np.ndarray | None = None  # row after row
+
+
+class SavedSample(NamedTuple):
+    """What a preempted sample needs to go on: its last token, its keys and values, the tokens that have occurred."""
+
+    last: Tensor
+    pages: list[tuple[Tensor, Tensor]]  # of each layer, on the host
+    occurred: Tensor | None
 
 
 class Runner:
@@ -80,7 +89,7 @@ class Runner:
 
     def first(self, logits: Tensor, batch: StepBatch, uniform: np.ndarray) -> Any:
         """Sample the first tokens, from the prompts' logits ``(rows, V)``."""
-        self.cache.clear(batch.slots.tolist())
+        self.cache.clear(batch.pages.flatten().tolist())
         slots = torch.from_numpy(batch.slots).to(self.device)
         drawn = self._draw(logits, slots, batch.index, uniform)
         self.last[slots] = drawn.ids
@@ -88,10 +97,11 @@ class Runner:
 
     def decode(self, batch: StepBatch, uniform: np.ndarray) -> Any:
         """Sample the next token of each row."""
-        slots, index, positions, groups = batch.slots, batch.index, batch.positions, batch.groups
+        slots, index, positions, groups, pages = batch.slots, batch.index, batch.positions, batch.groups, batch.pages
         if self.isolated:  # pad to all slots, and let every sample read its prompt separately
             spare = self.cache.slots - len(slots)
             slots = np.pad(slots, (0, spare), constant_values=self.cache.slots)
+            pages = np.pad(pages, ((0, spare), (0, 0)), constant_values=self.cache.pages)
             index, positions = np.pad(index, (0, spare), constant_values=1), np.pad(positions, (0, spare))
             uniform = np.pad(uniform, (0, spare))
             groups = [
@@ -99,17 +109,33 @@ class Runner:
                 for start, length, members in groups
                 for row in range(members.start, members.stop)
             ]
+        rows = torch.from_numpy(slots).to(self.device)
         layout = DecodeLayout(
-            slots=torch.from_numpy(slots).to(self.device),
+            pages=torch.from_numpy(pages).to(self.device),
             lengths=torch.from_numpy(index - 1).to(self.device),
             positions=torch.from_numpy(positions).to(self.device),
             groups=groups,
-            slot_tokens=self.sampling.max_new_tokens if self.isolated else None,
+            page_tokens=self.cache.page_tokens,
+            own_tokens=self.sampling.max_new_tokens if self.isolated else None,
         )
-        hidden = self.handle.hidden(self.last[layout.slots, None], layout.positions[:, None], layout)[:, 0]
-        drawn = self._draw(self.head.logits(hidden), layout.slots, index, uniform)
-        self.last[layout.slots] = drawn.ids
+        hidden = self.handle.hidden(self.last[rows, None], layout.positions[:, None], layout)[:, 0]
+        drawn = self._draw(self.head.logits(hidden), rows, index, uniform)
+        self.last[rows] = drawn.ids
         return drawn
+
+    def save(self, slot: int, pages: Sequence[int]) -> SavedSample:
+        """What the sample in this slot needs to go on in another slot."""
+        occurred = None if self.occurred is None else self.occurred.mask[slot].clone()
+        return SavedSample(self.last[slot].clone(), self.cache.read_pages(pages), occurred)
+
+    def restore(self, saved: SavedSample, slot: int, pages: Sequence[int]) -> None:
+        """Let a saved sample go on in this slot and these pages."""
+        self.last[slot] = saved.last
+        held = len(saved.pages[0][0])
+        self.cache.write_pages(pages[:held], saved.pages)
+        self.cache.clear(pages[held:])
+        if self.occurred is not None and saved.occurred is not None:
+            self.occurred.mask[slot] = saved.occurred
 
     def read(self, step: Any) -> StepOutput:
         """The output of a launched step."""

@@ -1,8 +1,10 @@
 """When each sample runs, and where its keys and values are stored. Plain Python, deterministic, without tensors.
 
-Samples wait in order. A sample is admitted when a slot is free and its prompt is in the pool or fits into it. A prompt
-is prefilled once and stays in the pool until its last sample has finished. The order never changes, so that the same
-requests give the same schedule.
+Samples wait in order. A sample is admitted when a slot and a page are free and its prompt is in the pool or fits into
+it. A prompt is prefilled once and stays in the pool until its last sample has finished. Where a sample may need several
+pages, it gets them as it grows, and each running sample has one in reserve when others are admitted. If none is left,
+the sample that was admitted last is preempted: it waits, first of all, and goes on where it was. The order depends on
+nothing else, so that the same requests give the same schedule.
 """
 
 from __future__ import annotations
@@ -23,15 +25,24 @@ class PromptState:
 
 
 class Scheduler:
-    """For prompts of ``lengths`` with ``counts`` samples each; samples are numbered prompt after prompt."""
+    """For prompts of ``lengths`` with ``counts`` samples each; samples are numbered prompt after prompt.
 
-    def __init__(self, lengths: Sequence[int], counts: Sequence[int], pool_tokens: int, slots: int) -> None:
+    pages: by default one for each slot, and samples do not grow.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], counts: Sequence[int], pool_tokens: int, slots: int, pages: int | None = None
+    ) -> None:
         self.prompts = [PromptState(length, count) for length, count in zip(lengths, counts, strict=True)]
         self.prompt_of = [prompt for prompt, count in enumerate(counts) for _ in range(count)]
         self.waiting = deque(range(len(self.prompt_of)))
         self.slot_of: dict[int, int] = {}  # of each running sample, in order of admission
         self.free_slots = list(range(slots))  # a heap: the lowest first, so that used slots stay adjacent
         self.slots = slots
+        self.grows = pages is not None
+        self.free_pages = list(range(slots if pages is None else pages))  # a heap, too
+        self.pages_of: dict[int, list[int]] = {}  # of each running sample
+        self.preempted: dict[int, int] = {}  # samples that were running and wait again, and how many pages they had
         self.pool = RangeAllocator(pool_tokens)
 
     @property
@@ -39,8 +50,9 @@ class Scheduler:
         return not self.waiting and not self.slot_of
 
     def partly_waiting(self) -> list[int]:
-        """The prompt that is in the pool while some of its samples still wait, if there is one."""
-        number = self.prompt_of[self.waiting[0]] if self.waiting else None
+        """The prompt that is in the pool while some of its samples have not begun, if there is one."""
+        new = next((sample for sample in self.waiting if sample not in self.preempted), None)
+        number = None if new is None else self.prompt_of[new]
         return [] if number is None or self.prompts[number].start is None else [number]
 
     def admit(self, prefill_tokens: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -57,6 +69,9 @@ class Scheduler:
             sample = self.waiting[0]
             number = self.prompt_of[sample]
             prompt = self.prompts[number]
+            pages = self.preempted.get(sample, 0) + 1
+            if len(self.free_pages) < pages + (len(self.slot_of) if self.grows else 0):
+                break
             if prompt.start is None:
                 enough = min(prompt.samples_left, -(-self.slots // 8))
                 if (used and used + prompt.length > prefill_tokens) or (self.slot_of and len(self.free_slots) < enough):
@@ -67,13 +82,39 @@ class Scheduler:
                 used += prompt.length
                 prompts.append((number, prompt.start))
             self.waiting.popleft()
+            self.preempted.pop(sample, None)
             self.slot_of[sample] = heapq.heappop(self.free_slots)
+            self.pages_of[sample] = [heapq.heappop(self.free_pages) for _ in range(pages)]
             samples.append((sample, self.slot_of[sample]))
         return prompts, samples
 
-    def finish(self, sample: int) -> None:
-        """Free a sample's slot, and with the last sample of a prompt also the prompt's range."""
+    def grow(self, sample: int) -> int | None:
+        """Give a running sample another page; None if there is none."""
+        if not self.free_pages:
+            return None
+        self.pages_of[sample].append(heapq.heappop(self.free_pages))
+        return self.pages_of[sample][-1]
+
+    def preempt(self, sample: int) -> None:
+        """Let a running sample wait, before all others. It will get as many pages again, and one more."""
+        self.preempted[sample] = self._free(sample)
+        self.waiting.appendleft(sample)
+
+    def _free(self, sample: int) -> int:
+        """Free the slot and the pages of a running sample; returns the number of its pages."""
         heapq.heappush(self.free_slots, self.slot_of.pop(sample))
+        pages = self.pages_of.pop(sample)
+        for page in pages:
+            heapq.heappush(self.free_pages, page)
+        return len(pages)
+
+    def finish(self, sample: int) -> None:
+        """Free a sample's slot and pages, and with the last sample of a prompt also the prompt's range."""
+        if sample in self.preempted:  # its last token was on its way
+            del self.preempted[sample]
+            self.waiting.remove(sample)
+        else:
+            self._free(sample)
         prompt = self.prompts[self.prompt_of[sample]]
         prompt.samples_left -= 1
         if not prompt.samples_left and prompt.start is not None:

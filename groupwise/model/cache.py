@@ -1,8 +1,9 @@
 """The KV cache: a prompt's keys and values are stored once for all of its samples.
 
 Each attention layer has two kinds of storage. The pool holds prompts, each in a range of its own, (tokens, Hkv, d). The
-slots hold what samples generate, one slot per running sample, (slots + 1, length, Hkv, d); the last slot is a spare for
-padding rows. `groupwise.generate.scheduler` decides which range and which slot is whose.
+pages hold what samples generate, (pages + 1, tokens, Hkv, d); the last page is a spare for padding rows. A sample has
+one page for its longest completion if there is memory for that, and otherwise gets page after page as it grows.
+`groupwise.generate.scheduler` decides which range and which page is whose.
 
 A layer's storage is an attribute of its attention module rather than an entry of a list: a compiled layer then sees it
 as one more input, and one compilation serves all layers.
@@ -36,21 +37,21 @@ class LayerCache(NamedTuple):
 
     pool_keys: Tensor  # (prompt tokens, Hkv, d)
     pool_values: Tensor
-    slot_keys: Tensor  # (slots + 1, length, Hkv, d)
-    slot_values: Tensor
+    page_keys: Tensor  # (pages + 1, tokens of a page, Hkv, d)
+    page_values: Tensor
 
 
 class SharedCache:
-    """Room for ``prompt_tokens`` of prompts and for ``slots`` samples of up to ``length`` tokens each."""
+    """Room for ``prompt_tokens`` of prompts, and ``pages`` of ``page_tokens`` for up to ``slots`` running samples."""
 
-    def __init__(self, handle: ModelHandle, prompt_tokens: int, slots: int, length: int) -> None:
+    def __init__(self, handle: ModelHandle, prompt_tokens: int, slots: int, pages: int, page_tokens: int) -> None:
         self.handle = handle
-        self.prompt_tokens, self.slots, self.length = prompt_tokens, slots, length
+        self.prompt_tokens, self.slots, self.pages, self.page_tokens = prompt_tokens, slots, pages, page_tokens
         # Zeros, not uninitialised memory: a masked position has weight 0, and 0 · NaN is NaN.
         zeros = partial(torch.zeros, dtype=handle.dtype, device=handle.device)
-        pool, slot = (prompt_tokens,), (slots + 1, length)
+        pool, page = (prompt_tokens,), (pages + 1, page_tokens)
         self.layers = [
-            LayerCache(*(zeros(*size, *shape) for size in (pool, pool, slot, slot))) for shape in handle.shapes
+            LayerCache(*(zeros(*size, *shape) for size in (pool, pool, page, page))) for shape in handle.shapes
         ]
         self.attach()
 
@@ -63,10 +64,11 @@ class SharedCache:
     def bytes(self) -> int:
         return sum(tensor.nbytes for layer in self.layers for tensor in layer)
 
-    def fits(self, prompt_tokens: int, slots: int, length: int) -> bool:
+    def fits(self, prompt_tokens: int, slots: int, pages: int, page_tokens: int) -> bool:
         """Whether it is large enough and still has the model's device and dtype."""
-        keys, model = self.layers[0].slot_keys, self.handle
-        large = prompt_tokens <= self.prompt_tokens and slots <= self.slots and length <= self.length
+        keys, model = self.layers[0].page_keys, self.handle
+        large = prompt_tokens <= self.prompt_tokens and slots <= self.slots
+        large = large and pages <= self.pages and page_tokens <= self.page_tokens
         return large and (keys.device, keys.dtype) == (model.device, model.dtype)
 
     def release(self) -> None:
@@ -76,14 +78,24 @@ class SharedCache:
                 delattr(module, CACHE_ATTRIBUTE)
         self.layers = []
 
-    def clear(self, slots: Sequence[int]) -> None:
-        """Zero these slots.
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zero these pages.
 
         Old entries are masked, so their weight is 0; a NaN among them would spread all the same.
         """
         for layer in self.layers:
-            layer.slot_keys[slots] = 0
-            layer.slot_values[slots] = 0
+            layer.page_keys[pages] = 0
+            layer.page_values[pages] = 0
+
+    def read_pages(self, pages: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """The keys and values of these pages in each layer, copied to the host."""
+        return [(layer.page_keys[pages].cpu(), layer.page_values[pages].cpu()) for layer in self.layers]
+
+    def write_pages(self, pages: Sequence[int], contents: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Write what `read_pages` has read to other pages."""
+        for layer, (keys, values) in zip(self.layers, contents, strict=True):
+            layer.page_keys[pages] = keys.to(layer.page_keys.device)
+            layer.page_values[pages] = values.to(layer.page_values.device)
 
 
 def bytes_per_token(shapes: Sequence[KVShape], dtype: torch.dtype) -> int:
@@ -110,18 +122,23 @@ class PrefillLayout(PackedLayout):
 class DecodeLayout:
     """One token for each of some running samples, grouped by prompt."""
 
-    slots: Tensor  # (rows,)
-    lengths: Tensor  # (rows,) tokens in the slot before this one
+    pages: Tensor  # (rows, n) of each sample, in order; those that it does not have yet are not read
+    lengths: Tensor  # (rows,) tokens in the pages before this one
     positions: Tensor  # (rows,) of this token, prompt included
     groups: Sequence[tuple[int, int, slice]]  # a prompt's start in the pool, its length, its rows
-    slot_tokens: int | None = None  # tokens of a slot to read; by default those of the longest sample
+    page_tokens: int  # of a page
+    own_tokens: int | None = None  # tokens of each sample to read; by default those of the longest
 
     def __post_init__(self) -> None:
-        rows = len(self.slots)
-        self.longest = self.slot_tokens or int(self.lengths.max()) + 1
-        # If every slot is in use, which is common, their contents need not be copied.
-        self.all_slots = bool((self.slots == torch.arange(rows, device=self.slots.device)).all())
-        at = torch.arange(self.longest, device=self.slots.device)
+        rows, each = self.pages.shape
+        self.longest = self.own_tokens or int(self.lengths.max()) + 1
+        # If each sample has one page, in order, which is common, their contents need not be copied.
+        in_order = torch.arange(rows, device=self.pages.device)
+        self.in_order = each == 1 and bool((self.pages[:, 0] == in_order).all())
+        page = self.pages.gather(1, (self.lengths // self.page_tokens)[:, None])[:, 0]
+        self.places = page * self.page_tokens + self.lengths % self.page_tokens
+        self.used = self.pages[:, : -(-self.longest // self.page_tokens)]
+        at = torch.arange(self.longest, device=self.pages.device)
         self.visible = at <= self.lengths[:, None]  # (rows, longest)
         self.even = bool(self.visible.all())
         self.runs = _runs(self.groups, rows)
@@ -131,27 +148,26 @@ class DecodeLayout:
     def attend(self, inputs: AttentionInputs) -> Tensor:
         module, query, key, value, scale, window, softcap = inputs
         cache: LayerCache = getattr(module, CACHE_ATTRIBUTE)
-        places = self.slots * cache.slot_keys.shape[1] + self.lengths
-        for stored, new in ((cache.slot_keys, key), (cache.slot_values, value)):
-            stored.flatten(0, 1).index_copy_(0, places, new[:, :, 0])
+        for stored, new in ((cache.page_keys, key), (cache.page_values, value)):
+            stored.flatten(0, 1).index_copy_(0, self.places, new[:, :, 0])
         rows, heads, _, width = query.shape
         kv_heads = key.shape[1]
         per_head = heads // kv_heads
         query = query.view(rows, kv_heads, per_head, width)
-        slot_keys, slot_values = (
-            (x[:rows] if self.all_slots else x[self.slots])[:, : self.longest].transpose(1, 2)
-            for x in (cache.slot_keys, cache.slot_values)
+        own_keys, own_values = (
+            (x[:rows] if self.in_order else x[self.used].flatten(1, 2))[:, : self.longest].transpose(1, 2)
+            for x in (cache.page_keys, cache.page_values)
         )
         visible = None if self.even else self.visible
         if window is not None:
             at = torch.arange(self.longest, device=query.device)
             visible = self.visible & (self.lengths[:, None] - at < window)
         visible = None if visible is None else visible[:, None, None, :].expand(-1, kv_heads, per_head, -1)
-        slot_out, slot_lse = partial_attention(query, slot_keys, slot_values, scale, visible, softcap)
+        own_out, own_lse = partial_attention(query, own_keys, own_values, scale, visible, softcap)
         if self.runs is not None and window is None:
             prompts = self._equal_groups(query, cache, scale, softcap)
-            return merge_attention(slot_out, slot_lse, *prompts)[0].reshape(rows, 1, heads, width)
-        prompt_out, prompt_lse = torch.zeros_like(slot_out), torch.full_like(slot_lse, -torch.inf)
+            return merge_attention(own_out, own_lse, *prompts)[0].reshape(rows, 1, heads, width)
+        prompt_out, prompt_lse = torch.zeros_like(own_out), torch.full_like(own_lse, -torch.inf)
         for start, length, members in self.groups:
             one = query[members].transpose(0, 1).reshape(1, kv_heads, -1, width)  # the prompt is read once for all
             seen = None
@@ -165,7 +181,7 @@ class DecodeLayout:
             out, lse = partial_attention(one, keys, values, scale, seen, softcap)
             prompt_out[members] = out.view(kv_heads, -1, per_head, width).transpose(0, 1)
             prompt_lse[members] = lse.view(kv_heads, -1, per_head).transpose(0, 1)
-        return merge_attention(slot_out, slot_lse, prompt_out, prompt_lse)[0].reshape(rows, 1, heads, width)
+        return merge_attention(own_out, own_lse, prompt_out, prompt_lse)[0].reshape(rows, 1, heads, width)
 
     def _equal_groups(
         self, query: Tensor, cache: LayerCache, scale: float, softcap: float | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from groupwise.errors import InputError, NotFiniteError
+from groupwise.generate import memory
 from groupwise.generate.engine import Engine
 from groupwise.generate.plain import PlainGenerator
+from groupwise.generate.request import ActiveSamples
 from groupwise.generate.types import Rollout, Sampling
-from groupwise.model.cache import CACHE_ATTRIBUTE
+from groupwise.model.cache import CACHE_ATTRIBUTE, bytes_per_token
 from groupwise.model.handle import prepare
 from groupwise.model.logprobs import completion_logps
 from tests.model.models import ARCHITECTURES, VOCABULARY, quick, random_groups, tiny
@@ -267,6 +270,50 @@ def test_a_budget_too_small_for_one_group():
     assert enough._cache.bytes <= enough.cache_bytes
 
 
+def test_many_long_completions_in_little_memory(monkeypatch):
+    """Samples grow page by page where not all fit at full length; those that are preempted lose no token."""
+    monkeypatch.setattr(memory, "PAGE_TOKENS", 8)
+    per_token = bytes_per_token(HANDLES["llama"].shapes, torch.float64)
+    engine = Engine(HANDLES["llama"], cache_bytes=per_token * (62 + 15 * 8))
+    sampling = Sampling(max_new_tokens=60, seed=3, eos_ids=(1,), top_k=30, keep_sets=True)
+    got = engine.generate(PROMPTS, COUNTS, sampling)
+    assert engine._cache.bytes <= engine.cache_bytes
+    assert got.stats["rows"] >= 5  # one would be 61 tokens long, so that two would fit
+    assert got.stats["preempted"] > 0
+    assert got.stats["prefilled_tokens"] == sum(map(len, PROMPTS))
+    assert int(got.lengths.max()) > 16
+    assert_same(got, PlainGenerator(HANDLES["llama"].model).generate(PROMPTS, COUNTS, sampling))
+    with pytest.raises(InputError, match=r"one completion of up to 60 tokens .* raise cache_bytes"):
+        Engine(HANDLES["llama"], cache_bytes=per_token * 90).generate(PROMPTS, COUNTS, sampling)
+
+
+@pytest.mark.parametrize("name", quick(ARCHITECTURES, "llama", "gemma3"))
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_preemption_at_random_changes_no_token(name, penalty, monkeypatch):
+    sampling = Sampling(max_new_tokens=40, seed=2, eos_ids=(3, 5), repetition_penalty=penalty)
+    wanted = Engine(HANDLES[name]).generate(PROMPTS, COUNTS, sampling)
+    assert wanted.stats["preempted"] == 0
+    monkeypatch.setattr(memory, "PAGE_TOKENS", 4)
+    rng, without_room, grow = random.Random(0), ActiveSamples.without_room, ActiveSamples.grow
+
+    def some(active):
+        """Those that need a page, and now and then others."""
+        running = list(active.scheduler.slot_of)
+        return list(dict.fromkeys([*without_room(active), *(s for s in running if rng.random() < 0.05)]))
+
+    def now_and_then(active, sample):
+        return rng.random() < 0.5 and (sample not in without_room(active) or grow(active, sample))
+
+    monkeypatch.setattr(ActiveSamples, "without_room", some)
+    monkeypatch.setattr(ActiveSamples, "grow", now_and_then)
+    tokens = sum(map(len, PROMPTS)) + 4 * 40  # four samples of full length
+    per_token = bytes_per_token(HANDLES[name].shapes, HANDLES[name].dtype)
+    engine = Engine(HANDLES[name], cache_bytes=per_token * tokens, max_num_seqs=8)
+    got = engine.generate(PROMPTS, COUNTS, sampling)
+    assert got.stats["preempted"] > 10
+    assert_same(got, wanted)
+
+
 @pytest.mark.parametrize("name", ["cache_bytes", "max_num_seqs", "prefill_tokens"])
 def test_bad_engine_settings(name):
     with pytest.raises(InputError, match=f"{name} must be an integer of at least 1"):
@@ -326,7 +373,7 @@ def test_a_model_that_changes_its_dtype():
     engine.generate(PROMPTS, 1, sampling)
     model.double()
     assert engine.generate(PROMPTS, 1, sampling).ids.shape[0] == 5
-    assert engine._cache.layers[0].slot_keys.dtype == torch.float64
+    assert engine._cache.layers[0].page_keys.dtype == torch.float64
 
 
 def test_release_frees_the_cache():

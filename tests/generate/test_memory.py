@@ -19,7 +19,7 @@ TOKEN_BYTES = bytes_per_token(HANDLE.shapes, HANDLE.dtype)
 
 def test_bytes_of_a_token():
     assert TOKEN_BYTES == 3 * 2 * 2 * 8 * 8  # layers, keys and values, heads, width, bytes of a float64
-    cache = SharedCache(HANDLE, 10, 4, 6)
+    cache = SharedCache(HANDLE, 10, 4, 4, 6)
     assert cache.bytes == TOKEN_BYTES * (10 + 5 * 6)
     cache.release()
 
@@ -39,10 +39,10 @@ def test_a_plan_fits_or_is_refused(requests, length, max_num_seqs, tokens):
         fewest = sum(sorted(lengths)[-(-(-largest // min(counts)) + 1) :])
         assert fewest + (largest + 1) * length > tokens
         return
-    assert plan.prompt_tokens + (plan.slots + 1) * plan.length <= tokens
+    assert plan.prompt_tokens + (plan.slots + 1) * plan.page_tokens <= tokens
     assert largest <= plan.slots <= min(sum(counts), max_num_seqs)
     assert plan.prompt_tokens >= max(lengths)
-    assert plan.length == length
+    assert (plan.pages, plan.page_tokens) == (plan.slots, length)
 
 
 def test_the_free_memory_is_the_default_budget(monkeypatch):

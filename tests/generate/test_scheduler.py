@@ -12,11 +12,19 @@ from groupwise.generate.scheduler import RangeAllocator, Scheduler
 requests = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 6)), min_size=1, max_size=12)
 
 
-@given(requests, st.integers(1, 10), st.integers(0, 40), st.integers(1, 60), st.integers(0, 10_000))
-def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, prefill, seed):
+@given(
+    requests,
+    st.integers(1, 10),
+    st.integers(0, 40),
+    st.integers(1, 60),
+    st.none() | st.integers(5, 30),
+    st.integers(0, 10_000),
+)
+def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, prefill, pages, seed):
+    """With some pages, samples grow to at most four, and are preempted at random and if there are no pages."""
     lengths, counts = [length for length, _ in prompts], [count for _, count in prompts]
     pool = max(lengths) + spare
-    scheduler = Scheduler(lengths, counts, pool, slots)
+    scheduler = Scheduler(lengths, counts, pool, slots, pages)
     rng = random.Random(seed)
     prefilled: list[int] = []
     admitted: list[int] = []
@@ -26,12 +34,17 @@ def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, 
         assert steps < 1000
         new_prompts, new_samples = scheduler.admit(prefill)
         prefilled += [prompt for prompt, _ in new_prompts]
-        admitted += [sample for sample, _ in new_samples]
+        admitted += [sample for sample, _ in new_samples if sample not in admitted]
         if len(new_prompts) > 1:
             assert sum(lengths[prompt] for prompt, _ in new_prompts) <= prefill
         busy = list(scheduler.slot_of.values())
         assert len(set(busy)) == len(busy) <= slots
         assert all(0 <= slot < slots for slot in busy)
+        taken = [page for own in scheduler.pages_of.values() for page in own]
+        assert scheduler.pages_of.keys() == scheduler.slot_of.keys()
+        assert sorted([*taken, *scheduler.free_pages]) == list(range(slots if pages is None else pages))
+        if pages is None:
+            assert {sample: [slot] for sample, slot in scheduler.slot_of.items()} == scheduler.pages_of
         places: set[int] = set()
         for number, members in scheduler.groups().items():
             prompt = scheduler.prompts[number]
@@ -42,7 +55,13 @@ def test_every_sample_runs_once_and_no_two_share_a_place(prompts, slots, spare, 
             places |= prompt_places
             assert all(scheduler.prompt_of[sample] == number for sample in members)
         assert scheduler.slot_of  # no deadlock
-        for sample in list(scheduler.slot_of):
+        for sample in list(scheduler.slot_of) if pages else ():
+            grows = len(scheduler.pages_of.get(sample, range(4))) < 4 and rng.random() < 0.7
+            while grows and sample in scheduler.slot_of and scheduler.grow(sample) is None:
+                scheduler.preempt(next(reversed(scheduler.slot_of)))
+            if rng.random() < 0.1 and sample in scheduler.slot_of:
+                scheduler.preempt(sample)
+        for sample in [*scheduler.slot_of, *scheduler.preempted]:
             if rng.random() < 0.4:
                 scheduler.finish(sample)
     assert prefilled == sorted(set(prefilled)) == list(range(len(prompts)))  # each prompt once, in order

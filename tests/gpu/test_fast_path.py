@@ -60,7 +60,7 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
     query, key, value = randn(rows, heads, 1, width), randn(rows, kv_heads, 1, width), randn(rows, kv_heads, 1, width)
     module = nn.Module()
     setattr(module, CACHE_ATTRIBUTE, LayerCache(*(tensor.float() for tensor in cache)))
-    wanted = DecodeLayout(slot, lengths, prompt + lengths, groups).attend(
+    wanted = DecodeLayout(slot[:, None], lengths, prompt + lengths, groups, length).attend(
         AttentionInputs(module, query.float(), key.float(), value.float(), 0.2, window, softcap)
     )
     starts, sizes = torch.zeros(2, rows, dtype=torch.int32)
@@ -74,8 +74,8 @@ def test_decode_attention(heads, kv_heads, width, window, softcap, dtype, splits
     close = 2e-5 if dtype == torch.float32 else 3e-2
     torch.testing.assert_close(got.float(), wanted, rtol=0, atol=close)
     stored: LayerCache = getattr(module, CACHE_ATTRIBUTE)
-    assert torch.equal(copy.slot_keys.float(), stored.slot_keys)
-    assert torch.equal(copy.slot_values.float(), stored.slot_values)
+    assert torch.equal(copy.page_keys.float(), stored.page_keys)
+    assert torch.equal(copy.page_values.float(), stored.page_values)
 
 
 @pytest.mark.parametrize(

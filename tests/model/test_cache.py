@@ -63,7 +63,7 @@ def test_equal_groups_equal_one_by_one(lengths, softcap):
         None,
         softcap,
     )
-    together, one_by_one = (DecodeLayout(slots, filled, filled + 9, groups) for _ in range(2))
+    together, one_by_one = (DecodeLayout(slots[:, None], filled, filled + 9, groups, slot_length) for _ in range(2))
     assert together.runs is not None
     one_by_one.runs = None
     torch.testing.assert_close(together.attend(inputs), one_by_one.attend(inputs), rtol=1e-12, atol=1e-12)
