@@ -166,7 +166,8 @@ def table(results: Path) -> str:
             ]
         )
     work = next(iter(found.values()))
-    header = ["arm", "right", "in any form", "− before", "− GRPO", "sampled tokens", "steps", "s in steps", "s in all", "KL per token"]
+    header = ["arm", "right", "in any form", "− before", "− GRPO"]
+    header += ["sampled tokens", "steps", "s in steps", "s in all", "KL per token"]
     first = f"{work['work']['model']}, {sizes.pop():,} held-out questions, {work['machine']}; 95 % intervals"
     return f"{first}\n\n{markdown_table(header, rows)}"
 
